@@ -1,0 +1,80 @@
+"""Settings of the road from raw text to rows of tokens."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from affinage.recipe.settings import Settings
+
+POCKET_WORLD = "pocket-world"
+
+
+class SourceSettings(Settings):
+    """One place that documents come from. A plain string in a recipe is short for `path`."""
+
+    path: str  # a file, a folder, a glob, an fsspec URL, or `pocket-world` for the generated corpus
+    name: str = ""  # how reports call it; default: the last part of the path
+    language: str = ""  # ISO 639-1 code, if the user knows it; default: identified per document
+    licence: str = ""  # carried with every document into the manifest
+    text_key: str = "text"  # the JSON key or Parquet column that holds the text
+    megabytes: float = Field(default=3.0, gt=0)  # pocket-world only: how much text to generate, in 1e6 bytes
+
+
+def _source_from_string(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Source = Annotated[SourceSettings, BeforeValidator(_source_from_string)]
+
+
+class CleanSettings(Settings):
+    """What a document must be to stay in the corpus (Julian's rules)."""
+
+    min_characters: int = Field(default=100, ge=0)  # shorter ones are removed
+    max_characters: int = Field(default=500_000, gt=0)  # longer ones are removed
+    min_alphanumeric: float = Field(default=0.7, ge=0, le=1)  # share of letters and digits among non-space characters
+    min_language_probability: float = Field(default=0.8, ge=0, le=1)  # of lid.176.ftz; 0 turns language id off
+
+
+class DeduplicateSettings(Settings):
+    """Exact and near duplicates (MinHash-LSH with the exact Jaccard similarity checked on candidates)."""
+
+    jaccard: float = Field(default=0.8, gt=0, le=1)  # of word n-gram sets; pairs at or above are duplicates
+    ngram: int = Field(default=5, ge=1)  # words per shingle
+    bands: int = Field(default=16, ge=1)  # 16 bands of 6 rows find a pair at exactly J = 0.8 with p = 0.992
+    rows: int = Field(default=6, ge=1)
+
+
+class SplitSettings(Settings):
+    """The part of the corpus that is never trained on."""
+
+    validation: float = Field(default=0.01, ge=0, lt=1)  # share of documents, per source and language
+    by: Literal["document", "tail"] = "document"  # tail: the last part of every document (for a single long text)
+
+
+class DataSettings(Settings):
+    """Where the text comes from and what is done to it before it becomes tokens."""
+
+    sources: tuple[Source, ...] = Field(min_length=1)
+    root: str = ""  # a folder or URL that relative source paths start from; default: the working directory
+    languages: tuple[str, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed
+    clean: CleanSettings = CleanSettings()
+    deduplicate: DeduplicateSettings | None = DeduplicateSettings()  # null: keep duplicates
+    split: SplitSettings = SplitSettings()
+
+
+class TokenizerSettings(Settings):
+    """How text becomes token ids. Ids 0 to 7 are always pad, unk, s, /s, code, endcode, im_start, im_end."""
+
+    kind: Literal["bpe", "characters"] = "bpe"  # SentencePiece BPE with byte fallback, or one id per character
+    vocabulary: int = Field(default=50_000, ge=300)  # pieces, the special ones included; `characters` ignores it
+    coverage: float = Field(default=0.9999, gt=0, le=1)  # share of the corpus's characters that get a piece of their own
+    sample_megabytes: float = Field(default=100.0, gt=0)  # text to train on, balanced over languages; RAM is about 10x
+    split_digits: bool = True  # every digit its own token, so that numbers have one spelling
+
+
+class RowsSettings(Settings):
+    """How documents are packed into rows of tokens."""
+
+    context: int = Field(default=2048, ge=8)  # tokens in a row
+    shards: int = Field(default=1, ge=1)  # files that the training rows are spread over

@@ -1,0 +1,56 @@
+"""The recipe: everything a run is told, in one frozen object."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
+from affinage.recipe.settings import Settings
+from affinage.recipe.training import PretrainSettings, SftSettings
+
+MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
+
+
+class EvaluateSettings(Settings):
+    """Which benchmarks judge the models, through lm-evaluation-harness."""
+
+    tasks: tuple[str, ...] = ()  # `pocket-world`, names the harness knows, or paths of task files
+    limit: int | None = Field(default=None, ge=1)  # items per task; default: all
+    shots: int = Field(default=0, ge=0)  # examples put before each question
+    batch: int = Field(default=64, ge=1)  # rows per forward pass
+    compressors: bool = False  # put gzip -9 and xz -9 beside the model's bits per byte on the validation text
+    max_new_tokens: int = Field(default=64, ge=1)  # where a task asks for generation and does not say
+
+
+class ExportSettings(Settings):
+    """The Hugging Face folder that is released."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    verify: bool = False  # load it with transformers and compare logits and tokens (needs `affinage[verify]`)
+    licence: str = "apache-2.0"  # SPDX identifier of the weights, for the model card
+
+
+class ReportSettings(Settings):
+    """The HTML page of a run."""
+
+    prompts: tuple[str, ...] = ()  # what the base model is asked to continue
+    questions: tuple[str, ...] = ()  # what the chat model is asked
+    language: Literal["en", "fr"] = "en"
+
+
+class Recipe(Settings):
+    """A whole run. Sections left out mean that their stages do not run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # names the folder of results
+    description: str = ""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    data: DataSettings | None = None
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    rows: RowsSettings = RowsSettings()
+    model: dict[str, Any]  # the graph, parsed by affinage.model; see there for the node kinds
+    mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}  # devices along each axis; one may be auto
+    pretrain: PretrainSettings | None = None
+    sft: SftSettings | None = None
+    evaluate: EvaluateSettings | None = None
+    export: ExportSettings | None = None
+    report: ReportSettings = ReportSettings()

@@ -1,0 +1,98 @@
+"""Settings of the training runs: pretraining, and supervised fine-tuning on conversations."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from affinage.recipe.settings import Settings
+
+
+class OptimizerSettings(Settings):
+    """AdamW with decoupled weight decay on matrices only (Loshchilov and Hutter, 2019)."""
+
+    name: Literal["adamw"] = "adamw"
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)  # times the learning rate; not on norms and biases
+    clip_norm: float = Field(default=1.0, gt=0)  # global norm of the gradient
+    moments: Literal["float32", "bfloat16"] = "float32"  # dtype the two moments are stored in
+
+
+class ScheduleSettings(Settings):
+    """The learning rate over the run: linear warm-up, then a cosine down to a floor."""
+
+    name: Literal["cosine", "constant"] = "cosine"
+    peak: float = Field(gt=0)  # learning rate after warm-up
+    floor: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class PrecisionSettings(Settings):
+    """Where bfloat16 is used."""
+
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the chip multiplies it natively
+    params: Literal["float32", "bfloat16"] = "float32"  # dtype the weights are stored and updated in
+
+
+class CheckpointSettings(Settings):
+    """When the state of a run is saved, and which saves stay."""
+
+    every_steps: int = Field(default=1000, ge=1)
+    keep_last: int = Field(default=2, ge=1)  # the newest ones stay; the last step of a run always does
+    keep_every: int | None = Field(default=None, ge=1)  # also keep saves at multiples of this step
+
+
+class TrainSettings(Settings):
+    """What pretraining and fine-tuning have in common. One step is one update of the weights."""
+
+    steps: int = Field(ge=1)
+    batch: int | None = Field(default=None, ge=1)  # rows per step, over all devices
+    batch_per_device: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
+    micro_batches: int = Field(default=1, ge=1)  # gradient accumulation: the batch goes through in this many parts
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings
+    precision: PrecisionSettings = PrecisionSettings()
+    validate_every: int = Field(default=500, ge=1)  # steps
+    validation_rows: int = Field(default=256, ge=1)  # at most, per source and language
+    log_every: int = Field(default=10, ge=1)  # steps
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @model_validator(mode="after")
+    def _one_batch_size(self) -> "TrainSettings":
+        if (self.batch is None) == (self.batch_per_device is None):
+            raise ValueError("give either `batch` (rows per step over all devices) or `batch_per_device`")
+        if self.batch is not None and self.batch % self.micro_batches:
+            raise ValueError(f"batch {self.batch} does not divide into {self.micro_batches} micro_batches")
+        if self.schedule.warmup_steps > self.steps:
+            raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
+        return self
+
+
+class PretrainSettings(TrainSettings):
+    """Training from random weights on packed rows of documents."""
+
+    language_weights: dict[str, float] | None = None  # share of rows per language; default: as many as there are
+
+
+class ConversationSettings(Settings):
+    """One place that conversations come from. A plain string in a recipe is short for `path`."""
+
+    path: str  # JSONL (.gz, .zst) with `messages`, or `pocket-world`
+    name: str = ""  # how reports call it; default: the last part of the path
+
+
+def _conversations_from_string(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Conversations = Annotated[ConversationSettings, BeforeValidator(_conversations_from_string)]
+
+
+class SftSettings(TrainSettings):
+    """Supervised fine-tuning in ChatML, with the loss on the assistant's tokens only."""
+
+    sources: tuple[Conversations, ...] = Field(min_length=1)
+    context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
+    system_prompt: str = "You are a helpful assistant."  # put before conversations that have no system message; may be ""
+    held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation
