@@ -1,0 +1,173 @@
+"""A recipe is made of layers: the bases it names, the file itself, and `--set` on the command line."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import affinage
+from affinage.errors import UserError
+from affinage.recipe import marked_yaml
+
+PathTuple = marked_yaml.Path
+
+
+@dataclass
+class Layers:
+    """The merged values, and where each of them was written (`file:line` or `--set key`)."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+    origins: dict[PathTuple, str] = field(default_factory=dict)
+
+    def locate(self, path: Sequence[str | int]) -> str:
+        """Say where `path`, or the nearest thing around it that was written down, comes from."""
+        for length in range(len(path), -1, -1):
+            origin = self.origins.get(tuple(path[:length]))
+            if origin is not None:
+                return origin
+        return ""
+
+    def put(self, path: PathTuple, value: Any, origins: dict[PathTuple, str]) -> None:
+        """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
+        target: Any = self.value
+        for depth, key in enumerate(path[:-1]):
+            target = self._step(target, key, path[:depth], origins[path])
+        key = path[-1]
+        if isinstance(target, list):
+            key = self._index(target, key, path[:-1], origins[path])
+            path = (*path[:-1], key)
+        old = target.get(key) if isinstance(target, dict) else target[key]
+        if isinstance(value, dict) and isinstance(old, dict):
+            self.origins[path] = origins[path]
+            for child, child_value in value.items():
+                self.put((*path, child), child_value, origins)
+            return
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
+        self.origins |= {known: origin for known, origin in origins.items() if known[: len(path)] == path}
+        target[key] = _copy(value)
+
+    def _step(self, target: Any, key: str | int, above: PathTuple, where: str) -> Any:
+        if isinstance(target, list):
+            return target[self._index(target, key, above, where)]
+        if not isinstance(target.get(key), dict | list):
+            target[key] = {}
+        return target[key]
+
+    def _index(self, target: list[Any], key: str | int, above: PathTuple, where: str) -> int:
+        if not str(key).isdigit() or int(key) >= len(target):
+            listed = ".".join(map(str, above))
+            raise UserError(
+                f"`{listed}` is a list of {len(target)}, and `{key}` is none of its positions",
+                where=where,
+                fix=f"Give a number from 0 to {len(target) - 1}, or the whole list.",
+            )
+        return int(key)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(child) for key, child in value.items()}
+    return [_copy(child) for child in value] if isinstance(value, list) else value
+
+
+def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
+    """Read a recipe file over the recipe that its `base` names, if any."""
+    shown = shown_path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError("this is not a text file in UTF-8", where=shown) from None
+    except OSError as error:
+        raise UserError(f"cannot read this recipe: {error.strerror}", where=shown) from None
+    marked = marked_yaml.parse(text, shown)
+    if not isinstance(marked.value, dict):
+        raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
+    layers = Layers()
+    base = marked.value.pop("base", None)
+    if base is not None:
+        where = f"{shown}:{marked.lines[('base',)]}"
+        base_path = _base_path(base, path, where)
+        if base_path in (*below, path.resolve()):
+            raise UserError("this recipe is its own base", where=where)
+        layers = read_file(base_path, (*below, path.resolve()))
+    origins = {known: f"{shown}:{line}" for known, line in marked.lines.items() if known[:1] != ("base",)}
+    layers.origins[()] = origins[()]
+    for key, value in marked.value.items():
+        layers.put((key,), value, origins)
+    return layers
+
+
+def put_override(layers: Layers, override: str) -> None:
+    """Lay one `dotted.key=YAML` over the recipe."""
+    dotted, equals, text = override.partition("=")
+    dotted = dotted.strip()
+    shown = f"--set {dotted}"
+    if not equals or not dotted or not all(dotted.split(".")):
+        raise UserError(
+            "this is not `key=value`", where=f"--set {override}", fix="For example: --set pretrain.steps=100"
+        )
+    path: PathTuple = tuple(dotted.split("."))
+    if path[0] == "base":
+        raise UserError("`base` can only be given in the file", where=shown)
+    marked = marked_yaml.parse(text, shown)
+    layers.put(path, marked.value, {(*path, *known): shown for known in marked.lines} | {path: shown})
+
+
+def find_recipe(path_or_name: str | Path) -> Path:
+    """The file that is meant: an existing path, or the name of a recipe that comes with affinage."""
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    name = str(path_or_name)
+    if path.suffix not in (".yaml", ".yml") and "/" not in name:
+        packaged = packaged_recipes()
+        if name in packaged:
+            return packaged[name]
+        close = difflib.get_close_matches(name, packaged, n=1)
+        hint = (
+            f"Did you mean `{close[0]}`?" if close else "Recipes that come with affinage: " + ", ".join(packaged) + "."
+        )
+        raise UserError(f"there is no recipe named `{name}`", fix=hint)
+    if path.is_dir():
+        raise UserError("this is a folder, not a recipe", where=str(path), fix="Name the .yaml file.")
+    near = difflib.get_close_matches(path.name, [p.name for p in _siblings(path)], n=1)
+    raise UserError(
+        "there is no such recipe file", where=str(path), fix=f"Did you mean {path.parent / near[0]}?" if near else ""
+    )
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with affinage, by name: in a checkout its `recipes/`, installed those in the package."""
+    package = Path(affinage.__file__).parent
+    for folder in (package / "recipes", package.parents[1] / "recipes"):
+        if folder.is_dir():
+            return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def _base_path(base: Any, path: Path, where: str) -> Path:
+    if not isinstance(base, str):
+        raise UserError("`base` must be the path or the name of another recipe", where=where)
+    beside = path.parent / base
+    if beside.is_file():
+        return beside.resolve()
+    try:
+        if Path(base).suffix in (".yaml", ".yml"):
+            raise UserError(f"the base `{base}` does not exist beside this recipe")
+        return find_recipe(base).resolve()
+    except UserError as error:
+        raise UserError(error.what, where=where, fix=error.fix) from None
+
+
+def _siblings(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+
+
+def shown_path(path: Path) -> str:
+    """The path as the user would write it: relative to the working directory where it is inside it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

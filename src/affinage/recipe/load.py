@@ -1,0 +1,57 @@
+"""From a recipe file to one checked, frozen `Recipe` that knows where each of its values was written."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from affinage.recipe.layers import find_recipe, put_override, read_file
+from affinage.recipe.mistakes import admits_null, explain
+from affinage.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe, the file it came from, and where in it (or in its bases, or on the command line) each value stands."""
+
+    recipe: Recipe
+    path: Path
+    raw: dict[str, Any]  # what was written, after bases and overrides, before defaults
+    locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Load a recipe by path, or by name if it comes with affinage, with `key=value` overrides laid over it.
+
+    `base: other.yaml` in a file starts from another recipe (beside it, or one that comes with affinage): mappings
+    merge, lists and single values replace. A key that is null takes away what the base says: the section is left out,
+    or, where a setting cannot be left out, its default holds.
+
+    Raises:
+        UserError: with one line for each thing that is wrong and where it was written.
+    """
+    path = find_recipe(path_or_name)
+    layers = read_file(path)
+    for override in overrides:
+        put_override(layers, override)
+    raw = _without_nulls(layers.value, ())
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise explain(error, Recipe, raw, layers.locate) from None
+    return LoadedRecipe(recipe=recipe, path=path, raw=raw, locate=layers.locate)
+
+
+def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
+    """Drop nulls that mean "not what the base said"; keep those that a setting of its own meaning admits."""
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, child in value.items():
+        inside = (*path, key)
+        removed = path[:1] == ("model",) or not admits_null(Recipe, inside)
+        if child is not None or not removed:
+            kept[key] = _without_nulls(child, inside)
+    return kept

@@ -1,0 +1,173 @@
+"""What pydantic finds wrong with a recipe, said in plain sentences."""
+
+import difflib
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from affinage.errors import UserError
+from affinage.recipe.settings import Settings
+
+_WANTED = {  # pydantic's error types that mean "another kind of value is needed here"
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a word or text",
+    "tuple": "a list, such as [a, b]",
+    "list": "a list, such as [a, b]",
+    "dict": "a mapping of keys to values",
+    "model": "a mapping of settings",
+}
+_BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def explain(
+    error: ValidationError, model: type[Settings], raw: Any, locate: Callable[[Sequence[str | int]], str]
+) -> UserError:
+    """Turn all findings of `error` about `raw`, parsed as `model`, into one message with a line for each."""
+    found: dict[tuple[str, str, str], None] = {}  # an ordered set: unions report the same value several times
+    for details in _without_union_echoes(error.errors(include_url=False), raw):
+        path, what, fix = _sentence(details, model, raw)
+        found[(locate(path), what, fix)] = None
+    mistakes = [UserError(what, where=where, fix=fix) for where, what, fix in sorted(found, key=_reading_order)]
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes)))
+
+
+def _reading_order(found: tuple[str, str, str]) -> tuple[str, int]:
+    file, _, line = found[0].rpartition(":")
+    return file, int(line) if line.isdigit() else 0
+
+
+def _without_union_echoes(errors: list[ErrorDetails], raw: Any) -> list[ErrorDetails]:
+    """For `int | Literal["auto"]` pydantic reports once per member: keep the literal's, which names the words."""
+    by_path: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for details in errors:
+        by_path.setdefault(_written(details["loc"], raw), []).append(details)
+    kept = []
+    for group in by_path.values():
+        literal = [details for details in group if details["type"] == "literal_error" and len(group) > 1]
+        kept.extend(literal or group)
+    return kept
+
+
+def _written(loc: Sequence[str | int], raw: Any) -> tuple[str | int, ...]:
+    """The part of pydantic's location that leads to something in the recipe (unions add type names at its end)."""
+    value, path = raw, []
+    for key in loc:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            break
+        path.append(key)
+    return tuple(path)
+
+
+def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[tuple[str | int, ...], str, str]:
+    """(path, what is wrong, what to do) of one finding."""
+    kind, loc, context = details["type"], details["loc"], details.get("ctx", {})
+    path = _written(loc, raw)
+    dotted = ".".join(map(str, path)) or "the recipe"
+    given = _shown(details["input"])
+    if kind == "missing":
+        missing = str(loc[-1])
+        return path, f"`{'.'.join(map(str, loc))}` is missing", f"Add `{missing}:` {_needed(model, loc)}".rstrip() + "."
+    if kind == "extra_forbidden":
+        return path, f"`{dotted}` is not a setting", _suggestion(str(loc[-1]), _keys(model, loc[:-1]))
+    if kind == "literal_error":
+        words = [word.strip(" '\"") for word in context["expected"].replace(" or ", ", ").split(",")]
+        if loc[-1] == "[key]":
+            return path, f"`{dotted}` is not a setting", _suggestion(str(path[-1]), words)
+        also = "a whole number, or " if len(loc) > len(path) else ""
+        return (
+            path,
+            f"`{dotted}` is {given}, and must be {also}one of: {', '.join(words)}",
+            _close(str(details["input"]), words),
+        )
+    if kind in _BOUNDS:
+        words_, bound = _BOUNDS[kind]
+        return path, f"`{dotted}` is {given}, and must be {words_} {context[bound]}", ""
+    if kind == "too_short":
+        return path, f"`{dotted}` is empty, and needs at least {context['min_length']}", ""
+    if kind == "string_pattern_mismatch":
+        return path, f"`{dotted}` is {given}, and may hold letters, digits, `.`, `_` and `-` only", ""
+    if kind in ("value_error", "assertion_error"):
+        return path, f"`{dotted}`: {context['error']}", ""
+    if kind == "int_from_float":
+        return path, f"`{dotted}` is {given}, and must be a whole number", ""
+    wanted = _WANTED.get(kind.partition("_")[0])
+    if wanted is not None:
+        return path, f"`{dotted}` is {given}, and must be {wanted}", ""
+    return path, f"`{dotted}` is {given}: {details['msg']}", ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if value is None:
+        return "empty"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text[:60]}`" + ("..." if len(text) > 60 else "")
+
+
+def _suggestion(word: str, known: Sequence[str]) -> str:
+    return _close(word, known) or ("Settings here: " + ", ".join(known) + "." if known else "")
+
+
+def _close(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"Did you mean `{close[0]}`?" if close else ""
+
+
+def _needed(model: type[Settings], loc: Sequence[str | int]) -> str:
+    """What the missing key should hold, for the message."""
+    parent = settings_at(model, loc[:-1])
+    annotation = parent.model_fields[str(loc[-1])].annotation if parent else None
+    names = {int: "a whole number", float: "a number", str: "a name"}
+    return f"with {names[annotation]}" if annotation in names else ""
+
+
+def _keys(model: type[Settings], loc: Sequence[str | int]) -> list[str]:
+    settings = settings_at(model, loc)
+    return list(settings.model_fields) if settings else []
+
+
+def settings_at(model: type[Settings], loc: Sequence[str | int]) -> type[Settings] | None:
+    """The settings class that stands at `loc` below `model`, or None where there is none."""
+    current: type[Settings] | None = model
+    for key in loc:
+        if isinstance(key, int):
+            continue  # an entry of a list is described by the list's annotation
+        if current is None or key not in current.model_fields:
+            return None
+        current = _settings_in(current.model_fields[key].annotation)
+    return current
+
+
+def _settings_in(annotation: Any) -> type[Settings] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return annotation
+    if get_origin(annotation) in (types.UnionType, typing.Union, tuple, list, typing.Annotated):
+        return next(filter(None, map(_settings_in, get_args(annotation))), None)
+    return None
+
+
+def admits_null(model: type[Settings], loc: Sequence[str | int]) -> bool:
+    """Whether the setting at `loc` may be null; true where the settings classes do not say."""
+    parent = settings_at(model, loc[:-1])
+    if parent is None or str(loc[-1]) not in parent.model_fields:
+        return True
+    annotation = parent.model_fields[str(loc[-1])].annotation
+    return annotation is Any or type(None) in get_args(annotation)
