@@ -1,0 +1,42 @@
+"""Make the C library keep freed memory, because XLA:CPU takes its temporary buffers anew every step.
+
+XLA's CPU backend allocates one buffer for all temporaries of a step and frees it at the end. glibc gives buffers of
+that size back to the kernel, so each step faults its pages in again, one by one, zeroed: at small sizes that is more
+than half of the time of a step. Told to keep what is freed, and to serve all threads from the one main heap (which is
+the only one that can keep more than 64 MiB), it hands out the same warm pages again. The price is that the process
+stays at its peak memory.
+"""
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+
+# From glibc's malloc.h: parameter, value.
+_TRIM_THRESHOLD = (-1, 2**31 - 1)  # free memory at the top of the heap before it is given back; the largest int
+_TOP_PAD = (-2, 2**26)  # bytes asked for beyond a request when the heap must grow, so that it grows seldom
+_MMAP_THRESHOLD = (-3, 2**30)  # requests below this come from the heap, never from a mapping of their own
+_MMAP_MAX = (-4, 0)  # and no request gets a mapping of its own
+_ARENA_MAX = (-8, 1)  # one heap for all threads; without this the others change nothing
+
+
+def keep_freed_memory() -> bool:
+    """Set glibc's allocator for XLA:CPU; returns whether it was done.
+
+    Call it before JAX is imported: a thread that already has a heap of its own keeps it. Does nothing where the C
+    library is not glibc, or where an accelerator will do the work.
+    """
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc" or not _work_is_for_the_processor():
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    options = (_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX)
+    return sum(mallopt(*option) for option in options) == len(options)
+
+
+def _work_is_for_the_processor() -> bool:
+    """Whether JAX will come up on the CPU, judged without importing it."""
+    chosen = os.environ.get("JAX_PLATFORMS", "")
+    if chosen:
+        return chosen.split(",")[0] == "cpu"
+    accelerators = ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd")
+    return not any(Path(device).exists() for device in accelerators)

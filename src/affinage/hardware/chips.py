@@ -1,0 +1,80 @@
+"""What accelerators can do: one table, in the vendors' own figures."""
+
+import re
+from dataclasses import dataclass
+
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of chip, as a vendor sells it.
+
+    JAX may show a chip as several devices (the two TensorCores of a TPU v3); `per_device` figures divide by that.
+
+    Attributes:
+        name: how people call it.
+        device_kinds: regular expression that the whole of `jax.Device.device_kind` matches.
+        devices: JAX devices per chip.
+        bfloat16_flops: peak dense matrix FLOP/s in bfloat16, None where unknown (then no MFU is shown).
+        float32_flops: peak dense FLOP/s in float32 where the vendor states one and hardware does it natively.
+        memory_bytes: capacity of the chip's memory (HBM).
+        memory_bandwidth: bytes/s between the memory and the chip.
+        links: links to other chips of the slice or box.
+        link_bandwidth: bytes/s of one link in one direction.
+    """
+
+    name: str
+    device_kinds: str
+    devices: int = 1
+    bfloat16_flops: float | None = None
+    float32_flops: float | None = None
+    memory_bytes: int | None = None
+    memory_bandwidth: float | None = None
+    links: int = 0
+    link_bandwidth: float = 0.0
+
+    @property
+    def flops_per_device(self) -> float | None:
+        """Peak bfloat16 FLOP/s of one JAX device."""
+        return None if self.bfloat16_flops is None else self.bfloat16_flops / self.devices
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether the chip has native bfloat16 matrix units."""
+        return self.bfloat16_flops is not None
+
+
+CHIPS: tuple[Chip, ...] = (
+    # TPU v2, v3: cloud.google.com/tpu/docs/v2 and /v3 (per chip); links as in "A Domain-Specific Supercomputer for
+    # Training Deep Neural Networks" (Norrie et al., 2020, table 1): 4 of 496 and 656 Gbit/s.
+    Chip("TPU v2", r"TPU v2", 2, 45e12, None, 16 * GiB, 700e9, 4, 62e9),
+    Chip("TPU v3", r"TPU v3", 2, 123e12, None, 32 * GiB, 900e9, 4, 82e9),
+    # TPU v4: "TPU v4: An Optically Reconfigurable Supercomputer" (Jouppi et al., 2023, table 4): 6 links of 50 GB/s.
+    Chip("TPU v4", r"TPU v4", 1, 275e12, None, 32 * GiB, 1200e9, 6, 50e9),
+    # TPU v5e: cloud.google.com/tpu/docs/v5e: 1,600 Gbit/s per chip over 4 links.
+    Chip("TPU v5e", r"TPU v5 lite|TPU v5e", 1, 197e12, None, 16 * GiB, 819e9, 4, 50e9),
+    # TPU v5p: cloud.google.com/tpu/docs/v5p: 4,800 Gbit/s per chip over 6 links.
+    Chip("TPU v5p", r"TPU v5|TPU v5p", 1, 459e12, None, 95 * GiB, 2765e9, 6, 100e9),
+    # TPU v6e: cloud.google.com/tpu/docs/v6e: 3,584 Gbit/s per chip over 4 links.
+    Chip("TPU v6e", r"TPU v6 lite|TPU v6e", 1, 918e12, None, 32 * GiB, 1640e9, 4, 112e9),
+    # TPU7x (Ironwood): cloud.google.com/tpu/docs/tpu7x: 9,600 Gbit/s per chip over 6 links; two devices per chip.
+    Chip("TPU7x", r"TPU7x?", 2, 2307e12, None, 192 * GiB, 7380e9, 6, 200e9),
+    # A100: NVIDIA A100 datasheet (2021); 12 NVLinks of 25 GB/s each way. Bandwidth of the 40 GB and the 80 GB part.
+    Chip("A100 80GB", r"NVIDIA A100.*80GB.*", 1, 312e12, 19.5e12, 80 * GiB, 2039e9, 12, 25e9),
+    Chip("A100 40GB", r"NVIDIA A100.*", 1, 312e12, 19.5e12, 40 * GiB, 1555e9, 12, 25e9),
+    # H100, H200: NVIDIA H100 and H200 datasheets, dense (half of the figures "with sparsity"); 18 NVLinks of 25 GB/s.
+    Chip("H100 PCIe", r"NVIDIA H100 PCIe", 1, 756e12, 51e12, 80 * GiB, 2000e9, 12, 25e9),
+    Chip("H100", r"NVIDIA H100.*", 1, 989.4e12, 67e12, 80 * GiB, 3350e9, 18, 25e9),
+    Chip("H200", r"NVIDIA (H200|GH200).*", 1, 989.4e12, 67e12, 141 * 10**9, 4800e9, 18, 25e9),
+    # A processor's peak depends on its cores, clock and vector width, which JAX does not tell.
+    Chip("CPU", r"cpu"),
+)
+
+
+def chip(device_kind: str) -> Chip:
+    """The chip that JAX calls `device_kind`; one without figures if the table does not have it."""
+    for known in CHIPS:
+        if re.fullmatch(known.device_kinds, device_kind):
+            return known
+    return Chip(device_kind, re.escape(device_kind))

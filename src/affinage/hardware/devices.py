@@ -1,0 +1,57 @@
+"""Get hold of the devices that a run computes on."""
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from affinage.errors import UserError
+from affinage.hardware.allocator import keep_freed_memory
+
+if TYPE_CHECKING:
+    import jax
+
+
+def prepare() -> None:
+    """Set what only has an effect before JAX is imported, and what makes a second start fast.
+
+    Call it first in a process that will train. Calling it again, or too late, is harmless.
+    """
+    if "jax" not in sys.modules:
+        keep_freed_memory()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ side talks about itself at lower levels
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
+
+
+def compilation_cache() -> Path:
+    """The user's folder of compiled steps. It holds native code: nobody else may write there."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "affinage" / f"compiled-jax-{importlib.metadata.version('jax')}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def acquire() -> "list[jax.Device]":
+    """All devices that JAX finds, of all hosts, ready to compute.
+
+    Raises:
+        UserError: where JAX finds no device of the platform that was asked for.
+    """
+    prepare()
+    import jax
+
+    # An entry of the cache costs milliseconds to write; the small programs of a start add up to seconds.
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    try:
+        return list(jax.devices())
+    except RuntimeError as error:
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        raise UserError(
+            f"JAX finds no usable device: {error}",
+            where=f"JAX_PLATFORMS={wanted}" if wanted else "",
+            fix="Unset JAX_PLATFORMS to use what is here, or install JAX for the accelerator, e.g. `jax[cuda12]`.",
+        ) from error

@@ -1,0 +1,157 @@
+"""The sharding table: which mesh axes each logical axis of an array is split over."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from affinage.errors import UserError
+
+PyTree = Any
+LogicalAxes = tuple[str | None, ...]
+
+# Logical axis -> mesh axes. This is the whole policy; a strategy or a recipe that wants another replaces the table.
+TABLE: Mapping[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp"),
+    "sequence": ("context",),
+    # weights
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "ffn": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "layers": ("pipeline",),
+}
+
+# Mesh axes that exist in order to split the weights.
+WEIGHT_AXES = ("fsdp", "tensor", "expert", "pipeline")
+
+UNSHARDED_TOLERANCE = 0.02  # share of the parameters that may be whole on every device although the mesh splits weights
+
+
+def partition_spec(axes: LogicalAxes, mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> PartitionSpec:
+    """The split of an array with the given logical axes; None in `axes` is never split.
+
+    A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of size 1
+    are left out, so that specs of equal meaning are equal.
+    """
+    taken: set[str] = set()
+    parts: list[tuple[str, ...] | str | None] = []
+    for axis in axes:
+        if axis is not None and axis not in table:
+            raise ValueError(f"logical axis {axis!r} is not in the sharding table: {', '.join(table)}")
+        claimed = [name for name in table[axis] if mesh.shape[name] > 1 and name not in taken] if axis else []
+        taken.update(claimed)
+        parts.append(None if not claimed else claimed[0] if len(claimed) == 1 else tuple(claimed))
+    while parts and parts[-1] is None:
+        parts.pop()
+    return PartitionSpec(*parts)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> NamedSharding:
+    """The split of a batch's arrays along their first axis, the rows."""
+    return NamedSharding(mesh, partition_spec(("batch",), mesh, table))
+
+
+def rows_split(mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> int:
+    """Into how many parts a batch's rows are split."""
+    return math.prod(mesh.shape[axis] for axis in table["batch"])
+
+
+def param_shardings(
+    mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: Mapping[str, tuple[str, ...]] = TABLE
+) -> PyTree:
+    """A NamedSharding for every parameter.
+
+    Args:
+        mesh: as `make_mesh` makes it.
+        logical_axes: the tree of the parameters with a tuple of logical axis names (or None) for each leaf.
+        abstract: the same tree with `jax.ShapeDtypeStruct` leaves.
+        table: logical axis -> mesh axes.
+
+    Raises:
+        UserError: where a size does not divide over its mesh axes, or where more than 2 % of the parameters would be
+            whole on every device of a mesh that is there to split them.
+    """
+
+    def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if len(axes) != len(shape.shape):
+            raise ValueError(f"parameter {name} of shape {shape.shape} has logical axes {axes}")
+        spec = partition_spec(axes, mesh, table)
+        _check_divisible(name, shape.shape, axes, spec, mesh)
+        return NamedSharding(mesh, spec)
+
+    shardings = jax.tree_util.tree_map_with_path(one, abstract, logical_axes)
+    _check_enough_is_sharded(mesh, abstract, shardings)
+    return shardings
+
+
+def _check_divisible(name: str, shape: tuple[int, ...], axes: LogicalAxes, spec: PartitionSpec, mesh: Mesh) -> None:
+    for size, axis, part in zip(shape, axes, spec, strict=False):
+        names = (part,) if isinstance(part, str) else part or ()
+        pieces = math.prod(mesh.shape[n] for n in names)
+        if size % pieces:
+            fitting = [n for n in range(1, size + 1) if size % n == 0]
+            below = max(n for n in fitting if n < pieces)
+            above = min((n for n in fitting if n > pieces), default=below)
+            over = " x ".join(names)
+            lower, upper = size // pieces * pieces, (size // pieces + 1) * pieces
+            sizes = f"{lower} or {upper}" if lower else f"{upper}"
+            raise UserError(
+                f"{axis} = {size} of {name} does not divide over {over} = {pieces}",
+                where="mesh",
+                fix=f"{over} = {below}{f' or {above}' if above != below else ''} works with {axis} = {size}; "
+                f"{axis} = {sizes} works with {over} = {pieces}.",
+            )
+
+
+def _check_enough_is_sharded(mesh: Mesh, abstract: PyTree, shardings: PyTree) -> None:
+    """Refuse a run in which memory that the mesh should have split is held whole by every device."""
+    splitting = [axis for axis in WEIGHT_AXES if mesh.shape[axis] > 1]
+    if not splitting:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(abstract)
+    whole = {
+        jax.tree_util.keystr(path, simple=True, separator="."): math.prod(leaf.shape)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        if sharding.is_fully_replicated
+    }
+    share = sum(whole.values()) / sum(math.prod(leaf.shape) for _, leaf in leaves)
+    if share > UNSHARDED_TOLERANCE:
+        largest = max(whole, key=lambda name: whole[name])
+        raise UserError(
+            f"{share:.1%} of the parameters would be whole on every device although the mesh has "
+            f"{' and '.join(f'{axis} {mesh.shape[axis]}' for axis in splitting)} (the largest is {largest})",
+            where="mesh",
+            fix=f"At most {UNSHARDED_TOLERANCE:.0%} may be. Give that parameter logical axes which the table splits, "
+            "or use only `data` in the mesh.",
+        )
+
+
+def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh) -> None:
+    """Refuse a batch whose rows, or whose micro-batches' rows, cannot be split evenly over the mesh.
+
+    Raises:
+        UserError: naming the nearest batches that work.
+    """
+    pieces = rows_split(mesh) * micro_batches
+    if rows % pieces:
+        lower, upper = rows // pieces * pieces, (rows // pieces + 1) * pieces
+        parts = f"data x fsdp = {rows_split(mesh)}"
+        parts += f" times {micro_batches} micro_batches" if micro_batches > 1 else ""
+        raise UserError(
+            f"batch {rows} does not divide over {parts}",
+            where="batch",
+            fix=f"The nearest batches that work: {f'{lower}, ' if lower else ''}{upper}.",
+        )

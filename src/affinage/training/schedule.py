@@ -1,0 +1,29 @@
+"""The learning rate as a function of the step."""
+
+from collections.abc import Callable
+
+import optax
+from jaxtyping import Array, Float, Int
+
+from affinage.recipe.training import ScheduleSettings
+
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+
+
+def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
+    """The learning rate of the update that is number `step`, counted from 0.
+
+    Linear from peak / warmup_steps at step 0 up to the peak at step warmup_steps - 1; then the peak for good, or a
+    cosine down to the floor, which the last step (`steps` - 1) has (SGDR without restarts, Loshchilov and Hutter, 2017).
+    """
+    if settings.name == "constant":
+        after = optax.constant_schedule(settings.peak)
+    else:
+        # One update is at the peak (the last of the warm-up, or step 0), and the last one is at the floor.
+        decay_steps = max(steps - max(settings.warmup_steps, 1), 1)
+        after = optax.cosine_decay_schedule(settings.peak, decay_steps, alpha=settings.floor / settings.peak)
+    if settings.warmup_steps <= 1:
+        return after
+    first = settings.peak / settings.warmup_steps
+    warmup = optax.linear_schedule(first, settings.peak, settings.warmup_steps - 1)
+    return optax.join_schedules([warmup, after], [settings.warmup_steps - 1])
