@@ -1,0 +1,76 @@
+"""What a graph is applied with, and what comes out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from affinage.model.parameter import Axes
+
+AttentionImplementation = Literal["auto", "xla"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Loss:
+    """A sum over counted targets and their number, both float32 scalars. Divide once, after every sum over batches."""
+
+    sum: Float[Array, ""]
+    count: Float[Array, ""]
+
+    def mean(self) -> Float[Array, ""]:
+        """Sum over count; 0 when nothing was counted."""
+        return self.sum / jnp.maximum(self.count, 1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logits:
+    """Logits not yet multiplied out, so that a loss over a large vocabulary can do it in parts."""
+
+    hidden: Float[Array, "B S D"]  # in the compute dtype
+    kernel: Float[Array, "V D"]  # in the compute dtype
+    softcap: float | None = field(default=None, metadata={"static": True})
+
+    def array(self) -> Float[Array, "B S V"]:
+        """The logits in float32."""
+        return multiply_out(self.hidden, self.kernel, self.softcap)
+
+
+def multiply_out(
+    hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], softcap: float | None
+) -> Float[Array, "*N V"]:
+    """Logits in float32, bounded to ±softcap by a tanh where one is given (Gemma 2)."""
+    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+    logits = jax.lax.dot_general(hidden, kernel, contract, preferred_element_type=jnp.float32)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _no_constraint(x: Array, axes: Axes) -> Array:
+    return x
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a graph is applied this time. Nothing here changes the result beyond rounding, except key and cache."""
+
+    compute_dtype: Any = jnp.float32  # parameters are cast to it at use; norms, softmax and the loss stay in float32
+    key: PRNGKeyArray | None = None  # of this step, for dropout and augmentations; None: deterministic
+    cache: Any = None  # from `init_cache`: the batch continues the rows it holds
+    until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
+    attention: AttentionImplementation = "auto"
+    platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
+    remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # wraps each layer; e.g. jax.checkpoint
+    constrain: Callable[[Array, Axes], Array] = _no_constraint  # pins activations to the mesh by their logical axes
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Values of the computed nodes, the advanced cache, and metrics as (sum, count) pairs."""
+
+    values: dict[str, Any]
+    cache: Any = None
+    metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)

@@ -1,0 +1,114 @@
+"""What a kind of node is, and the registry of kinds. A new kind is a class in any file; nothing here changes for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
+
+from jaxtyping import Array, PRNGKeyArray
+
+from affinage.model.call import Call
+from affinage.model.parameter import Tree
+from affinage.model.shape import Shape
+from affinage.recipe.settings import Settings
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating point operations of one forward pass. Matrix products only: 2 * m * n * k each."""
+
+    matmul: int = 0  # everything but the attention's two products
+    attention: int = 0  # scores and weighted values over all S * S pairs, masked or not
+    attention_causal: int = 0  # the same over the pairs that causality (and a window) leaves
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.attention_causal + other.attention_causal,
+        )
+
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.matmul * times, self.attention * times, self.attention_causal * times)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a node sees besides its parameters and inputs."""
+
+    call: Call
+    batch: Mapping[str, Array]  # segment_ids, positions, loss_mask, rows where the caller has them
+    key: PRNGKeyArray | None = None  # of this node and layer; None: no dropout
+    layer: int | Array = 0  # index within the repeat; the first index into `cache`
+    cache: Mapping[str, Array] | None = None  # this node's arrays [layers, B, ...]
+    shared: Tree | None = None  # the parameters of the node that `shares` names
+    prepared: Any = None  # what `prepare` returned, the same for all layers
+
+
+@dataclass(frozen=True)
+class Result:
+    """A node's value with its by-products. A node without by-products returns the bare value."""
+
+    value: Any
+    cache: Mapping[str, Array] | None = None
+    losses: dict[str, Array] = field(default_factory=dict)  # per-token means that are added to the training loss
+    metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # (sum, count)
+
+
+class NodeKind(Settings):
+    """Base of all kinds: the fields are the settings a recipe may give, the methods are the rules."""
+
+    kind_name: ClassVar[str] = ""
+    takes: ClassVar[tuple[str, ...]] = ("x",)  # names of the inputs, for arity and error messages
+    is_loss: ClassVar[bool] = False
+
+    def complete(self, others: Mapping[str, "NodeKind"]) -> Self:
+        """Fills settings that follow from other nodes of the graph; raises ValueError where they do not."""
+        return self
+
+    @property
+    def shares(self) -> str | None:
+        """Name of another node whose parameters this one reads, or None."""
+        return None
+
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        """Shape of the value; raises ShapeMismatch for inputs without a rule."""
+        raise NotImplementedError
+
+    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+        """Nested declarations of the node's own parameters."""
+        return {}
+
+    def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what one layer keeps of `length` tokens of `batch` rows when decoding."""
+        return {}
+
+    def prepare(self, inputs: tuple[Any, ...], context: Context) -> Any:
+        """What all layers of a repeat have in common (masks, rotary tables), computed once."""
+        return None
+
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Any:
+        """The function itself: a value, or a Result."""
+        raise NotImplementedError
+
+    def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
+        """Operations of one forward pass at these sizes of B and S."""
+        return Cost()
+
+
+KINDS: dict[str, type[NodeKind]] = {}
+
+K = TypeVar("K", bound=type[NodeKind])
+
+
+def node_kind(name: str) -> Callable[[K], K]:
+    """Registers a NodeKind under the name that recipes call it by; a taken name is refused."""
+
+    def register(cls: K) -> K:
+        taken = KINDS.get(name)
+        if taken is not None and taken.__qualname__ != cls.__qualname__:
+            raise ValueError(f"node kind {name!r} is already registered by {taken.__module__}.{taken.__qualname__}")
+        cls.kind_name = name
+        KINDS[name] = cls
+        return cls
+
+    return register

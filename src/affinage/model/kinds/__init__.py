@@ -1,0 +1,5 @@
+"""The kinds of nodes that come with the package; importing this registers them."""
+
+from affinage.model.kinds import block, dropout, embedding, head, loss, norm
+
+__all__ = ["block", "dropout", "embedding", "head", "loss", "norm"]

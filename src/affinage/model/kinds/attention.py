@@ -1,0 +1,141 @@
+"""Multi-head self-attention with grouped queries, rotary positions, packed documents and a KV cache."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from pydantic import Field, model_validator
+
+from affinage.model.kind import Context, Cost
+from affinage.model.kinds.attention_products import attend
+from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
+from affinage.model.kinds.embedding import positions_of
+from affinage.model.kinds.norm import NormSettings
+from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
+from affinage.model.parameter import Tree
+from affinage.model.shape import ShapeMismatch
+from affinage.recipe.settings import Settings
+
+
+class AttentionSettings(Settings):
+    """The attention half of a block."""
+
+    heads: int = Field(ge=1)
+    kv_heads: int | None = Field(default=None, ge=1)  # keys and values shared by groups of heads; default: as many
+    head_dim: int | None = Field(default=None, ge=1)  # default: width / heads
+    rope: RopeSettings | None = None  # rotary positions; null: none
+    bias: bool | Literal["qkv"] = False  # on all four projections, or (Qwen 2) on the first three
+    qk_norm: bool = False  # RMS norm of every query and key head before the rotation (Qwen 3)
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # of the attention probabilities
+
+    @model_validator(mode="after")
+    def _groups(self) -> "AttentionSettings":
+        if self.heads % self.groups_of:
+            raise ValueError(f"{self.heads} heads do not divide into {self.groups_of} kv_heads")
+        return self
+
+    @property
+    def groups_of(self) -> int:
+        """Number of key and value heads."""
+        return self.kv_heads or self.heads
+
+    def head_width(self, width: int) -> int:
+        """Elements of one head; an even number where there are rotary positions."""
+        if self.head_dim is None and width % self.heads:
+            raise ShapeMismatch(f"width {width} does not divide into {self.heads} heads; give head_dim")
+        head = self.head_dim or width // self.heads
+        if self.rope and head % 2:
+            raise ShapeMismatch(f"rotary positions need an even head_dim, got {head}")
+        return head
+
+    def parameters(self, width: int, std: float, eps: float) -> Tree:
+        """Kernels [D, H, Dh], [D, K, Dh] twice and [H, Dh, D]."""
+        head, heads, groups = self.head_width(width), self.heads, self.groups_of
+        bias = bool(self.bias)
+        inward = dense_parameters((width,), (groups, head), ("embed", "kv_heads", "head_dim"), bias=bias, std=std)
+        tree: Tree = {
+            "query": dense_parameters((width,), (heads, head), ("embed", "heads", "head_dim"), bias=bias, std=std),
+            "key": inward,
+            "value": inward,
+            "out": dense_parameters(
+                (heads, head), (width,), ("heads", "head_dim", "embed"), bias=self.bias is True, std=std, residual=True
+            ),
+        }
+        if self.qk_norm:
+            norm = NormSettings(kind="rms", eps=eps).parameters(head, axis="head_dim")
+            tree |= {"query_norm": norm, "key_norm": norm}
+        return tree
+
+    def cache(self, width: int, batch: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Keys (after the rotation) and values of every position."""
+        shape = (batch, self.groups_of, length, self.head_width(width))
+        return {"key": shape, "value": shape}
+
+    def prepare(self, x: Float[Array, "B S D"], context: Context) -> Mapping[str, Any]:
+        """The mask and the rotary tables, the same for all layers."""
+        positions = positions_of(context, x.shape[0], x.shape[1])
+        return {"positions": positions, "mask": self.mask(context, positions)}
+
+    def mask(self, context: Context, positions: Array) -> Bool[Array, "B S T"]:
+        """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
+        if context.cache is not None:
+            slots = context.cache["key"].shape[3]
+            return jnp.arange(slots)[None, None, :] <= positions[:, :, None]
+        length = positions.shape[1]
+        causal = jnp.tril(jnp.ones((1, length, length), bool))
+        segments = context.batch.get("segment_ids")
+        if segments is None:
+            return causal
+        return causal & (segments[:, :, None] == segments[:, None, :])
+
+    def apply(
+        self, params: Tree, x: Float[Array, "B S D"], context: Context, eps: float
+    ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
+        """The attended values, and the advanced cache where there is one."""
+        query, key, value = self._heads(params, x, context, eps)
+        cache = context.cache
+        if cache is not None:
+            cache = _write(cache, key, value, context)
+            key, value = cache["key"][context.layer], cache["value"][context.layer]
+        out = attend(query, key, value, context.prepared["mask"], context, dropout=self.dropout)
+        out = jnp.swapaxes(out, 1, 2)
+        return dense(params["out"], out, contracted=2), cache
+
+    def _heads(self, params: Tree, x: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
+        """Query [B, H, S, Dh], key and value [B, K, S, Dh], positions already in them."""
+        query, key, value = (dense(params[name], x) for name in ("query", "key", "value"))
+        if self.qk_norm:
+            norm = NormSettings(kind="rms", eps=eps)
+            query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
+        query, key, value = (jnp.swapaxes(a, 1, 2) for a in (query, key, value))
+        if self.rope:
+            tables = rotary_tables(self.rope, context.prepared["positions"], query.shape[-1])
+            query, key = rotate(query, tables), rotate(key, tables)
+        constrain = context.call.constrain
+        query = constrain(query, ("batch", "heads", "sequence", "head_dim"))
+        key = constrain(key, ("batch", "kv_heads", "sequence", "head_dim"))
+        return query, key, constrain(value, ("batch", "kv_heads", "sequence", "head_dim"))
+
+    def cost(self, width: int, batch: int, length: int) -> Cost:
+        """Four projections, and two products over pairs of tokens."""
+        head, tokens = self.head_width(width), batch * length
+        projections = 2 * dense_flops(width, self.heads * head, tokens)
+        projections += 2 * dense_flops(width, self.groups_of * head, tokens)
+        per_pair = 2 * 2 * self.heads * head
+        pairs = batch * length * length
+        return Cost(projections, per_pair * pairs, per_pair * batch * length * (length + 1) // 2)
+
+
+def _write(cache: Mapping[str, Array], key: Array, value: Array, context: Context) -> dict[str, Array]:
+    """Puts new keys and values [B, K, S, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
+    positions = context.prepared["positions"]
+    slots = cache["key"].shape[3]
+    slots_of_row = jnp.where(positions < 0, slots, positions)
+
+    def write_row(row: Array, new: Array, at: Array) -> Array:
+        return row.at[context.layer, :, at].set(jnp.swapaxes(new, 0, 1).astype(row.dtype), mode="drop")
+
+    write = jax.vmap(write_row, in_axes=(1, 0, 0), out_axes=1)
+    return {"key": write(cache["key"], key, slots_of_row), "value": write(cache["value"], value, slots_of_row)}

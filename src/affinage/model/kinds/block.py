@@ -1,0 +1,65 @@
+"""The Transformer block."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+from typing_extensions import override
+
+from affinage.model.kind import Context, Cost, NodeKind, Result, node_kind
+from affinage.model.kinds.attention import AttentionSettings
+from affinage.model.kinds.dropout import drop
+from affinage.model.kinds.ffn import FfnSettings
+from affinage.model.kinds.norm import NormSettings
+from affinage.model.parameter import Tree
+from affinage.model.shape import Shape, expect_sequence, sequence_of
+
+
+@node_kind("transformer_block")
+class TransformerBlock(NodeKind):
+    """Causal self-attention and a feed-forward layer, each after a norm and added to the residual stream."""
+
+    attention: AttentionSettings
+    ffn: FfnSettings
+    norm: NormSettings = NormSettings()
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # of what each half adds to the residual stream
+    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first kernels
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        width = expect_sequence(inputs[0])
+        self.attention.head_width(width)
+        return sequence_of(width)
+
+    @override
+    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+        width = inputs[0].width
+        return {
+            "attention_norm": self.norm.parameters(width),
+            "attention": self.attention.parameters(width, self.init_std, self.norm.eps),
+            "ffn_norm": self.norm.parameters(width),
+            "ffn": self.ffn.parameters(width, self.init_std),
+        }
+
+    @override
+    def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:
+        return self.attention.cache(inputs[0].width, batch, length)
+
+    @override
+    def prepare(self, inputs: tuple[Any, ...], context: Context) -> Mapping[str, Any]:
+        return self.attention.prepare(inputs[0], context)
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
+        (x,) = inputs
+        normed = self.norm.apply(params["attention_norm"], x)
+        attended, cache = self.attention.apply(params["attention"], normed, context, self.norm.eps)
+        x = x + drop(attended, self.dropout, context, site=2)
+        normed = self.norm.apply(params["ffn_norm"], x)
+        x = x + drop(self.ffn.apply(params["ffn"], normed, context), self.dropout, context, site=3)
+        return Result(context.call.constrain(x, ("batch", "sequence", "embed")), cache=cache)
+
+    @override
+    def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
+        width, (batch, length) = inputs[0].width, inputs[0].bind(sizes)[:2]
+        return self.attention.cost(width, batch, length) + Cost(matmul=self.ffn.flops(width, batch * length))

@@ -1,0 +1,46 @@
+"""Dropout whose mask depends on the step's key, the layer and the global row, and on nothing else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+from pydantic import Field
+from typing_extensions import override
+
+from affinage.model.kind import Context, NodeKind, node_kind
+from affinage.model.parameter import Tree
+from affinage.model.shape import Shape
+
+
+def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int) -> Float[Array, "B ..."]:
+    """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
+
+    `site` tells apart the several places of one layer. Each row draws from its own key, so a batch split over
+    micro-batches or devices has the same masks.
+    """
+    if rate == 0.0 or context.key is None:
+        return x
+    key = jax.random.fold_in(context.key, site)
+    rows = context.batch.get("rows", jnp.arange(x.shape[0]))
+
+    def kept(row: Array) -> Array:
+        row_key: PRNGKeyArray = jax.random.fold_in(key, row)
+        return jax.random.bernoulli(row_key, 1.0 - rate, x.shape[1:])
+
+    return jnp.where(jax.vmap(kept)(rows), x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+@node_kind("dropout")
+class Dropout(NodeKind):
+    """Dropout as a node of its own, e.g. after GPT-2's embeddings."""
+
+    rate: float = Field(ge=0, lt=1)  # probability of zeroing an element
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        return inputs[0]
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+        return drop(inputs[0], self.rate, context, site=0)

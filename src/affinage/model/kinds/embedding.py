@@ -1,0 +1,71 @@
+"""From token ids to vectors, and learned positions."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+from pydantic import Field
+from typing_extensions import override
+
+from affinage.model.kind import Context, NodeKind, node_kind
+from affinage.model.parameter import Parameter, Tree
+from affinage.model.shape import TOKENS, Shape, ShapeMismatch, expect_sequence, sequence_of
+
+
+@node_kind("embedding")
+class Embedding(NodeKind):
+    """A learned vector for every token id."""
+
+    takes = ("tokens",)
+    vocab: int = Field(ge=2)  # number of token ids
+    width: int = Field(ge=1)
+    scale: float = 1.0  # the vectors are multiplied by this; Gemma's is sqrt(width)
+    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first values
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        if inputs[0] != TOKENS:
+            raise ShapeMismatch(f"expected token ids [B, S] int, got {inputs[0]}")
+        return sequence_of(self.width)
+
+    @override
+    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+        return {"embedding": Parameter((self.vocab, self.width), ("vocab", "embed"), std=self.init_std)}
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+        x = jnp.take(params["embedding"], inputs[0], axis=0, mode="clip").astype(context.call.compute_dtype)
+        x = x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
+        return context.call.constrain(x, ("batch", "sequence", "embed"))
+
+
+@node_kind("learned_positions")
+class LearnedPositions(NodeKind):
+    """Adds a learned vector for the index of the token within its document (GPT-2)."""
+
+    length: int = Field(ge=1)  # positions that have a vector; the context must not be longer
+    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first values
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        return sequence_of(expect_sequence(inputs[0]))
+
+    @override
+    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+        return {"embedding": Parameter((self.length, inputs[0].width), (None, "embed"), std=self.init_std)}
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+        (x,) = inputs
+        if context.cache is None and "positions" not in context.batch and x.shape[1] > self.length:
+            raise ValueError(f"rows of {x.shape[1]} tokens, but learned_positions has {self.length}")
+        positions = positions_of(context, x.shape[0], x.shape[1])
+        return x + jnp.take(params["embedding"], positions, axis=0, mode="clip").astype(x.dtype)
+
+
+def positions_of(context: Context, batch: int, length: int) -> Array:
+    """Index of every token within its document [B, S] int32, counted from 0 along the row where the batch has none."""
+    positions = context.batch.get("positions")
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    return positions

@@ -1,0 +1,52 @@
+"""Position-wise feed-forward layers."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from affinage.model.kind import Context
+from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
+from affinage.model.parameter import Tree
+from affinage.recipe.settings import Settings
+
+
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)  # the tanh form, as in GPT-2 and Gemma
+
+
+# Kinds with a gate have three matrices: down(activation(gate(x)) * up(x)) (Shazeer, 2020); the others two.
+GATED: dict[str, Callable[[Array], Array]] = {"swiglu": jax.nn.silu, "geglu": _gelu}
+PLAIN: dict[str, Callable[[Array], Array]] = {"gelu": _gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
+
+
+class FfnSettings(Settings):
+    """The feed-forward half of a block."""
+
+    kind: Literal["swiglu", "geglu", "gelu", "relu2"]
+    width: int = Field(ge=1)  # of the hidden layer
+    bias: bool = False
+
+    def parameters(self, width: int, std: float) -> Tree:
+        """Kernels [D, F] and [F, D]."""
+        inward = dense_parameters((width,), (self.width,), ("embed", "ffn"), bias=self.bias, std=std)
+        tree: Tree = {"up": inward}
+        if self.kind in GATED:
+            tree["gate"] = inward
+        outward = ((self.width,), (width,), ("ffn", "embed"))
+        tree["down"] = dense_parameters(*outward, bias=self.bias, std=std, residual=True)
+        return tree
+
+    def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
+        """The hidden layer is sharded over its width."""
+        up = dense(params["up"], x)
+        hidden = GATED[self.kind](dense(params["gate"], x)) * up if self.kind in GATED else PLAIN[self.kind](up)
+        hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))
+        return dense(params["down"], hidden)
+
+    def flops(self, width: int, tokens: int) -> int:
+        """Of the two or three products."""
+        return dense_flops(width, self.width, tokens) * (3 if self.kind in GATED else 2)

@@ -1,0 +1,70 @@
+"""From vectors to logits."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field
+from typing_extensions import override
+
+from affinage.model.call import Logits
+from affinage.model.kind import Context, Cost, NodeKind, node_kind
+from affinage.model.kinds.dense import dense_flops
+from affinage.model.kinds.embedding import Embedding
+from affinage.model.parameter import Parameter, Tree
+from affinage.model.shape import Shape, expect_sequence, sequence_of
+
+
+@node_kind("unembed")
+class Unembed(NodeKind):
+    """A logit for every token id, by its own kernel or, tied, by the embedding's (Press and Wolf, 2017)."""
+
+    tied: bool | str = False  # the name of the embedding node; true: the only one there is
+    vocab: int | None = Field(default=None, ge=2)  # number of token ids; default: the embedding's
+    softcap: float | None = Field(default=None, gt=0)  # logits are bounded to ± this by a tanh
+    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first kernel
+
+    @override
+    def complete(self, others: Mapping[str, NodeKind]) -> Self:
+        embeddings = {name: kind for name, kind in others.items() if isinstance(kind, Embedding)}
+        tied = self.tied
+        if tied is True or (tied is False and self.vocab is None):
+            if len(embeddings) != 1:
+                key = "tied" if tied else "vocab"
+                raise ValueError(f"{key} must be given where the graph has {len(embeddings)} embedding nodes")
+            (only,) = embeddings
+            tied, source = (only, only) if tied else (False, only)
+        elif isinstance(tied, str) and tied not in embeddings:
+            raise ValueError(f"tied: {tied!r} is not an embedding node")
+        else:
+            source = tied or ""
+        vocab = embeddings[source].vocab if source else self.vocab
+        if tied and self.vocab not in (None, vocab):
+            raise ValueError(f"vocab {self.vocab} differs from the {vocab} of {tied!r} it is tied to")
+        return self.model_copy(update={"tied": tied, "vocab": vocab})
+
+    @property
+    @override
+    def shares(self) -> str | None:
+        return self.tied if isinstance(self.tied, str) else None
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        expect_sequence(inputs[0])
+        return sequence_of(self.vocab or 0)
+
+    @override
+    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+        if self.shares:
+            return {}
+        shape = (self.vocab or 0, inputs[0].width)
+        return {"kernel": Parameter(shape, ("vocab", "embed"), std=self.init_std)}
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Logits:
+        kernel = context.shared["embedding"] if context.shared is not None else params["kernel"]
+        return Logits(inputs[0], kernel.astype(context.call.compute_dtype), self.softcap)
+
+    @override
+    def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
+        batch, length = inputs[0].bind(sizes)[:2]
+        return Cost(matmul=dense_flops(inputs[0].width, self.vocab or 0, batch * length))

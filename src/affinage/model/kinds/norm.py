@@ -1,0 +1,95 @@
+"""Normalisations, computed in float32."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field
+from typing_extensions import override
+
+from affinage.model.kind import Context, NodeKind, node_kind
+from affinage.model.parameter import Parameter, Tree
+from affinage.model.shape import Shape
+from affinage.recipe.settings import Settings
+
+
+def rms(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
+    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (y * params["scale"].astype(jnp.float32)).astype(x.dtype)
+
+
+def layer(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
+    """Layer normalisation (Ba, Kiros and Hinton, 2016)."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    y = y * params["scale"].astype(jnp.float32)
+    if "bias" in params:
+        y = y + params["bias"].astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+NORMS: dict[str, Callable[[Tree, Array, float], Array]] = {"rms": rms, "layer": layer}
+
+
+class NormSettings(Settings):
+    """Which normalisation stands inside a block."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
+    bias: bool = True  # layer only: with an offset
+
+    def parameters(self, width: int, axis: str | None = "embed") -> Tree:
+        """Scale [width], and for a layer norm with bias also an offset."""
+        tree: Tree = {"scale": Parameter((width,), (axis,), init="ones", decay=False)}
+        if self.kind == "layer" and self.bias:
+            tree["bias"] = Parameter((width,), (axis,), init="zeros", decay=False)
+        return tree
+
+    def apply(self, params: Tree, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+        """Normalises the last axis."""
+        return NORMS[self.kind](params, x, self.eps)
+
+
+class _NormNode(NodeKind):
+    eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
+
+    def settings(self) -> NormSettings:
+        """The same normalisation as it would stand inside a block."""
+        raise NotImplementedError
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        return Shape((*inputs[0].dims[:-1], inputs[0].width))
+
+    @override
+    def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
+        return self.settings().parameters(inputs[0].width)
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
+        return self.settings().apply(params, inputs[0])
+
+
+@node_kind("rms_norm")
+class RmsNorm(_NormNode):
+    """Root mean square normalisation over the last axis."""
+
+    @override
+    def settings(self) -> NormSettings:
+        return NormSettings(kind="rms", eps=self.eps)
+
+
+@node_kind("layer_norm")
+class LayerNorm(_NormNode):
+    """Layer normalisation over the last axis."""
+
+    bias: bool = True  # with an offset
+
+    @override
+    def settings(self) -> NormSettings:
+        return NormSettings(kind="layer", eps=self.eps, bias=self.bias)

@@ -1,0 +1,118 @@
+"""A graph as functions of a parameter tree, and as an NNX module."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, PRNGKeyArray
+
+from affinage.model.call import Call, Loss, Outputs
+from affinage.model.graph import Graph
+from affinage.model.kind import Context, Result
+from affinage.model.node import Node
+from affinage.model.parameter import Tree, map_parameters
+from affinage.model.repeat import apply_layers
+
+
+def abstract_params(graph: Graph, dtype: Any = jnp.float32) -> Tree:
+    """Shapes and dtypes of all parameters as a nested dict of jax.ShapeDtypeStruct; allocates nothing."""
+    return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, dtype), graph.parameters)
+
+
+def logical_axes(graph: Graph) -> Tree:
+    """The logical axis of every dimension of every parameter, as a tree of tuples."""
+    return map_parameters(lambda _, p: p.axes, graph.parameters)
+
+
+def decayed(graph: Graph) -> Tree:
+    """Whether weight decay applies, as a tree of bools: True for matrices and embeddings, not for norms and biases."""
+    return map_parameters(lambda _, p: p.decay, graph.parameters)
+
+
+def init_params(graph: Graph, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Tree:
+    """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
+
+    def draw(path: tuple[str, ...], parameter: Any) -> Array:
+        return parameter.draw(_named_key(key, "/".join(path)), graph.depth, jnp.dtype(dtype))
+
+    return map_parameters(draw, graph.parameters)
+
+
+def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> Tree:
+    """An empty cache for `length` tokens of `batch` rows: {node name: {array name: [layers, batch, ...]}}."""
+    return {
+        node.name: {name: jnp.zeros((node.layers, *shape), dtype) for name, shape in shapes.items()}
+        for node in graph.nodes
+        if (shapes := node.kind.cache(graph.input_shapes(node), batch, length))
+    }
+
+
+def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) -> Outputs:
+    """Values of the graph's nodes for a batch, up to `call.until` or the loss.
+
+    `batch` holds the graph's inputs, and beside `tokens` int32 [B, S] optionally `segment_ids` and `positions`
+    int32 [B, S], `loss_mask` float32 [B, S] and `rows` int32 [B]; without them a row is one document and every
+    token counts. With `call.cache` the tokens continue its rows: they are written at their `positions` (a negative
+    one marks padding) and see all earlier slots of their row.
+    """
+    needed = graph.needed_for(call.until or graph.loss)
+    values: dict[str, Any] = {name: batch[name] for name, _ in graph.inputs if name in batch}
+    cache: Tree | None = None if call.cache is None else dict(call.cache)
+    metrics: dict[str, tuple[Array, Array]] = {}
+    losses: list[Array] = []
+    for node in graph.nodes:
+        if node.name not in needed:
+            continue
+        result = _apply_node(node, params, values, batch, call)
+        values[node.name] = result.value
+        losses += result.losses.values()
+        metrics |= result.metrics
+        if cache is not None and result.cache is not None:
+            cache[node.name] = result.cache
+    if losses and isinstance(values.get(graph.loss), Loss):
+        loss = values[graph.loss]
+        values[graph.loss] = replace(loss, sum=loss.sum + sum(losses) * loss.count)
+    return Outputs(values, cache, metrics)
+
+
+def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapping[str, Array], call: Call) -> Result:
+    shared = node.kind.shares
+    context = Context(
+        call=call,
+        batch=batch,
+        key=None if call.key is None else _named_key(call.key, node.name),
+        cache=None if call.cache is None else call.cache.get(node.name),
+        shared=params[shared] if shared else None,
+    )
+    inputs = tuple(values[name] for name in node.inputs)
+    context = replace(context, prepared=node.kind.prepare(inputs, context))
+    own = params.get(node.name, {})
+    if node.repeat is not None:
+        return apply_layers(node, own, inputs[0], context)
+    value = node.kind.apply(own, inputs, context)
+    return value if isinstance(value, Result) else Result(value)
+
+
+def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+class Model(nnx.Module):
+    """A graph with its parameters as nnx.Param, for use with NNX's transformations and optimizers."""
+
+    def __init__(self, graph: Graph, *, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> None:
+        self.graph = nnx.static(graph)
+        self.params = nnx.data(jax.tree.map(nnx.Param, init_params(graph, rngs.params(), dtype)))
+
+    def pure(self) -> Tree:
+        """The parameters as the plain nested dict that the functions of this module take."""
+        tree: Tree = jax.tree.map(lambda p: p[...], self.params, is_leaf=lambda p: isinstance(p, nnx.Variable))
+        return tree
+
+    def __call__(self, batch: Mapping[str, Array], call: Call | None = None) -> Outputs:
+        """Values of the graph's nodes; see `apply`."""
+        return apply(self.graph, self.pure(), batch, call or Call())

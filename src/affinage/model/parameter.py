@@ -1,0 +1,61 @@
+"""Declarations of parameters: shape, logical axes and how they begin, before any array exists."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray
+
+# A nested dict with arrays, declarations, axes ... at its leaves. Values differ by use, the nesting does not.
+Tree: TypeAlias = dict[str, Any]
+Axes: TypeAlias = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of a node: its shape, the logical axis of every dimension, and its first values."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    init: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02  # of the normal; GPT-2's and Llama's value
+    residual: bool = False  # the last projection before a residual sum: std is divided by sqrt(2 * layers) (GPT-2)
+    decay: bool = True  # whether weight decay applies: yes for matrices and embeddings, no for norms and biases
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} logical axes, got {self.axes}")
+
+    def stacked(self, layers: int) -> "Parameter":
+        """The same for `layers` copies along a new first axis."""
+        return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
+
+    def draw(self, key: PRNGKeyArray, layers: int, dtype: jnp.dtype) -> Array:
+        """First values, drawn in float32 and rounded once to `dtype`."""
+        if self.init == "zeros":
+            return jnp.zeros(self.shape, dtype)
+        if self.init == "ones":
+            return jnp.ones(self.shape, dtype)
+        std = self.std / (2 * layers) ** 0.5 if self.residual else self.std
+        return (std * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
+
+
+def map_parameters(function: Callable[[tuple[str, ...], Parameter], Any], tree: Mapping[str, Any]) -> Tree:
+    """Replaces every declaration in a tree by `function(path, declaration)`."""
+
+    def walk(path: tuple[str, ...], node: Any) -> Any:
+        if isinstance(node, Parameter):
+            return function(path, node)
+        return {name: walk((*path, name), child) for name, child in node.items()}
+
+    result: Tree = walk((), tree)
+    return result
+
+
+def parameters_in(tree: Mapping[str, Any]) -> list[Parameter]:
+    """All declarations in a tree, in order."""
+    found: list[Parameter] = []
+    map_parameters(lambda _, parameter: found.append(parameter), tree)
+    return found

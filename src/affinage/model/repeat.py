@@ -1,0 +1,56 @@
+"""A node applied several times in a row, as one compiled body (scan) or as many (unrolled)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from affinage.model.kind import Context, Result
+from affinage.model.node import Node
+from affinage.model.parameter import Tree
+
+Carry = tuple[Any, Mapping[str, Array] | None]
+ByProducts = tuple[dict[str, Array], dict[str, tuple[Array, Array]]]
+
+
+def apply_layers(node: Node, params: Tree, x: Any, context: Context) -> Result:
+    """Layer after layer on one value; parameters and cache have the layers as first axis.
+
+    Losses and metrics of the layers are added up.
+    """
+
+    def body(carry: Carry, layer_params: Tree, layer: Any) -> tuple[Carry, ByProducts]:
+        value, cache = carry
+        key = None if context.key is None else jax.random.fold_in(context.key, layer)
+        result = node.kind.apply(layer_params, (value,), replace(context, key=key, layer=layer, cache=cache))
+        if not isinstance(result, Result):
+            result = Result(result)
+        return (result.value, result.cache), (result.losses, result.metrics)
+
+    wrapped = body if context.call.remat is None else context.call.remat(body)
+    if node.scans(context.call.platform):
+        (value, cache), layers = jax.lax.scan(
+            lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, jnp.arange(node.layers))
+        )
+        losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), layers)
+        return Result(value, cache, losses, metrics)
+    carry: Carry = (x, context.cache)
+    collected: list[ByProducts] = []
+    for layer, layer_params in enumerate(unstack(params, node.layers)):
+        carry, products = wrapped(carry, layer_params, layer)
+        collected.append(products)
+    losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
+    return Result(carry[0], carry[1], losses, metrics)
+
+
+def unstack(params: Tree, layers: int) -> list[Tree]:
+    """The parameters of each layer from arrays with the layers first.
+
+    A split, not indexing, so that the gradient is one concatenation instead of `layers` padded sums.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    split = [[part[0] for part in jnp.split(leaf, layers)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]
