@@ -1,0 +1,78 @@
+"""ChatML: conversations as tokens, with a mark on those that the assistant is taught to say."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from affinage.data.special_tokens import BOS, IM_END, IM_START
+from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
+
+Message = Mapping[str, str]
+
+ROLES = ("system", "user", "assistant")
+
+
+def check_messages(messages: Sequence[Message], *, where: str = "") -> None:
+    """Raise UserError unless every message has a known role and text, and only the first one is a system message."""
+    if not messages:
+        raise UserError("a conversation without messages", where=where)
+    for number, message in enumerate(messages, 1):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise UserError(f"message {number} has the role {role!r}", where=where, fix=f"roles are {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise UserError(f"the content of message {number} is not a text but {content!r}", where=where)
+        if role == "system" and number > 1:
+            raise UserError(f"message {number} is a system message", where=where, fix="only the first one may be")
+
+
+def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
+    """The messages, after `system_prompt` unless that is empty or they bring a system message of their own."""
+    if not system_prompt or (messages and messages[0]["role"] == "system"):
+        return list(messages)
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def encode_conversation(
+    messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str
+) -> tuple[list[int], list[bool]]:
+    """Tokens of `<s>`, then `<|im_start|>{role}\\n{content}<|im_end|>\\n` per message, and which of them are trained.
+
+    Trained are the assistant's content and the <|im_end|> after it. Content that spells a control token stays text.
+    Raises UserError as `check_messages` does.
+    """
+    check_messages(messages)
+    tokens, trained = [BOS], [False]
+    newline = tokenizer.encode("\n")
+    for message in with_system_prompt(messages, system_prompt):
+        header = [IM_START, *tokenizer.encode(message["role"] + "\n")]
+        said = [*tokenizer.encode(message["content"]), IM_END]
+        tokens += header + said + newline
+        trained += [False] * len(header) + [message["role"] == "assistant"] * len(said) + [False] * len(newline)
+    return tokens, trained
+
+
+def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str) -> list[int]:
+    """Tokens of the conversation so far and `<|im_start|>assistant\\n`, after which the model answers."""
+    tokens, _ = encode_conversation(messages, tokenizer, system_prompt)
+    return [*tokens, IM_START, *tokenizer.encode("assistant\n")]
+
+
+def chat_template(system_prompt: str = "") -> str:
+    """The Jinja template, for tokenizer_config.json, that renders what `encode_conversation` encodes."""
+    default = (
+        "{%- if not messages or messages[0]['role'] != 'system' -%}"
+        "{{- '<|im_start|>system\\n' + " + json.dumps(system_prompt, ensure_ascii=False) + " + '<|im_end|>\\n' -}}"
+        "{%- endif -%}"
+    )
+    return (
+        "{{- bos_token -}}"
+        + (default if system_prompt else "")
+        + "{%- for message in messages -%}"
+        + "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+        + "{%- endfor -%}"
+        + "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+
+
+CHAT_TEMPLATE = chat_template()

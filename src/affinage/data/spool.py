@@ -1,0 +1,139 @@
+"""Documents as tokens in a scratch file, so that they can be laid out in another order without being held in memory."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Integer
+
+_DOCUMENTS_PER_CHUNK = 65_536
+
+
+@dataclass
+class Spool:
+    """Token sequences with their shuffle keys and where they came from, appended in any order.
+
+    Tokens go to `path`; with `extra`, a byte per token goes beside them (what it means is up to the caller). In
+    memory remain about 24 bytes and the names of every document.
+    """
+
+    path: Path
+    dtype: type[np.generic]
+    extra: bool = False
+    text_bytes: int = 0
+    _keys: list[int] = field(default_factory=list)
+    _lengths: list[int] = field(default_factory=list)
+    _names: list[tuple[str, str, str]] = field(default_factory=list)
+    _chunks: list[pa.RecordBatch] = field(default_factory=list)
+    _file: BinaryIO | None = None
+    _extra_file: BinaryIO | None = None
+
+    def __enter__(self) -> "Spool":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("wb")
+        self._extra_file = self._extra_path.open("wb") if self.extra else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in (self._file, self._extra_file):
+            if file is not None:
+                file.close()
+        self.path.unlink(missing_ok=True)
+        self._extra_path.unlink(missing_ok=True)
+
+    @property
+    def _extra_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".extra")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def append(
+        self,
+        tokens: np.ndarray,
+        *,
+        key: int,
+        text_bytes: int,
+        names: tuple[str, str, str],
+        extra: np.ndarray | None = None,
+    ) -> None:
+        """Add one document: its tokens, shuffle key, UTF-8 bytes of text, and (id, source, url)."""
+        assert self._file is not None
+        self._file.write(tokens.astype(self.dtype, copy=False).data.cast("B"))
+        if self._extra_file is not None:
+            assert extra is not None and len(extra) == len(tokens)
+            self._extra_file.write(extra.astype(np.uint8).data)
+        self._keys.append(key)
+        self._lengths.append(len(tokens))
+        self._names.append(names)
+        self.text_bytes += text_bytes
+        if len(self._names) >= _DOCUMENTS_PER_CHUNK:
+            self._pack_names()
+
+    def _pack_names(self) -> None:
+        columns = zip(*self._names) if self._names else ((), (), ())
+        arrays = [pa.array(column, pa.string()) for column in columns]
+        self._chunks.append(pa.RecordBatch.from_arrays(arrays, names=["id", "source", "url"]))
+        self._names = []
+
+    def shuffled(self) -> "Stream":
+        """The documents in the order of their keys, one after the other."""
+        assert self._file is not None
+        for file in (self._file, self._extra_file):
+            if file is not None:
+                file.flush()
+        self._pack_names()
+        lengths = np.array(self._lengths, np.int64)
+        order = np.argsort(np.array(self._keys, np.uint64), kind="stable")
+        return Stream(
+            tokens=_mapped(self.path, self.dtype),
+            extra=_mapped(self._extra_path, np.uint8) if self.extra else None,
+            sources=(np.cumsum(lengths) - lengths)[order],
+            starts=np.concatenate([[0], np.cumsum(lengths[order])]),
+            names=pa.Table.from_batches(self._chunks).take(pa.array(order)),
+        )
+
+
+def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents laid end to end; document i has the tokens [starts[i], starts[i + 1])."""
+
+    tokens: np.ndarray
+    extra: np.ndarray | None
+    sources: Integer[np.ndarray, " documents"]  # where each document begins in the scratch file
+    starts: Integer[np.ndarray, " documents+1"]
+    names: pa.Table  # id, source, url of each document
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream."""
+        return self._gather(self.tokens, start, stop)
+
+    def read_extra(self, start: int, stop: int) -> np.ndarray:
+        """The extra bytes of tokens [start, stop)."""
+        assert self.extra is not None
+        return self._gather(self.extra, start, stop)
+
+    def _gather(self, store: np.ndarray, start: int, stop: int) -> np.ndarray:
+        out = np.empty(stop - start, store.dtype)
+        at = start
+        document = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while at < stop:
+            end = min(int(self.starts[document + 1]), stop)
+            source = int(self.sources[document]) + at - int(self.starts[document])
+            out[at - start : end - start] = store[source : source + end - at]
+            at = end
+            document += 1
+        return out

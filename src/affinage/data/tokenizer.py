@@ -1,0 +1,276 @@
+"""Text to token ids and back, with the first ten ids the same in every tokenizer."""
+
+import json
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+from affinage.data.fertility import measure
+from affinage.data.atomic import write_atomically
+from affinage.data.special_tokens import (
+    BOS,
+    CODE,
+    CONTROL_PIECES,
+    ENDCODE,
+    EOS,
+    FIXED_PIECES,
+    IM_END,
+    IM_START,
+    NEWLINE,
+    PAD,
+    TAB,
+    UNK,
+)
+from affinage.data.tokenizer_training import balanced_sample, collect_characters, train_bpe
+from affinage.errors import UserError
+from affinage.recipe.data import TokenizerSettings
+
+__all__ = [
+    "BOS",
+    "CODE",
+    "ENDCODE",
+    "EOS",
+    "IM_END",
+    "IM_START",
+    "NEWLINE",
+    "PAD",
+    "TAB",
+    "UNK",
+    "BpeTokenizer",
+    "CharacterTokenizer",
+    "Tokenizer",
+    "train_tokenizer",
+]
+
+_MODEL = "tokenizer.model"
+_CHARACTERS = "characters.json"
+_REPLACEMENT = "\ufffd"  # what decoding gives for bytes and ids that are no text
+_SURROGATES = re.compile("[\ud800-\udfff]")  # not encodable; JSON can smuggle them into a str
+
+
+class Tokenizer(ABC):
+    """Maps text to ids and back. Ids 0 to 7 are control tokens that raw text never produces."""
+
+    kind: str
+
+    @staticmethod
+    def load(folder: Path | str) -> "Tokenizer":
+        """The tokenizer that `train_tokenizer` wrote into `folder`, of either kind.
+
+        Raises UserError if there is none.
+        """
+        folder = Path(folder)
+        if (folder / _MODEL).is_file():
+            return BpeTokenizer(folder / _MODEL)
+        if (folder / _CHARACTERS).is_file():
+            return CharacterTokenizer.read(folder / _CHARACTERS)
+        raise UserError(
+            "there is no tokenizer here",
+            where=str(folder),
+            fix=f"a tokenizer folder holds {_MODEL} (SentencePiece) or {_CHARACTERS}",
+        )
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of ids, the ten fixed ones included."""
+
+    @property
+    def model_path(self) -> Path | None:
+        """The SentencePiece model file, or None if this tokenizer is not one."""
+        return None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text."""
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """`encode` of every text, end to end: ids `dtype` [tokens] and where each text ends in them, int64 [texts]."""
+        encoded = self.encode_batch(texts)
+        ends = np.cumsum([len(ids) for ids in encoded], dtype=np.int64)
+        flat = np.fromiter(chain.from_iterable(encoded), self.dtype, int(ends[-1]) if len(ends) else 0)
+        return flat, ends
+
+    @abstractmethod
+    def id_to_piece(self, token: int) -> str:
+        """How the vocabulary spells one id."""
+
+    @abstractmethod
+    def byte_lengths(self, text: str, ids: Sequence[int]) -> np.ndarray:
+        """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
+
+    @abstractmethod
+    def _decode_text(self, ids: list[int]) -> str:
+        """Text of ids among which there is no control token."""
+
+    @property
+    def dtype(self) -> type[np.uint16] | type[np.uint32]:
+        """The smallest unsigned type that holds every id."""
+        return np.uint16 if self.vocabulary < 2**16 else np.uint32
+
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of ids. Control tokens are left out, or spelled if `keep_special`; what is no text decodes as U+FFFD."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token in map(int, ids):
+            if len(CONTROL_PIECES) <= token < self.vocabulary:
+                run.append(token)
+                continue
+            parts.append(self._decode_text(run))
+            run = []
+            if 0 <= token < len(CONTROL_PIECES):
+                parts.append(CONTROL_PIECES[token] if keep_special else _REPLACEMENT if token == UNK else "")
+            else:
+                parts.append(_REPLACEMENT)
+        return "".join([*parts, self._decode_text(run)])
+
+
+class BpeTokenizer(Tokenizer):
+    """A SentencePiece BPE model with byte fallback: every text has ids, and decodes to itself.
+
+    The one exception is U+2581, SentencePiece's sign for a space, which decodes as a space; cleaning removes it.
+    """
+
+    kind = "bpe"
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        pieces = [self._model.id_to_piece(i) for i in range(len(FIXED_PIECES))]
+        if pieces != list(FIXED_PIECES) or not all(self._model.is_control(i) for i in range(2, len(CONTROL_PIECES))):
+            raise UserError(
+                f"the first ids are {pieces}, not {list(FIXED_PIECES)}",
+                where=str(path),
+                fix="use a model trained by affinage: raw text could otherwise turn into control tokens",
+            )
+        self._bytes = np.array([self._piece_bytes(i) for i in range(self.vocabulary)], np.int64)
+
+    def _piece_bytes(self, token: int) -> int:
+        if token < len(CONTROL_PIECES):
+            return 0
+        if self._model.is_byte(token):
+            return 1
+        return len(self._model.id_to_piece(token).replace("\u2581", " ").encode())
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids, the ten fixed ones included."""
+        return int(self._model.get_piece_size())
+
+    @property
+    def model_path(self) -> Path:
+        """The SentencePiece model file."""
+        return self._path
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
+        ids: list[int] = self._model.encode(_SURROGATES.sub(_REPLACEMENT, text))
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text."""
+        ids: list[list[int]] = self._model.encode([_SURROGATES.sub(_REPLACEMENT, text) for text in texts])
+        return ids
+
+    def id_to_piece(self, token: int) -> str:
+        """How the vocabulary spells one id; a leading space is U+2581, a byte is <0x41>."""
+        return str(self._model.id_to_piece(token))
+
+    def byte_lengths(self, text: str, ids: Sequence[int]) -> np.ndarray:
+        """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
+        return self._bytes[np.asarray(ids, np.int64)]
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return str(self._model.decode(ids)) if ids else ""
+
+
+class CharacterTokenizer(Tokenizer):
+    """One id per character of the training text, after the ten fixed ones; every other character is <unk>."""
+
+    kind = "characters"
+
+    def __init__(self, characters: Sequence[str]) -> None:
+        self._pieces = [*FIXED_PIECES, *characters]
+        self._ids = {piece: i for i, piece in enumerate(self._pieces) if i >= len(CONTROL_PIECES)}
+
+    @classmethod
+    def read(cls, path: Path) -> "CharacterTokenizer":
+        """From the JSON file that `write` made."""
+        try:
+            return cls(json.loads(path.read_text(encoding="utf-8"))["characters"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError("this is not a list of characters", where=str(path)) from error
+
+    def write(self, path: Path) -> None:
+        """As JSON: {"characters": [...]}, in the order of their ids from 10 on."""
+        content = json.dumps({"characters": self._pieces[len(FIXED_PIECES) :]}, ensure_ascii=False, indent=0)
+        write_atomically(path, content.encode())
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids, the ten fixed ones included."""
+        return len(self._pieces)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of raw text, one per character; characters never seen in training are <unk>."""
+        get = self._ids.get
+        return [get(character, UNK) for character in text]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text."""
+        return [self.encode(text) for text in texts]
+
+    def id_to_piece(self, token: int) -> str:
+        """The character, or the name of the control token."""
+        return self._pieces[token]
+
+    def byte_lengths(self, text: str, ids: Sequence[int]) -> np.ndarray:
+        """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        return (1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)).astype(np.int64)
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return "".join([self._pieces[i] for i in ids])
+
+
+def train_tokenizer(
+    split_folder: Path,
+    folder: Path,
+    settings: TokenizerSettings,
+    languages: Sequence[str],
+    seed: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train a tokenizer on `split_folder`/train and write it into `folder`, with its quality as the summary.
+
+    The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
+    `progress` is told, in words, what is being done. Raises UserError if the text does not suffice for the vocabulary.
+    """
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    train = split_folder / "train"
+    if settings.kind == "characters":
+        progress("collecting characters")
+        CharacterTokenizer(collect_characters(train)).write(folder / _CHARACTERS)
+    else:
+        progress("choosing the sample")
+        sample = balanced_sample(train, languages, round(settings.sample_megabytes * 1e6), seed)
+        progress(f"training {settings.vocabulary} pieces on {sample.bytes / 1e6:.1f} MB")
+        write_atomically(folder / _MODEL, train_bpe(sample.texts, settings))
+    progress("measuring")
+    tokenizer = Tokenizer.load(folder)
+    summary = {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary}
+    if settings.kind == "bpe":
+        summary["sample"] = sample.by_language
+    return summary | measure(tokenizer, split_folder) | {"seconds": time.monotonic() - started}
