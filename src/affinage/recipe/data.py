@@ -56,6 +56,7 @@ class DataSettings(Settings):
     """Where the text comes from and what is done to it before it becomes tokens."""
 
     sources: tuple[Source, ...] = Field(min_length=1)
+    damaged_files: Literal["stop", "skip"] = "stop"  # truncated or unreadable: an error, or keep what can be read
     root: str = ""  # a folder or URL that relative source paths start from; default: the working directory
     languages: tuple[str, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed
     clean: CleanSettings = CleanSettings()

@@ -1,0 +1,176 @@
+"""Documents at rest between the data stages: Parquet files of bounded size, written whole or not at all."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),  # unique within its source
+        ("source", pa.string()),
+        ("language", pa.string()),  # ISO 639-1; "" not known yet; "en?" what the source claims, to be verified by clean
+        ("url", pa.string()),
+        ("licence", pa.string()),
+        ("text", pa.string()),
+    ]
+)
+
+ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
+FILE_BYTES = 64_000_000  # of text: what one task of a parallel stage works through
+
+
+def text_bytes(batch: pa.RecordBatch | pa.Table) -> int:
+    """UTF-8 bytes of all texts in the batch."""
+    return pc.sum(pc.binary_length(batch.column("text"))).as_py() or 0
+
+
+class DocumentWriter:
+    """Writes documents to `<stem>-00000.parquet`, `<stem>-00001.parquet`, ... in a folder, in the order given.
+
+    A file gets its name only when it is complete; after an exception no unfinished file remains. Use it as a context
+    manager. At most one row group (`ROW_GROUP_BYTES` of text, or one longer document) is held in memory. `observe` is
+    shown every batch that is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stem: str = "documents",
+        *,
+        schema: pa.Schema = SCHEMA,
+        observe: Callable[[pa.RecordBatch], None] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.files: list[Path] = []
+        self.documents = 0
+        self._stem, self._schema, self._observe = stem, schema, observe
+        self._rows: list[dict[str, str]] = []
+        self._rows_characters = 0
+        self._batches: list[pa.RecordBatch] = []
+        self._batches_bytes = 0
+        self._file_bytes = 0
+        self._file: pq.ParquetWriter | None = None
+
+    def add(self, *, id: str, source: str, text: str, language: str = "", url: str = "", licence: str = "") -> None:
+        """Append one document."""
+        self._rows.append(
+            {"id": id, "source": source, "language": language, "url": url, "licence": licence, "text": text}
+        )
+        self._rows_characters += len(text)
+        if self._rows_characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:
+            self._flush_rows()
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Append a batch with this writer's schema."""
+        self._flush_rows()
+        self._append(batch)
+
+    def _flush_rows(self) -> None:
+        if self._rows:
+            rows, self._rows, self._rows_characters = self._rows, [], 0
+            self._append(pa.RecordBatch.from_pylist(rows, schema=self._schema))
+
+    def _append(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        if self._observe is not None:
+            self._observe(batch)
+        self._batches.append(batch)
+        self._batches_bytes += text_bytes(batch)
+        self.documents += batch.num_rows
+        if self._batches_bytes >= ROW_GROUP_BYTES:
+            self._write_row_group()
+
+    def _write_row_group(self) -> None:
+        if self._file is None:
+            self._file = pq.ParquetWriter(
+                self._unfinished(), self._schema, compression="zstd", compression_level=1, write_statistics=False
+            )
+        if self._batches:
+            table = pa.Table.from_batches(self._batches, self._schema)
+            self._file.write_table(table, row_group_size=max(1, table.num_rows))
+            self._file_bytes += self._batches_bytes
+            self._batches, self._batches_bytes = [], 0
+        if self._file_bytes >= FILE_BYTES:
+            self._finish_file()
+
+    def _name(self) -> Path:
+        return self.folder / f"{self._stem}-{len(self.files):05d}.parquet"
+
+    def _unfinished(self) -> Path:
+        return self._name().with_suffix(".parquet.part")
+
+    def _finish_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            os.replace(self._unfinished(), self._name())
+            self.files.append(self._name())
+            self._file, self._file_bytes = None, 0
+
+    def close(self) -> None:
+        """Finish the last file; a writer that was given no document writes one file without rows."""
+        self._flush_rows()
+        if self._batches or not (self.files or self._file):
+            self._write_row_group()
+        self._finish_file()
+
+    def __enter__(self) -> "DocumentWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._file is not None:
+            self._file.close()
+            self._unfinished().unlink(missing_ok=True)
+
+
+def document_files(folder: Path) -> list[Path]:
+    """The finished document files of a folder, in the order of their documents."""
+    return sorted(Path(folder).glob("*.parquet"))
+
+
+def clear_documents(folder: Path) -> None:
+    """Remove what an earlier or interrupted run of a stage left in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in [*folder.glob("*.parquet"), *folder.glob("*.parquet.part")]:
+        stale.unlink()
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A part of a document file that is read at once: the unit in which stages read."""
+
+    path: Path
+    index: int
+    rows: int
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.RecordBatch:
+        """The documents of this row group as one batch."""
+        table = pq.ParquetFile(self.path).read_row_group(
+            self.index, columns=None if columns is None else list(columns), use_threads=False
+        )
+        return table.combine_chunks().to_batches()[0]
+
+
+def row_groups(path: Path) -> list[RowGroup]:
+    """The row groups of one document file that hold documents."""
+    metadata = pq.read_metadata(path)
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    return [RowGroup(path, i, rows) for i, rows in enumerate(sizes) if rows]
+
+
+def read_documents(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Stream the documents of a folder in order, one row group (about 8 MB of text) at a time."""
+    for path in document_files(folder):
+        for group in row_groups(path):
+            yield group.read(columns)
