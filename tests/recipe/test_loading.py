@@ -109,7 +109,10 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write):
     assert loaded.recipe.pretrain.batch == 8, "the rest of the section stays"
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
-    assert load_recipe(path, ["data.sources.1.language=en"]).recipe.data.sources[1].language == "en"
+    inside = load_recipe(path, ["data.sources.1.language=en"])
+    assert inside.recipe.data.sources[1].language == "en"
+    assert inside.locate(("data", "sources", 1, "language")) == "--set data.sources.1.language"
+    assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
     assert load_recipe(path, ["pretrain={steps: 5}"]).recipe.pretrain.batch == 8, "mappings merge"
 
 
@@ -120,6 +123,7 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write):
         ("pretrain.steps=[", "--set pretrain.steps:1: this is not valid YAML"),
         ("pretrain.steps", "--set pretrain.steps: this is not `key=value`"),
         ("data.sources.9=x", "`data.sources` is a list of 2, and `9` is none of its positions"),
+        ("data.sources.0.language=x", "`data.sources.0` is `pocket-world` and has no `language`"),
         ("base=other", "`base` can only be given in the file"),
         ("pretrain.steps=x", "--set pretrain.steps: `pretrain.steps` is `x`"),
     ],

@@ -31,12 +31,11 @@ class Layers:
     def put(self, path: PathTuple, value: Any, origins: dict[PathTuple, str]) -> None:
         """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
         target: Any = self.value
-        for depth, key in enumerate(path[:-1]):
-            target = self._step(target, key, path[:depth], origins[path])
+        for key in path[:-1]:
+            if isinstance(target, dict) and not isinstance(target.get(key), dict | list):
+                target[key] = {}
+            target = target[key]
         key = path[-1]
-        if isinstance(target, list):
-            key = self._index(target, key, path[:-1], origins[path])
-            path = (*path[:-1], key)
         old = target.get(key) if isinstance(target, dict) else target[key]
         if isinstance(value, dict) and isinstance(old, dict):
             self.origins[path] = origins[path]
@@ -47,23 +46,6 @@ class Layers:
             del self.origins[known]
         self.origins |= {known: origin for known, origin in origins.items() if known[: len(path)] == path}
         target[key] = _copy(value)
-
-    def _step(self, target: Any, key: str | int, above: PathTuple, where: str) -> Any:
-        if isinstance(target, list):
-            return target[self._index(target, key, above, where)]
-        if not isinstance(target.get(key), dict | list):
-            target[key] = {}
-        return target[key]
-
-    def _index(self, target: list[Any], key: str | int, above: PathTuple, where: str) -> int:
-        if not str(key).isdigit() or int(key) >= len(target):
-            listed = ".".join(map(str, above))
-            raise UserError(
-                f"`{listed}` is a list of {len(target)}, and `{key}` is none of its positions",
-                where=where,
-                fix=f"Give a number from 0 to {len(target) - 1}, or the whole list.",
-            )
-        return int(key)
 
 
 def _copy(value: Any) -> Any:
@@ -108,11 +90,28 @@ def put_override(layers: Layers, override: str) -> None:
         raise UserError(
             "this is not `key=value`", where=f"--set {override}", fix="For example: --set pretrain.steps=100"
         )
-    path: PathTuple = tuple(dotted.split("."))
-    if path[0] == "base":
+    if dotted.split(".")[0] == "base":
         raise UserError("`base` can only be given in the file", where=shown)
-    marked = marked_yaml.parse(text, shown)
-    layers.put(path, marked.value, {(*path, *known): shown for known in marked.lines} | {path: shown})
+    path = _existing(layers.value, dotted.split("."), shown)
+    layers.put(path, marked_yaml.parse(text, shown).value, {path: shown})
+
+
+def _existing(value: Any, keys: list[str], shown: str) -> PathTuple:
+    """The path that `keys` mean in `value`: where they lead into a list, a position in it."""
+    path: PathTuple = ()
+    for key in keys:
+        dotted = ".".join(map(str, path))
+        if isinstance(value, list):
+            if not key.isdigit() or int(key) >= len(value):
+                what = f"`{dotted}` is a list of {len(value)}, and `{key}` is none of its positions"
+                raise UserError(what, where=shown, fix=f"Give a number from 0 to {len(value) - 1}, or the whole list.")
+            path, value = (*path, int(key)), value[int(key)]
+        elif path and isinstance(path[-1], int) and not isinstance(value, dict):
+            what = f"`{dotted}` is `{value}` and has no `{key}`"
+            raise UserError(what, where=shown, fix="Give the whole list.")
+        else:
+            path, value = (*path, key), value.get(key) if isinstance(value, dict) else None
+    return path
 
 
 def find_recipe(path_or_name: str | Path) -> Path:

@@ -1,0 +1,127 @@
+"""Run a recipe: what is complete is left alone, what is not is made, one stage after the other."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from affinage.errors import UserError
+from affinage.recipe.load import LoadedRecipe
+from affinage.stages.plan import Step, needed, plan
+from affinage.stages.stage import Stage, StageContext
+from affinage.stages.store import Store, link, read_manifest, write_json
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes."""
+
+    def began(self, step: Step, folder: Path) -> None:
+        """A stage starts."""
+
+    def progressed(self, what: str) -> None:
+        """The running stage says what it does."""
+
+    def ended(self, step: Step, manifest: dict[str, Any]) -> None:
+        """A stage is complete."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The folder of all runs: `<name>/` per recipe with links to results, and the results themselves in `store/`."""
+
+    folder: Path
+
+    @property
+    def store(self) -> Store:
+        """Where results are, shared by all recipes."""
+        return Store(self.folder / "store")
+
+    def of(self, name: str) -> Path:
+        """The folder of the recipe with this name."""
+        return self.folder / name
+
+
+class Flow:
+    """The road of one recipe in one folder of runs."""
+
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        runs: Runs,
+        road: Sequence[Stage],
+        *,
+        until: Sequence[str] = (),
+        force: Sequence[str] = (),
+        any_code: bool = False,
+    ) -> None:
+        self.loaded = loaded
+        self.runs = runs
+        self.folder = runs.of(loaded.recipe.name)
+        if self.folder == runs.store.folder:
+            raise UserError(
+                "`store` is where results are kept", where=loaded.locate(("name",)), fix="Give the recipe another name."
+            )
+        self._road = road
+        self._stages = needed(road, until)
+        self._force = force
+        self._any_code = any_code
+        needed(road, force)  # refuses names that are no stages
+
+    def plan(self) -> list[Step]:
+        """What is there and what must run."""
+        return plan(self._stages, self.runs.store, self.folder, force=self._force, any_code=self._any_code)
+
+    def run(self, watcher: Watcher) -> list[Step]:
+        """Make what is missing; returns the steps that ran.
+
+        Raises:
+            UserError: also if another process writes to the same store.
+        """
+        steps = self.plan()
+        if all(step.complete for step in steps):
+            self._note(steps)
+            return []
+        store = self.runs.store
+        with store.lock(f"affinage, recipe {self.loaded.recipe.name}"):
+            steps = self.plan()  # again: the process that had the store may have done the work
+            for step in reversed(steps):
+                if step.reason.startswith("forced"):
+                    store.discard(step.request)
+            self._note(steps)
+            for step in steps:
+                if not step.complete:
+                    self._make(step, watcher)
+                    link(self.folder / step.stage.name, store.path(step.request))
+        return [step for step in steps if not step.complete]
+
+    def _make(self, step: Step, watcher: Watcher) -> None:
+        stage, store = step.stage, self.runs.store
+        damaged = read_manifest(store.path(step.request)) is not None
+        folder = store.begin(step.request, anew=damaged or not stage.continues)
+        if stage.continues:
+            link(self.folder / stage.name, folder)  # so that one can look at a training while it runs
+        inputs = {name: store.find(name, key) for name, key in step.request.inputs.items()}
+        watcher.began(step, folder)
+        started, clock = time.time(), time.monotonic()
+        summary = stage.work(StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed))
+        manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
+        watcher.ended(step, manifest)
+
+    def _note(self, steps: Sequence[Step]) -> None:
+        """Write down the settings in effect, link what is complete, drop links to stages the recipe no longer has."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "recipe.json", self.loaded.recipe.model_dump(mode="json"))
+        for step in steps:
+            if step.complete:
+                link(self.folder / step.stage.name, self.runs.store.path(step.request))
+        names = {stage.name for stage in self._road}
+        for entry in self.folder.iterdir():
+            if entry.is_symlink() and entry.name not in names and _leads_into(entry, self.runs.store.folder):
+                entry.unlink()
+
+
+def _leads_into(entry: Path, folder: Path) -> bool:
+    target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
+    return target.parent == Path(os.path.normpath(folder))

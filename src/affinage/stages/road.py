@@ -1,0 +1,123 @@
+"""The road of a recipe: its stages in order, and which part of the recipe each of them depends on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.load import LoadedRecipe
+from affinage.recipe.recipe import Recipe
+from affinage.recipe.settings import Settings
+from affinage.recipe.training import TrainSettings
+from affinage.stages import results, texts, trainings
+from affinage.stages.sources import fingerprints
+from affinage.stages.stage import Stage, StageContext, Summary
+
+# How a training is carried out, not what it computes: changing these must not begin a long run from the start.
+# (The mesh is in no key for the same reason.)
+_CARRIED_OUT = {"micro_batches", "log_every", "validate_every", "validation_rows", "checkpoint"}
+
+
+def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | None = None) -> list[Stage]:
+    """The stages of a recipe, each after those it reads. Sections that the recipe leaves out have no stages.
+
+    Args:
+        loaded: the recipe.
+        report: the work of the last stage, which is handed in because the report knows the stages and not they it.
+    """
+    recipe = loaded.recipe
+    stages: list[Stage] = []
+    if recipe.data is not None:
+        stages += _data_stages(recipe)
+        if recipe.pretrain is not None:
+            stages += _training_stages(recipe)
+            stages += _result_stages(recipe)
+    if stages and report is not None:
+        read = tuple(stage.name for stage in stages)
+        stages.append(Stage("report", report, {**_part(recipe, "name", "description", "report")}, read))
+    return stages
+
+
+def uses_pocket_world(recipe: Recipe) -> bool:
+    """Whether any text, conversation or benchmark of the recipe comes from the pocket world."""
+    sources = [source.path for source in recipe.data.sources] if recipe.data else []
+    conversations = [source.path for source in recipe.sft.sources] if recipe.sft else []
+    return POCKET_WORLD in (*sources, *conversations, *_tasks(recipe))
+
+
+def _data_stages(recipe: Recipe) -> list[Stage]:
+    data = recipe.data
+    assert data is not None
+    stages = []
+    if uses_pocket_world(recipe):
+        megabytes = {"data": {"sources": {"megabytes": texts.pocket_megabytes(recipe)}}}
+        stages.append(Stage("world", texts.world, {**_part(recipe, "seed"), **megabytes}))
+    local = fingerprints((source.path for source in data.sources), data.root)
+    from_world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
+    stages.append(Stage("collect", texts.collect, {"data": _json(data, "sources", "root")}, from_world, local))
+    stages.append(Stage("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",)))
+    if data.deduplicate is not None:
+        stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
+    last = stages[-1].name
+    stages.append(Stage("split", texts.split, {"data": _json(data, "split"), **_part(recipe, "seed")}, (last,)))
+    of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
+    stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
+    stages.append(Stage("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer")))
+    return stages
+
+
+def _training_stages(recipe: Recipe) -> list[Stage]:
+    assert recipe.pretrain is not None
+    settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
+    stages = [Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), continues=True)]
+    sft = recipe.sft
+    if sft is None:
+        return stages
+    asked = {"sft": _json(sft, "sources", "system_prompt", "held_out", "context"), **_part(recipe, "seed")}
+    if sft.context is None:
+        asked["rows"] = _json(recipe.rows, "context")
+    from_world = _if(POCKET_WORLD in [source.path for source in sft.sources], "world")
+    local = fingerprints(source.path for source in sft.sources)
+    stages.append(Stage("conversations", texts.conversations, asked, ("tokenizer", *from_world), local))
+    settings = {**_part(recipe, "model", "seed"), "sft": _training(sft)}
+    inputs = ("pretrain", "conversations", "tokenizer")
+    stages.append(Stage("sft", trainings.sft, settings, inputs, continues=True))
+    return stages
+
+
+def _result_stages(recipe: Recipe) -> list[Stage]:
+    stages = []
+    trained = ["pretrain", *_if(recipe.sft is not None, "sft")]
+    if recipe.evaluate is not None:
+        settings = {"evaluate": _json(recipe.evaluate), **_part(recipe, "seed")}
+        local = fingerprints(task for task in _tasks(recipe) if "/" in task or task.endswith((".yaml", ".yml")))
+        read = ("tokenizer", *_if(POCKET_WORLD in _tasks(recipe), "world"), *_if(recipe.evaluate.compressors, "split"))
+        works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft}
+        names = {"pretrain": "evaluate-base", "sft": "evaluate-sft"}
+        stages += [Stage(names[model], works[model], settings, (model, *read), local) for model in trained]
+    if recipe.export is not None:
+        settings = _part(recipe, "name", "description", "export")
+        stages.append(Stage("export", results.export, settings, (trained[-1], "tokenizer")))
+    return stages
+
+
+def _tasks(recipe: Recipe) -> tuple[str, ...]:
+    return recipe.evaluate.tasks if recipe.evaluate else ()
+
+
+def _if(condition: bool, name: str) -> tuple[str, ...]:
+    return (name,) if condition else ()
+
+
+def _json(settings: Settings, *names: str) -> dict[str, Any]:
+    """The named fields of settings, all of them if none is named, as JSON."""
+    return settings.model_dump(mode="json", include=set(names) or None)
+
+
+def _part(recipe: Recipe, *names: str) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", include=set(names))
+
+
+def _training(settings: TrainSettings) -> dict[str, Any]:
+    """What a training computes. What its rows are made of is in the keys of the stages that make them."""
+    rows = {"sources", "system_prompt", "held_out", "context"}
+    return settings.model_dump(mode="json", exclude=_CARRIED_OUT | rows)

@@ -1,0 +1,47 @@
+"""Fingerprints of the user's own files, so that a changed file makes the stages that read it run again."""
+
+import glob
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from affinage.recipe.data import POCKET_WORLD
+
+_READ_WHOLE = 1_000_000  # bytes; larger files are told apart by size and time of change, so that this takes no time
+
+
+def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
+    """Fingerprint each local file that `paths` name: a file, a folder (all files in it), or a glob.
+
+    Up to 1 MB the fingerprint is the content; above, size and modification time. URLs are taken at their word: what is
+    behind them is assumed not to change.
+
+    Returns:
+        {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        full = path if not root or "://" in path else f"{root.rstrip('/')}/{path}" if not path.startswith("/") else path
+        if path == POCKET_WORLD:
+            continue
+        if "://" in full:
+            found[full] = "remote"
+            continue
+        for file in _files(full):
+            found[str(file)] = _fingerprint(file)
+    return found
+
+
+def _files(path: str) -> list[Path]:
+    matches = [Path(path)] if Path(path).exists() else [Path(match) for match in glob.glob(path, recursive=True)]
+    files: list[Path] = []
+    for match in sorted(matches):
+        files += sorted(p for p in match.rglob("*") if p.is_file()) if match.is_dir() else [match]
+    return files
+
+
+def _fingerprint(file: Path) -> str:
+    status = file.stat()
+    if status.st_size <= _READ_WHOLE:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
+    return f"{status.st_size} bytes, changed at {status.st_mtime_ns}"

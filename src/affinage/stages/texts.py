@@ -1,0 +1,91 @@
+"""The work of the data stages: from sources to rows of tokens."""
+
+from affinage.recipe.data import POCKET_WORLD, DataSettings, SourceSettings
+from affinage.recipe.recipe import Recipe
+from affinage.stages.stage import StageContext, Summary
+
+
+def world(context: StageContext) -> Summary:
+    """Generate the pocket world: documents, conversations, preferences and benchmarks."""
+    from affinage.data.world import write_world
+
+    return write_world(context.folder, megabytes=pocket_megabytes(context.recipe), seed=context.recipe.seed)
+
+
+def collect(context: StageContext) -> Summary:
+    """Read every source into one form."""
+    from affinage.data.collect import collect
+
+    return collect(_data(context), context.folder, context.inputs.get("world"))
+
+
+def clean(context: StageContext) -> Summary:
+    """Remove what is no document in one of the recipe's languages."""
+    from affinage.data.clean import clean
+
+    settings = _data(context)
+    return clean(context.inputs["collect"], context.folder, settings.clean, settings.languages)
+
+
+def deduplicate(context: StageContext) -> Summary:
+    """Keep one of each group of equal or nearly equal documents."""
+    from affinage.data.deduplicate import deduplicate
+
+    settings = _data(context).deduplicate
+    assert settings is not None
+    return deduplicate(context.inputs["clean"], context.folder, settings)
+
+
+def split(context: StageContext) -> Summary:
+    """Set aside the documents that are never trained on."""
+    from affinage.data.split import split
+
+    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
+    return split(documents, context.folder, _data(context).split, context.recipe.seed)
+
+
+def tokenizer(context: StageContext) -> Summary:
+    """Train the tokenizer on the training documents."""
+    from affinage.data.tokenizer import train_tokenizer
+
+    recipe = context.recipe
+    languages = _data(context).languages
+    return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
+
+
+def rows(context: StageContext) -> Summary:
+    """Pack the documents' tokens into rows."""
+    from affinage.data.rows import pack_rows
+    from affinage.data.tokenizer import Tokenizer
+
+    recipe = context.recipe
+    trained = Tokenizer.load(context.inputs["tokenizer"])
+    return pack_rows(context.inputs["split"], trained, context.folder, recipe.rows, recipe.seed)
+
+
+def conversations(context: StageContext) -> Summary:
+    """Turn conversations into rows that say which tokens are trained on."""
+    from affinage.data.conversations import prepare_conversations
+    from affinage.data.tokenizer import Tokenizer
+
+    recipe = context.recipe
+    assert recipe.sft is not None
+    return prepare_conversations(
+        recipe.sft,
+        Tokenizer.load(context.inputs["tokenizer"]),
+        context.folder,
+        context=recipe.sft.context or recipe.rows.context,
+        seed=recipe.seed,
+        world_folder=context.inputs.get("world"),
+    )
+
+
+def pocket_megabytes(recipe: Recipe) -> float:
+    """How much text of the pocket world the recipe asks for, in 1e6 bytes."""
+    asked = [source.megabytes for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
+    return max(asked, default=SourceSettings(path=POCKET_WORLD).megabytes)
+
+
+def _data(context: StageContext) -> DataSettings:
+    assert context.recipe.data is not None
+    return context.recipe.data

@@ -1,0 +1,140 @@
+"""Results: complete or not there, whatever kills the process; and a store that two processes cannot write to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from affinage.errors import UserError
+from affinage.stages.store import Request, Store, link, read_manifest, read_request
+
+REQUEST = Request(
+    "clean", {"data": {"clean": {"min_characters": 3}}}, {"collect": "abc"}, {"a.txt": "1"}, {"c.py": "2"}
+)
+
+
+def finish(store: Store, request: Request = REQUEST) -> None:
+    store.finish(request, {"documents": 3}, started=time.time(), seconds=1.0)
+
+
+def test_a_result_is_there_once_its_manifest_is(tmp_path):
+    store = Store(tmp_path)
+    folder = store.begin(REQUEST, anew=True)
+    (folder / "part").mkdir()
+    (folder / "part/a.bin").write_bytes(b"abc")
+    assert not store.is_complete(REQUEST)
+    assert read_request(folder) == (REQUEST, REQUEST.key)
+    finish(store)
+    assert store.is_complete(REQUEST)
+    manifest = read_manifest(folder)
+    assert manifest["files"]["part/a.bin"] == {
+        "bytes": 3,
+        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+    assert manifest["summary"] == {"documents": 3}
+    assert manifest["stage"] == "clean" and manifest["inputs"] == {"collect": "abc"}
+    assert not [name for name in manifest["files"] if name.endswith(".part")]
+
+
+def test_what_is_damaged_is_not_complete(tmp_path):
+    store = Store(tmp_path)
+    folder = store.begin(REQUEST, anew=True)
+    (folder / "a.bin").write_bytes(b"abc")
+    finish(store)
+    (folder / "a.bin").write_bytes(b"ab")
+    assert store.damage(REQUEST) == "a.bin has 2 bytes instead of 3"
+    (folder / "a.bin").unlink()
+    assert store.damage(REQUEST) == "a.bin is missing"
+    assert not store.is_complete(REQUEST)
+
+
+def test_beginning_anew_clears_and_going_on_keeps(tmp_path):
+    store = Store(tmp_path)
+    (store.begin(REQUEST, anew=True) / "left").write_text("x")
+    assert (store.begin(REQUEST, anew=False) / "left").exists()
+    assert not (store.begin(REQUEST, anew=True) / "left").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"stage": "split"}, {"settings": {}}, {"inputs": {"collect": "x"}}, {"sources": {}}, {"code": {}}]
+)
+def test_the_key_is_of_everything_in_the_request(change):
+    assert replace(REQUEST, **change).key != REQUEST.key
+    assert replace(REQUEST, settings=json.loads(json.dumps(REQUEST.settings))).key == REQUEST.key
+
+
+def test_a_link_is_replaced_in_one_step(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        link(tmp_path / "run" / "clean", tmp_path / "store" / name)
+        assert os.readlink(tmp_path / "run" / "clean") == f"../store/{name}"
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["clean"]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from affinage.stages.store import Request, Store
+store = Store(Path(sys.argv[1]))
+for round in range(10_000):
+    request = Request("s", {"round": round}, {}, {}, {})
+    with store.lock("writer"):
+        folder = store.begin(request, anew=True)
+        for name in "abc":
+            (folder / name).write_bytes(bytes(50_000))
+            if round == 0 and name == "b":
+                print("ready", flush=True)
+        store.finish(request, {}, started=time.time(), seconds=0)
+        if round % 2:
+            store.discard(request)
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline().strip() == "ready"
+    return process
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05, 0.1, 0.2])
+def test_killed_at_any_moment_a_manifest_never_names_what_is_not_there(tmp_path, delay):
+    process = start(WRITER, str(tmp_path))
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    store = Store(tmp_path)
+    for folder in tmp_path.glob("s-*"):
+        request = read_request(folder)
+        if read_manifest(folder):
+            assert not store.damage(request[0]), "complete"
+            assert (folder / "c").read_bytes() == bytes(50_000)
+    with store.lock("the next one"):
+        assert not list(tmp_path.glob(".discarded-*")), "half-deleted results are swept away"
+
+
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from affinage.stages.store import Store
+with Store(Path(sys.argv[1])).lock("affinage run slow"):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_cannot_write_to_one_store(tmp_path):
+    process = start(HOLDER, str(tmp_path))
+    with pytest.raises(UserError) as caught, Store(tmp_path).lock("me"):
+        pass
+    assert f"`affinage run slow` (process {process.pid}" in str(caught.value)
+    assert "--runs" in str(caught.value)
+    process.kill()
+    process.wait()
+    with Store(tmp_path).lock("me"):
+        pass  # a killed process holds nothing
