@@ -31,7 +31,9 @@ def dense(params: Tree, x: Float[Array, "..."], contracted: int = 1) -> Float[Ar
     width = prod(kernel.shape[:contracted])
     product = jnp.dot(x.reshape(*leading, width), kernel.reshape(width, prod(outputs)))
     y = product.reshape(*leading, *outputs)
-    return y + params["bias"].astype(x.dtype) if "bias" in params else y
+    if "bias" in params:
+        y = y + params["bias"].astype(x.dtype).reshape((1,) * len(leading) + outputs)
+    return y
 
 
 def dense_flops(inputs: int, outputs: int, tokens: int) -> int:

@@ -19,7 +19,7 @@ def rms(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D
     """Root mean square normalisation (Zhang and Sennrich, 2019)."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (y * params["scale"].astype(jnp.float32)).astype(x.dtype)
+    return (y * _along_last(params["scale"], x)).astype(x.dtype)
 
 
 def layer(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
@@ -27,10 +27,14 @@ def layer(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    y = y * params["scale"].astype(jnp.float32)
+    y = y * _along_last(params["scale"], x)
     if "bias" in params:
-        y = y + params["bias"].astype(jnp.float32)
+        y = y + _along_last(params["bias"], x)
     return y.astype(x.dtype)
+
+
+def _along_last(vector: Float[Array, "D"], x: Float[Array, "*N D"]) -> Float[Array, "*n D"]:
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 NORMS: dict[str, Callable[[Tree, Array, float], Array]] = {"rms": rms, "layer": layer}

@@ -22,7 +22,7 @@ def rotary_tables(
 ) -> tuple[Float[Array, "B S d"], Float[Array, "B S d"]]:
     """Cosines and sines [B, S, head_dim / 2] in float32 of the angles at these positions."""
     frequencies = settings.theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 

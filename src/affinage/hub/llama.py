@@ -1,0 +1,163 @@
+"""Weights and configuration of the Llama family: Llama, Mistral, Qwen 2 and Qwen 3, by what the graph says.
+
+Our kernels are [inputs, outputs] with heads as an axis of their own, theirs nn.Linear's [outputs, inputs]. The rotary
+layout is the same, see `affinage.model.kinds.rotary`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from affinage.errors import UserError
+from affinage.hub.decoder import Decoder
+from affinage.model.graph import Graph
+from affinage.model.kinds.norm import RmsNorm
+from affinage.model.parameter import Parameter, Tree, map_parameters
+
+# Where a block's parameter stands in a Llama layer, and how many leading axes of its kernel are inputs.
+LAYER_NAMES: dict[tuple[str, ...], str] = {
+    ("attention_norm", "scale"): "input_layernorm.weight",
+    ("ffn_norm", "scale"): "post_attention_layernorm.weight",
+    ("attention", "query_norm", "scale"): "self_attn.q_norm.weight",
+    ("attention", "key_norm", "scale"): "self_attn.k_norm.weight",
+    **{
+        ("attention", ours, leaf): f"self_attn.{theirs}_proj.{name}"
+        for ours, theirs in {"query": "q", "key": "k", "value": "v", "out": "o"}.items()
+        for leaf, name in {"kernel": "weight", "bias": "bias"}.items()
+    },
+    **{("ffn", name, "kernel"): f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+INPUT_AXES = {"out": 2}  # of a kernel; the others have one
+
+
+def to_hf(params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
+    """Tensors under the names transformers' causal language models use, in the dtype of the parameters."""
+    _config_name(decoder := Decoder.of(graph))
+    tensors = {
+        "model.embed_tokens.weight": np.asarray(params[decoder.embed_name]["embedding"]),
+        "model.norm.weight": np.asarray(params[decoder.norm_name]["scale"]),
+    }
+    if not decoder.tied:
+        tensors["lm_head.weight"] = np.asarray(params[decoder.unembed_name]["kernel"])
+
+    def write(path: tuple[str, ...], _: Parameter) -> None:
+        values = np.asarray(_leaf(params[decoder.blocks_name], path))
+        for layer, array in enumerate(values if decoder.repeated else [values]):
+            tensors[f"model.layers.{layer}.{LAYER_NAMES[path]}"] = _their_layout(path, array)
+
+    map_parameters(write, graph.parameters[decoder.blocks_name])
+    return tensors
+
+
+def from_hf(tensors: Mapping[str, NDArray[Any]], graph: Graph) -> Tree:
+    """The parameters of the graph from such tensors; UserError names a tensor that is missing or of another shape."""
+    decoder = Decoder.of(graph)
+
+    def read(path: tuple[str, ...], parameter: Parameter) -> NDArray[Any]:
+        layers = []
+        for layer in range(decoder.layers):
+            array = find_tensor(tensors, f"model.layers.{layer}.{LAYER_NAMES[path]}")
+            if path[-1] == "kernel":
+                array = array.T
+            shape = parameter.shape[1:] if decoder.repeated else parameter.shape
+            layers.append(fit_tensor(array, shape, LAYER_NAMES[path]))
+        return np.stack(layers) if decoder.repeated else layers[0]
+
+    declared = graph.parameters
+    embedding = find_tensor(tensors, "model.embed_tokens.weight")
+    embedding_shape = declared[decoder.embed_name]["embedding"].shape
+    params: Tree = {
+        decoder.embed_name: {"embedding": fit_tensor(embedding, embedding_shape, "model.embed_tokens.weight")},
+        decoder.blocks_name: map_parameters(read, declared[decoder.blocks_name]),
+        decoder.norm_name: {"scale": find_tensor(tensors, "model.norm.weight")},
+    }
+    if not decoder.tied:
+        kernel = find_tensor(tensors, "lm_head.weight")
+        params[decoder.unembed_name] = {"kernel": fit_tensor(kernel, embedding_shape, "lm_head.weight")}
+    return params
+
+
+def hf_config(graph: Graph, *, context: int | None = None) -> dict[str, Any]:
+    """What config.json says of the architecture; `context` becomes max_position_embeddings."""
+    decoder = Decoder.of(graph)
+    name, model_type = _config_name(decoder)
+    attention, block = decoder.blocks.attention, decoder.blocks
+    assert attention.rope is not None
+    config = {
+        "architectures": [name],
+        "model_type": model_type,
+        "vocab_size": graph.vocabulary,
+        "hidden_size": decoder.width,
+        "intermediate_size": block.ffn.width,
+        "num_hidden_layers": decoder.layers,
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.groups_of,
+        "head_dim": attention.head_width(decoder.width),
+        "hidden_act": "silu",
+        "rms_norm_eps": block.norm.eps,
+        "rope_theta": attention.rope.theta,  # transformers 4 reads this, transformers 5 the next
+        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope.theta},
+        "tie_word_embeddings": decoder.tied,
+        "attention_dropout": attention.dropout,
+        "initializer_range": block.init_std,
+    }
+    if model_type == "llama":
+        config |= {"attention_bias": bool(attention.bias), "mlp_bias": False}
+    if context is not None:
+        config["max_position_embeddings"] = context
+    return config
+
+
+def _config_name(decoder: Decoder) -> tuple[str, str]:
+    """The class and model_type whose forward pass this is; UserError where there is none."""
+    block, attention = decoder.blocks, decoder.blocks.attention
+    wrong: list[tuple[bool, str]] = [  # dropout is not among them: it is off in a released model
+        (decoder.positions is not None, "learned positions"),
+        (attention.rope is None, "no rotary positions"),
+        (block.ffn.kind != "swiglu", f"a {block.ffn.kind} feed-forward layer"),
+        (block.ffn.bias, "biases in the feed-forward layer"),
+        (block.norm.kind != "rms" or not isinstance(decoder.norm, RmsNorm), "layer norms"),
+        (block.norm.eps != decoder.norm.eps, "two different norm eps"),
+        (decoder.embed.scale != 1.0, "scaled embeddings"),
+        (decoder.unembed.softcap is not None, "capped logits"),
+        (attention.qk_norm and bool(attention.bias), "both QK norms and biases"),
+    ]
+    found = [name for is_wrong, name in wrong if is_wrong]
+    if found:
+        raise UserError(f"the model is not of the Llama family: it has {', '.join(found)}")
+    if attention.qk_norm:
+        return "Qwen3ForCausalLM", "qwen3"
+    if attention.bias == "qkv":
+        return "Qwen2ForCausalLM", "qwen2"
+    return "LlamaForCausalLM", "llama"
+
+
+def _leaf(tree: Tree, path: tuple[str, ...]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def _their_layout(path: tuple[str, ...], array: NDArray[Any]) -> NDArray[Any]:
+    if path[-1] == "bias":
+        return array.reshape(-1)
+    if path[-1] != "kernel":
+        return array
+    inputs = int(np.prod(array.shape[: INPUT_AXES.get(path[-2], 1)]))
+    return np.ascontiguousarray(array.reshape(inputs, -1).T)
+
+
+def find_tensor(tensors: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
+    """The tensor of that name, or a UserError."""
+    if name not in tensors:
+        raise UserError(f"the weights have no tensor {name!r}")
+    return np.asarray(tensors[name])
+
+
+def fit_tensor(array: NDArray[Any], shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    """The tensor in our shape, which must have as many elements."""
+    if array.size != np.prod(shape):
+        raise UserError(f"tensor {name!r} has shape {array.shape}, which does not fit {shape}")
+    return array.reshape(shape)

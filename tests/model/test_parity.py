@@ -1,0 +1,82 @@
+"""Logits and gradients against transformers' own implementations, with random weights, in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_graphs
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from affinage.hub.families import family_of
+from affinage.model import Call, apply, init_params, parse
+
+TOLERANCE = 1e-4  # of the largest element
+
+
+def perturbed(graph, seed):
+    """Random weights everywhere, also where training starts from zeros and ones."""
+    params = init_params(graph, jax.random.key(seed))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
+    return jax.tree.unflatten(structure, noisy)
+
+
+def transformers_model(graph, params, context):
+    family = family_of(graph)
+    config = family.hf_config(graph, context=context)
+    kind = config.pop("model_type")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
+    tensors = {name: torch.tensor(np.array(array)) for name, array in family.to_hf(params, graph).items()}
+    missing = model.load_state_dict(tensors, strict=False)
+    assert not missing.unexpected_keys
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.float().eval()
+
+
+def relative(ours, theirs):
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    return np.abs(ours - theirs).max() / np.abs(theirs).max()
+
+
+MODELS = {
+    "llama": tiny_graphs.llama(),
+    "llama with grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
+    "llama with one kv head, tied": tiny_graphs.llama(attention={"kv_heads": 1}, tied=True),
+    "llama with biases and wide heads": tiny_graphs.llama(attention={"bias": True, "head_dim": 12}),
+    "qwen2": tiny_graphs.llama(attention={"kv_heads": 2, "bias": "qkv"}),
+    "qwen3": tiny_graphs.llama(attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
+    "gpt2": tiny_graphs.gpt2(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_those_of_transformers(name):
+    graph = parse(MODELS[name])
+    params = perturbed(graph, seed=3)
+    tokens = np.random.default_rng(0).integers(0, tiny_graphs.VOCABULARY, (2, 24))
+    theirs = transformers_model(graph, params, context=64)
+    output = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
+    output.loss.backward()
+
+    def loss(params):
+        outputs = apply(graph, params, {"tokens": jnp.asarray(tokens, jnp.int32)}, Call())
+        return outputs.values[graph.loss].mean(), outputs.values[graph.logits].array()
+
+    (value, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert relative(logits, output.logits.detach()) < TOLERANCE
+    assert abs(float(value) - output.loss.item()) < TOLERANCE * output.loss.item()
+    expected = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
+    for parameter, gradient in family_of(graph).to_hf(gradients, graph).items():
+        assert relative(gradient, expected[parameter]) < TOLERANCE, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_survive_the_way_there_and_back(name):
+    graph = parse(MODELS[name])
+    params = perturbed(graph, seed=5)
+    family = family_of(graph)
+    returned = family.from_hf(family.to_hf(params, graph), graph)
+    jax.tree.map(np.testing.assert_array_equal, params, returned)

@@ -1,0 +1,53 @@
+"""Model mappings of a few thousand parameters, one per family, for tests."""
+
+from typing import Any
+
+VOCABULARY = 97
+
+
+def llama(*, layers: int = 3, tied: bool = False, scan: Any = "auto", attention: Any = None, **block: Any) -> Any:
+    """Width 32, 4 heads, SwiGLU 48; keyword arguments replace settings of the attention and the block."""
+    return {
+        "inputs": ["tokens"],
+        "nodes": {
+            "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
+            "blocks": {
+                "kind": "transformer_block",
+                "in": "embed",
+                "repeat": layers,
+                "scan": scan,
+                "attention": {"heads": 4, "rope": {"theta": 10000}} | (attention or {}),
+                "ffn": {"kind": "swiglu", "width": 48},
+                "norm": {"kind": "rms", "eps": 1e-6},
+            }
+            | block,
+            "norm": {"kind": "rms_norm", "in": "blocks"},
+            "logits": {"kind": "unembed", "in": "norm", "tied": tied},
+            "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+        },
+    }
+
+
+def gpt2(*, layers: int = 2, dropout: float = 0.0) -> Any:
+    """Width 32, 4 heads, 40 positions."""
+    norm = {"kind": "layer", "eps": 1e-5}
+    return {
+        "inputs": ["tokens"],
+        "nodes": {
+            "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
+            "positions": {"kind": "learned_positions", "in": "embed", "length": 40},
+            "drop": {"kind": "dropout", "in": "positions", "rate": dropout},
+            "blocks": {
+                "kind": "transformer_block",
+                "in": "drop",
+                "repeat": layers,
+                "attention": {"heads": 4, "bias": True, "dropout": dropout},
+                "ffn": {"kind": "gelu", "width": 128, "bias": True},
+                "norm": norm,
+                "dropout": dropout,
+            },
+            "norm": {"kind": "layer_norm", "in": "blocks", "eps": 1e-5},
+            "logits": {"kind": "unembed", "in": "norm", "tied": "embed"},
+            "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+        },
+    }
