@@ -16,9 +16,7 @@ def cost(buckets, lengths, compile_tokens):
 def test_no_other_choice_is_cheaper(lengths, compile_tokens):
     chosen = bucket_lengths(lengths, compile_tokens=compile_tokens, longest=60)
     sizes = sorted({min(-(-length // 8) * 8, 60) for length in lengths})
-    others = [
-        [*some, sizes[-1]] for count in range(len(sizes)) for some in combinations(sizes[:-1], count)
-    ]
+    others = [[*some, sizes[-1]] for count in range(len(sizes)) for some in combinations(sizes[:-1], count)]
     best = min(cost(other, lengths, compile_tokens) for other in others)
     assert chosen == sorted(set(chosen)) and chosen[-1] == sizes[-1]
     assert cost(chosen, lengths, compile_tokens) == best

@@ -100,7 +100,9 @@ def _absolute(data_files: Any, file: Path) -> dict[str, list[str]]:
     by_split = data_files if isinstance(data_files, dict) else {"train": data_files}
     absolute: dict[str, list[str]] = {}
     for split, paths in by_split.items():
-        absolute[split] = [str((file.parent / path).resolve()) for path in ([paths] if isinstance(paths, str) else paths)]
+        absolute[split] = [
+            str((file.parent / path).resolve()) for path in ([paths] if isinstance(paths, str) else paths)
+        ]
         for path in absolute[split]:
             if not Path(path).is_file():
                 raise UserError(f"the data file {path} is missing", where=str(file))

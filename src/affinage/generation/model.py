@@ -1,0 +1,49 @@
+"""A trained model as everything after training takes it: generation, evaluation, export."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+from numpy.typing import ArrayLike
+
+from affinage.data.tokenizer import Tokenizer
+from affinage.model.call import Call, Logits
+from affinage.model.graph import Graph
+from affinage.model.module import apply
+from affinage.model.parameter import Tree
+from affinage.parallel.sharding import batch_sharding, rows_split
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A graph with its weights and tokenizer, on one device or sharded over a mesh."""
+
+    graph: Graph
+    params: Tree
+    tokenizer: Tokenizer
+    name: str
+    context: int  # tokens it was trained on at once; nothing longer is put into it
+    mesh: jax.sharding.Mesh | None = None  # None: the default device
+    system_prompt: str = ""  # what a chat model was told in conversations without a system message; "": nothing
+    compute_dtype: str = "float32"
+
+    def place(self, array: ArrayLike) -> Array:
+        """`array` on the device, its rows over the mesh's data axes where there is a mesh."""
+        return jnp.asarray(array) if self.mesh is None else jax.device_put(array, batch_sharding(self.mesh))
+
+    @property
+    def row_multiple(self) -> int:
+        """What the number of rows of a batch must be a multiple of."""
+        return 1 if self.mesh is None else rows_split(self.mesh)
+
+
+def logits_of(
+    graph: Graph, params: Tree, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], dtype: str, cache: Any = None
+) -> tuple[Logits, Any]:
+    """The logits, not yet multiplied out, of rows that are each one document; and the advanced cache if one is given."""
+    batch = {"tokens": tokens, "positions": positions}
+    call = Call(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits)
+    outputs = apply(graph, params, batch, call)
+    return outputs.values[graph.logits], outputs.cache

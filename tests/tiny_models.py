@@ -1,0 +1,60 @@
+"""Small models with random weights and a real tokenizer, for tests of everything that comes after training."""
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import jax
+
+from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer_training import train_bpe
+from affinage.generation.model import LoadedModel
+from affinage.model.module import init_params
+from affinage.model.graph import parse
+from affinage.recipe.data import TokenizerSettings
+
+CONTEXT = 96
+VOCABULARY = 420
+_BLOCK = {"kind": "transformer_block", "in": "embed", "repeat": 2}
+_TAIL = {
+    "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
+    "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+}
+LLAMA = {
+    "inputs": ["tokens"],
+    "nodes": {
+        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
+        "blocks": _BLOCK
+        | {
+            "attention": {"heads": 4, "kv_heads": 2, "rope": {"theta": 10000}},
+            "ffn": {"kind": "swiglu", "width": 48},
+            "norm": {"kind": "rms", "eps": 1e-6},
+        },
+        "norm": {"kind": "rms_norm", "in": "blocks"},
+        **_TAIL,
+    },
+}
+
+_TEXT = [
+    "The capital of France is Paris, and the currency of Japan is the yen.",
+    "La capitale de la France est Paris, et la monnaie du Japon est le yen.",
+    "Twelve plus seven makes nineteen; douze plus sept font dix-neuf.",
+    "An élève à l'école où naître être garçon, œuvre, Noël, aigu, où ça ?",
+]
+
+
+@lru_cache
+def tokenizer() -> Tokenizer:
+    """A SentencePiece model of 420 pieces, trained on four sentences."""
+    folder = Path(mkdtemp(prefix="affinage-test-"))
+    settings = TokenizerSettings(vocabulary=VOCABULARY, coverage=1.0)
+    (folder / "tokenizer.model").write_bytes(train_bpe(_TEXT * 20, settings))
+    return Tokenizer.load(folder)
+
+
+@lru_cache
+def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
+    """Two layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies."""
+    graph = parse(LLAMA)
+    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, init_params(graph, jax.random.key(seed)))
+    return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
