@@ -21,3 +21,7 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  {self.fix}")
         return "\n".join(lines)
+
+
+class Preempted(Exception):
+    """The run was told to stop and has saved itself; the command line exits with EXIT_PREEMPTED."""

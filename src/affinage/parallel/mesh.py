@@ -14,10 +14,11 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of all `devices` with every axis of `AXES`, of size 1 where `sizes` does not name it.
+    """A mesh with every axis of `AXES`, of size 1 where `sizes` does not name it.
 
     Args:
-        sizes: devices along each axis; at most one may be "auto", which takes what the others leave.
+        sizes: devices along each axis; at most one may be "auto", which takes what the others leave. Without "auto",
+            one host may use only the first of its devices.
         devices: of all hosts, in JAX's order.
 
     Raises:
@@ -25,6 +26,7 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     """
     full = _resolve(sizes, len(devices))
     shape = tuple(full[axis] for axis in AXES)
+    devices = devices[: math.prod(shape)]
     # On a TPU this follows the wires of the torus; elsewhere it is the order of the devices.
     grid = mesh_utils.create_device_mesh(shape, devices=list(devices), allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
@@ -50,7 +52,7 @@ def _resolve(sizes: Mapping[str, int | str], count: int) -> dict[str, int]:
         if count % fixed:
             raise _wrong_count(full, fixed, count, f"which does not divide the {count} there are")
         full[free[0]] = count // fixed
-    elif fixed != count:
+    elif fixed > count or (fixed < count and jax.process_count() > 1):
         raise _wrong_count(full, fixed, count, f"but there are {count}")
     return full
 

@@ -1,7 +1,7 @@
 """The sharding table: which mesh axes each logical axis of an array is split over."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,18 @@ def batch_sharding(mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> 
 def rows_split(mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> int:
     """Into how many parts a batch's rows are split."""
     return math.prod(mesh.shape[axis] for axis in table["batch"])
+
+
+def activation_constraint(
+    mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE
+) -> Callable[[jax.Array, LogicalAxes], jax.Array]:
+    """A function that pins an activation, by its logical axes, to the split that the table gives it.
+
+    Without such pins XLA may gather the rows instead of the weights, and hold every device's activations on each.
+    """
+    if mesh.size == 1:
+        return lambda x, axes: x
+    return lambda x, axes: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(axes, mesh, table)))
 
 
 def param_shardings(

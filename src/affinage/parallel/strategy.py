@@ -5,24 +5,32 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import NamedSharding
+
+from affinage.parallel.sharding import replicated
 
 PyTree = Any
+Function = Callable[..., Any]
 
 
 class Strategy(Protocol):
-    """Turns a pure step into a program. A test or a plug-in may bring its own."""
+    """Turns pure steps into programs. A test or a plug-in may bring its own."""
 
-    def compile(
-        self, step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], state: PyTree, batch: PyTree, *, donate: bool
-    ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-        """Compile `(state, batch) -> (state, metrics)` for arguments of the given shapes and shardings.
+    def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
+        """Compile `(state, batch) -> (state, metrics)`; the new state takes the memory of the old one.
 
         Args:
             step: pure; traced once.
             state: tree of `jax.ShapeDtypeStruct` with shardings; the new state comes out sharded like it.
             batch: tree of `jax.ShapeDtypeStruct` with shardings.
-            donate: whether the new state takes the memory of the old one, which is then gone.
+
+        Returns:
+            The program. Its metrics are whole on every device.
         """
+        ...
+
+    def compile_evaluation(self, step: Function, params: PyTree, batch: PyTree) -> Function:
+        """Compile `(params, batch) -> sums`; the parameters stay, the sums are whole on every device."""
         ...
 
 
@@ -33,12 +41,16 @@ class Spmd:
     Which of data parallelism, FSDP and tensor parallelism this is, is in the mesh and the sharding table alone.
     """
 
-    def compile(
-        self, step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], state: PyTree, batch: PyTree, *, donate: bool
-    ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-        """See `Strategy.compile`. Metrics come out whole on every device."""
+    def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
+        """See `Strategy.compile_training`."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        mesh = jax.tree.leaves(shardings)[0].mesh
-        metrics = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        jitted = jax.jit(step, donate_argnums=0 if donate else (), out_shardings=(shardings, metrics))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, _whole(state)))
         return jitted.lower(state, batch).compile()
+
+    def compile_evaluation(self, step: Function, params: PyTree, batch: PyTree) -> Function:
+        """See `Strategy.compile_evaluation`."""
+        return jax.jit(step, out_shardings=_whole(params)).lower(params, batch).compile()
+
+
+def _whole(arguments: PyTree) -> NamedSharding:
+    return replicated(jax.tree.leaves(arguments)[0].sharding.mesh)

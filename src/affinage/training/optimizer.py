@@ -10,12 +10,8 @@ from affinage.recipe.training import OptimizerSettings
 
 PyTree = Any
 
-# A stack of layers or of experts does not make a matrix out of a vector, and the heads of a projection are one axis.
-_STACKING = frozenset({"layers", "experts"})
-_ONE_AXIS = {"kv_heads": "heads", "head_dim": "heads"}
 
-
-def make_optimizer(settings: OptimizerSettings, logical_axes: PyTree) -> optax.GradientTransformation:
+def make_optimizer(settings: OptimizerSettings, decayed: PyTree) -> optax.GradientTransformation:
     """Gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
@@ -23,24 +19,14 @@ def make_optimizer(settings: OptimizerSettings, logical_axes: PyTree) -> optax.G
 
     Args:
         settings: of the recipe.
-        logical_axes: tree of the parameters with a tuple of logical axis names for each leaf.
+        decayed: tree of the parameters with True where weight decay applies; see `affinage.model.decayed`.
     """
     moments = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         _stored_in(jnp.dtype(settings.moments), moments),
-        optax.add_decayed_weights(settings.weight_decay, decay_mask(logical_axes)),
+        optax.add_decayed_weights(settings.weight_decay, decayed),
     )
-
-
-def decay_mask(logical_axes: PyTree) -> PyTree:
-    """True for parameters that are matrices: weights and embeddings, but no norms and biases."""
-    return jax.tree.map(_is_matrix, logical_axes, is_leaf=lambda node: isinstance(node, tuple))
-
-
-def _is_matrix(axes: tuple[str | None, ...]) -> bool:
-    named = [_ONE_AXIS.get(axis, axis) for axis in axes if axis is not None and axis not in _STACKING]
-    return len(set(named)) + axes.count(None) >= 2
 
 
 def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:

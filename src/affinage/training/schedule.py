@@ -14,7 +14,7 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     """The learning rate of the update that is number `step`, counted from 0.
 
     Linear from peak / warmup_steps at step 0 up to the peak at step warmup_steps - 1; then the peak for good, or a
-    cosine down to the floor, which the last step (`steps` - 1) has (SGDR without restarts, Loshchilov and Hutter, 2017).
+    cosine down to the floor, which the last step has (SGDR without restarts, Loshchilov and Hutter, 2017).
     """
     if settings.name == "constant":
         after = optax.constant_schedule(settings.peak)

@@ -1,7 +1,7 @@
 """What a training run knows between two steps, and how it begins."""
 
 import enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,8 @@ def abstract_state(
         shardings,
         transform_non_params=lambda leaf: _with_sharding(leaf, replicated(mesh)),
     )
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh)), params, opt_state)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    return TrainState(cast(Any, step), params, opt_state)
 
 
 def begin(abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:

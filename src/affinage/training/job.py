@@ -1,0 +1,82 @@
+"""What `train` is asked to do, and what it expects of the parts that are handed in."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from affinage.model import Graph
+from affinage.parallel import Spmd, Strategy
+from affinage.recipe.training import TrainSettings
+from affinage.training.state import TrainState
+
+PyTree = Any
+HostBatch = Mapping[str, np.ndarray]
+
+
+class Feed(Protocol):
+    """Training batches as a pure function of the step: there is nothing to save and nothing to lose."""
+
+    def iterate(self, start_step: int) -> Iterator[HostBatch]:
+        """Batches of steps start_step, start_step + 1, ..., without end.
+
+        Keys and shapes are the same every time: `tokens` [B, S] and whatever else the graph's loss reads.
+        """
+        ...
+
+
+class ValidationSet(Protocol):
+    """Rows in a fixed order, that are never trained on, in batches of one size."""
+
+    @property
+    def bytes(self) -> int:
+        """Length of the text of these rows in UTF-8, for bits per byte."""
+        ...
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        """All rows once; the last batch is filled up with rows whose `loss_mask` is 0."""
+        ...
+
+
+Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """One training run. Started again with the same job, it goes on from its newest checkpoint.
+
+    Attributes:
+        graph: the model, with its loss.
+        settings: optimizer, schedule, batch, precision, and what is saved when.
+        mesh: devices along each axis; see `affinage.parallel.make_mesh`.
+        seed: of the initial weights and of dropout.
+        feed: training batches of the global batch size.
+        validation: by the name that metrics and reports use.
+        folder: gets checkpoints/, metrics.jsonl and, last, summary.json.
+        initial_params: given the abstract parameters with shardings, the weights to begin with; None: random ones.
+        name: how messages call the run, e.g. "pretrain".
+        on_step: called in turn after every step.
+        strategy: how the step is compiled.
+    """
+
+    graph: Graph
+    settings: TrainSettings
+    mesh: Mapping[str, int | str]
+    seed: int
+    feed: Feed
+    folder: Path
+    validation: Mapping[str, ValidationSet] = field(default_factory=dict)
+    initial_params: Callable[[PyTree], PyTree] | None = None
+    name: str = "train"
+    on_step: tuple[Hook, ...] = ()
+    strategy: Strategy = field(default_factory=Spmd)
+
+
+def rows_per_step(settings: TrainSettings, devices: int) -> int:
+    """Rows of the global batch; what a feed for `train` must yield."""
+    if settings.batch is not None:
+        return settings.batch
+    assert settings.batch_per_device is not None  # the settings' own validation
+    return settings.batch_per_device * devices

@@ -1,0 +1,121 @@
+"""A training run from top to bottom: resume, step, log, validate, checkpoint, finish."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from affinage.checkpoint import CheckpointStore
+from affinage.errors import Preempted
+from affinage.hardware.devices import acquire
+from affinage.parallel import make_mesh
+from affinage.training.job import TrainJob
+from affinage.training.ledger import Ledger
+from affinage.training.metrics import MetricsLog
+from affinage.training.program import Program
+from affinage.training.progress import StepDisplay
+from affinage.training.reporter import Reporter
+from affinage.training.signals import StopRequest
+from affinage.training.state import TrainState
+from affinage.training.summary import checkpoint_meta, summarize
+from affinage.training.validation import validate
+
+
+def train(job: TrainJob) -> dict[str, Any]:
+    """Train until the settings' last step, going on from the newest checkpoint in the job's folder if there is one.
+
+    A run that was killed at any moment and started again ends, on the same mesh, with the same weights bit for bit as
+    one that was not: the state is saved whole or not at all, and everything else is a function of seed and step.
+
+    Returns:
+        The summary, also written to summary.json when all else is done.
+
+    Raises:
+        Preempted: after SIGTERM or SIGINT, when everything done so far is saved.
+        UserError: where settings, mesh and model do not fit together.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    settings, steps, ledger = job.settings, job.settings.steps, Ledger()
+    with contextlib.ExitStack() as cleanup:
+        stop = cleanup.enter_context(StopRequest())
+
+        # ---- the program ----
+        mesh = make_mesh(job.mesh, acquire())
+        program = Program(job, mesh, next(job.feed.iterate(0)))
+        with ledger.account("compile"):
+            train_step = program.compile_training()
+            run_validation = _compiled_validation(program, stop)
+
+        # ---- where it begins: the newest checkpoint, or step 0 ----
+        keep = settings.checkpoint
+        store = CheckpointStore(job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every)
+        with ledger.account("restore"):
+            start, state, meta = _resume_or_begin(program, store)
+        ledger.carry(meta.get("seconds", {}))
+        resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
+        metrics = cleanup.enter_context(contextlib.closing(MetricsLog(job.folder / "metrics.jsonl", start)))
+        display = cleanup.enter_context(StepDisplay(job.name, steps, start))
+        report = Reporter(program, metrics, display, ledger, start)
+        if start:
+            display.say(f"goes on from the checkpoint at step {start:,}")
+        if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
+            report.validation(start, run_validation(state.params))  # the stop came before it was done
+
+        # ---- the steps ----
+        batches = job.feed.iterate(start)
+        batch = program.put(next(batches)) if start < steps else None
+        for step in range(start + 1, steps + 1):
+            state, step_metrics = train_step(state, batch)
+            batch = program.put(next(batches))  # while the devices compute
+            report.training(step, step_metrics)
+            for hook in job.on_step:
+                hook(step, state)
+
+            if _due(step, settings.validate_every, steps):
+                report.drain()
+                with ledger.account("validation"):
+                    report.validation(step, run_validation(state.params))
+
+            if stop or _due(step, keep.every_steps, steps):
+                # First every line up to here: what a resumed run does not compute again must be in the file.
+                report.drain()
+                with ledger.account("save"):
+                    facts = checkpoint_meta(program, ledger, resumed_at)
+                    store.save(step, state._asdict(), facts)
+                report.restart_clock()
+
+            if stop:
+                with ledger.account("save"):
+                    store.wait()
+                display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
+                raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
+
+        # ---- the end ----
+        with ledger.account("save"):
+            store.wait()
+    summary = summarize(program, metrics, ledger, resumed_at)
+    written = job.folder / "summary.json.part"
+    written.write_text(json.dumps(summary, indent=1))
+    written.replace(job.folder / "summary.json")
+    return summary
+
+
+def _due(step: int, every: int, steps: int) -> bool:
+    return step % every == 0 or step == steps
+
+
+def _resume_or_begin(program: Program, store: CheckpointStore) -> tuple[int, TrainState, dict[str, Any]]:
+    newest = store.restore_newest(program.abstract._asdict())
+    if newest is None:
+        return 0, program.begin(), {}
+    step, state, meta = newest
+    return step, TrainState(**state), meta
+
+
+def _compiled_validation(program: Program, stop: StopRequest) -> Callable[[Any], dict[str, dict[str, float]] | None]:
+    """A function from weights to the scores of all validation sets."""
+    sets = program.job.validation
+    if not sets:
+        return lambda params: None
+    step = program.compile_validation(next(iter(next(iter(sets.values())))))
+    return lambda params: validate(params, sets, step=step, put=program.put, stop=lambda: bool(stop))

@@ -1,0 +1,55 @@
+"""The curve of a run on disk: one JSON object per line, in which no step appears twice."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
+
+    Training lines have `step, loss, grad_norm, learning_rate, tokens, tokens_per_second, mfu, seconds`, validation
+    lines have `step, validation: {name: {loss, bits_per_byte}}`. A number that is not finite is written as null.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self.rows = [row for row in _read(path) if row["step"] <= resume_step]
+        kept = path.with_suffix(".kept")
+        kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        kept.replace(path)
+        self._file = path.open("a", buffering=1)  # a line is with the kernel once written, so a kill keeps it
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add one line."""
+        clean = {key: _finite(value) for key, value in row.items()}
+        self.rows.append(clean)
+        self._file.write(json.dumps(clean) + "\n")
+
+    def training(self) -> list[dict[str, Any]]:
+        """The training lines so far, of all starts."""
+        return [row for row in self.rows if "loss" in row]
+
+    def validation(self, step: int | None = None) -> dict[str, dict[str, float]] | None:
+        """The validation at a step, or the last one; None if there was none."""
+        found = [row for row in self.rows if "validation" in row and step in (None, row["step"])]
+        return found[-1]["validation"] if found else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # the line that a kill cut in two, and whatever a damaged disk made of the rest
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

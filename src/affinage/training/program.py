@@ -1,0 +1,144 @@
+"""A job on a mesh: the shardings of its state and batches, and its compiled steps."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from affinage.hardware.chips import Chip, chip
+from affinage.model import Call, abstract_params, decayed, init_params, logical_axes
+from affinage.parallel import activation_constraint, batch_sharding
+from affinage.parallel.sharding import check_rows_divide
+from affinage.recipe.training import PrecisionSettings
+from affinage.training.job import HostBatch, TrainJob, rows_per_step
+from affinage.training.optimizer import make_optimizer
+from affinage.training.schedule import learning_rate
+from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
+from affinage.training.step import make_train_step, make_validation_step
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything about a run that does not change while it runs."""
+
+    job: TrainJob
+    mesh: Mesh
+    batch: HostBatch  # any batch of the feed, for its shapes
+
+    def __post_init__(self) -> None:
+        rows, wanted = self.rows, rows_per_step(self.job.settings, self.mesh.size)
+        if rows != wanted:
+            raise ValueError(f"the feed yields {rows} rows a step, the settings say {wanted}")
+        check_rows_divide(rows, self.job.settings.micro_batches, self.mesh)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch."""
+        return len(self.batch["tokens"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a batch, those that do not count included."""
+        return self.batch["tokens"].size
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract.params))
+
+    @cached_property
+    def flops_per_step(self) -> float:
+        """Floating point operations of one step: 6 per parameter and token (Kaplan et al., 2020, section 2.1)."""
+        return 6.0 * self.parameters * self.tokens
+
+    @property
+    def peak_flops(self) -> float | None:
+        """bfloat16 FLOP/s of the whole mesh by the datasheet; None where it is not known."""
+        per_device = self.chip.flops_per_device
+        return None if per_device is None else per_device * self.mesh.size
+
+    @cached_property
+    def chip(self) -> Chip:
+        """The kind of chip that the mesh is made of."""
+        return chip(self.mesh.devices.flat[0].device_kind)
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The job's optimizer."""
+        return make_optimizer(self.job.settings.optimizer, decayed(self.job.graph))
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        graph, dtype = self.job.graph, jnp.dtype(self.job.settings.precision.params)
+        return abstract_state(abstract_params(graph, dtype), logical_axes(graph), self.optimizer, self.mesh)
+
+    def begin(self) -> TrainState:
+        """The state before the first step."""
+        if self.job.initial_params is not None:
+            params = self.job.initial_params(self.abstract.params)
+        else:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params)
+            dtype = jnp.dtype(self.job.settings.precision.params)
+            draw = jax.jit(lambda key: init_params(self.job.graph, key, dtype), out_shardings=shardings)
+            params = draw(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
+        return begin(self.abstract, params, self.optimizer)
+
+    def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
+        """The compiled training step; see `make_train_step`."""
+        settings = self.job.settings
+        step = make_train_step(
+            self.job.graph,
+            self.optimizer,
+            learning_rate(settings.schedule, settings.steps),
+            call=self._call(),
+            micro_batches=settings.micro_batches,
+            seed=self.job.seed,
+        )
+        return self.job.strategy.compile_training(step, self.abstract, self._like(self.batch))
+
+    def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
+        """The compiled validation step for batches like `batch`; see `make_validation_step`."""
+        step = make_validation_step(self.job.graph, call=self._call())
+        return self.job.strategy.compile_evaluation(step, self.abstract.params, self._like(batch))
+
+    def put(self, batch: HostBatch) -> dict[str, jax.Array]:
+        """A batch on the devices, its rows split over the mesh. Every host has the whole batch, and gives its part."""
+        if jax.process_count() == 1:
+            return jax.device_put(dict(batch), self._batch_sharding)
+        return {
+            name: jax.make_array_from_callback(array.shape, self._batch_sharding, array.__getitem__)
+            for name, array in batch.items()
+        }
+
+    @cached_property
+    def _batch_sharding(self) -> jax.sharding.NamedSharding:
+        return batch_sharding(self.mesh)
+
+    def _like(self, batch: HostBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._batch_sharding)
+            for name, array in batch.items()
+        }
+
+    def _call(self) -> Call:
+        return Call(
+            compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
+            platform=self.mesh.devices.flat[0].platform,
+            constrain=activation_constraint(self.mesh),
+        )
+
+
+def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:
+    """The dtype that matrices are multiplied in."""
+    if settings.compute == "auto":
+        return jnp.dtype(jnp.bfloat16 if chip.multiplies_bfloat16 else jnp.float32)
+    return jnp.dtype(settings.compute)

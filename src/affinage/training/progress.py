@@ -1,0 +1,84 @@
+"""What a person sees while a run trains: a live bar on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import rich
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+_SECONDS_BETWEEN_LINES = 10.0  # where nobody watches; metrics.jsonl has them all
+
+
+class StepDisplay:
+    """Shows training and validation lines of metrics. Use it as a context manager."""
+
+    def __init__(self, name: str, steps: int, start: int) -> None:
+        self._name, self._steps = name, steps
+        self._console = rich.get_console()
+        self._last_line = -_SECONDS_BETWEEN_LINES
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(name, total=steps, completed=start, facts="")
+
+    def __enter__(self) -> "StepDisplay":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def training(self, row: Mapping[str, Any]) -> None:
+        """Show a training line."""
+        facts = step_line(row, self._steps)
+        self._bar.update(self._task, completed=row["step"], facts=facts)
+        now = time.monotonic()
+        last = row["step"] == self._steps
+        if not self._console.is_terminal and (last or now - self._last_line >= _SECONDS_BETWEEN_LINES):
+            self._last_line = now
+            self.say(f"step {row['step']:,}/{self._steps:,}  {facts}")
+
+    def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
+        """Show a validation line."""
+        said = [f"{name} loss {s['loss']:.4f} ({s['bits_per_byte']:.3f} bits/byte)" for name, s in scores.items()]
+        self.say(f"step {step:,}/{self._steps:,}  validation: {', '.join(said)}")
+
+    def say(self, message: str) -> None:
+        """Show a message above the bar."""
+        self._console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
+
+
+def step_line(row: Mapping[str, Any], steps: int) -> str:
+    """Loss, tokens/s, MFU where the peak is known, gradient norm, learning rate and time left, for people."""
+    speed = row["tokens_per_second"]
+    parts = [f"loss {_number(row['loss'], '.4f')}", f"{_number(speed, ',.0f')} tok/s"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    parts.append(f"grad {_number(row['grad_norm'], '.2f')}")
+    parts.append(f"lr {row['learning_rate']:.2e}")
+    if row.get("skipped"):
+        parts.append("UPDATE SKIPPED: loss or gradient not finite")
+    if speed and row["step"] < steps:
+        tokens_per_step = row["tokens"] / row["step"]
+        parts.append(f"ETA {_duration((steps - row['step']) * tokens_per_step / speed)}")
+    return "  ".join(parts)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,81 @@
+"""From the metrics of a step on the devices to a line in the file and on the screen, without stalling the devices."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import jax
+
+from affinage.training.ledger import Ledger
+from affinage.training.metrics import MetricsLog
+from affinage.training.program import Program
+from affinage.training.progress import StepDisplay
+
+
+class Reporter:
+    """Takes the metrics of every step while they are still being computed, and looks at them a little later.
+
+    At most `ahead` steps are in flight, so that memory and the reaction to signals stay bounded while the devices
+    never wait for the host. On a CPU that plays several devices none is: their collectives can deadlock when two
+    steps share the threads.
+    """
+
+    def __init__(self, program: Program, metrics: MetricsLog, display: StepDisplay, ledger: Ledger, start: int) -> None:
+        self._program, self._metrics, self._display, self._ledger = program, metrics, display, ledger
+        many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
+        self._ahead = 0 if many_on_cpu else 2
+        self._pending: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
+        self._flops = program.flops_per_step
+        self._peak = program.peak_flops
+        self._clock_step = self._done = start
+        self._clock = self._ledger_clock = time.perf_counter()
+
+    def training(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Take the metrics of a step that was just dispatched."""
+        self._pending.append((step, metrics))
+        while len(self._pending) > self._ahead:
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        """Wait for all steps in flight and write their lines."""
+        while self._pending:
+            self._finish_oldest()
+
+    def validation(self, step: int, scores: Mapping[str, Mapping[str, float]] | None) -> None:
+        """Write the scores of a validation; None, given up, leaves no line."""
+        if scores is not None:
+            self._metrics.write({"step": step, "validation": scores})
+            self._display.validation(step, scores)
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step out of the speed: it was spent on something else."""
+        self._clock_step, self._clock = self._done, time.perf_counter()
+        self._ledger_clock = self._clock
+
+    def _finish_oldest(self) -> None:
+        step, metrics = self._pending.popleft()
+        jax.block_until_ready(metrics)
+        self._done = step
+        now = time.perf_counter()
+        self._ledger.seconds["train"] += now - self._ledger_clock
+        self._ledger_clock = now
+        settings = self._program.job.settings
+        # A skipped update has a line of its own whenever it happens.
+        if step % settings.log_every == 0 or step in (1, settings.steps) or metrics["skipped"]:
+            self._write(step, metrics, now)
+
+    def _write(self, step: int, metrics: Mapping[str, jax.Array], now: float) -> None:
+        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        per_step = (now - self._clock) / max(step - self._clock_step, 1)
+        self._clock_step, self._clock = step, now
+        row = {
+            "step": step,
+            **values,
+            "tokens": step * self._program.tokens,
+            "tokens_per_second": round(self._program.tokens / per_step, 1),
+            "mfu": None if self._peak is None else self._flops / per_step / self._peak,
+            "seconds": round(self._ledger.seconds["train"], 3),
+        }
+        self._metrics.write(row)
+        self._display.training(self._metrics.rows[-1])

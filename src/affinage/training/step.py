@@ -1,0 +1,121 @@
+"""The one training step: `(state, batch) -> (state, metrics)`, pure, for training, planning and benchmarks alike."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from affinage.model import Call, Graph, apply
+from affinage.training.schedule import Schedule
+from affinage.training.state import Purpose, TrainState, random_key
+
+PyTree = Any
+Batch = Mapping[str, Array]
+Metrics = dict[str, Array]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
+
+
+def make_train_step(
+    graph: Graph,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    *,
+    call: Call,
+    micro_batches: int,
+    seed: int,
+) -> Step:
+    """Build the step of a graph.
+
+    The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
+    with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
+    weights and optimizer state stay bit for bit, only the step is counted.
+
+    Args:
+        graph: with a loss node.
+        optimizer: as `make_optimizer` makes it; the learning rate is not its business.
+        schedule: step -> learning rate.
+        call: compute dtype and how the graph is applied; its key is set here.
+        micro_batches: parts that a batch goes through one after the other; divides its rows.
+        seed: of the run, for dropout.
+
+    Returns:
+        The step. Its metrics are float32 scalars: loss (nats per counted token), grad_norm (before clipping),
+        learning_rate, targets (tokens that counted), skipped (0 or 1), and what the graph itself reports.
+    """
+
+    def loss_sum(params: PyTree, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
+        outputs = apply(graph, params, batch, dataclasses.replace(call, key=key))
+        loss = outputs.values[graph.loss]
+        return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
+
+    def gradient(params: PyTree, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
+        grads, sums = jax.grad(loss_sum, has_aux=True)(params, batch, key)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = random_key(seed, Purpose.DROPOUT, state.step)
+        grads, sums = accumulate(lambda part: gradient(state.params, part, key), batch, micro_batches)
+        _, targets = sums["loss"]
+        grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
+        means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
+        grad_norm = optax.tree.norm(grads)
+        rate = schedule(state.step).astype(jnp.float32)
+        direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), state.params, direction)
+
+        healthy = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        new = TrainState(
+            state.step + 1,
+            _choose(healthy, params, state.params),
+            _choose(healthy, opt_state, state.opt_state),
+        )
+        skipped = 1.0 - healthy.astype(jnp.float32)
+        return new, {
+            **means,
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "targets": targets,
+            "skipped": skipped,
+        }
+
+    return step
+
+
+def make_validation_step(graph: Graph, *, call: Call) -> Callable[[PyTree, Batch], Metrics]:
+    """Build `(params, batch) -> {sum, count}`: nats summed over the counted tokens of a batch, and their number."""
+
+    def step(params: PyTree, batch: Batch) -> Metrics:
+        outputs = apply(graph, params, batch, dataclasses.replace(call, key=None))
+        loss = outputs.values[graph.loss]
+        # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
+        nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))
+        return {"sum": nats, "count": count}
+
+    return step
+
+
+def accumulate(gradient: Callable[[Batch], tuple[PyTree, Sums]], batch: Batch, parts: int) -> tuple[PyTree, Sums]:
+    """Sum `gradient` over `parts` micro-batches of equal size, one after the other.
+
+    Micro-batch m has the rows m, m + parts, m + 2 parts, ...: each device finds its share of every micro-batch among
+    the rows it already has.
+    """
+    if parts == 1:
+        return gradient(batch)
+    split = {name: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1) for name, x in batch.items()}
+    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def add(total: tuple[PyTree, Sums], part: Batch) -> tuple[tuple[PyTree, Sums], None]:
+        return jax.tree.map(jnp.add, total, gradient(part)), None
+
+    return jax.lax.scan(add, zeros, split)[0]
+
+
+def _choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

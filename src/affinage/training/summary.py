@@ -1,0 +1,66 @@
+"""What is written down about a run: with every checkpoint, and at the end."""
+
+import datetime
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import affinage
+from affinage.training.ledger import Ledger
+from affinage.training.metrics import MetricsLog
+from affinage.training.program import Program
+
+
+def checkpoint_meta(program: Program, ledger: Ledger, resumed_at: Sequence[int]) -> dict[str, Any]:
+    """Facts saved with a checkpoint: what made it, where, and the accounts that a resumed run carries on."""
+    job = program.job
+    return {
+        "name": job.name,
+        "settings": job.settings.model_dump(mode="json"),
+        "graph": job.graph.to_dict(),
+        "seed": job.seed,
+        "mesh": dict(program.mesh.shape),
+        "seconds": ledger.rounded(),
+        "resumed_at": list(resumed_at),
+        "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+    }
+
+
+def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at: Sequence[int]) -> dict[str, Any]:
+    """The JSON-able summary of a finished run.
+
+    `tokens_per_second` and `mfu` are over the whole run, from the seconds of training alone.
+    """
+    lines, steps = metrics.training(), program.job.settings.steps
+    seconds, tokens = ledger.rounded(), steps * program.tokens
+    speed = tokens / seconds["train"] if seconds["train"] else None
+    peak, flops = program.peak_flops, program.flops_per_step
+    device = program.mesh.devices.flat[0]
+    return {
+        "name": program.job.name,
+        "parameters": program.parameters,
+        "flops_per_step": flops,
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "mfu": flops * steps / seconds["train"] / peak if peak and seconds["train"] else None,
+        "first_loss": lines[0]["loss"] if lines else None,
+        "final_loss": lines[-1]["loss"] if lines else None,
+        "skipped_updates": sum(bool(line["skipped"]) for line in lines),
+        "validation": metrics.validation(),
+        "predicted": {"parameters": program.parameters, "flops": flops * steps},
+        "devices": {"kind": device.device_kind, "count": program.mesh.size, "mesh": dict(program.mesh.shape)},
+        "resumed_at": list(resumed_at),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software that decides over numbers."""
+    names = ("jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"affinage": affinage.__version__, "jax": jax.__version__, **found}
