@@ -1,0 +1,6 @@
+"""The report of a run: one self-contained HTML page, made of the facts its stages left."""
+
+from affinage.report.facts import Facts, collect_facts
+from affinage.report.page import render, write_report
+
+__all__ = ["Facts", "collect_facts", "render", "write_report"]

@@ -1,0 +1,224 @@
+"""Charts as inline SVG: lines, intervals and bars, each drawn for a wide and for a narrow page.
+
+Colours are classes (`s0` to `s5`) that the style sheet fills for light, dark and paper; shapes and dashes differ too.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from markupsafe import Markup
+
+from affinage.report.curves import Point
+from affinage.report.scales import Scale, fitted
+from affinage.report.svg import drawing, element, line, marker, polyline, text
+
+WIDE, HALF, NARROW = 920.0, 452.0, 350.0  # widths of the page's column, of half of it, and of a phone's; pixels
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis says. `label` holds the unit; `tick` writes a value."""
+
+    label: str
+    tick: Callable[[float], str]
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or set of points of a chart.
+
+    `style`: "faint" for raw values behind a line, "line", or "points" for few values, joined by a thin line.
+    `errors` are half-lengths of vertical bars, one per point.
+    """
+
+    label: str
+    points: Sequence[Point]
+    colour: int = 0
+    style: Literal["faint", "line", "points"] = "line"
+    errors: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its standard error, of series `colour`; `title` is shown on hover."""
+
+    value: float
+    error: float
+    colour: int
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of an interval or bar chart; `chance` is what guessing gets, where that is known, with its hover title."""
+
+    label: str
+    intervals: Sequence[Interval]
+    chance: float | None = None
+    chance_title: str = ""
+
+
+def responsive(draw: Callable[[float], Markup], wide: float = WIDE) -> Markup:
+    """The drawing twice, for wide and narrow pages; the style sheet shows one."""
+    return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(draw(wide), draw(NARROW))
+
+
+def line_chart(
+    series: Sequence[Series], x: Axis, y: Axis, label: str, width: float, height: float, marks: Sequence[float] = ()
+) -> Markup:
+    """Lines over a common x axis.
+
+    Args:
+        series: drawn in order, later ones on top; values that a logarithmic axis cannot show are left out.
+        x, y: what the axes say.
+        label: what the picture is, for screen readers.
+        width, height: pixels at full size.
+        marks: x positions of vertical dashed lines (where a run was resumed).
+    """
+    left, right, top, bottom = 50.0, width - 12.0, 26.0, height - 40.0
+    shown = [_drawable(one, x.log, y.log) for one in series]
+    across = fitted([p[0] for s in shown for p in s.points], left, right, log=x.log)
+    if not x.log:  # a curve may end between two ticks; empty paper after it would read as a run cut short
+        xs = [p[0] for s in shown for p in s.points] or [0.0, 1.0]
+        across = Scale(min(0.0, *xs) if min(xs) >= 0 else min(xs), max(xs) or 1.0, left, right)
+    heights = [v for s in shown for v in _reach(s)]
+    up = fitted(heights, bottom, top, log=y.log)
+    parts = [*_grid(across, up, x, y, width, height)]
+    parts += [line(across(m), top, across(m), bottom, "resumed") for m in marks if across.low <= m <= across.high]
+    for one in shown:
+        parts += _series(one, across, up)
+    return drawing(width, height, label, *parts, class_="chart lines", data_frame=_frame(across, top, bottom))
+
+
+def _drawable(series: Series, log_x: bool, log_y: bool) -> Series:
+    kept = [
+        (i, p)
+        for i, p in enumerate(series.points)
+        if math.isfinite(p[0]) and math.isfinite(p[1]) and (p[0] > 0 or not log_x) and (p[1] > 0 or not log_y)
+    ]
+    errors = [series.errors[i] for i, _ in kept] if series.errors else []
+    return Series(series.label, [p for _, p in kept], series.colour, series.style, errors)
+
+
+def _reach(series: Series) -> list[float]:
+    errors = series.errors or [0.0] * len(series.points)
+    return [v for (_, y), e in zip(series.points, errors) for v in (y - e, y + e)]
+
+
+def _frame(across: Scale, top: float, bottom: float) -> str:
+    frame = {"x": [across.low, across.high], "px": [across.start, across.stop], "py": [top, bottom], "log": across.log}
+    return json.dumps(frame, separators=(",", ":"))
+
+
+def _grid(across: Scale, up: Scale, x: Axis, y: Axis, width: float, height: float) -> list[Markup]:
+    parts = [text(0, 13, y.label, "axis")]
+    for tick in up.ticks(5 if height > 200 else 4):
+        parts.append(line(across.start, up(tick), across.stop, up(tick), "grid"))
+        parts.append(text(across.start - 8, up(tick) + 4, y.tick(tick), "tick", "end"))
+    ticks = across.ticks(8 if width > 600 else 4)
+    for tick in ticks:
+        parts.append(line(across(tick), up.start, across(tick), up.start + 4, "base"))
+        anchor = "end" if across(tick) > across.stop - 14 else "middle"
+        parts.append(text(across(tick) + (4 if anchor == "end" else 0), up.start + 18, x.tick(tick), "tick", anchor))
+    parts.append(line(across.start, up.start, across.stop, up.start, "base"))
+    parts.append(text(across.stop, height - 4, x.label, "axis", "end"))
+    return parts
+
+
+def _series(series: Series, across: Scale, up: Scale) -> list[Markup]:
+    colour = f"s{series.colour % 6}"
+    placed = [(across(x), up(y)) for x, y in series.points]
+    if not placed:
+        return []
+    parts = []
+    if len(placed) > 1:
+        weight = {"faint": "faint", "line": "curve", "points": "thin"}[series.style]
+        parts.append(polyline(placed, f"{weight} {colour}"))
+    for (px, _), (_, y), error in zip(placed, series.points, series.errors):
+        parts.append(line(px, up(y - error), px, up(y + error), f"error {colour}"))
+    if series.style == "points" or len(placed) == 1:
+        radius = 4.0 if len(placed) <= 40 else 2.5
+        parts += [marker(px, py, series.colour, radius) for px, py in placed]
+    return parts
+
+
+def interval_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Markup:
+    """One row per task: values as points with bars of one standard error, chance as a dashed tick.
+
+    The first interval of a row is drawn hollow and joined to the last, so that a change reads as a direction.
+    On narrow pages labels stand above their rows instead of beside them.
+    """
+    beside = width > 600
+    left, right = (_label_width(rows) if beside else 8.0), width - 18.0
+    pitch, first = (30.0, 20.0) if beside else (46.0, 34.0)
+    bottom = first + pitch * len(rows) - (8.0 if beside else 20.0)
+    across = Scale(0.0, 1.0, left, right)
+    parts = []
+    for tick in across.ticks(5 if beside else 4):
+        parts.append(line(across(tick), 4.0, across(tick), bottom, "grid"))
+        parts.append(text(across(tick), bottom + 18, x.tick(tick), "tick", "middle"))
+    parts.append(text(right, bottom + 36, x.label, "axis", "end"))
+    for i, row in enumerate(rows):
+        middle = first + pitch * i
+        if beside:
+            parts.append(text(left - 14, middle + 4, _fitting(row.label, beside), "name", "end"))
+        else:
+            parts.append(text(left, middle - 14, _fitting(row.label, beside), "name"))
+        parts += _interval_row(row, across, middle)
+    return drawing(width, bottom + 42, label, *parts, class_="chart")
+
+
+def _interval_row(row: Row, across: Scale, middle: float) -> list[Markup]:
+    parts = [line(across.start, middle, across.stop, middle, "row")]
+    if row.chance is not None:
+        at, guess = across(row.chance), element("title", row.chance_title)
+        parts.append(element("line", guess, x1=at, x2=at, y1=middle - 9, y2=middle + 9, class_="chance"))
+    if len(row.intervals) > 1:
+        first, last = row.intervals[0], row.intervals[-1]
+        parts.append(line(across(first.value), middle, across(last.value), middle, "change"))
+    several = len(row.intervals) > 1
+    for i, one in enumerate(row.intervals):
+        low, high = (across(min(1.0, max(0.0, one.value + sign * one.error))) for sign in (-1, 1))
+        parts.append(line(low, middle, high, middle, f"error s{one.colour % 6}"))
+        title = f"{row.label}: {one.title}"
+        parts.append(marker(across(one.value), middle, one.colour, 5.0, title=title, hollow=several and i == 0))
+    return parts
+
+
+def bar_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Markup:
+    """Groups of horizontal bars from zero, each with its value written at its end (`title` of the interval)."""
+    beside = width > 600
+    left = _label_width(rows) if beside else 2.0
+    right = width - 96.0
+    top_value = max((one.value for row in rows for one in row.intervals), default=1.0)
+    across = Scale(0.0, top_value or 1.0, left, right)
+    parts, at = [], 4.0
+    for row in rows:
+        if not beside:
+            parts.append(text(left, at + 11, _fitting(row.label, beside), "name"))
+            at += 18
+        else:
+            parts.append(text(left - 14, at + 8 * len(row.intervals) + 4, _fitting(row.label, beside), "name", "end"))
+        for one in row.intervals:
+            length = max(1.0, across(one.value) - left)
+            parts.append(element("rect", x=left, y=at, width=length, height=12.0, class_=f"bar s{one.colour % 6}"))
+            parts.append(text(left + length + 7, at + 10, one.title, "value"))
+            at += 16
+        at += 12
+    parts.append(line(left, 0, left, at - 8, "base"))
+    parts.append(text(left, at + 8, x.label, "axis"))
+    return drawing(width, at + 14, label, *parts, class_="chart")
+
+
+def _label_width(rows: Sequence[Row]) -> float:
+    return 24.0 + 7.0 * max((len(_fitting(row.label, True)) for row in rows), default=0)
+
+
+def _fitting(label: str, beside: bool) -> str:
+    """A label cut in its middle to the room it has, so that its beginning and its end still tell rows apart."""
+    room = 38 if beside else 46
+    return label if len(label) <= room else f"{label[: room // 2]}…{label[-(room // 2 - 1) :]}"

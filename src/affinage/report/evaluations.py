@@ -1,0 +1,130 @@
+"""What an evaluation stage left behind: scores with standard errors, bits per byte, samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from affinage.report.reading import json_file, mapping, mappings, number, string, whole
+
+# What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
+CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
+HEADLINE = {"hellaswag": "acc_norm", "arc_challenge": "acc_norm"}  # as the field reports them; acc elsewhere
+SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task, with its standard error. `headline`: the one metric a chart shows for the task."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    items: int | None
+    shots: int | None
+    chance: float | None
+    headline: bool
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the value lies between 0 and 1 with 1 the best."""
+        return self.metric in SHARES
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Bits per byte of one validation text, by the model and by compressors (`others`: name to bits per byte)."""
+
+    name: str
+    model: float
+    others: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was asked of a model and what it wrote."""
+
+    prompt: str
+    text: str
+    chat: bool
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One model judged: `model` is base or sft."""
+
+    model: str
+    scores: tuple[Score, ...]
+    compression: tuple[Compression, ...]
+    samples: tuple[Sample, ...]
+    seconds: float | None
+    items_per_second: float | None
+
+    def score(self, task: str, metric: str) -> Score | None:
+        """The score of that task and metric, if it was computed."""
+        return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)
+
+
+def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) -> Evaluation:
+    """Reads results.json of an evaluation stage; the stage's own summary fills what is missing."""
+    results = {**stage_summary, **json_file(folder / "results.json")}
+    tasks = mapping(results.get("tasks"))
+    return Evaluation(
+        model=model,
+        scores=tuple(score for task, entry in tasks.items() for score in _scores(task, mapping(entry))),
+        compression=tuple(_compression(results.get("bits_per_byte"))),
+        samples=tuple(_samples(results.get("samples"), chat=model != "base")),
+        seconds=number(results.get("seconds")),
+        items_per_second=number(results.get("items_per_second")),
+    )
+
+
+def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
+    metrics = {name: mapping(value) for name, value in mapping(entry.get("metrics")).items()}
+    values = {name: number(value.get("value")) for name, value in metrics.items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    wanted = (HEADLINE.get(task, "acc"), *SHARES)
+    headline = next((name for name in wanted if name in known), next(iter(known), ""))
+    chance = number(entry.get("chance"))
+    return [
+        Score(
+            task=task,
+            metric=name,
+            value=value,
+            stderr=number(metrics[name].get("stderr")),
+            items=whole(entry.get("items")),
+            shots=whole(entry.get("shots")),
+            chance=(CHANCE.get(task) if chance is None else chance) if name in SHARES else None,
+            headline=name == headline,
+        )
+        for name, value in known.items()
+    ]
+
+
+def _compression(value: Any) -> list[Compression]:
+    found = []
+    for name, entry in mapping(value).items():
+        numbers = {k: v for k, v in ((k, number(v)) for k, v in mapping(entry).items()) if v is not None}
+        if "model" in numbers:
+            found.append(Compression(name, numbers.pop("model"), numbers))
+    return found
+
+
+def _samples(value: Any, *, chat: bool) -> list[Sample]:
+    """Samples as a list, or as lists under `prompts` and `questions`."""
+    entries = mappings(value)
+    for part in mapping(value).values():
+        entries += mappings(part)
+    return [
+        Sample(
+            prompt=string(entry.get("prompt"), entry.get("question"), _asked(entry.get("messages"))),
+            text=string(entry.get("text"), entry.get("completion"), entry.get("answer"), entry.get("response")),
+            chat=bool(entry.get("chat", "question" in entry or "messages" in entry or chat)),
+        )
+        for entry in entries
+    ]
+
+
+def _asked(messages: Any) -> str:
+    return "\n".join(string(message.get("content")) for message in mappings(messages) if message.get("role") == "user")

@@ -1,0 +1,324 @@
+"""Everything a report says about a run, read from its stage folders. Stages that did not run are absent, not errors."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from affinage.report.evaluations import Evaluation, read_evaluation
+from affinage.report.reading import json_file, mapping, mappings, number, string, whole
+from affinage.report.trainings import Training, read_training
+
+FLOW = ("collect", "clean", "deduplicate", "decontaminate", "split")
+ORDER = (
+    "world",
+    *FLOW,
+    "tokenizer",
+    "rows",
+    "pretrain",
+    "conversations",
+    "sft",
+    "evaluate-base",
+    "evaluate-sft",
+    "export",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the run as its manifest records it. `files` maps paths to bytes; `seal` hashes all their hashes."""
+
+    name: str
+    key: str
+    started: datetime | None
+    seconds: float | None
+    settings: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    files: Mapping[str, int]
+    seal: str
+    versions: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document that was removed, or part of it."""
+
+    id: str
+    source: str
+    text: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What one reason removed from a stage."""
+
+    reason: str
+    count: int
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Documents and UTF-8 bytes of one language or source."""
+
+    name: str
+    documents: int | None
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What went into a data stage and what came out."""
+
+    stage: str
+    documents_in: int | None
+    documents_out: int | None
+    bytes_in: int | None
+    bytes_out: int | None
+    removals: tuple[Removal, ...]
+    languages: tuple[Share, ...]
+    sources: tuple[Share, ...]
+
+
+@dataclass(frozen=True)
+class NearDuplicate:
+    """A removed document beside the one kept in its place; `similarity` is Jaccard's."""
+
+    removed: Example
+    kept_id: str
+    kept_text: str
+    similarity: float | None
+
+
+@dataclass(frozen=True)
+class Fertility:
+    """How one language looks to the tokenizer."""
+
+    language: str
+    bytes_per_token: float | None
+    tokens_per_word: float | None
+    tokens: int | None
+    words: int | None
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The tokenizer: its size, its fertility, and how many documents came back from it unchanged."""
+
+    vocabulary: int | None
+    languages: tuple[Fertility, ...]
+    round_trip_documents: int | None
+    round_trip_exact: int | None
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of tokens on disk: the training set, or one validation set."""
+
+    name: str
+    rows: int | None
+    tokens: int | None
+    documents: int | None
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class RowsFacts:
+    """How the text was packed. `context` is tokens per row."""
+
+    context: int | None
+    dtype: str
+    train: RowSet
+    validation: tuple[RowSet, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of one run."""
+
+    name: str
+    recipe: Mapping[str, Any]
+    command: str
+    stages: tuple[Stage, ...]
+    flows: tuple[Flow, ...]
+    near_duplicates: tuple[NearDuplicate, ...]
+    tokenizer: TokenizerFacts | None
+    rows: RowsFacts | None
+    conversations: Flow | None
+    trainings: tuple[Training, ...]
+    evaluations: tuple[Evaluation, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def language(self) -> str:
+        """The language the page is written in, by the recipe's `report.language`."""
+        return string(mapping(self.recipe.get("report")).get("language")) or "en"
+
+    @property
+    def finished(self) -> datetime | None:
+        """When the last stage began; None for a run without dates."""
+        return max((stage.started for stage in self.stages if stage.started), default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent in all stages together."""
+        known = [stage.seconds for stage in self.stages if stage.seconds is not None]
+        return sum(known) if known else None
+
+    def training(self, name: str) -> Training | None:
+        """The training of that stage, if it ran."""
+        return next((training for training in self.trainings if training.name == name), None)
+
+
+def collect_facts(run_folder: Path) -> Facts:
+    """Reads a run folder (`runs/<name>`, one folder per stage, each with its manifest.json).
+
+    Raises nothing for stages or fields that are missing; a stage without a manifest did not finish and is left out.
+    """
+    stages = _stages(run_folder)
+    by_name = {stage.name: stage for stage in stages}
+    recipe = json_file(run_folder / "recipe.json")
+    return Facts(
+        name=string(recipe.get("name"), run_folder.name),
+        recipe=recipe,
+        command=string(json_file(run_folder / "run.json").get("command"))
+        or f"affinage run runs/{run_folder.name}/recipe.json",
+        stages=tuple(stages),
+        flows=tuple(_flow(by_name[name]) for name in FLOW if name in by_name),
+        near_duplicates=_near_duplicates(by_name["deduplicate"].summary) if "deduplicate" in by_name else (),
+        tokenizer=_tokenizer(by_name["tokenizer"].summary) if "tokenizer" in by_name else None,
+        rows=_rows(by_name["rows"].summary) if "rows" in by_name else None,
+        conversations=_flow(by_name["conversations"]) if "conversations" in by_name else None,
+        trainings=tuple(
+            read_training(name, run_folder / name, by_name[name].summary)
+            for name in ("pretrain", "sft")
+            if name in by_name
+        ),
+        evaluations=tuple(
+            read_evaluation(name.removeprefix("evaluate-"), run_folder / name, by_name[name].summary)
+            for name in ("evaluate-base", "evaluate-sft")
+            if name in by_name
+        ),
+        versions={k: str(v) for stage in stages for k, v in stage.versions.items()},
+    )
+
+
+def _stages(run_folder: Path) -> list[Stage]:
+    found = []
+    for folder in run_folder.iterdir() if run_folder.is_dir() else ():
+        manifest = json_file(folder / "manifest.json")
+        if manifest:
+            found.append(_stage(folder.name, manifest))
+    rank = {name: i for i, name in enumerate(ORDER)}
+    return sorted(found, key=lambda stage: (rank.get(stage.name, len(rank)), stage.name))
+
+
+def _stage(folder_name: str, manifest: Mapping[str, Any]) -> Stage:
+    files = {path: mapping(entry) for path, entry in mapping(manifest.get("files")).items()}
+    lines = "".join(f"{entry.get('sha256', '')}  {path}\n" for path, entry in sorted(files.items()))
+    return Stage(
+        name=string(manifest.get("stage"), folder_name),
+        key=string(manifest.get("key")),
+        started=_moment(manifest.get("started")),
+        seconds=number(manifest.get("seconds")),
+        settings=mapping(manifest.get("settings")),
+        summary=mapping(manifest.get("summary")),
+        files={path: whole(entry.get("bytes")) or 0 for path, entry in files.items()},
+        seal=hashlib.sha256(lines.encode()).hexdigest() if files else "",
+        versions=mapping(manifest.get("versions")),
+    )
+
+
+def _moment(value: Any) -> datetime | None:
+    """A time written as ISO 8601 or as seconds since 1970."""
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else datetime.fromtimestamp(float(value), UTC)
+    except (TypeError, ValueError, OverflowError, OSError):
+        return None
+
+
+def _example(entry: Mapping[str, Any]) -> Example:
+    detail = entry.get("detail")
+    written = ", ".join(f"{k}: {v}" for k, v in mapping(detail).items()) if isinstance(detail, Mapping) else detail
+    return Example(
+        id=str(entry.get("id") or ""),
+        source=string(entry.get("source")),
+        text=string(entry.get("text")),
+        detail="" if written is None else str(written),
+    )
+
+
+def _flow(stage: Stage) -> Flow:
+    summary = stage.summary
+    samples = mapping(summary.get("samples"))
+    removals = [
+        Removal(reason, whole(count) or 0, tuple(_example(entry) for entry in mappings(samples.get(reason))))
+        for reason, count in mapping(summary.get("removed")).items()
+    ]
+    return Flow(
+        stage=stage.name,
+        documents_in=whole(summary.get("documents_in")),
+        documents_out=whole(summary.get("documents_out")),
+        bytes_in=whole(summary.get("bytes_in")),
+        bytes_out=whole(summary.get("bytes_out")),
+        removals=tuple(sorted((r for r in removals if r.count), key=lambda r: (-r.count, r.reason))),
+        languages=_shares(summary.get("by_language")),
+        sources=_shares(summary.get("by_source")),
+    )
+
+
+def _shares(value: Any) -> tuple[Share, ...]:
+    shares = [
+        Share(name, whole(mapping(entry).get("documents")), whole(mapping(entry).get("bytes")))
+        for name, entry in mapping(value).items()
+    ]
+    return tuple(sorted(shares, key=lambda share: (-(share.bytes or 0), share.name)))
+
+
+def _near_duplicates(summary: Mapping[str, Any]) -> tuple[NearDuplicate, ...]:
+    pairs = []
+    for entries in mapping(summary.get("samples")).values():
+        for entry in mappings(entries):
+            detail = {**entry, **mapping(entry.get("detail"))}
+            kept = string(detail.get("kept_text"))
+            if kept:
+                similarity = number(detail.get("jaccard")) or number(detail.get("similarity"))
+                pairs.append(NearDuplicate(_example(entry), str(detail.get("kept") or ""), kept, similarity))
+    return tuple(pairs)
+
+
+def _tokenizer(summary: Mapping[str, Any]) -> TokenizerFacts:
+    round_trip = mapping(summary.get("round_trip"))
+    languages = {name: mapping(entry) for name, entry in mapping(summary.get("languages")).items()}
+    return TokenizerFacts(
+        vocabulary=whole(summary.get("vocabulary")),
+        languages=tuple(
+            Fertility(
+                name,
+                number(entry.get("bytes_per_token")),
+                number(entry.get("tokens_per_word")),
+                whole(entry.get("tokens")),
+                whole(entry.get("words")),
+            )
+            for name, entry in languages.items()
+        ),
+        round_trip_documents=whole(round_trip.get("documents")),
+        round_trip_exact=whole(round_trip.get("exact")),
+    )
+
+
+def _row_set(name: str, value: Any) -> RowSet:
+    entry = mapping(value)
+    return RowSet(name, *(whole(entry.get(key)) for key in ("rows", "tokens", "documents", "bytes")))
+
+
+def _rows(summary: Mapping[str, Any]) -> RowsFacts:
+    return RowsFacts(
+        context=whole(summary.get("context")),
+        dtype=string(summary.get("dtype")),
+        train=_row_set("train", summary.get("train")),
+        validation=tuple(_row_set(name, entry) for name, entry in mapping(summary.get("validation")).items()),
+    )

@@ -1,0 +1,178 @@
+"""The HTML page: facts, words and charts put into templates. One file, nothing loaded from anywhere."""
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from babel import Locale
+from babel.dates import format_datetime
+from markupsafe import Markup
+
+import affinage
+from affinage.report import sections, summary
+from affinage.report.facts import Facts, collect_facts
+from affinage.report.figures import Artist
+from affinage.report.quantities import ABSENT, Quantities
+from affinage.report.reading import string
+from affinage.report.strings import LANGUAGES, reason_name, strings
+from affinage.report.svg import marker
+from affinage.report.trainings import Training
+
+# Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
+_UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
+
+
+def write_report(run_folder: Path, out: Path) -> dict[str, Any]:
+    """Writes the report of a run as one self-contained HTML file.
+
+    Args:
+        run_folder: `runs/<name>`, with a folder per stage; stages that are not there have no section.
+        out: the file to write; it appears whole or not at all.
+
+    Returns:
+        bytes of the file, its language and its sections.
+    """
+    facts = collect_facts(run_folder)
+    page = render(facts).encode()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.part")
+    part.write_bytes(page)
+    os.replace(part, out)
+    return {"bytes": len(page), "language": facts.language, "sections": sections.present(facts)}
+
+
+def render(facts: Facts) -> str:
+    """The page as HTML."""
+    language = facts.language if facts.language in LANGUAGES else "en"
+    words, quantities = strings(language), Quantities(language)
+    artist = Artist(words, quantities)
+    script = _packaged("hover.js")
+    names = {"base": words["base"], "sft": words["sft_model"]}
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            facts=facts,
+            t=words,
+            q=quantities,
+            artist=artist,
+            language=language,
+            affinage_version=affinage.__version__,
+            style=Markup(_packaged("style.css")),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            description=string(facts.recipe.get("description")),
+            verdict=summary.verdict(facts, words, quantities),
+            headlines=summary.headlines(facts, words, quantities, names),
+            sections=sections.present(facts),
+            funnel=sections.funnel(facts.flows),
+            compositions=_compositions(facts, words, language),
+            pairs=sections.pairs(facts.near_duplicates),
+            epochs=sections.epochs(facts),
+            graph=sections.graph(facts),
+            score_rows=sections.score_rows(facts.evaluations, quantities),
+            samples=sections.samples(facts),
+            comparisons=_comparisons(facts, words, quantities),
+            strip=sections.strip(facts, quantities),
+            recipe_text=yaml.safe_dump(dict(facts.recipe), allow_unicode=True, sort_keys=False) if facts.recipe else "",
+            date=partial(_date, language=language),
+            reason=partial(reason_name, language=language),
+            language_name=partial(_language_name, language=language, unknown=words["unknown"]),
+            steps=lambda numbers: _listed_steps(numbers, quantities),
+            time_parts=lambda training: _time_parts(training, words, quantities),
+            marker=marker,
+        )
+    )
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("affinage.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _visible(value: Any) -> Any:
+    """What the page shows for a value: a dash for none, a replacement for characters that cannot be shown."""
+    if value is None:
+        return ABSENT
+    return value.translate(_UNSEEN) if isinstance(value, str) else value
+
+
+def _packaged(name: str) -> str:
+    return (resources.files("affinage.report") / name).read_text(encoding="utf-8")
+
+
+def _date(moment: datetime, language: str) -> str:
+    return format_datetime(moment.astimezone(UTC), "d MMMM y, HH:mm", locale=language)
+
+
+def _language_name(code: str, language: str, unknown: str) -> str:
+    name = Locale(language).languages.get(code)
+    return f"{name} ({code})" if name else code or unknown
+
+
+def _compositions(facts: Facts, words: dict[str, str], language: str) -> list[tuple[str, str, list[Any]]]:
+    """Tables of languages and sources of the last data stage that knows them."""
+    found = []
+    by_language = next((flow.languages for flow in reversed(facts.flows) if flow.languages), ())
+    if by_language:
+        rows = sections.shares_of(by_language)
+        named = [
+            (sections.Share(_language_name(s.name, language, words["unknown"]), s.documents, s.bytes), part)
+            for s, part in rows
+        ]
+        found.append((words["languages"], words["language"], named))
+    by_source = next((flow.sources for flow in reversed(facts.flows) if flow.sources), ())
+    if by_source:
+        found.append((words["sources"], words["source"], sections.shares_of(by_source)))
+    return found
+
+
+def _listed_steps(numbers: Sequence[int], quantities: Quantities) -> str:
+    shown = ", ".join(quantities.count(number) for number in numbers[:8])
+    return shown + (" …" if len(numbers) > 8 else "")
+
+
+def _time_parts(training: Training, words: dict[str, str], quantities: Quantities) -> str:
+    accounts = ("compile", "restore", "train", "validation", "save")
+    spent = [(account, training.seconds.get(account, 0.0)) for account in accounts]
+    return ", ".join(words[f"time_{account}"].format(time=quantities.duration(s)) for account, s in spent if s)
+
+
+def _comparisons(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[dict[str, str]]:
+    """Predicted beside measured, each in its unit."""
+    units = {
+        "parameters": quantities.count,
+        "tokens": quantities.count,
+        "steps": quantities.count,
+        "flops_per_step": quantities.flops,
+        "seconds": quantities.duration,
+    }
+    rows = []
+    for training in facts.trainings:
+        for one in training.compared:
+            write = units.get(one.quantity, quantities.number)
+            ratio = one.measured / one.predicted if one.measured is not None and one.predicted else None
+            rows.append(
+                {
+                    "stage": words[training.name],
+                    "quantity": words.get(f"q_{one.quantity}", one.quantity.replace("_", " ")),
+                    "predicted": write(one.predicted),
+                    "measured": write(one.measured),
+                    "ratio": quantities.decimal(ratio),
+                }
+            )
+    return rows

@@ -1,0 +1,223 @@
+"""What the sections of the page show beyond the bare facts: shares, comparisons, totals, and which sections there are."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from affinage.report.differences import Piece, differences
+from affinage.report.evaluations import Evaluation, Sample, Score
+from affinage.report.facts import Facts, Flow, NearDuplicate, Removal, Share
+from affinage.report.quantities import ABSENT, Quantities
+from affinage.report.reading import mapping, string, whole
+from affinage.report.trainings import Node
+
+PAIRS = 6  # near-duplicate pairs shown
+SIGNIFICANT = 2.0  # standard errors of a difference, beyond which it is set in bold
+
+
+def present(facts: Facts) -> list[str]:
+    """Names of the sections that have something to show, in the order of the page."""
+    trained = {training.name for training in facts.trainings}
+    there = {
+        "data": bool(facts.flows),
+        "duplicates": bool(facts.near_duplicates),
+        "tokenizer": facts.tokenizer is not None,
+        "rows": facts.rows is not None,
+        "model": bool(graph(facts).nodes),
+        "pretrain": "pretrain" in trained,
+        "sft": "sft" in trained,
+        "compression": any(evaluation.compression for evaluation in facts.evaluations),
+        "scores": any(evaluation.scores for evaluation in facts.evaluations),
+        "samples": any(evaluation.samples for evaluation in facts.evaluations),
+        "predicted": any(training.compared for training in facts.trainings),
+        "settings": bool(facts.recipe or facts.versions),
+        "stages": bool(facts.stages),
+    }
+    return [name for name, shown in there.items() if shown]
+
+
+@dataclass(frozen=True)
+class FunnelStep:
+    """One stage of the funnel: widths in percent of the widest stage, and how many documents it removed."""
+
+    flow: Flow
+    documents_kept: float
+    documents_lost: list[tuple[Removal, float]]
+    bytes_kept: float
+    bytes_lost: float
+    removed: int
+
+
+def funnel(flows: Sequence[Flow]) -> list[FunnelStep]:
+    """Bars of the data stages on one scale."""
+    documents = max((max(f.documents_in or 0, f.documents_out or 0) for f in flows), default=0) or 1
+    size = max((max(f.bytes_in or 0, f.bytes_out or 0) for f in flows), default=0) or 1
+    return [
+        FunnelStep(
+            flow=flow,
+            documents_kept=100 * (flow.documents_out or 0) / documents,
+            documents_lost=[(removal, 100 * removal.count / documents) for removal in flow.removals],
+            bytes_kept=100 * (flow.bytes_out or 0) / size,
+            bytes_lost=100 * max(0, (flow.bytes_in or 0) - (flow.bytes_out or 0)) / size,
+            removed=sum(removal.count for removal in flow.removals),
+        )
+        for flow in flows
+    ]
+
+
+def shares_of(shares: Sequence[Share]) -> list[tuple[Share, float | None]]:
+    """Each share with its part of all bytes."""
+    total = sum(share.bytes or 0 for share in shares)
+    return [(share, (share.bytes or 0) / total if total else None) for share in shares]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two near-duplicate documents with what differs marked; `same` if the excerpts do not differ at all."""
+
+    facts: NearDuplicate
+    kept: list[Piece]
+    removed: list[Piece]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs in what is shown."""
+        return not any(differs for _, differs in (*self.kept, *self.removed))
+
+
+def pairs(found: Sequence[NearDuplicate]) -> list[Pair]:
+    """The first few pairs, compared."""
+    return [Pair(one, *differences(one.kept_text, one.removed.text)) for one in found[:PAIRS]]
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """The nodes of the model; totals are None where the run did not say."""
+
+    nodes: tuple[Node, ...]
+    parameters: int | None
+    flops: float | None
+
+    @property
+    def shapes(self) -> bool:
+        """Whether any node's output shape is known."""
+        return any(node.shape for node in self.nodes)
+
+
+def graph(facts: Facts) -> GraphFacts:
+    """Nodes as the training analysed them, or else as the recipe writes them."""
+    nodes = next((training.nodes for training in facts.trainings if training.nodes), ())
+    if not nodes:
+        nodes = tuple(
+            _written(name, entry) for name, entry in mapping(mapping(facts.recipe.get("model")).get("nodes")).items()
+        )
+    parameters = sum(node.parameters or 0 for node in nodes)
+    flops = sum(node.flops or 0 for node in nodes)
+    return GraphFacts(nodes, parameters or None, flops or None)
+
+
+def _written(name: str, entry: object) -> Node:
+    settings = mapping(entry)
+    inputs = settings.get("in", ())
+    names = tuple(map(str, inputs)) if isinstance(inputs, list | tuple) else (str(inputs),)
+    return Node(name, string(settings.get("kind")), names, whole(settings.get("repeat")) or 1, "", None, None)
+
+
+def epochs(facts: Facts) -> float | None:
+    """How often pretraining read the training set."""
+    pretrain = facts.training("pretrain")
+    tokens = facts.rows.train.tokens if facts.rows else None
+    return pretrain.tokens / tokens if pretrain and pretrain.tokens and tokens else None
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One metric of one task across models, written out. `significant`: the last differs from the first in earnest."""
+
+    task: str
+    metric: str
+    values: list[str]
+    change: str
+    significant: bool
+    chance: str
+    items: int | None
+    shots: int | None
+
+
+def score_rows(evaluations: Sequence[Evaluation], quantities: Quantities) -> list[ScoreRow]:
+    """All metrics of all tasks in the order in which they were first seen."""
+    names = dict.fromkeys((score.task, score.metric) for evaluation in evaluations for score in evaluation.scores)
+    rows = []
+    for task, metric in names:
+        found = [evaluation.score(task, metric) for evaluation in evaluations]
+        known = [score for score in found if score]
+        change, significant = _change(known, quantities) if len(known) > 1 else (ABSENT, False)
+        rows.append(
+            ScoreRow(
+                task=task,
+                metric=metric,
+                values=[_written_score(score, quantities) if score else ABSENT for score in found],
+                change=change,
+                significant=significant,
+                chance=quantities.percent(known[0].chance, 0),
+                items=known[0].items,
+                shots=known[0].shots,
+            )
+        )
+    return rows
+
+
+def _written_score(score: Score, quantities: Quantities) -> str:
+    return quantities.with_error(score.value, score.stderr, as_percent=score.is_share)
+
+
+def _change(scores: Sequence[Score], quantities: Quantities) -> tuple[str, bool]:
+    first, last = scores[0], scores[-1]
+    difference = last.value - first.value
+    written = quantities.with_error(abs(difference), None, as_percent=first.is_share)
+    sign = "+" if difference > 0 else "−" if difference < 0 else ""
+    if first.stderr is None or last.stderr is None:
+        return sign + written, False
+    return sign + written, abs(difference) > SIGNIFICANT * math.hypot(first.stderr, last.stderr)
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A prompt and what followed. `continuation` is the text without the prompt, if the model repeated it."""
+
+    prompt: str
+    text: str
+    chat: bool
+
+    @property
+    def continuation(self) -> str:
+        """What the model added to the prompt."""
+        return self.text.removeprefix(self.prompt)
+
+
+def samples(facts: Facts) -> list[ShownSample]:
+    """Samples of all models, each once."""
+    found: dict[Sample, None] = dict.fromkeys(s for evaluation in facts.evaluations for s in evaluation.samples)
+    return [ShownSample(sample.prompt, sample.text, sample.chat) for sample in found]
+
+
+@dataclass(frozen=True)
+class StripPart:
+    """A stage's part of the time of the run."""
+
+    name: str
+    time: str
+    percent: float
+    colour: int
+
+
+def strip(facts: Facts, quantities: Quantities) -> list[StripPart]:
+    """The stages that took time, as parts of the whole."""
+    total = facts.seconds
+    timed = [stage for stage in facts.stages if stage.seconds]
+    if not total:
+        return []
+    return [
+        StripPart(stage.name, quantities.duration(stage.seconds), 100 * (stage.seconds or 0) / total, i % 6)
+        for i, stage in enumerate(timed)
+    ]

@@ -1,0 +1,102 @@
+"""The head of the page: one sentence that says what the run made, and its few figures."""
+
+from dataclasses import dataclass
+
+from affinage.report.evaluations import Evaluation, Score
+from affinage.report.facts import Facts
+from affinage.report.quantities import Quantities
+from affinage.report.sections import epochs
+
+SCORES = 3  # in the sentence; the section on scores has all
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One large figure with its name and a note."""
+
+    label: str
+    value: str
+    note: str
+
+
+def verdict(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
+    """What was made, of how much text, in what time, and how good it is."""
+    pretrain = facts.training("pretrain")
+    if pretrain is None:
+        opening = [words["verdict_data"]]
+    else:
+        opening = [words["verdict_model"].format(parameters=quantities.short(pretrain.parameters))]
+        opening.append(words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens)))
+        if facts.training("sft"):
+            opening.append(words["verdict_sft"])
+    ending = []
+    if facts.seconds is not None:
+        ending.append(words["verdict_time"].format(time=quantities.duration(facts.seconds)))
+    if pretrain and pretrain.devices:
+        ending.append(words["verdict_devices"].format(devices=pretrain.devices))
+    sentence = ", ".join([opening[0], _listed(opening[1:], words)] if opening[1:] else opening)
+    sentence = " ".join(filter(None, [sentence, *ending])) + "."
+    scores = [f"{score.task.replace('_', ' ')} {quantities.percent(score.value, 0)}" for score in _best(facts)]
+    return f"{sentence} {words['verdict_scores'].format(scores=', '.join(scores))}" if scores else sentence
+
+
+def _listed(parts: list[str], words: dict[str, str]) -> str:
+    return f" {words['and']} ".join(parts)
+
+
+def _shares(evaluation: Evaluation) -> list[Score]:
+    return [score for score in evaluation.scores if score.headline and score.is_share]
+
+
+def _best(facts: Facts) -> list[Score]:
+    """The first headline scores of the last model that has any."""
+    judged = [evaluation for evaluation in facts.evaluations if _shares(evaluation)]
+    return _shares(judged[-1])[:SCORES] if judged else []
+
+
+def headlines(
+    facts: Facts, words: dict[str, str], quantities: Quantities, model_name: dict[str, str]
+) -> list[Headline]:
+    """The figures of the head; those that the run does not have are left out."""
+    found = [*_of_data(facts, words, quantities), *_of_training(facts, words, quantities)]
+    judged = [evaluation for evaluation in facts.evaluations if _shares(evaluation)]
+    if judged:
+        scores = [score.value for score in _shares(judged[-1])]
+        name = model_name.get(judged[-1].model, judged[-1].model)
+        note = words["over_tasks"].format(model=name, count=len(scores))
+        found.append(Headline(words["best_change"], quantities.percent(sum(scores) / len(scores)), note))
+    if facts.seconds is not None:
+        training = sum(t.seconds.get("total", 0.0) for t in facts.trainings)
+        note = words["of_which_training"].format(time=quantities.duration(training)) if training else ""
+        found.append(Headline(words["whole_run"], quantities.duration(facts.seconds), note))
+    return found
+
+
+def _of_data(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[Headline]:
+    if not facts.flows or not facts.flows[0].bytes_in or not facts.flows[-1].bytes_out:
+        return []
+    raw, kept = facts.flows[0].bytes_in, facts.flows[-1].bytes_out
+    note = words["of_raw"].format(share=quantities.percent(kept / raw, 0), raw=quantities.bytes(raw))
+    return [Headline(words["text_kept"], quantities.bytes(kept), note)]
+
+
+def _of_training(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[Headline]:
+    pretrain = facts.training("pretrain")
+    if pretrain is None:
+        return []
+    found = []
+    if pretrain.parameters:
+        found.append(
+            Headline(words["parameters"], quantities.short(pretrain.parameters), quantities.count(pretrain.parameters))
+        )
+    if pretrain.tokens:
+        seen, unique = epochs(facts), facts.rows.train.tokens if facts.rows else None
+        note = words["epochs"].format(epochs=quantities.number(seen), unique=quantities.short(unique)) if seen else ""
+        found.append(Headline(words["tokens_trained"], quantities.short(pretrain.tokens), note))
+    bits = [(v.name, v.bits_per_byte) for v in pretrain.validated if v.bits_per_byte is not None]
+    if bits:
+        one = words["on_one_validation"].format(name=bits[0][0])
+        note = one if len(bits) == 1 else words["on_validation"].format(count=len(bits))
+        mean = sum(value for _, value in bits) / len(bits)
+        found.append(Headline(words["bits_per_byte"], quantities.decimal(mean), note))
+    return found

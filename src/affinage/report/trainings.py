@@ -1,0 +1,160 @@
+"""What a training stage left behind: its curves, its summary, and what was predicted of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from affinage.report.curves import Point
+from affinage.report.reading import json_file, json_lines, mapping, mappings, number, string, whole
+
+CURVES = ("loss", "learning_rate", "tokens_per_second", "grad_norm", "mfu")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the model graph. `flops` is of the forward pass, by the convention the model's analysis states."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    repeat: int
+    shape: str
+    parameters: int | None
+    flops: float | None
+
+
+@dataclass(frozen=True)
+class Validated:
+    """Loss (nats per token) and bits per UTF-8 byte on one validation set, the last time it was read."""
+
+    name: str
+    loss: float | None
+    bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity as it was predicted and as it was measured."""
+
+    quantity: str
+    predicted: float
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training stage. Curves map a metric to (step, value); `validation` does so per validation set."""
+
+    name: str
+    parameters: int | None
+    flops_per_step: float | None
+    tokens: int | None
+    steps: int | None
+    seconds: Mapping[str, float]
+    tokens_per_second: float | None
+    mfu: float | None
+    first_loss: float | None
+    final_loss: float | None
+    devices: str
+    resumed_at: tuple[int, ...]
+    curves: Mapping[str, list[Point]]
+    validation: Mapping[str, list[Point]]
+    validated: tuple[Validated, ...]
+    compared: tuple[Compared, ...]
+    nodes: tuple[Node, ...]
+    broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
+
+
+def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> Training:
+    """Reads metrics.jsonl and summary.json of a training stage; the stage's own summary fills what is missing."""
+    summary = {**stage_summary, **json_file(folder / "summary.json")}
+    curves, validation, broken = _curves(folder / "metrics.jsonl")
+    parameters = summary.get("parameters")
+    return Training(
+        name=name,
+        parameters=whole(mapping(parameters).get("total")) if isinstance(parameters, Mapping) else whole(parameters),
+        flops_per_step=number(summary.get("flops_per_step")),
+        tokens=whole(summary.get("tokens")),
+        steps=whole(summary.get("steps")),
+        seconds={
+            k: v for k, v in ((k, number(v)) for k, v in mapping(summary.get("seconds")).items()) if v is not None
+        },
+        tokens_per_second=number(summary.get("tokens_per_second")),
+        mfu=number(summary.get("mfu")),
+        first_loss=number(summary.get("first_loss")),
+        final_loss=number(summary.get("final_loss")),
+        devices=_devices(summary.get("devices")),
+        resumed_at=tuple(step for step in map(whole, summary.get("resumed_at") or ()) if step),
+        curves=curves,
+        validation=validation,
+        validated=tuple(
+            Validated(k, number(mapping(v).get("loss")), number(mapping(v).get("bits_per_byte")))
+            for k, v in mapping(summary.get("validation")).items()
+        ),
+        compared=_compared(summary),
+        nodes=tuple(_node(entry) for entry in mappings(summary.get("nodes"))),
+        broken_steps=tuple(broken),
+    )
+
+
+def _curves(path: Path) -> tuple[dict[str, list[Point]], dict[str, list[Point]], list[int]]:
+    curves: dict[str, list[Point]] = {}
+    validation: dict[str, list[Point]] = {}
+    broken = []
+    for record in json_lines(path):
+        step = number(record.get("step"))
+        if step is None:
+            continue
+        if "loss" in record and number(record["loss"]) is None:
+            broken.append(int(step))
+        for metric in CURVES:
+            value = number(record.get(metric))
+            if value is not None:
+                curves.setdefault(metric, []).append((step, value))
+        for name, entry in mapping(record.get("validation")).items():
+            loss = number(mapping(entry).get("loss"))
+            if loss is not None:
+                validation.setdefault(name, []).append((step, loss))
+    return curves, validation, broken
+
+
+def _devices(value: Any) -> str:
+    if isinstance(value, Mapping):
+        kind = string(value.get("kind"), value.get("device_kind"), value.get("platform"))
+        count = whole(value.get("count"))
+        return f"{count} × {kind}" if count and kind else kind
+    if isinstance(value, list | tuple):
+        names = [str(item) for item in value]
+        return ", ".join(f"{names.count(kind)} × {kind}" for kind in dict.fromkeys(names))
+    return "" if value is None else str(value)
+
+
+def _compared(summary: Mapping[str, Any]) -> tuple[Compared, ...]:
+    seconds = mapping(summary.get("seconds"))
+    measured = {
+        **summary,
+        "parameters": mapping(summary.get("parameters")).get("total", summary.get("parameters")),
+        "seconds": seconds.get("train", seconds.get("total")),
+    }
+    found = []
+    for quantity, value in mapping(summary.get("predicted")).items():
+        value = mapping(value).get("total", value) if isinstance(value, Mapping) else value
+        predicted = number(value)
+        if predicted is not None:
+            found.append(Compared(quantity, predicted, number(measured.get(quantity))))
+    return tuple(found)
+
+
+def _node(entry: Mapping[str, Any]) -> Node:
+    inputs = entry.get("in", entry.get("inputs", ()))
+    shape = entry.get("shape", entry.get("output", ""))
+    return Node(
+        name=string(entry.get("name")),
+        kind=string(entry.get("kind")),
+        inputs=tuple(map(str, inputs)) if isinstance(inputs, list | tuple) else (str(inputs),),
+        repeat=whole(entry.get("repeat")) or 1,
+        shape=" × ".join(map(str, shape)) if isinstance(shape, list | tuple) else str(shape),
+        parameters=whole(entry.get("parameters")),
+        flops=number(entry.get("forward_flops")) or number(entry.get("flops")),
+    )

@@ -1,0 +1,275 @@
+"""A made-up run folder with the files that stages write, for tests of the report. No figure in it was measured."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img src=x onerror=alert(1)> \"quoted\" & 'single' </style></script>"
+    "<!-- {{ 7 * 7 }} {% raw %} \u202e\x00\x1b[31m \ud800 end"
+)
+STEPS, SFT_STEPS = 1800, 400
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def build_run(folder: Path, *, language: str = "en", steps: int = STEPS, name: str = "synthetic") -> Path:
+    """A whole run, every optional field filled."""
+    run = folder / name
+    write_json(run / "recipe.json", recipe(language, name))
+    started = 0
+    for stage, seconds, summary in (
+        *data_stages(),
+        ("pretrain", 96.0, {}),
+        ("conversations", 1.1, conversations_summary()),
+        ("sft", 24.0, {}),
+        ("evaluate-base", 9.0, {}),
+        ("evaluate-sft", 9.5, {}),
+        ("export", 2.2, {"files": 6}),
+    ):
+        if stage in ("pretrain", "sft"):
+            length = steps if stage == "pretrain" else SFT_STEPS
+            summary = training_summary(length)
+            write_json(run / stage / "summary.json", summary)
+            write_metrics(run / stage / "metrics.jsonl", length, seed=length)
+        if stage.startswith("evaluate"):
+            write_json(run / stage / "results.json", results(stage.removeprefix("evaluate-")))
+        write_json(run / stage / "manifest.json", manifest(stage, seconds, summary, started))
+        started += int(seconds)
+    return run
+
+
+def recipe(language: str, name: str) -> dict[str, Any]:
+    block = {"kind": "transformer_block", "in": "embed", "repeat": 3, "attention": {"heads": 4}, "ffn": {"width": 384}}
+    return {
+        "name": name,
+        "description": "A made-up run that shows every part of a report.",
+        "seed": 0,
+        "data": {"sources": [{"path": "pocket-world", "megabytes": 3.0}], "languages": ["en", "fr"]},
+        "model": {
+            "inputs": ["tokens"],
+            "nodes": {
+                "embed": {"kind": "embedding", "in": "tokens", "vocab": 3072, "width": 128},
+                "blocks": block,
+                "norm": {"kind": "rms_norm", "in": "blocks"},
+                "logits": {"kind": "unembed", "in": "norm"},
+                "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+            },
+        },
+        "report": {"language": language, "prompts": ["The capital"], "questions": ["What is the currency of Japan?"]},
+    }
+
+
+def manifest(stage: str, seconds: float, summary: dict[str, Any], started: int) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "key": f"{random.Random(stage).getrandbits(256):064x}",
+        "settings": {},
+        "inputs": {},
+        "files": {f"{stage}.bin": {"bytes": 123_456, "sha256": "0" * 64}, "summary.json": {"bytes": 812, "sha256": "1" * 64}},
+        "started": f"2026-01-02T03:{4 + started // 60:02d}:{started % 60:02d}Z",
+        "seconds": seconds,
+        "summary": summary,
+        "versions": {"python": "3.11.7", "jax": "0.10.2", "flax": "0.12.8", "affinage": "0.1.0"},
+    }
+
+
+def _sample(text: str, index: int, **more: str) -> dict[str, str]:
+    return {"id": f"world/{index:06d}", "source": "pocket-world", "text": text, "detail": "", **more}
+
+
+def _flow(documents: tuple[int, int], size: tuple[int, int], removed: dict[str, int], samples: dict[str, Any]) -> dict[str, Any]:
+    out, left = documents[1], size[1]
+    return {
+        "documents_in": documents[0],
+        "documents_out": out,
+        "bytes_in": size[0],
+        "bytes_out": left,
+        "removed": removed,
+        "samples": samples,
+        "by_language": {
+            "en": {"documents": int(out * 0.52), "bytes": int(left * 0.5)},
+            "fr": {"documents": out - int(out * 0.52), "bytes": left - int(left * 0.5)},
+        },
+        "by_source": {"pocket-world": {"documents": out, "bytes": left}},
+        "seconds": 1.0,
+    }
+
+
+def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
+    kept = "Japan is a country in Asia. Its currency is the yen, and its people speak Japanese."
+    near = "Japan is a country in Asia. The currency is the yen, and most people speak Japanese there."
+    samples = {
+        "too_short": [_sample("Oui.", 1), _sample("OK then", 2)],
+        "language": [_sample("Der Euro ist die Währung von Deutschland und von Österreich.", 3, detail="de, p = 0.98")],
+        "alphanumeric": [_sample("=-=-=-=-=- *** ### ||| ~~~ ;;; /// %%% $$$", 4, detail="0.02")],
+        "control_characters": [_sample(HOSTILE, 5)],
+    }
+    removed = {"too_short": 412, "language": 260, "alphanumeric": 148, "control_characters": 61}
+    pair = _sample(near, 7, detail="Jaccard 0.86 with world/000006") | {"kept": "world/000006", "kept_text": kept, "jaccard": "x"}
+    pair["jaccard"] = 0.86  # type: ignore[assignment]
+    duplicates = {"near_duplicate": [pair], "exact_duplicate": [_sample(kept, 8, detail="world/000006")]}
+    rows = {
+        "train": {"rows": 5230, "tokens": 669_440, "documents": 10_690, "bytes": 2_300_000},
+        "validation": {
+            "pocket-world.en": {"rows": 41, "tokens": 5248, "documents": 80, "bytes": 17_800},
+            "pocket-world.fr": {"rows": 44, "tokens": 5632, "documents": 77, "bytes": 19_100},
+        },
+        "dtype": "uint16",
+        "context": 128,
+    }
+    tokenizer = {
+        "vocabulary": 3072,
+        "languages": {
+            "en": {"bytes_per_token": 4.41, "tokens_per_word": 1.18, "tokens": 331_000, "words": 280_000},
+            "fr": {"bytes_per_token": 4.12, "tokens_per_word": 1.31, "tokens": 352_000, "words": 268_000},
+        },
+        "round_trip": {"documents": 10_690, "exact": 10_690},
+    }
+    return [
+        ("world", 2.4, {"documents": 13_100}),
+        ("collect", 0.9, _flow((13_100, 13_100), (3_050_000, 3_050_000), {}, {})),
+        ("clean", 1.6, _flow((13_100, 12_219), (3_050_000, 2_730_000), removed, samples)),
+        (
+            "deduplicate",
+            1.2,
+            _flow((12_219, 10_847), (2_730_000, 2_337_000), {"near_duplicate": 930, "exact_duplicate": 442}, duplicates),
+        ),
+        ("split", 0.4, _flow((10_847, 10_690), (2_337_000, 2_300_000), {"validation": 157}, {})),
+        ("tokenizer", 3.8, tokenizer),
+        ("rows", 1.0, rows),
+    ]
+
+
+def conversations_summary() -> dict[str, Any]:
+    return {"documents_in": 2400, "documents_out": 2352, "removed": {"validation": 48}, "samples": {}}
+
+
+def training_summary(steps: int) -> dict[str, Any]:
+    return {
+        "parameters": {"total": 1_443_968},
+        "flops_per_step": 9.6e9,
+        "tokens": steps * 1024,
+        "steps": steps,
+        "seconds": {"compile": 6.1, "train": 82.0, "validation": 4.0, "save": 2.1, "total": 94.2},
+        "tokens_per_second": 22_478.0,
+        "mfu": None,
+        "first_loss": 8.05,
+        "final_loss": 0.94,
+        "validation": {
+            "pocket-world.en": {"loss": 0.97, "bits_per_byte": 0.318},
+            "pocket-world.fr": {"loss": 1.02, "bits_per_byte": 0.351},
+        },
+        "predicted": {"parameters": 1_443_968, "flops_per_step": 9.4e9, "seconds": 71.0},
+        "devices": ["cpu"],
+        "resumed_at": [700] if steps > 1000 else [],
+        "nodes": [
+            {"name": "embed", "kind": "embedding", "in": "tokens", "shape": ["B", "S", 128], "parameters": 393_216, "flops": 0},
+            {
+                "name": "blocks",
+                "kind": "transformer_block",
+                "in": ["embed"],
+                "repeat": 3,
+                "shape": ["B", "S", 128],
+                "parameters": 657_408,
+                "flops": 1.47e9,
+            },
+            {"name": "norm", "kind": "rms_norm", "in": ["blocks"], "shape": ["B", "S", 128], "parameters": 128, "flops": 5e5},
+            {"name": "logits", "kind": "unembed", "in": ["norm"], "shape": ["B", "S", 3072], "parameters": 393_216, "flops": 8e8},
+            {"name": "loss", "kind": "next_token_loss", "in": ["logits", "tokens"], "shape": [], "parameters": 0, "flops": 0},
+        ],
+    }
+
+
+def write_metrics(path: Path, steps: int, seed: int) -> None:
+    noise = random.Random(seed)
+    lines = []
+    for step in range(1, steps + 1):
+        warm = min(1.0, step / (steps / 20))
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+        loss = 0.9 + 7.1 * math.exp(-step / (steps / 9)) + noise.gauss(0, 0.07)
+        line = {
+            "step": step,
+            "loss": loss if step != steps // 2 else None,
+            "grad_norm": 0.6 + 2.5 * math.exp(-step / 200) + abs(noise.gauss(0, 0.15)) + (4 if step == 900 else 0),
+            "learning_rate": 4e-3 * warm * decay,
+            "tokens": step * 1024,
+            "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
+            "mfu": None,
+            "seconds": step / 22,
+        }
+        if step % 2 == 0 or step == 1:
+            lines.append(json.dumps(line))
+        if step % (steps // 6) == 0:
+            smooth = 0.93 + 7.1 * math.exp(-step / (steps / 9))
+            entry = {
+                "pocket-world.en": {"loss": smooth, "bits_per_byte": smooth / 3},
+                "pocket-world.fr": {"loss": smooth + 0.08, "bits_per_byte": smooth / 2.9},
+            }
+            lines.append(json.dumps({"step": step, "validation": entry}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + '\n{"step": 99', encoding="utf-8")  # as a kill leaves it
+
+
+def results(model: str) -> dict[str, Any]:
+    tuned = model == "sft"
+
+    def share(base: float, gain: float, items: int) -> dict[str, Any]:
+        value = base + gain * tuned
+        stderr = math.sqrt(value * (1 - value) / items)
+        metrics = {"acc": {"value": value, "stderr": stderr}}
+        return {"metrics": metrics, "items": items, "shots": 0, "version": 1, "chance": 0.25}
+
+    samples = (
+        [
+            {"question": "What is the currency of Japan?", "answer": "The currency of Japan is the yen."},
+            {"question": "Quelle est la monnaie du Brésil ?", "answer": "La monnaie du Brésil est le réal."},
+            {"question": "Is this safe? " + HOSTILE, "answer": HOSTILE},
+        ]
+        if tuned
+        else [
+            {"prompt": "The capital", "text": " letters of the alphabet come first. Japan is in Asia."},
+            {"prompt": "La monnaie du Japon", "text": " est le yen. Le Japon se trouve en Asie."},
+        ]
+    )
+    return {
+        "model": model,
+        "tasks": {
+            "pocket_facts_en": share(0.94, 0.02, 400),
+            "pocket_facts_fr": share(0.95, -0.004, 400),
+            "pocket_facts_other_language_en": share(0.37, 0.03, 120),
+            "pocket_arithmetic": share(0.58, 0.11, 300),
+            "pocket_agreement_fr": share(0.92, 0.01, 250) | {"chance": 0.5},
+            "lambada_openai": {
+                "metrics": {"acc": {"value": 0.21, "stderr": 0.012}, "perplexity": {"value": 61.4 - 9 * tuned, "stderr": 2.9}},
+                "items": 1000,
+                "shots": 0,
+                "version": 1,
+            },
+        },
+        "seconds": 9.0,
+        "items_per_second": 180.0,
+        "versions": {"lm_eval": "0.4.13"},
+        "bits_per_byte": {
+            "pocket-world.en": {"model": 0.318, "gzip": 1.61, "xz": 1.42},
+            "pocket-world.fr": {"model": 0.351, "gzip": 1.68, "xz": 1.47},
+        }
+        if not tuned
+        else {},
+        "samples": samples,
+    }
+
+
+if __name__ == "__main__":
+    import sys
+
+    from affinage.report import write_report
+
+    for words in ("en", "fr"):
+        built = build_run(Path(sys.argv[1]) / words, language=words)
+        print(write_report(built, Path(sys.argv[1]) / f"report-{words}.html"))
