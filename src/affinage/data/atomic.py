@@ -1,12 +1,15 @@
 """Files that are either whole or absent, whatever moment the process is killed at."""
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 _PARTIAL = ".partial"
 
@@ -46,6 +49,13 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write the whole of `content` to `path`, or nothing."""
     with atomic_file(path) as file:
         file.write(content)
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write an array as .npy to `path`, or nothing."""
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    write_atomically(path, content.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -180,7 +180,7 @@ def _weighted(weights: Mapping[str, float], named: Mapping[str, Path]) -> list[s
 
 
 def _whole_rows(weights: list[float]) -> np.ndarray:
-    """Cumulative rows per folder in a mixture block, by largest remainder but at least one each, int64 [folders + 1]."""
+    """Cumulative rows per folder in a block, by largest remainder, at least one each, int64 [folders + 1]."""
     shares = np.array(weights) / sum(weights) * MIXTURE_BLOCK
     counts = np.maximum(np.floor(shares).astype(np.int64), 1)
     short = MIXTURE_BLOCK - int(counts.sum())

@@ -6,7 +6,6 @@ before it, so that every token of the validation text is predicted exactly once 
 
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from affinage.data.atomic import atomic_file
+from affinage.data.atomic import write_array
 from affinage.data.documents import read_documents
+from affinage.data.lineage import spans_table, write_lineage
 from affinage.data.order import document_keys
-from affinage.data.row_files import blocks_of_rows, file_safe, shard_name, write_facts, write_rows
+from affinage.data.row_files import blocks_of_rows, file_safe, write_facts, write_rows
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.spool import Spool, Stream
 from affinage.data.tokenizer import Tokenizer
@@ -28,7 +27,7 @@ from affinage.recipe.data import RowsSettings
 
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
 _TEXT_PER_BATCH = 4_000_000  # characters encoded at once
-_DOCUMENTS_PER_WRITE = 65_536
+_DOCUMENTS_PER_TABLE = 65_536
 
 
 def pack_rows(
@@ -143,9 +142,8 @@ def _write_group(folder: Path, spool: Spool, context: int, shards: int, overlap:
         # Position 0 of a row is never predicted: it is <s>, or was predicted by the row before.
         lengths = _row_blocks(stream.read_extra, len(stream), rows, context, stride)
         predicted = np.concatenate([block[:, 1:].sum(axis=1, dtype=np.int64) for block in lengths])
-        with atomic_file(folder / "bytes.npy") as file:
-            np.lib.format.write_array(file, predicted)  # type: ignore[arg-type]
-    _write_lineage(folder / "documents.parquet", stream, rows, context, stride)
+        write_array(folder / "bytes.npy", predicted)
+    write_lineage(folder / "documents.parquet", _lineage(stream, rows, context, stride))
     facts = {
         "rows": rows,
         "context": context,
@@ -170,29 +168,17 @@ def _row_blocks(
         yield np.lib.stride_tricks.sliding_window_view(flat, context)[::stride]
 
 
-def _write_lineage(path: Path, stream: Stream, rows: int, context: int, stride: int) -> None:
-    """Write which tokens [start, stop) of which row come from which document: one line per document and row."""
-    schema = pa.schema(
-        [("id", pa.string()), ("source", pa.string()), ("url", pa.string())]
-        + [("row", pa.int64()), ("start", pa.int32()), ("stop", pa.int32())]
-    )
-    partial = path.with_name(path.name + ".partial")
-    with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        for first in range(0, len(stream.names), _DOCUMENTS_PER_WRITE):
-            names = stream.names.slice(first, _DOCUMENTS_PER_WRITE)
-            starts = stream.starts[first : first + len(names)]
-            stops = stream.starts[first + 1 : first + len(names) + 1]
-            from_row = np.maximum(0, -(-(starts - context + 1) // stride))
-            to_row = np.minimum(rows - 1, (stops - 1) // stride)
-            spans = to_row - from_row + 1
-            document = np.repeat(np.arange(len(names)), spans)
-            row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - from_row, spans)
-            table = names.take(pa.array(document))
-            for name, column in (
-                ("row", row),
-                ("start", np.maximum(starts[document] - row * stride, 0).astype(np.int32)),
-                ("stop", np.minimum(stops[document] - row * stride, context).astype(np.int32)),
-            ):
-                table = table.append_column(name, pa.array(column))
-            writer.write_table(table.cast(schema))
-    partial.replace(path)
+def _lineage(stream: Stream, rows: int, context: int, stride: int) -> Iterator[pa.Table]:
+    """Where every document lies: one span per document and row that holds some of it."""
+    for first in range(0, len(stream.names), _DOCUMENTS_PER_TABLE):
+        names = stream.names.slice(first, _DOCUMENTS_PER_TABLE)
+        starts = stream.starts[first : first + len(names)]
+        stops = stream.starts[first + 1 : first + len(names) + 1]
+        from_row = np.maximum(0, -(-(starts - context + 1) // stride))
+        to_row = np.minimum(rows - 1, (stops - 1) // stride)
+        spans = to_row - from_row + 1
+        document = np.repeat(np.arange(len(names)), spans)
+        row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - from_row, spans)
+        start = np.maximum(starts[document] - row * stride, 0)
+        stop = np.minimum(stops[document] - row * stride, context)
+        yield spans_table(names, document, row, start, stop)

@@ -89,11 +89,13 @@ class Spool:
                 file.flush()
         self._pack_names()
         lengths = np.array(self._lengths, np.int64)
-        order = np.argsort(np.array(self._keys, np.uint64), kind="stable")
+        keys = np.array(self._keys, np.uint64)
+        order = np.argsort(keys, kind="stable")
         return Stream(
             tokens=_mapped(self.path, self.dtype),
             extra=_mapped(self._extra_path, np.uint8) if self.extra else None,
             sources=(np.cumsum(lengths) - lengths)[order],
+            keys=keys[order],
             starts=np.concatenate([[0], np.cumsum(lengths[order])]),
             names=pa.Table.from_batches(self._chunks).take(pa.array(order)),
         )
@@ -111,6 +113,7 @@ class Stream:
     tokens: np.ndarray
     extra: np.ndarray | None
     sources: Integer[np.ndarray, " documents"]  # where each document begins in the scratch file
+    keys: Integer[np.ndarray, " documents"]  # ascending
     starts: Integer[np.ndarray, " documents+1"]
     names: pa.Table  # id, source, url of each document
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from affinage.data.fertility import measure
 from affinage.data.atomic import write_atomically
+from affinage.data.fertility import measure
 from affinage.data.special_tokens import (
     BOS,
     CODE,
@@ -106,8 +106,13 @@ class Tokenizer(ABC):
     def id_to_piece(self, token: int) -> str:
         """How the vocabulary spells one id."""
 
+    @property
     @abstractmethod
-    def byte_lengths(self, text: str, ids: Sequence[int]) -> np.ndarray:
+    def piece_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for control tokens."""
+
+    @abstractmethod
+    def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
 
     @abstractmethod
@@ -154,9 +159,9 @@ class BpeTokenizer(Tokenizer):
                 where=str(path),
                 fix="use a model trained by affinage: raw text could otherwise turn into control tokens",
             )
-        self._bytes = np.array([self._piece_bytes(i) for i in range(self.vocabulary)], np.int64)
+        self._piece_bytes = np.array([self._bytes_of(i) for i in range(self.vocabulary)], np.int64)
 
-    def _piece_bytes(self, token: int) -> int:
+    def _bytes_of(self, token: int) -> int:
         if token < len(CONTROL_PIECES):
             return 0
         if self._model.is_byte(token):
@@ -173,6 +178,11 @@ class BpeTokenizer(Tokenizer):
         """The SentencePiece model file."""
         return self._path
 
+    @property
+    def piece_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for control tokens."""
+        return self._piece_bytes
+
     def encode(self, text: str) -> list[int]:
         """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
         ids: list[int] = self._model.encode(_SURROGATES.sub(_REPLACEMENT, text))
@@ -187,9 +197,9 @@ class BpeTokenizer(Tokenizer):
         """How the vocabulary spells one id; a leading space is U+2581, a byte is <0x41>."""
         return str(self._model.id_to_piece(token))
 
-    def byte_lengths(self, text: str, ids: Sequence[int]) -> np.ndarray:
+    def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
-        return self._bytes[np.asarray(ids, np.int64)]
+        return self.piece_bytes[np.asarray(ids, np.int64)]
 
     def _decode_text(self, ids: list[int]) -> str:
         return str(self._model.decode(ids)) if ids else ""
@@ -222,6 +232,12 @@ class CharacterTokenizer(Tokenizer):
         """Number of ids, the ten fixed ones included."""
         return len(self._pieces)
 
+    @property
+    def piece_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for control tokens, <unk> among them."""
+        texts = ["" if i < len(CONTROL_PIECES) else piece for i, piece in enumerate(self._pieces)]
+        return np.array([len(text.encode()) for text in texts], np.int64)
+
     def encode(self, text: str) -> list[int]:
         """Ids of raw text, one per character; characters never seen in training are <unk>."""
         get = self._ids.get
@@ -235,7 +251,7 @@ class CharacterTokenizer(Tokenizer):
         """The character, or the name of the control token."""
         return self._pieces[token]
 
-    def byte_lengths(self, text: str, ids: Sequence[int]) -> np.ndarray:
+    def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes."""
         points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         return (1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)).astype(np.int64)

@@ -1,0 +1,87 @@
+"""Our tokenizers as Hugging Face fast tokenizers that give the same ids."""
+
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import sentencepiece_model_pb2 as sentencepiece_format
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from affinage.data.atomic import write_atomically, write_json
+from affinage.data.chat import chat_template
+from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
+from affinage.data.tokenizer import Tokenizer
+
+_SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
+
+
+def write_hf_tokenizer(
+    tokenizer: Tokenizer, folder: Path, *, context: int, chat: bool = True, system_prompt: str = ""
+) -> None:
+    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
+
+    `context` is the model's longest input in tokens. A chat model gets the chat template, with `system_prompt` as its
+    default, and ends its turns with <|im_end|>; any other ends with </s>. Neither adds <s> by itself, as `encode` does
+    not. Text that spells a control token stays text only with `split_special_tokens=True`.
+    """
+    fast = _from_sentencepiece(tokenizer.model_path) if tokenizer.model_path else _from_characters(tokenizer)
+    fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in CONTROL_PIECES])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "tokenizer.json", fast.to_str(pretty=True).encode())
+    write_json(folder / "tokenizer_config.json", _config(context, chat, system_prompt))
+
+
+def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:
+    config = {
+        # LlamaTokenizer would rebuild the tokenizer with a space before the text; this class takes the file as it is.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": CONTROL_PIECES[BOS],
+        "eos_token": CONTROL_PIECES[IM_END if chat else EOS],
+        "pad_token": CONTROL_PIECES[PAD],
+        "unk_token": CONTROL_PIECES[UNK],
+        "additional_special_tokens": [CONTROL_PIECES[i] for i in (CODE, ENDCODE, IM_START, IM_END)],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": context,
+    }
+    return config | ({"chat_template": chat_template(system_prompt)} if chat else {})
+
+
+def _from_sentencepiece(path: Path) -> FastTokenizer:
+    """BPE with byte fallback and the merges that a SentencePiece model implies."""
+    model = sentencepiece_format.ModelProto()
+    model.ParseFromString(path.read_bytes())
+    vocabulary = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    fast = FastTokenizer(
+        models.BPE(vocabulary, merges_of(model), unk_token=CONTROL_PIECES[UNK], fuse_unk=True, byte_fallback=True)
+    )
+    fast.normalizer = normalizers.Replace(" ", _SPACE)
+    fast.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return fast
+
+
+def merges_of(model: sentencepiece_format.ModelProto) -> list[tuple[str, str]]:
+    """All pairs of pieces that join to a piece, the best-scored piece first.
+
+    SentencePiece keeps the pieces only: it joins whichever neighbours make the best-scored piece, so every way to
+    split a piece into two is a merge.
+    """
+    kind = sentencepiece_format.ModelProto.SentencePiece
+    normal = {piece.piece: i for i, piece in enumerate(model.pieces) if piece.type == kind.NORMAL}
+    score = [piece.score for piece in model.pieces]
+    merges = []
+    for piece in sorted((piece for piece in normal if len(piece) > 1), key=lambda piece: -score[normal[piece]]):
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        known = [(left, right) for left, right in splits if left in normal and right in normal]
+        merges += sorted(known, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+    return merges
+
+
+def _from_characters(tokenizer: Tokenizer) -> FastTokenizer:
+    """One token per character."""
+    vocabulary = {tokenizer.id_to_piece(i): i for i in range(tokenizer.vocabulary)}
+    fast = FastTokenizer(models.WordLevel(vocabulary, unk_token=CONTROL_PIECES[UNK]))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    fast.decoder = decoders.Fuse()
+    return fast
