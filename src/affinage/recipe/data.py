@@ -31,7 +31,8 @@ class CleanSettings(Settings):
     """What a document must be to stay in the corpus (Julian's rules)."""
 
     min_characters: int = Field(default=100, ge=0)  # shorter ones are removed
-    max_characters: int = Field(default=500_000, gt=0)  # longer ones are removed
+    max_characters: int = Field(default=500_000, gt=0)  # longer ones are removed, or
+    long_documents: Literal["remove", "split"] = "remove"  # ... split into parts at paragraph ends
     min_alphanumeric: float = Field(default=0.7, ge=0, le=1)  # share of letters and digits among non-space characters
     min_language_probability: float = Field(default=0.8, ge=0, le=1)  # of lid.176.ftz; 0 turns language id off
 
@@ -69,7 +70,9 @@ class TokenizerSettings(Settings):
 
     kind: Literal["bpe", "characters"] = "bpe"  # SentencePiece BPE with byte fallback, or one id per character
     vocabulary: int = Field(default=50_000, ge=300)  # pieces, the special ones included; `characters` ignores it
-    coverage: float = Field(default=0.9999, gt=0, le=1)  # share of the corpus's characters that get a piece of their own
+    coverage: float = Field(
+        default=0.9999, gt=0, le=1
+    )  # share of the corpus's characters that get a piece of their own
     sample_megabytes: float = Field(default=100.0, gt=0)  # text to train on, balanced over languages; RAM is about 10x
     split_digits: bool = True  # every digit its own token, so that numbers have one spelling
 

