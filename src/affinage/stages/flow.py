@@ -55,6 +55,7 @@ class Flow:
         until: Sequence[str] = (),
         force: Sequence[str] = (),
         any_code: bool = False,
+        command: str = "",
     ) -> None:
         self.loaded = loaded
         self.runs = runs
@@ -67,6 +68,7 @@ class Flow:
         self._stages = needed(road, until)
         self._force = force
         self._any_code = any_code
+        self._command = command
         needed(road, force)  # refuses names that are no stages
 
     def plan(self) -> list[Step]:
@@ -90,6 +92,7 @@ class Flow:
                 if step.reason.startswith("forced"):
                     store.discard(step.request)
             self._note(steps)
+            write_json(self.folder / "run.json", {"command": self._command})
             for step in steps:
                 if not step.complete:
                     self._make(step, watcher)

@@ -44,6 +44,12 @@ def uses_pocket_world(recipe: Recipe) -> bool:
     return POCKET_WORLD in (*sources, *conversations, *_tasks(recipe))
 
 
+def is_local(recipe: Recipe) -> bool:
+    """Whether all that the recipe reads is on this machine."""
+    sources = [source.path for source in recipe.data.sources] if recipe.data else []
+    return not any("://" in source for source in sources) and all(_is_local_task(task) for task in _tasks(recipe))
+
+
 def _data_stages(recipe: Recipe) -> list[Stage]:
     data = recipe.data
     assert data is not None
@@ -53,7 +59,9 @@ def _data_stages(recipe: Recipe) -> list[Stage]:
         stages.append(Stage("world", texts.world, {**_part(recipe, "seed"), **megabytes}))
     local = fingerprints((source.path for source in data.sources), data.root)
     from_world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
-    stages.append(Stage("collect", texts.collect, {"data": _json(data, "sources", "root")}, from_world, local))
+    stages.append(
+        Stage("collect", texts.collect, {"data": _json(data, "sources", "root", "damaged_files")}, from_world, local)
+    )
     stages.append(Stage("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",)))
     if data.deduplicate is not None:
         stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
@@ -89,7 +97,7 @@ def _result_stages(recipe: Recipe) -> list[Stage]:
     trained = ["pretrain", *_if(recipe.sft is not None, "sft")]
     if recipe.evaluate is not None:
         settings = {"evaluate": _json(recipe.evaluate), **_part(recipe, "seed")}
-        local = fingerprints(task for task in _tasks(recipe) if "/" in task or task.endswith((".yaml", ".yml")))
+        local = fingerprints(task for task in _tasks(recipe) if task != POCKET_WORLD and _is_local_task(task))
         read = ("tokenizer", *_if(POCKET_WORLD in _tasks(recipe), "world"), *_if(recipe.evaluate.compressors, "split"))
         works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft}
         names = {"pretrain": "evaluate-base", "sft": "evaluate-sft"}
@@ -102,6 +110,10 @@ def _result_stages(recipe: Recipe) -> list[Stage]:
 
 def _tasks(recipe: Recipe) -> tuple[str, ...]:
     return recipe.evaluate.tasks if recipe.evaluate else ()
+
+
+def _is_local_task(task: str) -> bool:
+    return task == POCKET_WORLD or "/" in task or task.endswith((".yaml", ".yml"))
 
 
 def _if(condition: bool, name: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ _READ_WHOLE = 1_000_000  # bytes; larger files are told apart by size and time o
 
 
 def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
-    """Fingerprint each local file that `paths` name: a file, a folder (all files in it), or a glob.
+    """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
     Up to 1 MB the fingerprint is the content; above, size and modification time. URLs are taken at their word: what is
     behind them is assumed not to change.
@@ -21,13 +22,13 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in paths:
-        full = path if not root or "://" in path else f"{root.rstrip('/')}/{path}" if not path.startswith("/") else path
+        full = path if not root or "://" in path or os.path.isabs(path) else f"{root.rstrip('/')}/{path}"
         if path == POCKET_WORLD:
             continue
         if "://" in full:
             found[full] = "remote"
             continue
-        for file in _files(full):
+        for file in _files(os.path.expanduser(full)):
             found[str(file)] = _fingerprint(file)
     return found
 
@@ -36,7 +37,8 @@ def _files(path: str) -> list[Path]:
     matches = [Path(path)] if Path(path).exists() else [Path(match) for match in glob.glob(path, recursive=True)]
     files: list[Path] = []
     for match in sorted(matches):
-        files += sorted(p for p in match.rglob("*") if p.is_file()) if match.is_dir() else [match]
+        inside = sorted(match.rglob("*")) if match.is_dir() else [match]
+        files += [file for file in inside if file.is_file() and not _is_hidden(file.relative_to(match))]
     return files
 
 
@@ -45,3 +47,7 @@ def _fingerprint(file: Path) -> str:
     if status.st_size <= _READ_WHOLE:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
     return f"{status.st_size} bytes, changed at {status.st_mtime_ns}"
+
+
+def _is_hidden(inside: Path) -> bool:
+    return any(part.startswith(".") for part in inside.parts)

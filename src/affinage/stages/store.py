@@ -22,13 +22,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import affinage
 from affinage.errors import UserError
 
 MANIFEST = "manifest.json"
 REQUEST = "request.json"
 FORMAT = 1  # of the folders; a change makes every result anew
 _REPORTED = (
-    "affinage",
     "jax",
     "jaxlib",
     "flax",
@@ -209,7 +209,7 @@ def link(path: Path, target: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
+    found = {"affinage": affinage.__version__, "python": platform.python_version()}
     for package in _REPORTED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

@@ -1,5 +1,7 @@
 """The work of the data stages: from sources to rows of tokens."""
 
+from collections.abc import Callable
+
 from affinage.recipe.data import POCKET_WORLD, DataSettings, SourceSettings
 from affinage.recipe.recipe import Recipe
 from affinage.stages.stage import StageContext, Summary
@@ -16,7 +18,7 @@ def collect(context: StageContext) -> Summary:
     """Read every source into one form."""
     from affinage.data.collect import collect
 
-    return collect(_data(context), context.folder, context.inputs.get("world"))
+    return collect(_data(context), context.folder, context.inputs.get("world"), progress=_share(context))
 
 
 def clean(context: StageContext) -> Summary:
@@ -60,7 +62,7 @@ def rows(context: StageContext) -> Summary:
 
     recipe = context.recipe
     trained = Tokenizer.load(context.inputs["tokenizer"])
-    return pack_rows(context.inputs["split"], trained, context.folder, recipe.rows, recipe.seed)
+    return pack_rows(context.inputs["split"], trained, context.folder, recipe.rows, recipe.seed, context.progress)
 
 
 def conversations(context: StageContext) -> Summary:
@@ -77,6 +79,7 @@ def conversations(context: StageContext) -> Summary:
         context=recipe.sft.context or recipe.rows.context,
         seed=recipe.seed,
         world_folder=context.inputs.get("world"),
+        progress=context.progress,
     )
 
 
@@ -84,6 +87,10 @@ def pocket_megabytes(recipe: Recipe) -> float:
     """How much text of the pocket world the recipe asks for, in 1e6 bytes."""
     asked = [source.megabytes for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
     return max(asked, default=SourceSettings(path=POCKET_WORLD).megabytes)
+
+
+def _share(context: StageContext) -> Callable[[float], None]:
+    return lambda share: context.progress(f"{share:.0%}")
 
 
 def _data(context: StageContext) -> DataSettings:

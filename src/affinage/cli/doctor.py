@@ -1,0 +1,151 @@
+"""The verb `doctor`: what is here, and what is missing for what."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import affinage
+from affinage.cli.options import RUNS, JsonOption, RunsOption
+
+_PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "polars", "pyarrow",
+    "sentencepiece", "tokenizers", "lm-eval", "pydantic",
+)  # fmt: skip
+_OPTIONAL = (  # package, what needs it, how to get it
+    ("transformers", "export --verify", "pip install 'affinage[verify]'"),
+    ("torch", "export --verify", "pip install 'affinage[verify]'"),
+    ("libtpu", "TPUs, and plans for TPUs", "pip install 'affinage[tpu]'"),
+)
+_HUB = "https://huggingface.co"
+_TIMEOUT = 3.0  # seconds; being offline is fine
+
+
+def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
+    """Look at this machine: devices, versions, disk, memory, network, and what is missing for what.
+
+    Example: affinage doctor --json
+    """
+    with ThreadPoolExecutor(1) as pool:
+        reachable = pool.submit(_reachable)
+        facts = {
+            "devices": _devices(),
+            "machine": _machine(runs),
+            "versions": {
+                "affinage": affinage.__version__,
+                "python": platform.python_version(),
+                **{name: _version(name) for name in _PACKAGES},
+            },
+            "missing": _missing(),
+            "network": {_HUB: reachable.result()},
+        }
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _show(facts)
+
+
+def _devices() -> list[dict[str, Any]]:
+    from affinage.errors import UserError
+    from affinage.hardware.chips import chip
+    from affinage.hardware.devices import acquire
+
+    try:
+        devices = acquire()
+    except UserError as error:
+        return [{"problem": str(error)}]
+    found = []
+    for device in devices:
+        known = chip(device.device_kind)
+        found.append(
+            {
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "bfloat16_flops": known.flops_per_device,
+                "memory_bytes": known.memory_bytes,
+            }
+        )
+    return found
+
+
+def _machine(runs: Path) -> dict[str, Any]:
+    place = runs.absolute()
+    while not place.exists():
+        place = place.parent
+    return {
+        "system": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory("MemTotal"),
+        "memory_available_bytes": _memory("MemAvailable"),
+        "runs": str(runs.absolute()),
+        "disk_free_bytes": shutil.disk_usage(place).free,
+    }
+
+
+def _memory(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None  # not Linux
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing() -> list[dict[str, str]]:
+    return [
+        {"package": package, "needed_for": purpose, "get_it": how}
+        for package, purpose, how in _OPTIONAL
+        if importlib.util.find_spec(package) is None
+    ]
+
+
+def _reachable() -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(_HUB, method="HEAD"), timeout=_TIMEOUT):
+            return True
+    except urllib.error.HTTPError:
+        return True  # it answered
+    except (OSError, ValueError):
+        return False
+
+
+def _show(facts: dict[str, Any]) -> None:
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    devices = facts["devices"]
+    for device in devices[:1]:
+        table.add_row("devices", device.get("problem") or f"{len(devices)} × {device['kind']} ({device['platform']})")
+    machine = facts["machine"]
+    table.add_row("system", f"{machine['system']}, {machine['cores']} cores")
+    if machine["memory_bytes"]:
+        free, whole = _gib(machine["memory_available_bytes"]), _gib(machine["memory_bytes"])
+        table.add_row("memory", f"{free} free of {whole}")
+    table.add_row("disk", f"{_gib(machine['disk_free_bytes'])} free for {machine['runs']}")
+    online = facts["network"][_HUB]
+    table.add_row("network", f"{_HUB} answers" if online else f"{_HUB} does not answer: only local files and tasks")
+    installed = [f"{name} {version or 'MISSING'}" for name, version in facts["versions"].items()]
+    table.add_row("versions", ", ".join(installed))
+    for entry in facts["missing"]:
+        table.add_row("not installed", f"{entry['package']}, for {entry['needed_for']}: {entry['get_it']}")
+    rich.get_console().print(table, highlight=False, markup=False)
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,76 @@
+"""The program `affinage`: its verbs, and what becomes of errors."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import affinage
+from affinage.cli import inspect, judge, run, talk
+from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+
+_EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra that brings it
+
+app = typer.Typer(
+    name="affinage",
+    help="From raw text in two languages to a released, evaluated chat model.\n\nBegin with: affinage run quickstart",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verbs in (run, judge, talk, inspect):
+    verbs.add_to(app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"affinage {affinage.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+) -> None:
+    """Options of the program itself; `--debug` may also stand after the verb, and is read by `main`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Exit status: 0 done, 1 a defect of affinage (with traceback), 2 a mistake of the user (with what to do about it),
+    75 stopped after saving (start it again to go on), 130 interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = [word for word in given if word != "--debug"]
+    debug = len(words) < len(given)
+    try:
+        app(words, prog_name="affinage")
+    except (UserError, Preempted, ModuleNotFoundError) as error:
+        if debug:
+            traceback.print_exc()
+        _exit(error)
+
+
+def _exit(error: UserError | Preempted | ModuleNotFoundError) -> None:
+    if isinstance(error, Preempted):
+        _say(f"Stopped: {error}. Run the same command to go on.")
+        sys.exit(EXIT_PREEMPTED)
+    if isinstance(error, UserError):
+        _say(f"Error: {error}")
+        sys.exit(EXIT_USER_ERROR)
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        raise error
+    _say(f"Error: this needs the package `{package}`\n  Install it: pip install 'affinage[{_EXTRAS[package]}]'")
+    sys.exit(EXIT_USER_ERROR)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

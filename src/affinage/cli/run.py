@@ -1,0 +1,192 @@
+"""Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from affinage.cli.options import (
+    RUNS,
+    AnyCodeOption,
+    DryRunOption,
+    ForceOption,
+    JsonOption,
+    RecipeArgument,
+    RunsOption,
+    SetOption,
+    load,
+)
+from affinage.errors import Preempted, UserError
+
+if TYPE_CHECKING:
+    from affinage.recipe.load import LoadedRecipe
+    from affinage.stages.stage import StageContext, Summary
+
+DATA = ("rows", "conversations")  # the last of the data stages
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verbs."""
+    app.command("run")(run)
+    app.command("data")(data)
+    app.command("train")(train)
+    app.command("sft")(sft)
+    app.command("world")(world)
+
+
+def run(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    until: Annotated[list[str] | None, typer.Option("--until", metavar="STAGE", help="Stop after this stage.")] = None,
+    force: ForceOption = None,
+    any_code: AnyCodeOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a recipe, from raw text to the report. What is complete is not run again.
+
+    Example: affinage run quickstart --set pretrain.steps=200
+    """
+    walk(recipe, overrides, runs, until or (), force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+
+
+def data(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    force: ForceOption = None,
+    any_code: AnyCodeOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the data stages: from the sources to rows of tokens.
+
+    Example: affinage data quickstart --set data.sources='[my_folder/]'
+    """
+    walk(recipe, overrides, runs, DATA, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    force: ForceOption = None,
+    any_code: AnyCodeOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run up to the end of pretraining.
+
+    Example: affinage train quickstart --set pretrain.steps=200
+    """
+    walk(recipe, overrides, runs, ("pretrain",), force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+
+
+def sft(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    force: ForceOption = None,
+    any_code: AnyCodeOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run up to the end of supervised fine-tuning.
+
+    Example: affinage sft quickstart --set sft.steps=100
+    """
+    walk(recipe, overrides, runs, ("sft",), force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+
+
+def world(
+    folder: Annotated[Path, typer.Argument(help="Where to write; must be empty or not there.", show_default=False)],
+    megabytes: Annotated[float, typer.Option(min=0.01, help="How much text, in 1e6 bytes.")] = 3.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write the pocket world into a folder: documents, conversations, preference pairs and benchmarks.
+
+    Example: affinage world my_world --megabytes 10
+    """
+    from affinage.data.world import write_world
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError("this is not an empty folder", where=str(folder), fix="Name one that is not there yet.")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_world(folder, megabytes=megabytes, seed=seed)
+    typer.echo(f"The pocket world is in {folder}.")
+
+
+def walk(
+    recipe: str,
+    overrides: list[str] | None,
+    runs: Path,
+    until: Sequence[str],
+    *,
+    force: list[str] | None = None,
+    any_code: bool = False,
+    dry_run: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Walk the road of a recipe up to the stages `until`, to its end if there are none."""
+    from affinage.cli.watch import Watch, show_plan, show_result
+    from affinage.stages.flow import Flow, Runs
+    from affinage.stages.road import road_of
+
+    loaded = load(recipe, overrides)
+    road = road_of(loaded, write_report)
+    if not road:
+        raise UserError(
+            "this recipe has no `data` section, so there is nothing to run",
+            where=str(loaded.path),
+            fix=f"`affinage graph {recipe}` shows its model.",
+        )
+    until = _present(until, [stage.name for stage in road])
+    flow = Flow(loaded, Runs(runs), road, until=until, force=force or (), any_code=any_code, command=_command())
+    if dry_run:
+        show_plan(flow.plan(), as_json=as_json)
+        return
+    _prepare_process(loaded)
+    steps = flow.plan()
+    with Watch(steps) as watch:
+        flow.run(watch)
+    show_result(flow, steps, watch.seconds, as_json=as_json)
+
+
+def write_report(context: "StageContext") -> "Summary":
+    """The work of the report stage."""
+    from affinage.report import write_report
+
+    return write_report(context.run_folder, context.folder / "report.html")
+
+
+def _present(until: Sequence[str], names: list[str]) -> Sequence[str]:
+    """Of the data stages those that the recipe has; a stage that was asked for by name stays, to be refused."""
+    return [name for name in until if name in names] if until == DATA else until
+
+
+def _command() -> str:
+    return shlex.join(["affinage", *sys.argv[1:]])
+
+
+def _prepare_process(loaded: "LoadedRecipe") -> None:
+    """Set what must be set before anything heavy is imported."""
+    from affinage.hardware.devices import prepare
+    from affinage.stages.road import is_local
+
+    prepare()
+    if is_local(loaded.recipe):  # else the harness asks Hugging Face about tasks that are files here
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Preempted("SIGTERM; the stage that was running begins anew")

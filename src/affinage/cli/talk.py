@@ -1,0 +1,125 @@
+"""Verbs that let a model speak: `generate`, `chat`."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from affinage.cli.options import RUNS, JsonOption, ModelArgument, RunsOption
+from affinage.errors import UserError
+
+if TYPE_CHECKING:
+    from affinage.generation.decode import Request
+    from affinage.generation.model import LoadedModel
+
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the most likely token; 1 draws as the model would.")]
+TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens with this share of the probability.")]
+Tokens = Annotated[int, typer.Option(min=1, help="At most so many tokens.")]
+Seed = Annotated[int, typer.Option(min=0)]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verbs."""
+    app.command("generate")(generate)
+    app.command("chat")(chat)
+
+
+def generate(
+    model: ModelArgument,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Default: standard input.")] = None,
+    tokens: Tokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    runs: RunsOption = RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a model continue texts.
+
+    Example: affinage generate quickstart "The capital of France" "La monnaie du Japon"
+    """
+    from affinage.data.special_tokens import BOS
+    from affinage.generation.decode import Generator
+
+    texts = prompts or [sys.stdin.read()]
+    loaded = _open(model, runs)
+    request = _request(tokens, temperature, top_p, seed)
+    rows = [_fitting([BOS, *loaded.tokenizer.encode(text)], loaded) for text in texts]
+    for text, result in zip(texts, Generator(loaded).generate(rows, request)):
+        if as_json:
+            print(json.dumps({"prompt": text, "text": result.text, "ended_by": result.ended_by}, ensure_ascii=False))
+        else:
+            print(text + result.text)
+
+
+def chat(
+    model: ModelArgument,
+    question: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Ask and leave.")] = None,
+    tokens: Tokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    system: Annotated[str | None, typer.Option(help="Another system prompt than the one it was trained with.")] = None,
+    runs: RunsOption = RUNS,
+) -> None:
+    """Talk with a model. An empty line starts over, end of input (Ctrl-D) leaves.
+
+    Example: affinage chat quickstart "What is the currency of Japan?"
+    """
+    loaded = _open(model, runs)
+    prompt = loaded.system_prompt if system is None else system
+    request = _request(tokens, temperature, top_p, seed)
+    if question:
+        for text in question:
+            _answer(loaded, [{"role": "user", "content": text}], prompt, request)
+        return
+    messages: list[dict[str, str]] = []
+    while (line := _read_line()) is not None:
+        if not line.strip():
+            messages = []
+            continue
+        messages.append({"role": "user", "content": line})
+        messages.append({"role": "assistant", "content": _answer(loaded, messages, prompt, request)})
+
+
+def _open(spec: str, runs: Any) -> "LoadedModel":
+    from affinage.stages.models import open_model
+
+    return open_model(spec, runs)
+
+
+def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Request":
+    from affinage.generation.decode import Request
+    from affinage.generation.sampling import Sampling
+
+    return Request(max_new_tokens=tokens, sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed))
+
+
+def _answer(model: "LoadedModel", messages: list[dict[str, str]], system: str, request: "Request") -> str:
+    """Print the answer as it comes, and return it. Of a conversation that is too long, the oldest is forgotten."""
+    from affinage.data.chat import encode_prompt
+    from affinage.generation.decode import Generator
+
+    remembered = list(messages)
+    while len(encode_prompt(remembered, model.tokenizer, system)) >= model.context and len(remembered) > 1:
+        remembered = remembered[2:]
+    said = ""
+    for piece in Generator(model).stream(_fitting(encode_prompt(remembered, model.tokenizer, system), model), request):
+        print(piece, end="", flush=True)
+        said += piece
+    print()
+    return said
+
+
+def _fitting(prompt: list[int], model: "LoadedModel") -> list[int]:
+    if len(prompt) >= model.context:
+        raise UserError(f"the prompt has {len(prompt)} tokens; this model takes at most {model.context - 1}")
+    return prompt
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

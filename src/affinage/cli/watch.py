@@ -1,0 +1,156 @@
+"""What a person sees of a run: a plan, a line per stage, and at the end where everything is."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import rich
+from rich.status import Status
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from affinage.stages.flow import Flow
+    from affinage.stages.plan import Step
+
+_NAME = 14  # columns for the names of stages
+
+
+class Watch:
+    """Shows stages as they begin and end. Use it as a context manager."""
+
+    def __init__(self, steps: Sequence["Step"]) -> None:
+        self.seconds: dict[str, float] = {}  # of the stages that ran
+        self._console = rich.get_console()
+        self._status: Status | None = None
+        self._began = 0.0
+        self._name = ""
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._clear()
+
+    def began(self, step: "Step", folder: Path) -> None:
+        """A stage starts. Trainings show their own progress, and only one thing can be live on a terminal."""
+        self._name, self._began = step.stage.name, time.monotonic()
+        why = "" if step.reason == "never ran" else f"  [dim]{_escaped(step.reason)}[/dim]"
+        self._console.print(f"[bold]{self._name:<{_NAME}}[/bold]{why}", highlight=False)
+        if self._console.is_terminal and not step.stage.continues:
+            self._status = self._console.status(self._name)
+            self._status.start()
+
+    def progressed(self, what: str) -> None:
+        """The running stage says what it does."""
+        if self._status is not None:
+            self._status.update(f"{self._name}: {_escaped(what)}")
+
+    def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
+        """A stage is complete."""
+        self._clear()
+        self.seconds[self._name] = time.monotonic() - self._began
+        said = ", ".join(headline(manifest["summary"])) or "done"
+        self._console.print(f"{'':<{_NAME}}{said}  [dim]{duration(self.seconds[self._name])}[/dim]", highlight=False)
+
+    def _clear(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
+    """List the stages, which of them would run, and why."""
+    if as_json:
+        rows = [
+            {"stage": s.stage.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps
+        ]
+        print(json.dumps(rows, ensure_ascii=False, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("stage", "", "why"):
+        table.add_column(title)
+    for step in steps:
+        verdict = ("[dim]stays[/dim]", "[dim]complete[/dim]") if step.complete else ("runs", _escaped(step.reason))
+        table.add_row(step.stage.name, *verdict)
+    console = rich.get_console()
+    console.print(table, highlight=False)
+    waiting = sum(not step.complete for step in steps)
+    console.print(f"\n{waiting} of {len(steps)} stages would run." if waiting else "\nNothing would run.")
+
+
+def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, float], *, as_json: bool = False) -> None:
+    """Where the results are, how long the stages took, and what to do next."""
+    places = dict(_places(flow, [step.stage.name for step in steps]))
+    if as_json:
+        print(json.dumps({"ran": seconds, "complete": [s.stage.name for s in steps], **places}, ensure_ascii=False))
+        return
+    console = rich.get_console()
+    name = flow.loaded.recipe.name
+    if not seconds:
+        console.print(f"Nothing to do: all {len(steps)} stages of {name} are complete.", highlight=False)
+    else:
+        console.print()
+        table = Table(box=None, pad_edge=False)
+        table.add_column("stage")
+        table.add_column("time", justify="right")
+        for step in steps:
+            spent = seconds.get(step.stage.name)
+            table.add_row(step.stage.name, "[dim]was complete[/dim]" if spent is None else duration(spent))
+        table.add_section()
+        table.add_row("[bold]all[/bold]", f"[bold]{duration(sum(seconds.values()))}[/bold]")
+        console.print(table, highlight=False)
+    console.print()
+    for what, place in places.items():
+        console.print(f"{what:<{_NAME}}{_escaped(place)}", highlight=False, soft_wrap=True)
+
+
+def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    folder = os.path.relpath(flow.folder)
+    runs = "" if flow.runs.folder == Path("runs") else f" --runs {os.path.relpath(flow.runs.folder)}"
+    recipe = flow.loaded.recipe.name
+    yield "results", folder
+    if "report" in names:
+        yield "report", f"{folder}/report/report.html"
+    if "export" in names:
+        yield "model", f"{folder}/export"
+    if "sft" in names:
+        yield "next", f"affinage chat {recipe}{runs}"
+    elif "pretrain" in names:
+        yield "next", f"affinage generate {recipe}{runs} 'Once upon a time'"
+
+
+def headline(summary: Mapping[str, Any]) -> Iterator[str]:
+    """The few facts of a stage's summary that a person wants to see while waiting."""
+    if "documents_out" in summary:
+        came = summary.get("documents_in", summary["documents_out"])
+        left = summary["documents_out"]
+        yield f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents"
+    if isinstance(summary.get("vocabulary"), int):
+        yield f"{summary['vocabulary']:,} pieces"
+    if isinstance(summary.get("train"), Mapping) and "rows" in summary["train"]:
+        yield f"{summary['train']['rows']:,} rows of {summary['context']:,} tokens"
+    if isinstance(summary.get("parameters"), Mapping):
+        yield f"{summary['parameters']['total']:,} parameters"
+    if isinstance(summary.get("final_loss"), float):
+        yield f"loss {summary['final_loss']:.3f}"
+    if isinstance(summary.get("tasks"), Mapping):
+        yield f"{len(summary['tasks'])} tasks"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 3.2 s, 4:05, 1:02:03."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

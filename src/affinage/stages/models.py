@@ -1,0 +1,117 @@
+"""From what a user calls a model to the model: a run, a stage of a run, or one checkpoint of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from affinage.errors import UserError
+from affinage.stages.flow import Runs
+from affinage.stages.store import read_request
+from affinage.stages.trainings import MODEL
+
+if TYPE_CHECKING:
+    from affinage.generation.model import LoadedModel
+
+TRAININGS = ("sft", "pretrain")  # the last one that a run has is the run's model
+
+
+def open_model(spec: str, runs: Path) -> "LoadedModel":
+    """Load the model that `spec` names.
+
+    Args:
+        spec: a run (`quickstart`), its folder (`runs/quickstart`), one of its trainings (`runs/quickstart/pretrain`),
+            each with an optional checkpoint (`...@1000`); of a run without a named training, the last one is taken.
+        runs: where runs are that are named without a folder.
+
+    Raises:
+        UserError: there is no such run, training or checkpoint; the message says what there is.
+    """
+    folder, step = locate_model(spec, runs)
+    request = read_request(folder)
+    if request is None or "tokenizer" not in request[0].inputs:
+        raise UserError("this training does not say which tokenizer it used", where=str(folder))
+    tokenizer = Runs(folder.parent.parent).store.find("tokenizer", request[0].inputs["tokenizer"])
+    return load_trained(folder, tokenizer, step=step, name=spec)
+
+
+def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
+    """The folder of the training that `spec` names, in the store, and the step it asks for."""
+    name, _, step = spec.partition("@")
+    if step and not step.isdigit():
+        raise UserError(f"`@{step}` is no checkpoint", where=spec, fix="Write the number of a step, such as @1000.")
+    folder = next((place for place in (Path(name), runs / name) if place.is_dir()), None)
+    if folder is None:
+        known = sorted(entry.parent.name for entry in runs.glob("*/pretrain")) if runs.is_dir() else []
+        hint = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no trained models in {runs}."
+        raise UserError(f"there is no model `{name}`", fix=hint)
+    if not (folder / MODEL).is_file():
+        folder = _last_training(folder)
+    return folder.resolve(), int(step) if step else None
+
+
+def _last_training(run: Path) -> Path:
+    """The run's last training; not one that began from another base than the run has now."""
+    base = read_request(run / "pretrain")
+    for name in TRAININGS:
+        request = read_request(run / name)
+        if request is None or not (run / name / MODEL).is_file():
+            continue
+        if base is None or request[0].inputs.get("pretrain", base[1]) == base[1]:
+            return run / name
+    raise UserError("no model has been trained here yet", where=str(run), fix="Train one with `affinage run RECIPE`.")
+
+
+def load_trained(
+    folder: Path,
+    tokenizer: Path,
+    *,
+    name: str,
+    step: int | None = None,
+    mesh: Mapping[str, int | str] | None = None,
+) -> "LoadedModel":
+    """Load a checkpoint of a training, the newest if `step` is None.
+
+    Args:
+        folder: of a training stage.
+        tokenizer: folder of the tokenizer stage it used.
+        name: how messages and reports call the model.
+        step: of the checkpoint.
+        mesh: devices along each axis; all devices as copies of the model if None.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.data.tokenizer import Tokenizer
+    from affinage.generation.model import LoadedModel
+    from affinage.hardware.chips import chip
+    from affinage.hardware.devices import acquire
+    from affinage.model import abstract_params, logical_axes, parse
+    from affinage.parallel import make_mesh, param_shardings
+    from affinage.recipe.training import PrecisionSettings
+    from affinage.training.program import compute_dtype
+
+    facts = json.loads((folder / MODEL).read_text(encoding="utf-8"))
+    graph, precision = parse(facts["graph"]), PrecisionSettings(**facts["precision"])
+    devices = acquire()
+    grid = make_mesh(mesh or {"data": "auto"}, devices)
+    abstract = abstract_params(graph, jnp.dtype(precision.params))
+    shardings = param_shardings(grid, logical_axes(graph), abstract)
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
+    )
+    checkpoints = CheckpointStore(folder / "checkpoints")
+    if step is not None and step not in checkpoints.steps():
+        listed = ", ".join(f"@{known}" for known in checkpoints.steps())
+        raise UserError(f"there is no checkpoint of step {step}", where=str(folder), fix=f"There are {listed}.")
+    return LoadedModel(
+        graph=graph,
+        params=checkpoints.restore_params(step, abstract),
+        tokenizer=Tokenizer.load(tokenizer),
+        name=name,
+        context=facts["context"],
+        mesh=grid if grid.size > 1 else None,
+        system_prompt=facts["system_prompt"],
+        compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
+    )
