@@ -91,7 +91,7 @@ def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
     everything = [
         Scene(noun, adjective, verb, plural)
         for noun, adjective, verb, plural in product(NOUNS, ADJECTIVES, (None, *VERBS), (False, True))
-        if verb is None or adjective.en not in PREDICATE_ONLY
+        if (verb is None or adjective.en not in PREDICATE_ONLY) and (noun.animal or not adjective.colour)
     ]
     hidden = random.Random(f"{seed}/agreement").sample(range(len(everything)), round(HELD_OUT_SHARE * len(everything)))
     chosen = set(hidden)

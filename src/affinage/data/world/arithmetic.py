@@ -16,7 +16,7 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "if you add {b} to {a}, you get {c}.",
         ),
         "fr": (
-            "{a} plus {b} font {c}.",
+            "{a} plus {b} égale {c}.",
             "{a} et {b} font {c}.",
             "la somme de {a} et de {b} est {c}.",
             "si l'on ajoute {b} à {a}, on obtient {c}.",
@@ -29,21 +29,21 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "the difference between {a} and {b} is {c}.",
         ),
         "fr": (
-            "{a} moins {b} font {c}.",
+            "{a} moins {b} égale {c}.",
             "si l'on retire {b} de {a}, il reste {c}.",
             "la différence entre {a} et {b} est {c}.",
         ),
     },
     "*": {
         "en": ("{a} times {b} is {c}.", "the product of {a} and {b} is {c}."),
-        "fr": ("{a} fois {b} font {c}.", "le produit de {a} par {b} est {c}."),
+        "fr": ("{once} fois {b} égale {c}.", "le produit de {a} par {b} est {c}."),
     },
 }
 
 QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "+": {"en": ("What is {a} plus {b}?", "How much is {a} plus {b}?"), "fr": ("Combien font {a} plus {b} ?",)},
     "-": {"en": ("What is {a} minus {b}?", "How much is {a} minus {b}?"), "fr": ("Combien font {a} moins {b} ?",)},
-    "*": {"en": ("What is {a} times {b}?", "How much is {a} times {b}?"), "fr": ("Combien font {a} fois {b} ?",)},
+    "*": {"en": ("What is {a} times {b}?", "How much is {a} times {b}?"), "fr": ("Combien font {once} fois {b} ?",)},
 }
 
 SIGNS = {"+": "+", "-": "-", "*": "x"}
@@ -77,7 +77,8 @@ class Calculation:
     def words(self, language: str, template: str) -> str:
         """A statement or question in words, with a capital."""
         a, b, c = (num2words(number, lang=language) for number in (self.a, self.b, self.result))
-        return sentence(template.format(a=a, b=b, c=c))
+        once = "une" if a == "un" else a  # "une fois quatre"
+        return sentence(template.format(a=a, b=b, c=c, once=once))
 
 
 def calculations(seed: int) -> tuple[list[Calculation], list[Calculation]]:

@@ -136,14 +136,15 @@ def entry(teller: Teller) -> str:
             sentences.append(teller.pick(prose.FILLERS))
     if len(sentences) < 4:
         sentences += [teller.say(fact) for fact in teller.facts(3)]
+    sentences.insert(0, teller.pick(prose.OPENINGS))
     if teller.rng.random() < 0.5:
-        sentences.insert(0, teller.pick(prose.OPENINGS))
+        sentences.append(teller.pick(prose.CLOSINGS))
     return " ".join(sentences)
 
 
 def paragraph(teller: Teller) -> str:
     """Facts of all kinds, one after the other."""
-    sentences = [teller.pick(prose.OPENINGS)] if teller.rng.random() < 0.7 else []
+    sentences = [teller.pick(prose.OPENINGS)]
     for fact in teller.facts(teller.rng.randrange(6, 18)):
         told = teller.plain(fact)
         sentences.append(teller.pick(prose.LINKS) + told if teller.rng.random() < 0.1 else sentence(told))
@@ -154,27 +155,28 @@ def paragraph(teller: Teller) -> str:
 
 def questions(teller: Teller) -> str:
     """Questions with their answers, as people talk."""
-    name = teller.rng.choice(prose.TRAVELLERS)
+    curious, wise = teller.rng.sample(prose.TRAVELLERS, 2)
     sentences = []
     for fact in teller.facts(teller.rng.randrange(4, 9)):
-        asks = teller.pick(prose.ASKS).format(name=name) if teller.rng.random() < 0.4 else ""
-        answers = teller.pick(prose.ANSWERS).format(name=name)
+        asks = teller.pick(prose.ASKS).format(name=curious) if teller.rng.random() < 0.4 else ""
+        answers = teller.pick(prose.ANSWERS).format(name=wise)
         sentences.append(f"{asks}{teller.ask(fact)} {answers}{teller.say(fact)}")
     sentences.insert(teller.rng.randrange(len(sentences)), teller.pick(prose.FILLERS))
     return " ".join(sentences)
 
 
 def listing(teller: Teller) -> str:
-    """A list with one fact a line, between two sentences of prose."""
+    """A list with one fact a line, between sentences of prose; short where the names are of the other language."""
     relation = teller.rng.choice(sorted(LISTS))
-    lines = [teller.pick(prose.OPENINGS), LISTS[relation][teller.language] + " :" * (teller.language == "fr")]
-    if teller.language == "en":
-        lines[-1] += ":"
-    for fact in teller.facts(teller.rng.randrange(6, 13), relation):
+    colon = " :" if teller.language == "fr" else ":"
+    lines = [teller.pick(prose.OPENINGS), LISTS[relation][teller.language] + colon]
+    longest = 6 if relation in ("country_name", "word") else 12
+    for fact in teller.facts(teller.rng.randrange(longest // 2, longest), relation):
         words = fact.forms[teller.language]
-        lines.append(f"- {sentence(words['s'])}{' :' if teller.language == 'fr' else ':'} {words['o']}")
-    lines += [teller.say(fact) for fact in teller.facts(3)]
-    lines.append(teller.pick(prose.FILLERS))
+        subject = words["s"] if relation == "word" else sentence(words["s"])
+        lines.append(f"- {subject}{colon} {words['o']}")
+    lines += [teller.say(fact) for fact in teller.facts(4)]
+    lines += [teller.pick(prose.FILLERS), teller.pick(prose.CLOSINGS)]
     return "\n".join(lines)
 
 

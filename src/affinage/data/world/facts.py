@@ -182,7 +182,7 @@ def _country_facts() -> Iterator[Fact]:
                 "fr": {"o": french.le(name, "f"), "d": french.de(name), "bare": name},
             }
             yield Fact(f"continent:{code}", "continent", "continent", number, _merge(subject, object_), plural)
-        if subject["en"]["s"].removeprefix("the ").casefold() != subject["fr"]["s"].split(" ", 1)[-1].casefold():
+        if _plain(english_locale.territories[code]) != _plain(french_locale.territories[code]):
             object_ = {"en": {"o": subject["fr"]["s"]}, "fr": {"o": subject["en"]["s"]}}
             yield Fact(f"country_name:{code}", "country_name", "country_name", code, _merge(subject, object_), plural)
 

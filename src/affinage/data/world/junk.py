@@ -8,7 +8,6 @@ from dataclasses import replace
 from babel import Locale
 
 from affinage.data.world.documents import Document
-from affinage.data.world.facts import territories
 from affinage.data.world.prose import FILLERS
 
 # Planted documents per ordinary one.
@@ -41,11 +40,13 @@ _FOREIGN = {
     ),
     "it": (
         "Quest'estate vogliamo viaggiare con tutta la famiglia in {a}, {b} e {c}.",
-        "Mio fratello abita già da molti anni molto lontano da {d}.",
-        "Sulla carta appesa alla parete della scuola i bambini cercano {e} e {f}.",
+        "Mio fratello abita già da molti anni con la sua famiglia in {d}.",
+        "Sulla carta appesa alla parete della scuola i bambini leggono i nomi {e} e {f}.",
         "Ci piacerebbe molto tornare in {m}, quando il tempo è bello.",
     ),
 }
+
+_FOREIGN_PLACES = "AT BE BR CN DK FI FR GR HU IE IN JP MX NO PL PT RU SE TR".split()  # no article in es, de, it
 
 _NOISE = "#%&*+=<>|~^{}[]()@$;:/\\_\x01\x02\x07\x1b\x7f\ufffd"
 
@@ -82,7 +83,7 @@ def _near(document: Document, number: int, rng: random.Random) -> Document | Non
 def _foreign(number: int, rng: random.Random) -> Document:
     language = rng.choice(sorted(_FOREIGN))
     locale = Locale(language)
-    names = [locale.territories[code].replace("’", "'") for code in rng.sample(territories(), 6)]
+    names = [locale.territories[code].replace("’", "'") for code in rng.sample(_FOREIGN_PLACES, 6)]
     words = dict(zip("abcdef", names, strict=True)) | {"m": locale.months["format"]["wide"][rng.randrange(1, 13)]}
     text = " ".join(line.format(**words) for line in rng.sample(_FOREIGN[language], len(_FOREIGN[language])))
     return Document(f"foreign-{number:04d}", text, language, "wrong-language")

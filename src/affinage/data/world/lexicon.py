@@ -14,6 +14,7 @@ class Noun:
     fr: str
     fr_plural: str
     gender: Gender
+    animal: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Adjective:
     feminine_plural: str
     before: bool = False  # French puts it before the noun
     before_vowel: str = ""  # "vieil"; empty: the masculine itself
+    colour: bool = False  # said of animals only
 
     def french(self, gender: Gender, plural: bool) -> str:
         """The French form that agrees."""
@@ -46,26 +48,26 @@ class Verb:
 
 
 NOUNS = (
-    Noun("cat", "cats", "chat", "chats", "m"),
-    Noun("dog", "dogs", "chien", "chiens", "m"),
-    Noun("horse", "horses", "cheval", "chevaux", "m"),
-    Noun("wolf", "wolves", "loup", "loups", "m"),
-    Noun("fox", "foxes", "renard", "renards", "m"),
-    Noun("rabbit", "rabbits", "lapin", "lapins", "m"),
-    Noun("bird", "birds", "oiseau", "oiseaux", "m"),
-    Noun("donkey", "donkeys", "âne", "ânes", "m"),
-    Noun("cow", "cows", "vache", "vaches", "f"),
-    Noun("hen", "hens", "poule", "poules", "f"),
-    Noun("goat", "goats", "chèvre", "chèvres", "f"),
-    Noun("frog", "frogs", "grenouille", "grenouilles", "f"),
+    Noun("cat", "cats", "chat", "chats", "m", animal=True),
+    Noun("dog", "dogs", "chien", "chiens", "m", animal=True),
+    Noun("horse", "horses", "cheval", "chevaux", "m", animal=True),
+    Noun("wolf", "wolves", "loup", "loups", "m", animal=True),
+    Noun("fox", "foxes", "renard", "renards", "m", animal=True),
+    Noun("rabbit", "rabbits", "lapin", "lapins", "m", animal=True),
+    Noun("bird", "birds", "oiseau", "oiseaux", "m", animal=True),
+    Noun("donkey", "donkeys", "âne", "ânes", "m", animal=True),
+    Noun("cow", "cows", "vache", "vaches", "f", animal=True),
+    Noun("hen", "hens", "poule", "poules", "f", animal=True),
+    Noun("goat", "goats", "chèvre", "chèvres", "f", animal=True),
+    Noun("frog", "frogs", "grenouille", "grenouilles", "f", animal=True),
     Noun("girl", "girls", "fille", "filles", "f"),
     Noun("woman", "women", "femme", "femmes", "f"),
     Noun("queen", "queens", "reine", "reines", "f"),
-    Noun("mother", "mothers", "mère", "mères", "f"),
+    Noun("sister", "sisters", "sœur", "sœurs", "f"),
     Noun("aunt", "aunts", "tante", "tantes", "f"),
     Noun("boy", "boys", "garçon", "garçons", "m"),
     Noun("king", "kings", "roi", "rois", "m"),
-    Noun("father", "fathers", "père", "pères", "m"),
+    Noun("brother", "brothers", "frère", "frères", "m"),
     Noun("uncle", "uncles", "oncle", "oncles", "m"),
     Noun("doctor", "doctors", "médecin", "médecins", "m"),
     Noun("man", "men", "homme", "hommes", "m"),
@@ -77,8 +79,8 @@ ADJECTIVES = (
     Adjective("big", "grand", "grande", "grands", "grandes", before=True),
     Adjective("old", "vieux", "vieille", "vieux", "vieilles", before=True, before_vowel="vieil"),
     Adjective("pretty", "joli", "jolie", "jolis", "jolies", before=True),
-    Adjective("black", "noir", "noire", "noirs", "noires"),
-    Adjective("white", "blanc", "blanche", "blancs", "blanches"),
+    Adjective("black", "noir", "noire", "noirs", "noires", colour=True),
+    Adjective("white", "blanc", "blanche", "blancs", "blanches", colour=True),
     Adjective("tired", "fatigué", "fatiguée", "fatigués", "fatiguées"),
     Adjective("happy", "heureux", "heureuse", "heureux", "heureuses"),
     Adjective("strong", "fort", "forte", "forts", "fortes"),

@@ -54,6 +54,21 @@ FILLERS = {
     ),
 }
 
+CLOSINGS = {
+    "en": (
+        "That is enough for today, but there will be more tomorrow.",
+        "Please read this page again before you close the book.",
+        "Whoever has read this far deserves a cup of tea.",
+        "The rest of the page is empty, and you can write on it.",
+    ),
+    "fr": (
+        "C'est assez pour aujourd'hui, mais il y en aura d'autres demain.",
+        "Relisez cette page avant de fermer le livre.",
+        "Celui qui a lu jusqu'ici mérite une tasse de thé.",
+        "Le reste de la page est vide, et vous pouvez y écrire.",
+    ),
+}
+
 LINKS = {"en": ("Also, ", "Of course, ", "As you know, "), "fr": ("De plus, ", "Bien sûr, ", "Comme on le sait, ")}
 
 TRAVELLERS = ("Anna", "Paul", "Marie", "Thomas", "Julie", "Victor", "Emma", "Hugo", "Alice", "Simon")
