@@ -25,6 +25,7 @@ class Funnel:
     samples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     by_language: dict[str, list[int]] = field(default_factory=dict)  # [documents, bytes] passed on
     by_source: dict[str, list[int]] = field(default_factory=dict)
+    by_both: dict[str, list[int]] = field(default_factory=dict)  # key: <source>.<language>
 
     def enter(self, documents: int, bytes: int) -> None:
         """Count what the stage was given."""
@@ -43,8 +44,10 @@ class Funnel:
         self.documents_out += batch.num_rows
         self.bytes_out += text_bytes(batch)
         sizes = pc.binary_length(batch.column("text"))
-        for key, totals in (("language", self.by_language), ("source", self.by_source)):
-            groups = pa.table({"key": batch.column(key), "bytes": sizes}).group_by("key")
+        language, source = batch.column("language"), batch.column("source")
+        both = pc.binary_join_element_wise(source, language, ".")
+        for keys, totals in ((language, self.by_language), (source, self.by_source), (both, self.by_both)):
+            groups = pa.table({"key": keys, "bytes": sizes}).group_by("key")
             for row in groups.aggregate([("bytes", "count"), ("bytes", "sum")]).to_pylist():
                 total = totals.setdefault(row["key"], [0, 0])
                 total[0] += row["bytes_count"]
@@ -60,11 +63,19 @@ class Funnel:
         for reason, samples in other.samples.items():
             kept = self.samples.setdefault(reason, [])
             kept.extend(samples[: SAMPLES_PER_REASON - len(kept)])
-        for mine, theirs in ((self.by_language, other.by_language), (self.by_source, other.by_source)):
+        for mine, theirs in (
+            (self.by_language, other.by_language),
+            (self.by_source, other.by_source),
+            (self.by_both, other.by_both),
+        ):
             for key, (documents, bytes) in theirs.items():
                 total = mine.setdefault(key, [0, 0])
                 total[0] += documents
                 total[1] += bytes
+
+    def by_group(self) -> dict[str, dict[str, int]]:
+        """Documents and bytes passed on, by `<source>.<language>`."""
+        return _named(self.by_both)
 
     def summary(self, seconds: float) -> dict[str, Any]:
         """The JSON-able summary of the stage."""
