@@ -9,8 +9,8 @@ import jax
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_bpe
 from affinage.generation.model import LoadedModel
-from affinage.model.module import init_params
 from affinage.model.graph import parse
+from affinage.model.module import init_params
 from affinage.recipe.data import TokenizerSettings
 
 CONTEXT = 96

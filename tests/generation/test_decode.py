@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import CONTEXT, tiny_llama
 
 from affinage.generation.decode import Generator, Request
 from affinage.generation.model import logits_of
 from affinage.generation.sampling import Sampling, penalise_repetition
+from tiny_models import CONTEXT, tiny_llama
 
 PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
 

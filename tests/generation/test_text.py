@@ -2,9 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import tokenizer
 
 from affinage.generation.text import TextStream
+from tiny_models import tokenizer
 
 texts = st.text(st.sampled_from("abc é€🧀\n\tü"), max_size=25)
 

@@ -1,10 +1,21 @@
-"""Bits per byte of general compressors, the yardstick beside a model's own."""
+"""Bits per byte: a model's, and those of general compressors as the yardstick beside it."""
 
 import lzma
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from affinage.evaluation.backend import JaxLM
 
 SEPARATOR = b"\n"  # put between texts, so that the compressors too are told where one ends
+
+
+def model_bits_per_byte(lm: JaxLM, texts: Sequence[str]) -> float:
+    """Bits the model needs per UTF-8 byte of the texts, each in windows of its context, the ends of texts included."""
+    total = sum(len(text.encode("utf-8")) for text in texts)
+    if total == 0:
+        raise ValueError("there is no text to score")
+    return -sum(lm.rolling(texts, ended=True)) / math.log(2) / total
 
 
 def compressor_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:

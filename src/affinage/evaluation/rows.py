@@ -38,7 +38,7 @@ class RowBatch:
 def group_requests(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> list[Row]:
     """Rows for (context ids, continuation ids) pairs, each cut from the left to the last `context` inputs.
 
-    The input of a pair is everything but its last token, as in the harness: (context + continuation)[-(context + 1):-1].
+    The input of a pair is everything but its last token, as in the harness: (context + continuation)[-(length + 1):-1].
     Pairs with the same input and the same number of scored tokens become one row with several candidates.
     """
     rows: dict[tuple[tuple[int, ...], int], Row] = {}

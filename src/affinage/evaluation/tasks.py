@@ -12,7 +12,7 @@ import yaml
 
 from affinage.errors import UserError
 
-CHAT_TAG = "chat"  # tasks with this tag are asked in the chat template, and only of chat models
+CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class TaskSet:
 
 
 def is_chat(task: Mapping[str, Any]) -> bool:
-    """Whether a task's configuration carries the tag `chat`."""
+    """Whether a local task is put to chat models only: it asks for generated text, or carries the tag `chat`."""
     tags = task.get("tag") or []
-    return CHAT_TAG in ([tags] if isinstance(tags, str) else tags)
+    return task.get("output_type") == "generate_until" or CHAT_TAG in ([tags] if isinstance(tags, str) else tags)
 
 
 def find_tasks(names: Sequence[str], folders: Mapping[str, Path]) -> TaskSet:
@@ -118,9 +118,10 @@ def read_json_lines(*, data_files: Mapping[str, Iterable[str]], **_metadata: Any
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
-        try:
-            return [json.loads(line) for line in lines if line.strip()]
-        except ValueError as error:
-            raise UserError(f"is not JSON Lines: {error}", where=str(path)) from error
+    content = path.read_bytes()
+    try:
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (ValueError, gzip.BadGzipFile) as error:
+        raise UserError(f"is not JSON Lines: {error}", where=str(path)) from error

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from affinage.data.special_tokens import EOS, IM_END, PAD
 from affinage.generation.model import LoadedModel, logits_of
-from affinage.generation.sampling import Knobs, Sampling, choose, knobs
+from affinage.generation.sampling import GREEDY, Knobs, Sampling, choose, knobs
 from affinage.generation.text import TextStream
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
@@ -33,9 +33,12 @@ class Request:
     """What to generate for every prompt of a call."""
 
     max_new_tokens: int = 256
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stop_ids: tuple[int, ...] = (EOS, IM_END)
     stop_strings: tuple[str, ...] = ()
+
+
+DEFAULT = Request()
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ class Generator:
         self._steps = steps_per_dispatch  # the host looks at stop strings, and streams, once per so many tokens
         self._prefill, self._decode = _compiled(model.graph, model.compute_dtype)
 
-    def generate(self, prompts: Sequence[Sequence[int]], request: Request = Request()) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], request: Request = DEFAULT) -> list[Generation]:
         """What follows each prompt (token ids, at least one, fewer than the context), in the order of the prompts.
 
         The result does not depend on `batch`, beyond rounding: random draws are named by the prompt's index.
@@ -155,7 +158,7 @@ class Generator:
             results |= {row: one.result() for row, one in zip(rows, progress, strict=True)}
         return [results[index] for index in range(len(prompts))]
 
-    def stream(self, prompt: Sequence[int], request: Request = Request()) -> Generating[str, None, Generation]:
+    def stream(self, prompt: Sequence[int], request: Request = DEFAULT) -> Generating[str, None, Generation]:
         """Pieces of the text that follows a prompt, as they come; the generator's return value is the whole."""
         progress = self._progress(request)
         shown = 0

@@ -42,7 +42,7 @@ class LoadedModel:
 def logits_of(
     graph: Graph, params: Tree, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], dtype: str, cache: Any = None
 ) -> tuple[Logits, Any]:
-    """The logits, not yet multiplied out, of rows that are each one document; and the advanced cache if one is given."""
+    """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given."""
     batch = {"tokens": tokens, "positions": positions}
     call = Call(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits)
     outputs = apply(graph, params, batch, call)

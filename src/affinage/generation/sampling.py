@@ -57,6 +57,9 @@ class Sampling:
         return frozenset(active)
 
 
+GREEDY = Sampling()
+
+
 class Knobs(NamedTuple):
     """The values of a `Sampling` as arrays, so that changing one does not compile anything again."""
 

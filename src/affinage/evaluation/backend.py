@@ -1,0 +1,217 @@
+"""affinage's models as lm-evaluation-harness sees them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2.sandbox
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from affinage.data.chat import chat_template
+from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS
+from affinage.evaluation.scoring import Scorer
+from affinage.generation.decode import Generation, Generator, Request
+from affinage.generation.model import LoadedModel
+from affinage.generation.sampling import Sampling
+
+# Put into what a chat message says where that spells a control token, so that it is not taken for the template's.
+_NOT_CONTROL = "\uf8ff"
+_CONTROL_IDS = {piece: token for token, piece in enumerate(CONTROL_PIECES)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text the model was asked to continue, and its continuation."""
+
+    prompt: str
+    generation: Generation
+
+
+class JaxLM(TemplateLM):
+    """Scores and generates for the harness.
+
+    Every text begins with <s>, as every document did in training; the `hf` backend does the same when it is given
+    `add_bos_token=True`. In a raw text nothing is taken for a control token; in a text that `apply_chat_template` made,
+    the template's control tokens are, and those that a message spells are not.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        batch: int = 64,
+        max_new_tokens: int = 64,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.answers: list[Answer] = []  # everything generated so far
+        self.requests = 0  # continuations scored and texts generated so far
+        self._max_new_tokens = max_new_tokens
+        self._progress = progress
+        self._scorer = Scorer(model, batch=batch)
+        self._generator = Generator(model, batch=batch)
+        self._in_chat_template = False
+        # Sandboxed: a template may come with a model from somewhere else.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template_text = chat_template(model.system_prompt)
+        self._template = environment.from_string(self._template_text)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document, </s>."""
+        return EOS
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands for an empty context, <s>."""
+        return BOS
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens put into the model at once."""
+        return self.model.context
+
+    @property
+    def max_gen_toks(self) -> int:
+        """How many tokens are generated where a task does not say."""
+        return self._max_new_tokens
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's cache of requests."""
+        return f"affinage-{self.model.name}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's text, for the harness's records."""
+        return self._template_text if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation in the chat template; without a generation prompt its last message is left open."""
+        self._in_chat_template = True
+        messages = [message | {"content": _without_control_tokens(message["content"])} for message in chat_history]
+        text = self._template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, bos_token=CONTROL_PIECES[BOS]
+        )
+        if not add_generation_prompt:
+            last = messages[-1]["content"]
+            text = text[: text.rindex(last) + len(last)]
+        return text
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text, with <s> before them unless `add_special_tokens` is False or the template has put it there."""
+        ids = self._encode_templated(string) if self._in_chat_template else self.model.tokenizer.encode(string)
+        return ids if add_special_tokens is False or ids[:1] == [BOS] else [BOS, *ids]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        before, scored = super()._encode_pair(context, continuation)
+        if not scored:  # the continuation has merged into the context's last token: score that one
+            before, scored = before[:-1], before[-1:]
+        return before, scored
+
+    def _encode_templated(self, text: str) -> list[int]:
+        ids: list[int] = []
+        while text:
+            found = [(at, piece) for piece in CONTROL_PIECES if (at := text.find(piece)) >= 0]
+            at, piece = min(found, default=(len(text), ""))
+            ids += self.model.tokenizer.encode(text[:at].replace(_NOT_CONTROL, ""))
+            ids += [_CONTROL_IDS[piece]] if piece else []
+            text = text[at + len(piece) :]
+        return ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """For every (context, continuation): log-probability of the continuation, and whether it is greedy."""
+        results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return results
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        results = self._score(pairs, "continuations")
+        for (texts, _ctx, _cont), result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Log-probability of every text, in disjoint windows of the model's context, the first one after <s>."""
+        totals = self.rolling([request.args[0] for request in requests])
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def rolling(self, texts: Sequence[str], *, ended: bool = False) -> list[float]:
+        """Log-probability of every text, given the <s> before it; with `ended`, also that of the </s> after it."""
+        owners: list[int] = []
+        windows: list[tuple[list[int], list[int]]] = []
+        for index, text in enumerate(texts):
+            tokens = self.model.tokenizer.encode(text)
+            for window in get_rolling_token_windows(
+                token_list=[*tokens, EOS] if ended else tokens,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                owners.append(index)
+                windows.append(make_disjoint_window(window))
+        totals = [0.0] * len(texts)
+        for index, (value, _) in zip(owners, self._score(windows, "windows of text"), strict=True):
+            totals[index] += value
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """The text that follows every context, up to a stop string, <|im_end|>, </s> or the length a task asks for."""
+        grouped: dict[str, tuple[Request, list[int]]] = {}
+        for index, request in enumerate(requests):
+            wanted = self._request(request.args[1])
+            grouped.setdefault(repr(wanted), (wanted, []))[1].append(index)
+        texts = [""] * len(requests)
+        for wanted, indices in grouped.values():
+            room = self.max_length - wanted.max_new_tokens
+            prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+            for index, generation in zip(indices, self._generator.generate(prompts, wanted), strict=True):
+                texts[index] = generation.text
+                self.answers.append(Answer(requests[index].args[0].replace(_NOT_CONTROL, ""), generation))
+                self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
+            self.requests += len(indices)
+            self._progress(f"generated {len(self.answers):,} texts")
+        return texts
+
+    def _request(self, settings: Mapping[str, Any]) -> Request:
+        """The harness's generation settings as a request."""
+        kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
+        until = handle_stop_sequences(kwargs.get("until"), eos=None)
+        sampled = kwargs.get("do_sample", False)
+        # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
+        strings = tuple(stop for stop in until if stop and stop not in _CONTROL_IDS)
+        return Request(
+            max_new_tokens=min(int(kwargs["max_gen_toks"]), self.max_length // 2),  # half is left for the prompt
+            sampling=Sampling(
+                temperature=float(kwargs.get("temperature", 1.0)) if sampled else 0.0,
+                top_k=int(kwargs.get("top_k") or 0),
+                top_p=float(kwargs.get("top_p", 1.0)),
+                min_p=float(kwargs.get("min_p") or 0.0),
+                repetition_penalty=float(kwargs.get("repetition_penalty", 1.0)),
+            ),
+            stop_strings=strings,
+        )
+
+    def _score(self, pairs: list[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
+        scored = 0
+
+        def count(more: int) -> None:
+            nonlocal scored
+            scored += more
+            self._progress(f"scored {scored:,} of {len(pairs):,} {what}")
+
+        self.requests += len(pairs)
+        return self._scorer.score(pairs, count)
+
+
+def _without_control_tokens(text: str) -> str:
+    for piece in CONTROL_PIECES:
+        text = text.replace(piece, piece[0] + _NOT_CONTROL + piece[1:])
+    return text

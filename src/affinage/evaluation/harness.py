@@ -1,0 +1,45 @@
+"""lm-evaluation-harness without its talk and its detours."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partialmethod
+from unittest.mock import patch
+
+import datasets
+import lm_eval.evaluator
+import lm_eval.utils
+import tqdm
+
+_LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
+
+
+@contextmanager
+def tamed_harness() -> Iterator[None]:
+    """For as long as it is entered, the harness reports nothing but errors, forks nothing and does nothing twice."""
+    with ExitStack() as stack:
+        for name in _LOGGERS:
+            stack.enter_context(_level(logging.getLogger(name), logging.ERROR))
+        # Its bootstrap forks a pool of processes, which may deadlock once JAX's threads run.
+        stack.enter_context(patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}))
+        stack.enter_context(patch.object(tqdm.tqdm, "__init__", partialmethod(tqdm.tqdm.__init__, disable=True)))
+        # It would import torch and run a dozen commands, 1 to 3 s, to describe the machine; results carry versions.
+        stack.enter_context(patch.object(lm_eval.evaluator, "add_env_info", lambda storage: None))
+        # It compiles a task's Jinja templates anew for every item, which takes longer than scoring does.
+        compiled = lru_cache(maxsize=256)(lm_eval.utils.env.from_string)
+        stack.enter_context(patch.object(lm_eval.utils.env, "from_string", compiled))
+        if datasets.utils.logging.is_progress_bar_enabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        yield
+
+
+@contextmanager
+def _level(logger: logging.Logger, level: int) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,191 @@
+"""A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lm_eval.evaluator
+from lm_eval.tasks import TaskManager
+
+from affinage import __version__
+from affinage.data.atomic import write_atomically, write_json
+from affinage.errors import UserError
+from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
+from affinage.evaluation.harness import tamed_harness
+from affinage.evaluation.tasks import find_tasks
+from affinage.generation.model import LoadedModel
+
+_BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
+_VERSIONS_OF = ("jax", "lm_eval", "datasets")
+
+
+def evaluate(
+    model: LoadedModel,
+    tasks: Sequence[str],
+    *,
+    folder: Path | None = None,
+    task_folders: Mapping[str, Path] | None = None,
+    chat: bool = False,
+    limit: int | None = None,
+    shots: int = 0,
+    batch: int = 64,
+    max_new_tokens: int = 64,
+    texts: Mapping[str, Sequence[str]] | None = None,
+    compressors: bool = False,
+    samples: int = 3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Scores of a model on benchmarks, with standard errors.
+
+    `tasks` are looked up by `find_tasks` with `task_folders`. Tasks that ask for generated text in the chat template
+    are put to chat models only (`chat`); all others are asked without the template, of base and chat models alike, so
+    that their scores can be compared. `limit` is items per task, `shots` examples before each question, `batch` rows
+    per forward pass, `samples` items per task in the results for people to read. Of `texts` (validation texts by name)
+    the bits per byte are measured, beside those of gzip and xz if `compressors`.
+
+    With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item.
+    Raises UserError for tasks that cannot be found.
+    """
+    started = time.monotonic()
+    found = find_tasks(tasks, task_folders or {})
+    lm = JaxLM(model, batch=batch, max_new_tokens=max_new_tokens, progress=progress)
+    rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
+    outcome: dict[str, Any] = {}
+    items: dict[str, list[dict[str, Any]]] = {}
+    with tamed_harness():
+        manager = _task_manager(found.named)
+        for chosen, templated in rounds:
+            if chosen:
+                raw = _run(lm, chosen, manager, limit=limit, shots=shots, templated=templated)
+                outcome |= _by_task(raw)
+                items |= raw["samples"]
+    seconds = time.monotonic() - started
+    answered = sum(task["items"] for task in outcome.values())
+    results = {
+        "model": model.name,
+        "tasks": outcome,
+        "skipped": [] if chat else [task["task"] for task in found.chat()],
+        "seconds": seconds,
+        "items_per_second": answered / seconds,
+        "requests": lm.requests,
+        "versions": {"affinage": __version__} | {package: version(package) for package in _VERSIONS_OF},
+        "samples": {name: [_readable(one) for one in of_task[:samples]] for name, of_task in items.items()},
+    }
+    if lm.answers:
+        results["generation"] = _generation(lm)
+    if texts:
+        progress("measuring bits per byte")
+        results["bits_per_byte"] = {
+            name: {"model": model_bits_per_byte(lm, some)} | (compressor_bits_per_byte(some) if compressors else {})
+            for name, some in texts.items()
+        }
+    if folder is not None:
+        _write(results, items, folder)
+    return results
+
+
+def _task_manager(named: Sequence[str]) -> TaskManager:
+    """The harness's index of tasks; reading its own 13,000 task files takes seconds, so only if one is asked for."""
+    manager = TaskManager(include_defaults=bool(named))
+    for name in named:
+        if name not in manager.all_tasks:
+            raise UserError(
+                f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
+                where="evaluate.tasks",
+                fix="`lm-eval ls tasks` lists the names it knows",
+            )
+    return manager
+
+
+def _run(
+    lm: JaxLM, tasks: list[Any], manager: TaskManager, *, limit: int | None, shots: int, templated: bool
+) -> dict[str, Any]:
+    results = lm_eval.evaluator.simple_evaluate(
+        model=lm,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=shots or None,  # None leaves a task its own number
+        limit=limit,
+        bootstrap_iters=_BOOTSTRAP,
+        apply_chat_template=templated,
+        torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation
+    )
+    assert results is not None
+    return dict(results)
+
+
+def _by_task(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The harness's results as {task: {metrics: {metric: {value, stderr}}, items, shots, version, chance?}}."""
+    tasks: dict[str, Any] = {}
+    for name, measured in raw["results"].items():
+        if name not in raw["n-samples"]:
+            continue  # a group; its members are there
+        metrics: dict[str, Any] = {}
+        for key, value in measured.items():
+            metric, _, filtered = key.partition(",")
+            if not filtered or metric.endswith("_stderr"):
+                continue
+            label = metric if filtered == "none" else key
+            metrics[label] = {"value": _number(value), "stderr": _number(measured.get(f"{metric}_stderr,{filtered}"))}
+        tasks[name] = {
+            "metrics": metrics,
+            "items": raw["n-samples"][name]["effective"],
+            "shots": raw["n-shot"].get(name, 0),
+            "version": raw["versions"].get(name),
+        }
+        if raw["configs"][name].get("output_type") == "multiple_choice":
+            choices = [len(item["arguments"]) for item in raw["samples"][name]]
+            tasks[name]["chance"] = sum(1 / count for count in choices) / len(choices)
+    return tasks
+
+
+def _number(value: Any) -> float | None:
+    """A finite float, or None for what the harness calls "N/A"."""
+    try:
+        return float(value) if math.isfinite(float(value)) else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _generation(lm: JaxLM) -> dict[str, Any]:
+    """How many generated texts ended by a control token before their length ran out, as a share with standard error."""
+    count = len(lm.answers)
+    stopped = sum(answer.generation.ended_by == "token" for answer in lm.answers) / count
+    return {
+        "texts": count,
+        "stopped": {"value": stopped, "stderr": math.sqrt(stopped * (1 - stopped) / max(1, count - 1))},
+    }
+
+
+def _readable(item: Mapping[str, Any]) -> dict[str, Any]:
+    """What a person wants to see of an item: the question, the choices or the answer, what was right, how it scored."""
+    arguments = [list(one) for one in item["arguments"]]
+    shown: dict[str, Any] = {"prompt": arguments[0][0], "target": item["target"]}
+    shown |= {metric: _number(item[metric]) for metric in item["metrics"] if _number(item[metric]) is not None}
+    if isinstance(arguments[0][-1], dict):
+        return shown | {"answer": item["filtered_resps"][0]}
+    if len(arguments) > 1:
+        scores = [response[0] for response in item["filtered_resps"]]
+        same_prompt = all(one[0] == arguments[0][0] for one in arguments)
+        choices = [one[-1] if same_prompt else "".join(one) for one in arguments]
+        shown |= {"choices": choices, "chosen": max(range(len(scores)), key=scores.__getitem__)}
+        return shown if same_prompt else shown | {"prompt": ""}
+    return shown | {"continuation": arguments[0][-1]}
+
+
+def _write(results: Mapping[str, Any], items: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
+    (folder / "items").mkdir(parents=True, exist_ok=True)
+    for name, of_task in items.items():
+        lines = [
+            json.dumps(
+                {"id": item["doc_id"], "hash": item["doc_hash"]} | {m: _number(item[m]) for m in item["metrics"]}
+            )
+            for item in of_task
+        ]
+        write_atomically(folder / "items" / f"{name}.jsonl", "".join(line + "\n" for line in lines).encode())
+    write_json(folder / "results.json", results)
