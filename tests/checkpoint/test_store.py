@@ -1,0 +1,145 @@
+"""What a checkpoint folder promises: whole steps only, the newest that can be read, on any mesh."""
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.errors import UserError
+from affinage.parallel import make_mesh
+
+
+def sharding(axis: str, size: int) -> NamedSharding:
+    return NamedSharding(make_mesh({axis: size}, jax.devices()), PartitionSpec(axis))
+
+
+def state(value: float, where: NamedSharding) -> dict:
+    w = jax.device_put(jnp.arange(16, dtype=jnp.float32).reshape(8, 2) + value, where)
+    return {"step": jnp.int32(value), "params": {"w": w, "b": w.astype(jnp.bfloat16)}, "opt_state": (w * 2,)}
+
+
+def abstract(where: NamedSharding) -> dict:
+    def leaf(x: jax.Array) -> jax.ShapeDtypeStruct:
+        placed = where if x.ndim else NamedSharding(where.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+
+    return jax.tree.map(leaf, state(0, where))
+
+
+def assert_same(got: dict, expected: dict) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep_last=3)
+
+
+def saved(store: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        store.save(step, state(step, sharding("fsdp", 8)), {"at": step})
+    store.wait()
+
+
+@pytest.mark.parametrize(("axis", "size"), [("fsdp", 8), ("fsdp", 1), ("tensor", 4)])
+def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis: str, size: int):
+    saved(store, 1)
+    where = sharding(axis, size)
+    step, got, meta = store.restore_newest(abstract(where))
+    assert step == 1 and meta == {"at": 1}
+    assert got["params"]["w"].sharding == where
+    assert_same(got, state(1, where))
+
+
+def test_parameters_come_back_alone(store: CheckpointStore):
+    saved(store, 1, 2)
+    where = sharding("fsdp", 2)
+    assert_same(store.restore_params(None, abstract(where)["params"]), state(2, where)["params"])
+    assert_same(store.restore_params(1, abstract(where)["params"]), state(1, where)["params"])
+
+
+def test_the_newest_and_every_nth_stay(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_every=4)
+    saved(store, *range(1, 10))
+    assert store.steps() == [4, 8, 9]
+    assert sorted(os.listdir(tmp_path)) == ["4", "8", "9"]
+
+
+def test_a_step_that_is_there_is_not_written_again(store: CheckpointStore):
+    saved(store, 1)
+    store.save(1, state(5, sharding("fsdp", 8)), {})
+    store.wait()
+    assert store.meta(1) == {"at": 1}
+
+
+def test_nothing_saved_is_nothing_to_restore(store: CheckpointStore):
+    assert store.restore_newest(abstract(sharding("fsdp", 1))) is None
+    with pytest.raises(UserError, match="no checkpoint"):
+        store.restore_params(None, {})
+
+
+def test_a_save_that_was_cut_off_does_not_count_and_is_replaced(store: CheckpointStore):
+    saved(store, 1, 2)
+    (store.folder / "2" / "commit_success.txt").unlink()
+    (store.folder / "3").mkdir()
+    (store.folder / "notes").mkdir()
+    (store.folder / "4").symlink_to(store.folder / "1")
+    assert store.steps() == [1]
+    saved(store, 2, 3)
+    assert store.steps() == [1, 2, 3]
+    assert_same(store.restore(3, abstract(sharding("fsdp", 1))), state(3, sharding("fsdp", 1)))
+
+
+def _truncate_data(step: Path) -> None:
+    for data in (step / "params").rglob("d/*"):
+        os.truncate(data, data.stat().st_size // 2)
+
+
+def _remove_data(step: Path) -> None:
+    shutil.rmtree(step / "params")
+
+
+def _empty_with_a_stale_commit_mark(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+    (step / "commit_success.txt").write_text("")
+
+
+@pytest.mark.parametrize("damage", [_truncate_data, _remove_data, _empty_with_a_stale_commit_mark])
+def test_a_damaged_newest_step_is_passed_over_with_a_warning(store: CheckpointStore, damage):
+    saved(store, 1, 2)
+    damage(store.folder / "2")
+    with pytest.warns(CheckpointWarning, match="checkpoint 2 cannot be read"):
+        step, got, _ = store.restore_newest(abstract(sharding("fsdp", 1)))
+    assert step == 1
+    assert_same(got, state(1, sharding("fsdp", 1)))
+
+
+def test_starting_from_nothing_never_hides_that_all_are_damaged(store: CheckpointStore):
+    saved(store, 1)
+    _remove_data(store.folder / "1")
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(UserError, match=r"none of the checkpoints \[1\] can be restored"),
+    ):
+        store.restore_newest(abstract(sharding("fsdp", 1)))
+
+
+def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
+    where = sharding("fsdp", 8)
+    change = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    current = state(1, where)
+    store.save(1, current, {})
+    for _ in range(20):
+        current = change(current)
+    jax.block_until_ready(current)
+    store.wait()
+    assert_same(store.restore(1, abstract(where)), state(1, where))

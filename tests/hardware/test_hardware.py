@@ -1,0 +1,71 @@
+"""The chip table, and what is set before JAX comes up."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from affinage.hardware.chips import CHIPS, chip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "flops"),
+    [
+        ("TPU v2", "TPU v2", 22.5e12),
+        ("TPU v3", "TPU v3", 61.5e12),
+        ("TPU v4", "TPU v4", 275e12),
+        ("TPU v5 lite", "TPU v5e", 197e12),
+        ("TPU v5", "TPU v5p", 459e12),
+        ("TPU v5p", "TPU v5p", 459e12),
+        ("TPU v6 lite", "TPU v6e", 918e12),
+        ("TPU7x", "TPU7x", 1153.5e12),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", "H100", 989.4e12),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756e12),
+        ("NVIDIA H200", "H200", 989.4e12),
+    ],
+)
+def test_device_kinds_find_their_chip_and_the_peak_of_one_device(kind: str, name: str, flops: float):
+    assert chip(kind).name == name
+    assert chip(kind).flops_per_device == flops
+
+
+@pytest.mark.parametrize("kind", ["cpu", "Some GPU of tomorrow"])
+def test_chips_without_a_known_peak_show_no_mfu(kind: str):
+    assert chip(kind).flops_per_device is None and not chip(kind).multiplies_bfloat16
+
+
+def test_names_are_unique():
+    assert len({known.name for known in CHIPS}) == len(CHIPS)
+
+
+FAULTS = """
+import resource
+from affinage.hardware.devices import prepare
+prepare()
+import jax, jax.numpy as jnp
+step = jax.jit(lambda x: jnp.sin(jnp.sort(x, axis=0)[::-1] * 2).sum())
+x = jnp.ones((1024, 4096))
+for _ in range(10): step(x).block_until_ready()  # until the heap has its size
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5): step(x).block_until_ready()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
+def test_a_step_takes_its_temporaries_from_warm_memory(tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 500  # the temporaries are 8,192 pages
+    folder = next((tmp_path / "affinage").iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_another_platform_keeps_its_own_allocator(monkeypatch):
+    from affinage.hardware import allocator
+
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    assert not allocator.keep_freed_memory()
