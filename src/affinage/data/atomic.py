@@ -36,12 +36,10 @@ class HashingFile:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[HashingFile]:
-    """Open `path` for writing under another name, and rename it into place once it is complete and on disk."""
+    """Open `path` for writing under another name, and rename it into place once it is complete."""
     partial = path.with_name(path.name + _PARTIAL)
     with partial.open("wb") as file:
         yield HashingFile(file)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(partial, path)
 
 

@@ -16,7 +16,7 @@ from affinage.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
-MIXTURE_BLOCK = 1024  # rows over which the weights hold exactly, up to rounding to whole rows
+MIXTURE_BLOCK = 1024  # rows over which weights hold, rounded to whole rows: to a tenth of a percent
 _ROUNDS = 4  # of the cipher behind index_shuffle; Grain's own default
 
 
@@ -64,8 +64,8 @@ class RowFeed:
     """Endless shuffled batches from one or several folders of rows.
 
     Without weights, an epoch goes once through all rows of all folders. With weights, each folder has epochs of its
-    own, and every 1,024 consecutive rows of the feed hold the folders in the given proportions. Each epoch has its
-    own order. Memory does not grow with the number of rows.
+    own, and they take turns in a fixed pattern of 1,024 rows that holds them in the given proportions. Each epoch has
+    its own order. Memory does not grow with the number of rows.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RowFeed:
         heights = [files.rows for files in self._files.values()]
         self.rows = sum(heights)  # in all folders
         self._starts = np.cumsum([0, *heights])
-        self._counts = None if weights is None else _whole_rows([weights[name] for name in self._names])
+        self._mixture = None if weights is None else _mixture([weights[name] for name in self._names])
 
     @property
     def tokens_per_batch(self) -> int:
@@ -110,17 +110,15 @@ class RowFeed:
 
     def _place(self, position: int) -> tuple[int, int]:
         """Folder and row at a position of the endless shuffled sequence of rows."""
-        if self._counts is None:
+        if self._mixture is None:
             row = self._shuffled(position, self.rows, "all")
             folder = int(np.searchsorted(self._starts, row, side="right")) - 1
             return folder, row - int(self._starts[folder])
+        folders, ranks, counts = self._mixture
         block, slot = divmod(position, MIXTURE_BLOCK)
-        slot = index_shuffle(slot, max_index=MIXTURE_BLOCK - 1, seed=_key(self._seed, "mix", block), rounds=_ROUNDS)
-        folder = int(np.searchsorted(self._counts, slot, side="right")) - 1
-        rank = slot - int(self._counts[folder])
-        height = int(self._counts[folder + 1] - self._counts[folder])
+        folder = folders[slot]
         name = self._names[folder]
-        return folder, self._shuffled(block * height + rank, self._files[name].rows, name)
+        return folder, self._shuffled(block * counts[folder] + ranks[slot], self._files[name].rows, name)
 
     def _shuffled(self, position: int, rows: int, name: str) -> int:
         """Row at a position of the endless sequence of epochs of `rows` rows."""
@@ -179,15 +177,20 @@ def _weighted(weights: Mapping[str, float], named: Mapping[str, Path]) -> list[s
     return chosen
 
 
-def _whole_rows(weights: list[float]) -> np.ndarray:
-    """Cumulative rows per folder in a block, by largest remainder, at least one each, int64 [folders + 1]."""
+def _mixture(weights: list[float]) -> tuple[list[int], list[int], list[int]]:
+    """The order in which folders take turns in a block of rows: folder and rank of every slot, rows of every folder.
+
+    A folder's rows are spread evenly over the block. Their numbers are rounded by largest remainder, to at least one.
+    """
     shares = np.array(weights) / sum(weights) * MIXTURE_BLOCK
     counts = np.maximum(np.floor(shares).astype(np.int64), 1)
-    short = MIXTURE_BLOCK - int(counts.sum())
-    by_remainder = np.argsort(-(shares - counts), kind="stable")
-    counts[by_remainder[: max(short, 0)]] += 1
-    counts[np.argmax(counts)] += min(short, 0)
-    return np.concatenate([[0], np.cumsum(counts)])
+    missing = MIXTURE_BLOCK - int(counts.sum())
+    counts[np.argsort(counts - shares, kind="stable")[: max(missing, 0)]] += 1
+    counts[np.argmax(counts)] += min(missing, 0)
+    folders = np.repeat(np.arange(len(counts)), counts)
+    ranks = np.concatenate([np.arange(count) for count in counts])
+    order = np.argsort((ranks + 0.5) / counts[folders], kind="stable")
+    return folders[order].tolist(), ranks[order].tolist(), counts.tolist()
 
 
 class ValidationRows:

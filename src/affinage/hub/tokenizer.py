@@ -3,13 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from sentencepiece import sentencepiece_model_pb2 as sentencepiece_format
+from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.chat import chat_template
-from affinage.data.special_tokens import BOS, CODE, CONTROL_PIECES, ENDCODE, EOS, IM_END, IM_START, PAD, UNK
+from affinage.data.special_tokens import (
+    BOS,
+    CODE,
+    CONTROL_PIECES,
+    ENDCODE,
+    EOS,
+    FIXED_PIECES,
+    IM_END,
+    IM_START,
+    PAD,
+    UNK,
+)
 from affinage.data.tokenizer import Tokenizer
 
 _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
@@ -50,9 +61,8 @@ def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:
 
 def _from_sentencepiece(path: Path) -> FastTokenizer:
     """BPE with byte fallback and the merges that a SentencePiece model implies."""
-    model = sentencepiece_format.ModelProto()
-    model.ParseFromString(path.read_bytes())
-    vocabulary = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    model = SentencePieceProcessor(model_file=str(path))
+    vocabulary = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
     fast = FastTokenizer(
         models.BPE(vocabulary, merges_of(model), unk_token=CONTROL_PIECES[UNK], fuse_unk=True, byte_fallback=True)
     )
@@ -61,20 +71,19 @@ def _from_sentencepiece(path: Path) -> FastTokenizer:
     return fast
 
 
-def merges_of(model: sentencepiece_format.ModelProto) -> list[tuple[str, str]]:
+def merges_of(model: SentencePieceProcessor) -> list[tuple[str, str]]:
     """All pairs of pieces that join to a piece, the best-scored piece first.
 
     SentencePiece keeps the pieces only: it joins whichever neighbours make the best-scored piece, so every way to
     split a piece into two is a merge.
     """
-    kind = sentencepiece_format.ModelProto.SentencePiece
-    normal = {piece.piece: i for i, piece in enumerate(model.pieces) if piece.type == kind.NORMAL}
-    score = [piece.score for piece in model.pieces]
+    ids = range(len(FIXED_PIECES), model.get_piece_size())
+    joined = {model.id_to_piece(i): i for i in ids if not model.is_byte(i)}
     merges = []
-    for piece in sorted((piece for piece in normal if len(piece) > 1), key=lambda piece: -score[normal[piece]]):
+    for piece in sorted(joined, key=lambda piece: -model.get_score(joined[piece])):
         splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        known = [(left, right) for left, right in splits if left in normal and right in normal]
-        merges += sorted(known, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+        known = [(left, right) for left, right in splits if left in joined and right in joined]
+        merges += sorted(known, key=lambda pair: (joined[pair[0]], joined[pair[1]]))
     return merges
 
 

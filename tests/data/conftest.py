@@ -1,0 +1,33 @@
+"""A split and tokenizers of both kinds, made once for all tests of this folder."""
+
+from pathlib import Path
+
+import pytest
+
+from affinage.data.tokenizer import Tokenizer, train_tokenizer
+from affinage.recipe.data import TokenizerSettings
+from tiny_corpus import write_split
+
+
+@pytest.fixture(scope="session")
+def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_split(tmp_path_factory.mktemp("split"))
+
+
+@pytest.fixture(scope="session")
+def bpe(split_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bpe")
+    train_tokenizer(split_folder, folder, TokenizerSettings(vocabulary=500), ("en", "fr"), seed=0)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="session")
+def characters(split_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("characters")
+    train_tokenizer(split_folder, folder, TokenizerSettings(kind="characters"), ("en", "fr"), seed=0)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(params=["bpe", "characters"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return request.getfixturevalue(request.param)

@@ -1,0 +1,212 @@
+import hashlib
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinage.data.documents import DocumentWriter, read_documents
+from affinage.data.feed import ValidationRows, make_batch
+from affinage.data.row_files import file_safe, open_rows, write_rows
+from affinage.data.rows import pack_rows
+from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
+from affinage.recipe.data import RowsSettings
+from tiny_corpus import write_split
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    pack_rows(split_folder, bpe, folder, RowsSettings(context=CONTEXT, shards=3), seed=0)
+    return folder
+
+
+def documents_by_group(split_folder: Path, part: str) -> dict[str, dict[tuple[str, str], str]]:
+    groups: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
+    for batch in read_documents(split_folder / part):
+        for document in batch.to_pylist():
+            language = document["language"]
+            group = language if part == "train" else f"{file_safe(document['source'])}.{language}"
+            groups[group][document["source"], document["id"]] = document["text"]
+    return groups
+
+
+def read_all(folder: Path) -> np.ndarray:
+    """All rows of a folder, with numpy alone."""
+    facts = json.loads((folder / "rows.json").read_text())
+    return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("rows")])
+
+
+def stream_of(rows: np.ndarray, overlap: int) -> list[int]:
+    """The tokens that were cut into rows, without the repeated ones and the padding."""
+    tokens = [*rows[0].tolist(), *(token for row in rows[1:] for token in row[overlap:].tolist())]
+    return tokens[: len(tokens) - list(reversed(tokens)).index(EOS)]
+
+
+@pytest.mark.parametrize(("part", "overlap"), [("train", 0), ("validation", 1)])
+def test_rows_hold_every_document_once_whole_and_nothing_else(
+    packed: Path, split_folder: Path, bpe: Tokenizer, part: str, overlap: int
+):
+    groups = documents_by_group(split_folder, part)
+    assert {path.name for path in (packed / part).iterdir()} == set(groups)
+    for group, documents in groups.items():
+        rows = read_all(packed / part / group)
+        assert rows.dtype == np.uint16 and rows.shape[1] == CONTEXT
+        stream = stream_of(rows, overlap)
+        found = [bpe.decode(text) for text in split_at_documents(stream)]
+        assert sorted(found) == sorted(documents.values())
+        facts = json.loads((packed / part / group / "rows.json").read_text())
+        assert facts["tokens"] == len(stream)
+        assert facts["documents"] == len(documents)
+        assert facts["bytes"] == sum(len(text.encode()) for text in documents.values())
+        assert np.count_nonzero(rows == PAD) == rows.size - len(stream) - overlap * (len(rows) - 1)
+
+
+def split_at_documents(stream: list[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for token in stream:
+        if token == BOS:
+            found.append([])
+        else:
+            found[-1].append(token)
+    assert all(document[-1] == EOS and EOS not in document[:-1] for document in found)
+    return found
+
+
+def test_every_byte_of_validation_text_is_predicted_exactly_once(packed: Path, split_folder: Path, bpe: Tokenizer):
+    """Bits per byte: the bytes that are counted are those of the tokens that the loss counts."""
+    for group, documents in documents_by_group(split_folder, "validation").items():
+        validation = ValidationRows(packed / "validation" / group, batch=4)
+        predicted = ends = 0
+        for batch in validation:
+            tokens, mask, segment_ids = batch["tokens"], batch["loss_mask"], batch["segment_ids"]
+            for row in range(len(tokens)):
+                for t in range(CONTEXT - 1):
+                    if mask[row, t + 1] and segment_ids[row, t + 1] == segment_ids[row, t]:
+                        predicted += int(bpe.piece_bytes[tokens[row, t + 1]])
+                        ends += tokens[row, t + 1] == EOS
+        assert validation.bytes == predicted == sum(len(text.encode()) for text in documents.values())
+        assert ends == len(documents)
+
+
+def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: Path):
+    folder = next((packed / "validation").iterdir())
+    whole = ValidationRows(folder, batch=4)
+    limited = ValidationRows(folder, batch=4, limit=5)
+    assert limited.rows == 5 and len(limited) == 2
+    assert limited.bytes == np.load(folder / "bytes.npy")[np.arange(5) * whole.rows // 5].sum()
+    last = limited.batch(1)
+    assert last["tokens"].shape == (4, CONTEXT)
+    assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_lineage_names_the_document_of_every_token(packed: Path, split_folder: Path, bpe: Tokenizer, part: str):
+    for group, documents in documents_by_group(split_folder, part).items():
+        rows = read_all(packed / part / group)
+        spans = pq.read_table(packed / part / group / "documents.parquet").to_pylist()
+        covered = np.zeros(rows.shape, int)
+        for span in spans:
+            covered[span["row"], span["start"] : span["stop"]] += 1
+            said = rows[span["row"], span["start"] : span["stop"]].tolist()
+            whole = [BOS, *bpe.encode(documents[span["source"], span["id"]]), EOS]
+            assert any(whole[i : i + len(said)] == said for i in range(len(whole)))
+            assert span["url"] == f"file:///{span['source']}"
+        assert (covered == (rows != PAD)).all()
+
+
+def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+    again = write_split(tmp_path / "split", reverse=True)
+    settings = RowsSettings(context=CONTEXT)
+    for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
+        pack_rows(split, bpe, tmp_path / name, settings, seed=seed)
+    a, b, c = (read_all(tmp_path / name / "train" / "en") for name in "abc")
+    assert (a == b).all()
+    assert a.shape == c.shape and (a != c).any()
+    ids = pq.read_table(tmp_path / "a" / "train" / "en" / "documents.parquet").column("id").to_pylist()
+    assert ids != sorted(ids)
+
+
+def test_shards_are_counted_hashed_and_nearly_equal(packed: Path):
+    folder = packed / "train" / "en"
+    facts = json.loads((folder / "rows.json").read_text())
+    assert list(facts["files"]) == [f"rows-{i:05d}-of-00003.npy" for i in range(3)]
+    heights = []
+    for name, counted in facts["files"].items():
+        content = (folder / name).read_bytes()
+        assert counted["sha256"] == hashlib.sha256(content).hexdigest()
+        assert counted["bytes"] == len(content)
+        heights.append(counted["rows"])
+    assert sum(heights) == facts["rows"] and max(heights) - min(heights) <= 1
+    assert not list(packed.rglob("*.partial")) and not (packed / "scratch").exists()
+
+
+@given(
+    heights=st.lists(st.integers(1, 7), min_size=1, max_size=8),
+    shards=st.integers(1, 12),
+)
+def test_blocks_of_any_height_give_the_same_files(heights: list[int], shards: int, tmp_path_factory):
+    rows = np.arange(sum(heights) * 3, dtype=np.uint32).reshape(-1, 3)
+    blocks = np.split(rows, np.cumsum(heights)[:-1])
+    folder = tmp_path_factory.mktemp("blocks")
+    files = write_rows(folder, blocks, rows=len(rows), context=3, shards=shards, dtype=np.uint32)
+    assert (np.concatenate([np.load(folder / name) for name in files]) == rows).all()
+    assert len(files) == min(shards, len(rows))
+
+
+def test_a_large_vocabulary_is_written_in_32_bits(bpe: Tokenizer, tmp_path: Path, split_folder: Path, monkeypatch):
+    monkeypatch.setattr(type(bpe), "dtype", property(lambda self: np.uint32))
+    summary = pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT), seed=0)
+    assert summary["dtype"] == "uint32"
+    assert read_all(tmp_path / "train" / "fr").dtype == np.uint32
+
+
+def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
+    with DocumentWriter(tmp_path / "train") as writer:
+        writer.add(id="0", source="s", language="", text="the river")
+    with DocumentWriter(tmp_path / "validation") as writer:
+        writer.add(id="1", source="s", language="", text="漢 the 漢字 river" * 9)
+    pack_rows(tmp_path, characters, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
+    assert ValidationRows(tmp_path / "rows" / "validation" / "s.und", batch=2).bytes == 9 * len(
+        "漢 the 漢字 river".encode()
+    )
+
+
+def test_what_a_killed_run_left_is_replaced(split_folder: Path, bpe: Tokenizer, packed: Path, tmp_path: Path):
+    for stale in ("train/xx", "validation/yy", "scratch"):
+        (tmp_path / stale).mkdir(parents=True)
+        (tmp_path / stale / "rows.json").write_text("{}")
+    pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT, shards=3), seed=0)
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    expected = {path.relative_to(packed): path.read_bytes() for path in packed.rglob("*") if path.is_file()}
+    assert written == expected
+
+
+def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path, split_folder: Path):
+    with DocumentWriter(tmp_path / "split" / "train"):
+        pass
+    with pytest.raises(UserError, match="no text to train on"):
+        pack_rows(tmp_path / "split", bpe, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
+    with pytest.raises(UserError, match="no rows here"):
+        open_rows(tmp_path)
+    pack_rows(split_folder, bpe, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
+    shard = tmp_path / "rows" / "train" / "en" / "rows-00000-of-00001.npy"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(UserError, match="cannot be read"):
+        open_rows(shard.parent)
+    np.save(shard, np.zeros((2, CONTEXT), np.uint16))
+    with pytest.raises(UserError, match="the files hold 2"):
+        open_rows(shard.parent)
+
+
+def test_padding_never_counts():
+    tokens = np.array([[BOS, 20, EOS, PAD, PAD]], np.int32)
+    assert make_batch(tokens, np.ones_like(tokens), np.zeros(1))["loss_mask"].tolist() == [[1, 1, 1, 0, 0]]
