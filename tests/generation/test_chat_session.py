@@ -1,0 +1,72 @@
+"""The conversation in the terminal, without a terminal."""
+
+import json
+
+import pytest
+from tiny_models import tiny_llama
+
+from affinage.data.chat import encode_prompt
+from affinage.errors import UserError
+from affinage.generation.chat import HELP, ChatSession, converse
+from affinage.generation.decode import Generator, Request
+
+
+def new_session(tokens=6):
+    return ChatSession(Generator(tiny_llama()), Request(max_new_tokens=tokens))
+
+
+def talk(session, *lines):
+    waiting, written = list(lines), []
+    converse(session, lambda: waiting.pop(0) if waiting else None, written.append)
+    return "".join(written)
+
+
+def test_an_answer_is_what_the_model_says_after_the_chat_prompt():
+    session = new_session()
+    said = talk(session, "Where is Paris?", "/quit", "never read")
+    model = tiny_llama()
+    prompt = encode_prompt([{"role": "user", "content": "Where is Paris?"}], model.tokenizer, "")
+    expected = Generator(model).generate([prompt], Request(max_new_tokens=6))[0].text
+    assert said == expected + "\n"
+    assert session.messages == [
+        {"role": "user", "content": "Where is Paris?"},
+        {"role": "assistant", "content": expected},
+    ]
+
+
+def test_commands_reset_save_and_set_the_system_message(tmp_path):
+    session = new_session()
+    file = tmp_path / "talk.json"
+    talk(session, "one", "/system be brief", "two", f"/save {file}")
+    saved = json.loads(file.read_text())["messages"]
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert saved[0]["content"] == "be brief" and saved[1]["content"] == "two"
+    talk(session, "/reset")
+    assert session.messages == []
+    assert talk(session, "/unknown") == HELP + "\n"
+    assert "cannot be written" in talk(session, f"/save {tmp_path}/missing/folder.json")
+
+
+def test_the_oldest_exchanges_give_way_and_what_never_fits_is_refused():
+    session = new_session()
+    for number in range(8):
+        talk(session, f"number {number}")
+    assert session.messages[0]["content"] not in {"number 0", "number 1"}
+    assert session.messages[-2]["content"] == "number 7"
+    before = list(session.messages)
+    with pytest.raises(UserError, match="tokens with its surroundings"):
+        list(session.reply("long " * 200))
+    assert session.messages == before
+
+
+def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
+    session = new_session(tokens=20)
+    waiting, written = ["hello", None], []
+
+    def write(text):
+        written.append(text)
+        if len(written) == 1:
+            raise KeyboardInterrupt
+
+    converse(session, lambda: waiting.pop(0), write)
+    assert session.messages[-1] == {"role": "assistant", "content": written[0]}
