@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_graphs
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tiny_graphs
 from affinage.hub.families import family_of
 from affinage.model import Call, apply, init_params, parse
 
@@ -42,12 +42,13 @@ def relative(ours, theirs):
 
 
 MODELS = {
-    "llama": tiny_graphs.llama(),
-    "llama with grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
-    "llama with one kv head, tied": tiny_graphs.llama(attention={"kv_heads": 1}, tied=True),
-    "llama with biases and wide heads": tiny_graphs.llama(attention={"bias": True, "head_dim": 12}),
-    "qwen2": tiny_graphs.llama(attention={"kv_heads": 2, "bias": "qkv"}),
-    "qwen3": tiny_graphs.llama(attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
+    "llama": tiny_graphs.llama(layers=2),
+    "llama with grouped queries, tied": tiny_graphs.llama(attention={"kv_heads": 2}, tied=True),
+    "llama with biases, wide heads and one kv head": tiny_graphs.llama(
+        layers=1, attention={"kv_heads": 1, "bias": True, "head_dim": 12}
+    ),
+    "qwen2": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "bias": "qkv"}),
+    "qwen3": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
     "gpt2": tiny_graphs.gpt2(),
 }
 

@@ -112,10 +112,11 @@ def _stack(tree: Tree, layers: int) -> Tree:
     return map_parameters(stacked, tree)
 
 
-def parse(model: Mapping[str, Any], locate: Locate = ".".join) -> Graph:
+def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: int | None = None) -> Graph:
     """The validated graph of a `model:` mapping with `inputs` and `nodes`.
 
     `locate` turns a path such as `("model", "nodes", "blocks", "ffn", "width")` into where the user wrote it.
+    `vocabulary` is what `vocab: auto` stands for: the size of the tokenizer that is in use.
     Raises UserError for unknown kinds, keys and inputs, wrong arity, cycles, shapes without a rule, and dead nodes.
     """
     known_keys(model, ("inputs", "nodes"), ("model",), locate)
@@ -123,7 +124,7 @@ def parse(model: Mapping[str, Any], locate: Locate = ".".join) -> Graph:
     entries = model.get("nodes")
     if not isinstance(entries, Mapping) or not entries:
         raise UserError("the model has no nodes", where=locate(("model", "nodes")))
-    nodes = {str(name): parse_node(str(name), entry, locate) for name, entry in entries.items()}
+    nodes = {str(name): parse_node(str(name), entry, vocabulary, locate) for name, entry in entries.items()}
     check_inputs(nodes, inputs, locate)
     ordered = topological(complete(nodes, locate), locate)
     shapes = infer_shapes(ordered, inputs, locate)

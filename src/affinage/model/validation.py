@@ -12,6 +12,7 @@ from affinage.errors import UserError
 from affinage.model.kind import KINDS, NodeKind
 from affinage.model.node import Node, ancestors
 from affinage.model.shape import TOKENS, Shape, ShapeMismatch
+from affinage.recipe.mistakes import explain
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -22,7 +23,7 @@ NODE_KEYS = ("kind", "in", "repeat", "scan")
 def _suggest(word: str, known: Iterable[str]) -> str:
     """A line that names the nearest known word, or all of them."""
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+    return f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(sorted(known))}."
 
 
 def known_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> None:
@@ -31,7 +32,11 @@ def known_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> 
         raise UserError(f"{path[-1]} must be a mapping, not {entry!r}", where=locate(path))
     for key in entry:
         if key not in known:
-            raise UserError(f"unknown key {key!r}", where=locate((*path, str(key))), fix=_suggest(str(key), known))
+            raise UserError(
+                f"`{'.'.join((*path[2:], str(key)))}` is not a setting",
+                where=locate((*path, str(key))),
+                fix=_suggest(str(key), known),
+            )
 
 
 def parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
@@ -42,19 +47,19 @@ def parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
     for name in names:
         if name not in INPUTS:
             raise UserError(
-                f"unknown input {name!r}", where=locate(("model", "inputs")), fix=_suggest(str(name), INPUTS)
+                f"unknown input `{name}`", where=locate(("model", "inputs")), fix=_suggest(str(name), INPUTS)
             )
     return {name: INPUTS[name] for name in names}
 
 
-def parse_node(name: str, entry: Any, locate: Locate) -> Node:
-    """One node, its settings validated and its inputs counted."""
+def parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -> Node:
+    """One node, its settings validated and its inputs counted; `vocabulary` is what `vocab: auto` stands for."""
     path: Path = ("model", "nodes", name)
     if not isinstance(entry, Mapping) or "kind" not in entry or "in" not in entry:
-        raise UserError(f"node {name!r} needs `kind` and `in`", where=locate(path))
+        raise UserError(f"node `{name}` needs `kind` and `in`", where=locate(path))
     kind = KINDS.get(entry["kind"])
     if kind is None:
-        what = f"unknown kind {entry['kind']!r}"
+        what = f"unknown kind `{entry['kind']}`"
         raise UserError(what, where=locate((*path, "kind")), fix=_suggest(str(entry["kind"]), KINDS))
     inputs = entry["in"] if isinstance(entry["in"], list | tuple) else [entry["in"]]
     if len(inputs) != len(kind.takes) or not all(isinstance(i, str) for i in inputs):
@@ -66,43 +71,32 @@ def parse_node(name: str, entry: Any, locate: Locate) -> Node:
     if scan not in (True, False, "auto"):
         raise UserError(f"scan must be true, false or auto, not {scan!r}", where=locate((*path, "scan")))
     settings = {key: value for key, value in entry.items() if key not in NODE_KEYS}
+    if settings.get("vocab") == "auto":
+        if vocabulary is None:
+            fix = "Run the tokenizer's stage first, or give the number."
+            raise UserError("`vocab: auto` is the tokenizer's vocabulary", where=locate((*path, "vocab")), fix=fix)
+        settings["vocab"] = vocabulary
     return Node(name, _parse_settings(kind, settings, path, locate), tuple(inputs), repeat, scan)
 
 
 def _parse_settings(kind: type[NodeKind], settings: dict[str, Any], path: Path, locate: Locate) -> NodeKind:
+    known_keys(settings, [*kind.model_fields, *NODE_KEYS], path, locate)
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        inner: Path = tuple(str(part) for part in first["loc"])
-        where = locate((*path, *inner))
-        if first["type"] == "extra_forbidden":
-            known = _fields(kind, inner[:-1]) + (list(NODE_KEYS) if len(inner) == 1 else [])
-            raise UserError(f"unknown key {inner[-1]!r}", where=where, fix=_suggest(inner[-1], known)) from None
-        given = "" if first["type"] == "missing" else f", got {first['input']!r}"
-        message = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{'.'.join(inner) or path[-1]}: {message}{given}", where=where) from None
-
-
-def _fields(settings: Any, path: Path) -> list[str]:
-    """Names of the settings at a path of nested settings classes."""
-    for part in path:
-        annotation = settings.model_fields[part].annotation
-        options = [annotation, *getattr(annotation, "__args__", ())]
-        settings = next(option for option in options if hasattr(option, "model_fields"))
-    return list(settings.model_fields)
+        raise explain(error, kind, settings, lambda inner: locate((*path, *map(str, inner)))) from None
 
 
 def check_inputs(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate) -> None:
     """Every node has a name of its own, and takes what exists."""
     for name in nodes:
         if name in inputs:
-            raise UserError(f"node {name!r} has the name of an input", where=locate(("model", "nodes", name)))
+            raise UserError(f"node `{name}` has the name of an input", where=locate(("model", "nodes", name)))
     for node in nodes.values():
         for name in node.inputs:
             if name not in nodes and name not in inputs:
                 raise UserError(
-                    f"node {node.name!r} takes {name!r}, which is neither a node nor an input",
+                    f"node `{node.name}` takes `{name}`, which is neither a node nor an input",
                     where=locate(("model", "nodes", node.name, "in")),
                     fix=_suggest(name, [*nodes, *inputs]),
                 )
@@ -116,7 +110,7 @@ def complete(nodes: Mapping[str, Node], locate: Locate) -> dict[str, Node]:
         try:
             kind = node.kind.complete(kinds)
         except ValueError as error:
-            raise UserError(f"node {name!r}: {error}", where=locate(("model", "nodes", name))) from None
+            raise UserError(f"node `{name}`: {error}", where=locate(("model", "nodes", name))) from None
         completed[name] = replace(node, kind=kind)
     return completed
 
@@ -149,9 +143,9 @@ def infer_shapes(ordered: Mapping[str, Node], inputs: Mapping[str, Shape], locat
         try:
             shapes[node.name] = node.kind.shape(given)
         except ShapeMismatch as error:
-            raise UserError(f"node {node.name!r} ({node.kind.kind_name}): {error}", where=where) from None
+            raise UserError(f"node `{node.name}` ({node.kind.kind_name}): {error}", where=where) from None
         if node.repeat is not None and (shapes[node.name],) != given:
-            what = f"node {node.name!r} cannot repeat: it turns {given[0]} into {shapes[node.name]}"
+            what = f"node `{node.name}` cannot repeat: it turns {given[0]} into {shapes[node.name]}"
             raise UserError(what, where=where)
     return shapes
 
@@ -167,6 +161,6 @@ def check_alive(nodes: Mapping[str, Node], locate: Locate) -> None:
     for name in nodes:
         if name not in alive:
             raise UserError(
-                f"node {name!r} is dead: nothing that leads to {losses[0]!r} uses it",
+                f"node `{name}` is dead: nothing that leads to `{losses[0]}` uses it",
                 where=locate(("model", "nodes", name)),
             )

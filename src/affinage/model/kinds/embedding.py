@@ -7,6 +7,7 @@ from jaxtyping import Array
 from pydantic import Field
 from typing_extensions import override
 
+from affinage.errors import UserError
 from affinage.model.kind import Context, NodeKind, node_kind
 from affinage.model.parameter import Parameter, Tree
 from affinage.model.shape import TOKENS, Shape, ShapeMismatch, expect_sequence, sequence_of
@@ -57,8 +58,11 @@ class LearnedPositions(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
         (x,) = inputs
-        if context.cache is None and "positions" not in context.batch and x.shape[1] > self.length:
-            raise ValueError(f"rows of {x.shape[1]} tokens, but learned_positions has {self.length}")
+        if x.shape[1] > self.length:
+            raise UserError(
+                f"rows of {x.shape[1]} tokens are longer than the {self.length} positions that were learned",
+                fix="Shorten the context, or give learned_positions a larger length.",
+            )
         positions = positions_of(context, x.shape[0], x.shape[1])
         return x + jnp.take(params["embedding"], positions, axis=0, mode="clip").astype(x.dtype)
 

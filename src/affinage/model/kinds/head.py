@@ -34,12 +34,12 @@ class Unembed(NodeKind):
             (only,) = embeddings
             tied, source = (only, only) if tied else (False, only)
         elif isinstance(tied, str) and tied not in embeddings:
-            raise ValueError(f"tied: {tied!r} is not an embedding node")
+            raise ValueError(f"tied: `{tied}` is not an embedding node")
         else:
             source = tied or ""
         vocab = embeddings[source].vocab if source else self.vocab
         if tied and self.vocab not in (None, vocab):
-            raise ValueError(f"vocab {self.vocab} differs from the {vocab} of {tied!r} it is tied to")
+            raise ValueError(f"vocab {self.vocab} differs from the {vocab} of `{tied}` it is tied to")
         return self.model_copy(update={"tied": tied, "vocab": vocab})
 
     @property

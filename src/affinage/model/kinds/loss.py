@@ -1,19 +1,25 @@
 """The training objective of language models."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+from pydantic import Field
 from typing_extensions import override
 
 from affinage.model.call import Logits, Loss
 from affinage.model.kind import Context, NodeKind, Result, node_kind
+from affinage.model.kinds.cross_entropy import Objective, Sums, chunked_cross_entropy, cross_entropy
 from affinage.model.parameter import Tree
 from affinage.model.shape import TOKENS, Shape, ShapeMismatch
 
+WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 ...
+AUTO_CHUNK = 256  # ... and this many positions at a time beyond
 
-def next_tokens(tokens: Int[Array, "B S"], batch: dict[str, Array]) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
+
+def next_tokens(tokens: Int[Array, "B S"], batch: Mapping[str, Array]) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
     """Targets and their weights: position t predicts token t + 1 of the same document where `loss_mask` says so."""
     targets = jnp.roll(tokens, -1, axis=1)
     mask = batch.get("loss_mask")
@@ -30,6 +36,9 @@ class NextTokenLoss(NodeKind):
 
     takes = ("logits", "tokens")
     is_loss = True
+    z_loss: float = Field(default=0.0, ge=0)  # weight of the squared log-denominator of the softmax; PaLM has 1e-4
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # share of a target spread over the vocabulary
+    chunk: int | Literal["auto"] = "auto"  # positions whose logits exist at once; 0: all; auto: by their size
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -43,10 +52,20 @@ class NextTokenLoss(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
         logits, tokens = inputs
-        targets, weights = next_tokens(tokens, dict(context.batch))
-        array = logits.array() if isinstance(logits, Logits) else logits.astype(jnp.float32)
-        log_z = jax.nn.logsumexp(array, axis=-1)
-        chosen = jnp.take_along_axis(array, targets[..., None], axis=-1)[..., 0]
-        total, count = jnp.sum((log_z - chosen) * weights), jnp.sum(weights)
-        correct = jnp.sum((chosen >= jnp.max(array, axis=-1)) * weights)
-        return Result(Loss(total, count), metrics={"cross_entropy": (total, count), "accuracy": (correct, count)})
+        targets, weights = next_tokens(tokens, context.batch)
+        sums, count = self._sums(logits, targets, weights), jnp.sum(weights)
+        plain, correct = jax.lax.stop_gradient((sums.cross_entropy, sums.correct))
+        metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
+        return Result(Loss(sums.objective, count), metrics=metrics)
+
+    def _sums(self, logits: Any, targets: Array, weights: Array) -> Sums:
+        objective = Objective(self.z_loss, self.label_smoothing)
+        if not isinstance(logits, Logits):
+            return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
+        chunk = self.chunk
+        if chunk == "auto":
+            size = targets.size * logits.kernel.shape[0] * 4
+            chunk = AUTO_CHUNK if size > WHOLE_BYTES else 0
+        if chunk == 0 or chunk >= targets.shape[1]:
+            return cross_entropy(logits.array(), targets, weights, objective)
+        return chunked_cross_entropy(logits.hidden, logits.kernel, targets, weights, logits.softcap, objective, chunk)
