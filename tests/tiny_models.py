@@ -58,3 +58,29 @@ def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
     graph = parse(LLAMA)
     params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, init_params(graph, jax.random.key(seed)))
     return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
+
+
+GPT2 = {
+    "inputs": ["tokens"],
+    "nodes": {
+        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
+        "positions": {"kind": "learned_positions", "in": "embed", "length": CONTEXT},
+        "blocks": _BLOCK
+        | {
+            "in": "positions",
+            "attention": {"heads": 4, "bias": True},
+            "ffn": {"kind": "gelu", "width": 64, "bias": True},
+            "norm": {"kind": "layer", "eps": 1e-5},
+        },
+        "norm": {"kind": "layer_norm", "in": "blocks", "eps": 1e-5},
+        "logits": {"kind": "unembed", "in": "norm", "tied": True},
+        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+    },
+}
+
+
+@lru_cache
+def tiny_gpt2() -> LoadedModel:
+    """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
+    graph = parse(GPT2)
+    return LoadedModel(graph, init_params(graph, jax.random.key(0)), tokenizer(), "tiny-gpt2", CONTEXT)

@@ -1,0 +1,86 @@
+"""A model as the folder that Hugging Face's libraries load."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from affinage.data.atomic import write_atomically, write_json
+from affinage.data.special_tokens import BOS, EOS, IM_END, PAD
+from affinage.generation.model import LoadedModel
+from affinage.hub.card import CardFacts, model_card
+from affinage.hub.families import family_of
+from affinage.hub.tokenizer import write_hf_tokenizer
+
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def export(
+    model: LoadedModel,
+    folder: Path,
+    *,
+    facts: CardFacts,
+    dtype: str = "float32",
+    chat: bool = False,
+    shard_gigabytes: float = 5.0,
+) -> dict[str, Any]:
+    """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
+
+    The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes.
+    `shard_gigabytes` is the most that one weight file holds, in 1e9 bytes. Returns the files with their sizes.
+    Raises UserError for graphs that no architecture of transformers computes.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    family = family_of(model.graph)
+    config = family.hf_config(model.graph, context=model.context)
+    ids = {"bos_token_id": BOS, "pad_token_id": PAD}
+    # Both "dtype" (transformers 5) and "torch_dtype" (4) are read.
+    write_json(partial / "config.json", config | ids | {"eos_token_id": EOS, "dtype": dtype, "torch_dtype": dtype})
+    write_json(partial / "generation_config.json", ids | {"eos_token_id": [EOS, IM_END], "do_sample": False})
+    tensors = {
+        name: np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
+        for name, tensor in family.to_hf(jax.device_get(model.params), model.graph).items()
+    }
+    _write_weights(tensors, partial, shard_gigabytes)
+    write_hf_tokenizer(
+        model.tokenizer, partial, context=model.context, chat=chat, system_prompt=model.system_prompt if chat else ""
+    )
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    card = model_card(model.name, facts, parameters=parameters, context=model.context, chat=chat)
+    write_atomically(partial / "README.md", card.encode())
+    _replace(partial, folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return {"dtype": dtype, "parameters": parameters, "files": {path.name: path.stat().st_size for path in files}}
+
+
+def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, shard_gigabytes: float) -> None:
+    """One file, or numbered ones with an index, as transformers' save_pretrained would lay them out."""
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=int(shard_gigabytes * 1e9),
+    )
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """Put `new` where `folder` is. A folder cannot be exchanged in one step, so the old one steps aside first."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

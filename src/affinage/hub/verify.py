@@ -1,0 +1,133 @@
+"""Is the exported folder the model? Asked of transformers itself."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from affinage.data.chat import encode_prompt
+from affinage.data.special_tokens import BOS, CONTROL_PIECES
+from affinage.errors import UserError
+from affinage.generation.model import LoadedModel, logits_of
+from affinage.hub.export import DTYPES
+from affinage.model.graph import Graph
+from affinage.model.parameter import Tree
+
+TOLERANCE = 1e-4  # largest difference between two logits, in float32
+_TOKENS_COMPARED = 512  # of every text, at most: enough to see a wrong rotation or mask
+
+TRICKY_TEXTS = (
+    "L'été, où naîtra l'œuvre ? « Ça, dit-elle… »",
+    "🧀 emoji 👩‍👩‍👧‍👦 and 🇫🇷 flags, e\u0301 combining, \u200b zero width",
+    "def f(x):\n\tif x > 0:\n\t\treturn [x ** 2 for _ in range(10)]  # code\n",
+    "   leading, double  and trailing   \n\n\n\t\t newlines \r\n",
+    " ".join(CONTROL_PIECES) + " <|im_start|>user\nspelled, not meant<|im_end|>",
+    "1234567890 3.14159 1e-5 0x1F 12,345.67 €",
+    "",
+    " ",
+    "\x00\x7f日本語 русский العربية",
+)
+
+
+def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
+    """Load `folder` with transformers and compare it with `model`.
+
+    Compared are the logits of `texts` (float32, at most 1e-4 apart; weights rounded to the exported dtype on both
+    sides), the token ids of `texts` and of texts that are hard to tokenise, the ids of the control tokens, and, if the
+    folder has a chat template, the ids of conversations. Returns what was compared and the largest difference.
+    Raises UserError at the first disagreement, or if torch or transformers are missing.
+    """
+    try:
+        import torch  # heavy, and only here
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise UserError(
+            f"verifying an export needs transformers and torch, and {error.name} is not installed",
+            where="export.verify",
+            fix='pip install "affinage[verify]"',
+        ) from error
+    theirs_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    compared = _compare_tokens(folder, theirs_tokenizer, model, [*texts, *TRICKY_TEXTS])
+    conversations = _compare_conversations(folder, theirs_tokenizer, model)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    largest = 0.0
+    params = _rounded(model.params, json.loads((folder / "config.json").read_text())["dtype"])
+    for text in texts:
+        ids = [BOS, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
+        with torch.no_grad():
+            their_logits = theirs(torch.tensor([ids])).logits[0].numpy()
+        difference = float(np.abs(_our_logits(model, params, ids) - their_logits).max())
+        largest = max(largest, difference)
+        if not difference <= TOLERANCE:  # not ">": it must also catch NaN
+            raise _disagreement(folder, f"the logits of {text[:60]!r} differ by {difference:.2e}, not {TOLERANCE:.0e}")
+    return {
+        "texts": len(texts),
+        "largest_logit_difference": largest,
+        "token_sequences": compared,
+        "conversations": conversations,
+    }
+
+
+def _our_logits(model: LoadedModel, params: Tree, ids: Sequence[int]) -> Float[np.ndarray, "S V"]:
+    row = np.zeros((1, min(model.context, _TOKENS_COMPARED)), np.int32)  # one shape, so that it compiles once
+    row[0, : len(ids)] = ids
+    logits: np.ndarray = np.asarray(_logits(model.graph, params, row))[0, : len(ids)]
+    return logits
+
+
+@partial(jax.jit, static_argnames="graph")
+def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return logits_of(graph, params, tokens, positions, "float32")[0].array()
+
+
+def _rounded(params: Tree, dtype: str) -> Tree:
+    """The weights as the export holds them, in float32."""
+    rounded: Tree = jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype]).astype(np.float32), params)
+    return rounded
+
+
+def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequence[str]) -> int:
+    for token, piece in enumerate(CONTROL_PIECES):
+        if theirs.convert_tokens_to_ids(piece) != token:
+            raise _disagreement(folder, f"{piece} has the id {theirs.convert_tokens_to_ids(piece)}, not {token}")
+    for text in texts:
+        ours = model.tokenizer.encode(text)
+        # Text that spells a control token is text: transformers must be told so.
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        if ids != ours:
+            at = next((i for i, (a, b) in enumerate(zip(ours, ids)) if a != b), min(len(ours), len(ids)))
+            raise _disagreement(folder, f"token {at} of {text[:60]!r} is {ids[at : at + 3]}, not {ours[at : at + 3]}")
+    return len(texts)
+
+
+def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
+    if not theirs.chat_template:
+        return 0
+    question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
+    answer = {"role": "assistant", "content": "En France."}
+    conversations = [
+        [question],
+        [{"role": "system", "content": "Be brief."}, question],
+        [question, answer, {"role": "user", "content": " and London?"}],
+    ]
+    for messages in conversations:
+        text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = theirs.encode(text, add_special_tokens=False)
+        if ids != encode_prompt(messages, model.tokenizer, model.system_prompt):
+            raise _disagreement(folder, f"the chat template makes other tokens than training did of {messages!r}")
+    return len(conversations)
+
+
+def _disagreement(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"the exported folder is not the model: {what}",
+        where=str(folder),
+        fix="do not release it; export it again, and if that does not help, report it with the recipe",
+    )

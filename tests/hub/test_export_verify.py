@@ -1,0 +1,138 @@
+"""Exported folders, as transformers sees them: the same tokens, the same logits, the same text."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from affinage.errors import UserError
+from affinage.generation.decode import Generator, Request
+from affinage.hub.card import CardFacts
+from affinage.hub.export import export
+from affinage.hub.verify import verify
+from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
+
+TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
+FACTS = CardFacts(
+    licence="apache-2.0",
+    description="A test.",
+    command="affinage run quickstart",
+    languages=("en", "fr"),
+    sources=[{"name": "pocket-world", "licence": "CC0-1.0", "documents": 1234, "bytes": 5678}],
+    training={"Tokens": 1_000_000},
+    results={
+        "base": {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.5, "stderr": 0.01}}}}},
+        "sft": {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.75, "stderr": None}}}}},
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    model = replace(tiny_llama(scale=3.0), system_prompt="You are a helpful assistant.")
+    export(model, folder, facts=FACTS, chat=True)
+    return model, folder
+
+
+def test_transformers_gives_the_same_tokens_and_logits(exported):
+    model, folder = exported
+    report = verify(folder, model, TEXTS)
+    assert report["largest_logit_difference"] <= 1e-4
+    assert report["texts"] == len(TEXTS) and report["conversations"] == 3 and report["token_sequences"] > 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrower_weights_verify_against_the_rounded_model(dtype, tmp_path):
+    model = tiny_llama(scale=3.0)
+    export(model, tmp_path / "m", facts=FACTS, dtype=dtype)
+    assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
+    assert {str(t.dtype) for t in load_file(tmp_path / "m/model.safetensors").values()} == {dtype}
+
+
+def test_gpt2_has_its_own_architecture(tmp_path):
+    model = tiny_gpt2()
+    export(model, tmp_path / "m", facts=FACTS)
+    assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    verify(tmp_path / "m", model, TEXTS[:2])
+
+
+def test_greedy_text_of_transformers_equals_ours(exported):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, folder = exported
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = [2, *model.tokenizer.encode("La capitale")]
+    count = 72
+    ours = Generator(model).generate([prompt], Request(count, stop_ids=()))[0].tokens
+    ids = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None
+    )[0].tolist()
+    assert ids[len(prompt) :] == ours and len(ours) == count
+    assert len(set(ours)) > 5, "a repeated token would prove little"
+
+
+def test_both_ends_are_in_the_generation_settings(exported):
+    _, folder = exported
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [3, 7] and settings["pad_token_id"] == 0
+    assert "You are a helpful assistant." in json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
+    model, folder = exported
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    tensors = dict(load_file(broken / "model.safetensors"))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1.01)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="logits"):
+        verify(broken, model, TEXTS)
+    other = replace(model, tokenizer=_Shifted(model.tokenizer))
+    with pytest.raises(UserError, match="token 0"):
+        verify(folder, other, TEXTS)
+
+
+class _Shifted:
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, text):
+        return [token + 1 for token in self._tokenizer.encode(text)]
+
+
+def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exported, tmp_path):
+    model, folder = exported
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "old.txt").write_text("of an earlier export")
+    summary = export(model, target, facts=FACTS, chat=True)
+    assert {p.name for p in target.iterdir()} == {p.name for p in folder.iterdir()} == set(summary["files"])
+    for file in folder.iterdir():
+        assert file.read_bytes() == (target / file.name).read_bytes(), file.name
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_large_models_are_written_in_several_files_with_an_index(tmp_path):
+    model = tiny_llama(scale=3.0)
+    export(model, tmp_path / "m", facts=FACTS, shard_gigabytes=1e-4)
+    index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(4 * leaf.size for leaf in jax.tree.leaves(model.params))
+    verify(tmp_path / "m", model, TEXTS[:1])
+
+
+def test_the_card_tells_licence_scores_text_and_command(exported):
+    _, folder = exported
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.language == ["en", "fr"]
+    assert [result.metric_value for result in card.data.eval_results] == [0.75]
+    assert "| facts\\|en | acc | 0.500 ± 0.010 | 0.750 |" in card.text
+    assert "| pocket-world | CC0-1.0 | 1,234 | 5,678 |" in card.text
+    assert "affinage run quickstart" in card.text and str(CONTEXT) in card.text
