@@ -25,7 +25,7 @@ class CardFacts:
 
 
 def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, chat: bool) -> str:
-    """README.md of a released model, with the metadata that the Hugging Face Hub reads; its scores are the last results."""
+    """README.md of a released model, with metadata for the Hugging Face Hub; the scores in it are the last results."""
     sections = [
         f"---\n{_metadata(name, facts, chat).to_yaml()}\n---\n",
         f"# {name}\n",
