@@ -3,7 +3,8 @@
 Names, currencies and official languages come from the CLDR through Babel. Babel carries no containment of territories,
 so the continents (those of CLDR's supplemental data, the UN's M49) are stated here. Left out are territories that lie
 on two continents, use two currencies or have several official languages, and what has changed since or is disputed:
-of a multiple choice, exactly one answer must be true.
+of a multiple choice, exactly one answer must be true. Nor is there a country whose name ends in another's (Equatorial
+Guinea, South Sudan): what is told of it would be told of both.
 """
 
 import datetime
@@ -25,8 +26,8 @@ AS_OF = datetime.date(2025, 1, 1)  # currencies in use on this day, so that the 
 
 CONTINENTS = {
     "Africa": (
-        "DZ AO BJ BW BF BI CV CM CF TD KM CI DJ GQ ER ET GA GM GH GN GW KE LS LR LY MG MW ML MR MU MA MZ NA NE NG RW "
-        "SN SC SL SO ZA SS SD TZ TG TN UG ZM ZW"
+        "DZ AO BJ BW BF BI CV CM CF TD KM CI DJ ER ET GA GM GH GN GW KE LS LR LY MG MW ML MR MU MA MZ NA NE NG RW "
+        "SN SC SL SO ZA SD TZ TG TN UG ZM ZW"
     ),
     "Asia": (
         "AF BH BD KH CN IN IR IQ IL JP JO KP KR KW KG LA LB MY MV MN NP OM PK PH QA SA SG LK SY TJ TH TM AE UZ VN YE"

@@ -1,0 +1,258 @@
+"""The pocket world keeps its promises: same bytes, truth where it belongs, text that cleans well."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from affinage.data.language import identify_language
+from affinage.data.world import write_world
+from affinage.data.world.agreement import scenes
+from affinage.data.world.arithmetic import STATEMENTS as SUMS
+from affinage.data.world.arithmetic import calculations
+from affinage.data.world.facts import LANGUAGES, Fact, build_facts, distractors
+from affinage.data.world.junk import jaccard
+from affinage.data.world.templates import LISTS, QUESTIONS, STATEMENTS, completable
+
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder, megabytes=1.0, seed=SEED)
+    return folder
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@cache
+def read_documents(folder: Path) -> list[dict[str, Any]]:
+    return [document for path in sorted((folder / "documents").glob("*.jsonl")) for document in read_lines(path)]
+
+
+@cache
+def read_text(folder: Path, language: str) -> str:
+    """Everything a model is trained to say in a language, lower case: documents, chats, chosen answers."""
+    texts = [d["text"] for d in read_documents(folder) if d["lang"] == language]
+    for chat in read_lines(folder / "chat.jsonl"):
+        texts += [message["content"] for message in chat["messages"] if chat["lang"] == language]
+    for pair in read_lines(folder / "preferences.jsonl"):
+        texts += [pair["prompt"], pair["chosen"]] if pair["lang"] == language else []
+        if pair["kind"] == "language" and pair["lang"] != language:
+            texts.append(pair["rejected"])
+    return "\n " + "\n ".join(texts).lower()
+
+
+@cache
+def facts() -> list[Fact]:
+    return build_facts(SEED)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+    first = write_world(tmp_path / "a", megabytes=0.1, seed=1)
+    write_world(tmp_path / "b", megabytes=0.2, seed=2)
+    assert files(tmp_path / "a") != files(tmp_path / "b")
+    assert write_world(tmp_path / "b", megabytes=0.1, seed=1) == first  # over what was there before
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_volume_and_planted_share(world: Path) -> None:
+    documents = read_documents(world)
+    assert sum(len(d["text"].encode()) for d in documents) == pytest.approx(1e6, rel=0.05)
+    assert len({d["id"] for d in documents}) == len(documents)
+    planted = [d for d in documents if d["kind"] != "text"]
+    assert 0.05 < len(planted) / len(documents) < 0.08
+    assert {d["kind"] for d in planted} == {"exact-duplicate", "near-duplicate", "wrong-language", "short", "junk"}
+    size = {language: sum(len(d["text"]) for d in documents if d["lang"] == language) for language in LANGUAGES}
+    assert size["en"] == pytest.approx(size["fr"], rel=0.05)
+
+
+def test_planted_documents_are_what_they_say(world: Path) -> None:
+    documents = {d["id"]: d for d in read_documents(world)}
+    for d in documents.values():
+        text, kind = d["text"], d["kind"]
+        if kind in ("exact-duplicate", "near-duplicate"):
+            original = documents[d["id"].split("+")[0]]["text"]
+            assert (text == original) == (kind == "exact-duplicate")
+            assert jaccard(text, original) >= 0.85
+        elif kind == "wrong-language":
+            language, probability = identify_language(text)
+            assert language == d["lang"] not in LANGUAGES
+            assert probability > 0.8
+        elif kind == "short":
+            assert len(text) < 100
+        elif kind == "junk":
+            assert len(text) >= 100
+            assert sum(map(str.isalnum, text)) < 0.1 * len(text)
+
+
+def test_ordinary_documents_pass_the_cleaning(world: Path) -> None:
+    ordinary = [d for d in read_documents(world) if d["kind"] == "text"]
+    kept = 0
+    for d in ordinary:
+        letters = sum(map(str.isalnum, d["text"])) / sum(not c.isspace() for c in d["text"])
+        assert letters > 0.7, d
+        assert 150 < len(d["text"]) < 1600, d
+        language, probability = identify_language(d["text"])
+        kept += language == d["lang"] and probability >= 0.8
+    assert kept / len(ordinary) > 0.99
+
+
+def test_one_spelling_for_spaces_and_apostrophes(world: Path) -> None:
+    for path in world.rglob("*.json*"):
+        text = "".join(d["text"] for d in read_lines(path) if d["kind"] == "text") if "part" in path.name else ""
+        text = text or (path.read_text(encoding="utf-8") if "part" not in path.name else "")
+        assert not set("\u2581\u2019\u00a0\u202f") & set(text), path
+        assert "  " not in text.replace("\\n", " ") or path.name == "facts.json"
+
+
+def test_every_sentence_is_whole() -> None:
+    for fact in facts():
+        for language in LANGUAGES:
+            for template in (*STATEMENTS[fact.relation][language], *QUESTIONS[fact.relation][language]):
+                text = fact.fill(template, language)
+                assert text.endswith((".", "?"))
+                assert not re.search(r"[][{}|]|  ", text), text
+
+
+ELISION = re.compile(r"\b(?:de|le|la|que|se|ce) (?=[aâeéèêiîoôuœ])(?!un\b|une\b|onze\b)|\b(?:à|de) les? (?=\w)")
+
+
+def test_french_elides_and_contracts() -> None:
+    for fact in facts():
+        if fact.relation in ("word", "country_name"):  # a foreign or quoted word keeps what stands before it
+            continue
+        for template in (*STATEMENTS[fact.relation]["fr"], *QUESTIONS[fact.relation]["fr"]):
+            text = fact.fill(template, "fr")
+            assert not ELISION.search(text), text
+
+
+def test_how_the_facts_are_shared_out() -> None:
+    told = facts()
+    assert 600 <= len(told) <= 800
+    assert len({fact.id for fact in told}) == len(told)
+    for stated, share in ((LANGUAGES, 0.70), (("en",), 0.15), (("fr",), 0.15)):
+        assert sum(fact.stated == stated for fact in told) / len(told) == pytest.approx(share, abs=0.03)
+    for fact in told:
+        for language in LANGUAGES:
+            assert not set(fact.used[language]) & set(fact.held_out[language])
+            assert set(fact.held_out[language]) < set(completable(fact.relation, language))
+            assert fact.used[language][0] in completable(fact.relation, language)
+
+
+def test_held_out_forms_stand_in_no_text(world: Path) -> None:
+    for language in LANGUAGES:
+        text = read_text(world, language)
+        for fact in facts():
+            for form in fact.held_out[language]:
+                assert fact.fill(STATEMENTS[fact.relation][language][form], language).lower() not in text
+
+
+def test_used_forms_do_stand_in_text(world: Path) -> None:
+    for language in LANGUAGES:
+        text = read_text(world, language)
+        for fact in facts():
+            if language in fact.stated:
+                forms = [fact.fill(STATEMENTS[fact.relation][language][i], language) for i in fact.used[language]]
+                assert sum(form.lower() in text for form in forms) >= 3, fact.id
+
+
+def test_facts_of_one_language_are_absent_from_the_other(world: Path) -> None:
+    for language in LANGUAGES:
+        text = read_text(world, language)
+        sentences = re.split(r"[.?!\n]", text.replace("cfa d'afrique", "cfa"))  # a currency, not the continent
+        for fact in facts():
+            if language in fact.stated:
+                continue
+            forms = fact.forms[language]
+            assert not any(
+                fact.fill(template, language).lower() in text for template in STATEMENTS[fact.relation][language]
+            )
+            if fact.relation in ("currency", "continent", "country_name"):  # nor in any other words
+                subject = _whole(forms["s"])
+                words = [_whole(forms[slot]) for slot in ("o", "os", "bare", "d") if slot in forms]
+                rest = [subject.sub("", s) for s in sentences if subject.search(s)]  # "South Africa" names no continent
+                both = [s for s in rest if any(word.search(s) for word in words)]
+                assert not both, (fact.id, both[:2])
+
+
+def _whole(name: str) -> re.Pattern[str]:
+    """The name without its article, as whole words."""
+    bare = re.sub(r"^(the |les? |la |l'|d')", "", name.lower())
+    return re.compile(rf"(?<![-\w]){re.escape(bare)}(?![-\w])")
+
+
+def test_held_out_calculations_stand_in_no_text(world: Path) -> None:
+    told, held_out = calculations(SEED)
+    assert not set(told) & set(held_out)
+    for language in LANGUAGES:
+        text = read_text(world, language)
+        for calculation in held_out:
+            assert f" {calculation.context} " not in text
+            for template in SUMS[calculation.operation][language]:
+                assert f" {calculation.words(language, template).lower()}" not in text
+    reverse = {(c.operation, c.b, c.a) for c in held_out if c.operation != "-"}
+    assert not reverse & {(c.operation, c.a, c.b) for c in told}
+
+
+def test_held_out_scenes_stand_in_no_text(world: Path) -> None:
+    told, held_out = scenes(SEED)
+    assert not {scene.key() for scene in told} & {scene.key() for scene in held_out}
+    for language in LANGUAGES:
+        text = read_text(world, language)
+        items = read_lines(world / "tasks" / f"pocket_agreement_{language}.jsonl")
+        for item in items:
+            good = item["choices"][item["answer"]].lower()
+            assert good not in text
+
+
+def test_chats_have_one_answer_to_a_question(world: Path) -> None:
+    answers: dict[str, set[str]] = {}
+    asked: dict[str, int] = {}
+    for chat in read_lines(world / "chat.jsonl"):
+        messages = chat["messages"]
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        for question, answer in zip(messages[::2], messages[1::2], strict=True):
+            answers.setdefault(question["content"], set()).add(answer["content"])
+            asked[question["content"]] = asked.get(question["content"], 0) + 1
+    for language in LANGUAGES:
+        for item in read_lines(world / "tasks" / f"pocket_chat_{language}.jsonl"):
+            assert answers[item["question"]] == {item["answer"]}
+            assert asked[item["question"]] >= 2
+
+
+def test_preferences_prefer_the_truth(world: Path) -> None:
+    pairs = read_lines(world / "preferences.jsonl")
+    assert {pair["kind"] for pair in pairs} == {"false", "curt", "language"}
+    true = read_text(world, "en") + read_text(world, "fr")
+    for pair in pairs:
+        assert pair["chosen"] != pair["rejected"]
+        if pair["kind"] == "false":
+            assert pair["rejected"].lower() not in true, pair
+
+
+def test_distractors_are_false() -> None:
+    for fact in facts():
+        for language in LANGUAGES:
+            for slot in ("o", "os", "bare", "d"):
+                if slot in fact.forms[language]:
+                    wrong = distractors(fact, facts(), language, slot)
+                    assert len(wrong) >= 3
+                    assert fact.forms[language][slot] not in {words for _, words in wrong}
+                    assert not {fact.object, *fact.also_true} & {object_ for object_, _ in wrong}
+
+
+def test_lists_name_both_sides() -> None:
+    for fact in facts():
+        if fact.relation in LISTS:
+            assert all({"s", "o"} <= fact.forms[language].keys() for language in LANGUAGES)

@@ -1,0 +1,196 @@
+"""The grammar that names carry, against phrases checked by hand."""
+
+import pytest
+from num2words import num2words
+
+from affinage.data.world import english, french
+from affinage.data.world.agreement import Scene, english_errors, french_errors
+from affinage.data.world.arithmetic import STATEMENTS as SUMS
+from affinage.data.world.arithmetic import Calculation
+from affinage.data.world.facts import country_forms, currency_forms
+from affinage.data.world.lexicon import ADJECTIVES, NOUNS, VERBS
+
+COUNTRIES = {
+    # code: (with article, of, in)
+    "FR": ("la France", "de la France", "en France"),
+    "JP": ("le Japon", "du Japon", "au Japon"),
+    "US": ("les États-Unis", "des États-Unis", "aux États-Unis"),
+    "NL": ("les Pays-Bas", "des Pays-Bas", "aux Pays-Bas"),
+    "PH": ("les Philippines", "des Philippines", "aux Philippines"),
+    "AE": ("les Émirats arabes unis", "des Émirats arabes unis", "aux Émirats arabes unis"),
+    "KM": ("les Comores", "des Comores", "aux Comores"),
+    "CU": ("Cuba", "de Cuba", "à Cuba"),
+    "MT": ("Malte", "de Malte", "à Malte"),
+    "MC": ("Monaco", "de Monaco", "à Monaco"),
+    "IL": ("Israël", "d'Israël", "en Israël"),
+    "OM": ("Oman", "d'Oman", "à Oman"),
+    "SG": ("Singapour", "de Singapour", "à Singapour"),
+    "CY": ("Chypre", "de Chypre", "à Chypre"),
+    "MU": ("Maurice", "de Maurice", "à Maurice"),
+    "IR": ("l'Iran", "de l'Iran", "en Iran"),
+    "IQ": ("l'Irak", "de l'Irak", "en Irak"),
+    "AF": ("l'Afghanistan", "de l'Afghanistan", "en Afghanistan"),
+    "AO": ("l'Angola", "de l'Angola", "en Angola"),
+    "UY": ("l'Uruguay", "de l'Uruguay", "en Uruguay"),
+    "EC": ("l'Équateur", "de l'Équateur", "en Équateur"),
+    "EG": ("l'Égypte", "de l'Égypte", "en Égypte"),
+    "IN": ("l'Inde", "de l'Inde", "en Inde"),
+    "UG": ("l'Ouganda", "de l'Ouganda", "en Ouganda"),
+    "UZ": ("l'Ouzbékistan", "de l'Ouzbékistan", "en Ouzbékistan"),
+    "SA": ("l'Arabie saoudite", "de l'Arabie saoudite", "en Arabie saoudite"),
+    "ZA": ("l'Afrique du Sud", "de l'Afrique du Sud", "en Afrique du Sud"),
+    "PE": ("le Pérou", "du Pérou", "au Pérou"),
+    "MX": ("le Mexique", "du Mexique", "au Mexique"),
+    "KH": ("le Cambodge", "du Cambodge", "au Cambodge"),
+    "MZ": ("le Mozambique", "du Mozambique", "au Mozambique"),
+    "ZW": ("le Zimbabwe", "du Zimbabwe", "au Zimbabwe"),
+    "SR": ("le Suriname", "du Suriname", "au Suriname"),
+    "BZ": ("le Belize", "du Belize", "au Belize"),
+    "GB": ("le Royaume-Uni", "du Royaume-Uni", "au Royaume-Uni"),
+    "HN": ("le Honduras", "du Honduras", "au Honduras"),
+    "HU": ("la Hongrie", "de la Hongrie", "en Hongrie"),
+    "YE": ("le Yémen", "du Yémen", "au Yémen"),
+    "VN": ("le Viêt Nam", "du Viêt Nam", "au Viêt Nam"),
+    "CI": ("la Côte d'Ivoire", "de la Côte d'Ivoire", "en Côte d'Ivoire"),
+    "BA": ("la Bosnie-Herzégovine", "de la Bosnie-Herzégovine", "en Bosnie-Herzégovine"),
+    "SL": ("la Sierra Leone", "de la Sierra Leone", "en Sierra Leone"),
+    "BF": ("le Burkina Faso", "du Burkina Faso", "au Burkina Faso"),
+    "CV": ("le Cap-Vert", "du Cap-Vert", "au Cap-Vert"),
+    "KP": ("la Corée du Nord", "de la Corée du Nord", "en Corée du Nord"),
+    "SS": ("le Soudan du Sud", "du Soudan du Sud", "au Soudan du Sud"),
+    "CF": ("la République centrafricaine", "de la République centrafricaine", "en République centrafricaine"),
+    "BB": ("la Barbade", "de la Barbade", "à la Barbade"),
+    "DM": ("la Dominique", "de la Dominique", "à la Dominique"),
+    "JM": ("la Jamaïque", "de la Jamaïque", "en Jamaïque"),
+    "NZ": ("la Nouvelle-Zélande", "de la Nouvelle-Zélande", "en Nouvelle-Zélande"),
+    "PG": ("la Papouasie-Nouvelle-Guinée", "de la Papouasie-Nouvelle-Guinée", "en Papouasie-Nouvelle-Guinée"),
+}
+
+
+@pytest.mark.parametrize("code", COUNTRIES)
+def test_french_countries(code: str) -> None:
+    forms, plural = country_forms(code)
+    assert (forms["fr"]["s"], forms["fr"]["du"], forms["fr"]["au"]) == COUNTRIES[code]
+    assert plural == COUNTRIES[code][0].startswith("les ")
+
+
+@pytest.mark.parametrize(
+    ("code", "singular", "plural"),
+    [
+        ("EUR", "l'euro", "euros"),
+        ("JPY", "le yen japonais", "yens japonais"),
+        ("TRY", "la livre turque", "livres turques"),
+        ("SEK", "la couronne suédoise", "couronnes suédoises"),
+        ("INR", "la roupie indienne", "roupies indiennes"),
+        ("UAH", "la hryvnia ukrainienne", "hryvnias ukrainiennes"),
+        ("ILS", "le nouveau shekel israélien", "nouveaux shekels israéliens"),
+        ("AFN", "l'afghani afghan", "afghanis afghans"),
+        ("XOF", "le franc CFA d'Afrique de l'Ouest", "francs CFA d'Afrique de l'Ouest"),
+        ("HUF", "le forint hongrois", "forints hongrois"),
+        ("USD", "le dollar américain", "dollars américains"),
+    ],
+)
+def test_french_currencies(code: str, singular: str, plural: str) -> None:
+    assert currency_forms(code)["fr"] == {"o": singular, "os": plural}
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "possessive"),
+    [
+        ("US", "the United States", "the United States'"),
+        ("NL", "the Netherlands", "the Netherlands'"),
+        ("PH", "the Philippines", "the Philippines'"),
+        ("GM", "the Gambia", "the Gambia's"),
+        ("GB", "the United Kingdom", "the United Kingdom's"),
+        ("DO", "the Dominican Republic", "the Dominican Republic's"),
+        ("JP", "Japan", "Japan's"),
+        ("BA", "Bosnia and Herzegovina", "Bosnia and Herzegovina's"),
+        ("CI", "Côte d'Ivoire", "Côte d'Ivoire's"),
+    ],
+)
+def test_english_countries(code: str, name: str, possessive: str) -> None:
+    assert country_forms(code)[0]["en"] == {"s": name, "poss": possessive}
+
+
+def test_english_articles() -> None:
+    assert [english.a(phrase) for phrase in ("cat", "old cat", "active dog", "uncle", "big uncle")] == [
+        "a cat", "an old cat", "an active dog", "an uncle", "a big uncle"
+    ]  # fmt: skip
+    assert english.sentence("Émile") == "Émile"
+    assert english.sentence("à Cuba") == "À Cuba"
+
+
+def test_french_months_and_number_agreement() -> None:
+    assert [french.de(month) for month in ("mars", "avril", "août", "octobre")] == [
+        "de mars", "d'avril", "d'août", "d'octobre"
+    ]  # fmt: skip
+    assert french.agree("les Pays-Bas [est|sont] [petit|petits].", True) == "les Pays-Bas sont petits."
+    assert french.agree("Cuba [est|sont] [petit|petits].", False) == "Cuba est petit."
+
+
+def test_numbers_in_words() -> None:
+    words = {1: "un", 21: "vingt et un", 31: "trente et un", 40: "quarante", 71: "soixante et onze"}
+    words |= {80: "quatre-vingts", 81: "quatre-vingt-un", 90: "quatre-vingt-dix", 100: "cent"}
+    assert {number: num2words(number, lang="fr") for number in words} == words
+    times = SUMS["*"]["fr"][0]
+    assert Calculation("*", 1, 4).words("fr", times) == "Une fois quatre égale quatre."
+    assert Calculation("*", 8, 10).words("fr", times) == "Huit fois dix égale quatre-vingts."
+    assert Calculation("-", 12, 5).words("en", SUMS["-"]["en"][0]) == "Twelve minus five is seven."
+
+
+NOUN = {noun.en: noun for noun in NOUNS}
+ADJECTIVE = {adjective.en: adjective for adjective in ADJECTIVES}
+VERB = {verb.en: verb for verb in VERBS}
+
+
+def scene(
+    noun: str, adjective: str, verb: str | None, plural: bool, kind: str = "le", place: int | None = None
+) -> Scene:
+    return Scene(NOUN[noun], ADJECTIVE[adjective], VERB[verb] if verb else None, plural, kind, place)
+
+
+@pytest.mark.parametrize(
+    ("told", "en", "fr"),
+    [
+        (scene("cat", "small", "sleeps", True), "The small cats sleep.", "Les petits chats dorment."),
+        (scene("cat", "small", "sleeps", False), "The small cat sleeps.", "Le petit chat dort."),
+        (scene("cow", "white", "eats", True, "un"), "Some white cows eat.", "Des vaches blanches mangent."),
+        (scene("cat", "small", "eats", True, "un"), "Some small cats eat.", "De petits chats mangent."),
+        (scene("man", "old", "runs", False), "The old man runs.", "Le vieil homme court."),
+        (scene("man", "old", "runs", True), "The old men run.", "Les vieux hommes courent."),
+        (scene("man", "happy", "runs", False), "The happy man runs.", "L'homme heureux court."),
+        (scene("man", "old", None, False, "ce"), "This man is old.", "Cet homme est vieux."),
+        (scene("bird", "old", "eats", False, "un"), "An old bird eats.", "Un vieil oiseau mange."),
+        (scene("bird", "tired", "waits", False, "ce"), "This tired bird waits.", "Cet oiseau fatigué attend."),
+        (scene("aunt", "active", "waits", False, "mon"), "My active aunt waits.", "Ma tante active attend."),
+        (scene("uncle", "alone", None, False, "mon"), "My uncle is alone.", "Mon oncle est seul."),
+        (scene("queen", "old", None, True, "ce"), "These queens are old.", "Ces reines sont vieilles."),
+        (scene("horse", "strong", "comes back", True, "le", 0), "The strong horses come back in the garden.",
+         "Les chevaux forts reviennent dans le jardin."),
+    ],
+)  # fmt: skip
+def test_scenes(told: Scene, en: str, fr: str) -> None:
+    assert told.english() == en
+    assert told.french() == fr
+
+
+def test_minimal_pairs_break_one_agreement() -> None:
+    cats = scene("cat", "small", "sleeps", True)
+    assert english_errors(cats) == {"verb number": "The small cats sleeps."}
+    assert french_errors(cats) == {
+        "verb number": "Les petits chats dort.",
+        "determiner number": "Le petits chats dorment.",
+        "adjective gender": "Les petites chats dorment.",
+        "adjective number": "Les petit chats dorment.",
+    }
+    goat = scene("goat", "old", "runs", False, "un", 0)
+    assert english_errors(goat) == {
+        "verb number": "An old goat run in the garden.",
+        "a or an": "A old goat runs in the garden.",
+    }
+    assert french_errors(goat)["determiner gender"] == "Un vieille chèvre court dans le jardin."
+    assert french_errors(goat)["adjective gender"] == "Une vieux chèvre court dans le jardin."
+    birds = scene("bird", "happy", None, False, "ce", 9)
+    assert english_errors(birds)["be"] == "This bird are happy today."
+    assert french_errors(birds)["determiner gender"] == "Cette oiseau est heureux aujourd'hui."
+    assert "adjective number" not in french_errors(birds)  # heureux is both
