@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import jax
+import jax.numpy as jnp
 
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_bpe
@@ -15,6 +16,7 @@ from affinage.recipe.data import TokenizerSettings
 
 CONTEXT = 96
 VOCABULARY = 420
+FIRST_PIECE = 266  # after the ten fixed ids and the 256 bytes
 _BLOCK = {"kind": "transformer_block", "in": "embed", "repeat": 2}
 _TAIL = {
     "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
@@ -54,9 +56,14 @@ def tokenizer() -> Tokenizer:
 
 @lru_cache
 def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
-    """Two layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies."""
+    """Two layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies.
+
+    The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
+    """
     graph = parse(LLAMA)
     params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, init_params(graph, jax.random.key(seed)))
+    words = jnp.arange(VOCABULARY) >= FIRST_PIECE
+    params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
     return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
 
 

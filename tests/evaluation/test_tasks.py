@@ -1,0 +1,68 @@
+"""Looking up tasks: where their data is, what is refused."""
+
+import gzip
+import json
+
+import pytest
+import yaml
+
+from affinage.errors import UserError
+from affinage.evaluation.tasks import find_tasks, read_json_lines
+
+TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
+
+
+def write(folder, name, content):
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+
+
+def test_data_files_are_found_beside_the_task_file(tmp_path, monkeypatch):
+    write(tmp_path / "tasks", "one.yaml", TASK)
+    write(tmp_path / "tasks", "one.jsonl", '{"a": "x\u2028y"}\n')
+    write(tmp_path / "tasks", "chat.yaml", {"task": "two", "output_type": "generate_until"})
+    monkeypatch.chdir(tmp_path)
+    found = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})
+    assert [task["task"] for task in found.local] == ["two", "one"] and found.named == ("hellaswag",)
+    assert [task["task"] for task in found.chat()] == ["two"]
+    assert found.plain()[-1] == "hellaswag"
+    one = found.local[1]
+    (path,) = one["dataset_kwargs"]["data_files"]["test"]
+    assert path == str(tmp_path / "tasks/one.jsonl")
+    assert one["custom_dataset"](**one["dataset_kwargs"], version=1)["test"][0] == {"a": "x\u2028y"}
+
+
+def test_templates_are_included_and_are_no_tasks_themselves(tmp_path):
+    write(tmp_path, "shared.yaml", {"output_type": "multiple_choice", "tag": ["chat"]})
+    write(tmp_path, "one.yaml", {"include": "shared.yaml", "task": "one"})
+    (task,) = find_tasks([str(tmp_path)], {}).chat()
+    assert task == {"output_type": "multiple_choice", "tag": ["chat"], "task": "one"}
+
+
+def test_compressed_lines_are_read(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps({"n": 1}).encode() + b"\n\n"))
+    assert read_json_lines(data_files={"test": [str(path)]})["test"]["n"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("task: one\ndoc_to_text: !function code.f", "cannot be read"),
+        ("- a list", "not a task"),
+        ("output_type: generate_until", "holds no task"),
+        (yaml.safe_dump(TASK), "is missing"),
+    ],
+)
+def test_what_cannot_be_used_is_said(tmp_path, content, message):
+    write(tmp_path, "one.yaml", content)
+    with pytest.raises(UserError, match=message):
+        find_tasks([str(tmp_path / "one.yaml")], {})
+
+
+def test_a_missing_path_is_not_taken_for_a_name(tmp_path):
+    with pytest.raises(UserError, match="no such task file"):
+        find_tasks([str(tmp_path / "absent.yaml")], {})
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(UserError, match="not JSON Lines"):
+        read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
