@@ -183,3 +183,15 @@ def test_words_and_numbers(text, value):
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_as_python_prints_them_are_numbers(number):
     assert marked_yaml.parse(repr(number), "t").value == number
+
+
+def test_the_settings_in_effect_are_a_recipe_too(write, tmp_path):
+    loaded = load_recipe(write(GOOD), ["pretrain.steps=3"])
+    (tmp_path / "recipe.json").write_text(loaded.recipe.model_dump_json())
+    assert load_recipe("recipe.json").recipe == loaded.recipe
+
+
+def test_the_command_that_runs_it_again(write, tmp_path):
+    path = write(GOOD)
+    assert load_recipe(path, ["data.sources=[a b]"]).command == "affinage run r.yaml --set 'data.sources=[a b]'"
+    assert load_recipe(tmp_path / path).command == "affinage run r.yaml"

@@ -1,10 +1,102 @@
 """Verbs that look and change nothing: `graph`, `doctor`."""
 
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
 from affinage.cli import doctor
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+
+if TYPE_CHECKING:
+    from affinage.recipe.recipe import Recipe
+
+_WITH_INPUTS = 100  # columns from which on there is room for what a node reads
+_FILE_COLUMNS = 160  # wide enough that nothing is cut where the output is not a terminal
+_UNKNOWN_CHARACTERS = 256  # what `vocab: auto` is taken as before the characters of the text have been counted
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
+    app.command("graph")(graph)
     app.command("doctor")(doctor.doctor)
+
+
+def graph(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    as_json: JsonOption = False,
+    as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
+) -> None:
+    """Print the model graph: the shape, parameters and FLOPs of every node.
+
+    Example: affinage graph julian-600m
+    """
+    from affinage.model.analysis import mermaid, summary_table
+    from affinage.model.graph import parse
+    from affinage.stages.trainings import with_vocabulary
+
+    loaded = load(recipe, overrides)
+    model = parse(with_vocabulary(loaded.recipe.model, _vocabulary(loaded.recipe, runs)), loaded.locate)
+    if as_mermaid:
+        print(mermaid(model), end="")
+        return
+    batch, context = _rows_per_step(loaded.recipe), loaded.recipe.rows.context
+    rows = summary_table(model, batch, context)
+    if as_json:
+        print(json.dumps({"batch": batch, "context": context, "nodes": rows}, indent=1))
+    else:
+        _show(rows, batch, context)
+
+
+def _show(rows: list[dict[str, Any]], batch: int, context: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    wide = console.width >= _WITH_INPUTS
+    table = Table(box=None, pad_edge=False)
+    for title in ("node", "kind", "value"):
+        table.add_column(title, no_wrap=True)
+    for title in ("parameters", "forward", "training"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("reads")
+    for row in rows:
+        kind = f"{row['kind']} × {row['repeat']}" if row["repeat"] > 1 else row["kind"]
+        flops = [f"{row[key]:.3g}" for key in ("flops", "training_flops")]
+        reads = [", ".join(row["inputs"])] if wide else []
+        table.add_row(row["name"], kind, row["shape"], f"{row['parameters']:,}", *flops, *reads)
+    console.print(table, highlight=False, markup=False)
+    console.print(
+        f"\nforward, training: FLOPs of one step of {batch:,} rows of {context:,} tokens; "
+        "matrix products only, 2 m n k each.",
+        highlight=False,
+    )
+
+
+def _rows_per_step(recipe: "Recipe") -> int:
+    """Rows of a batch; per device where the mesh leaves their number open."""
+    settings = recipe.pretrain
+    if settings is None:
+        return 1
+    devices = math.prod(size for size in recipe.mesh.values() if isinstance(size, int))
+    return settings.batch or (settings.batch_per_device or 1) * devices
+
+
+def _vocabulary(recipe: "Recipe", runs: Path) -> int:
+    """What `vocab: auto` stands for."""
+    from affinage.stages.store import read_manifest
+
+    if recipe.tokenizer.kind == "bpe":
+        return recipe.tokenizer.vocabulary
+    trained = (read_manifest(runs / recipe.name / "tokenizer") or {}).get("summary", {}).get("vocabulary")
+    if trained is None:
+        print(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted.", file=sys.stderr)
+    return trained or _UNKNOWN_CHARACTERS

@@ -1,14 +1,112 @@
 """Verbs about what came out: `eval`, `export`, `report`."""
 
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
-from affinage.cli.options import RUNS, RecipeArgument, RunsOption, SetOption
+from affinage.cli.options import RUNS, ForceOption, JsonOption, RecipeArgument, RunsOption, SetOption, is_recipe
 from affinage.cli.run import walk
+from affinage.errors import UserError
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODEL", help="A recipe, or a model such as runs/quickstart/sft.", show_default=False
+    ),
+]
+
+_PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
+    app.command("eval")(evaluate)
+    app.command("export")(export)
     app.command("report")(report)
+
+
+def evaluate(
+    target: Target,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    force: ForceOption = None,
+    tasks: Annotated[list[str] | None, typer.Option("--task", help="MODEL only: a task name, or a task file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="MODEL only: items per task; default all.")] = None,
+    shots: Annotated[int, typer.Option(min=0, help="MODEL only: examples before each question.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="MODEL only: rows per forward pass.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge models on benchmarks: those of a recipe, as stages of its run, or any model on any task.
+
+    Examples: affinage eval quickstart
+
+    affinage eval runs/quickstart/pretrain --task hellaswag --limit 100
+    """
+    if is_recipe(target):
+        walk(target, overrides, runs, ("evaluate-base", "evaluate-sft"), force=force, as_json=as_json)
+        return
+    if not tasks:
+        raise UserError("no task was named", fix="For example: --task hellaswag, or --task my_task.yaml")
+    from affinage.evaluation.run import evaluate
+    from affinage.recipe.data import POCKET_WORLD
+    from affinage.stages.models import is_chat, locate_model, made_from, open_model
+
+    training, _ = locate_model(target, runs)
+    world = made_from(training, "world")
+    results = evaluate(
+        open_model(target, runs),
+        tasks,
+        task_folders={POCKET_WORLD: world / "tasks"} if world else {},
+        chat=is_chat(training),
+        limit=limit,
+        shots=shots,
+        batch=batch,
+    )
+    if as_json:
+        print(json.dumps(results, ensure_ascii=False, indent=1))
+    else:
+        _show(results)
+
+
+def export(
+    target: Target,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="MODEL only: where to write.")] = None,
+    dtype: Annotated[str, typer.Option(help="MODEL only: float32, bfloat16 or float16.")] = "float32",
+    licence: Annotated[str, typer.Option(help="MODEL only: SPDX identifier of the weights.")] = "apache-2.0",
+    check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers makes of it.")] = False,
+) -> None:
+    """Write the Hugging Face folder of a recipe's last model, as a stage of its run, or of any model.
+
+    Examples: affinage export quickstart --verify
+
+    affinage export runs/quickstart/pretrain --to my_model
+    """
+    if is_recipe(target):
+        settings = ["export={verify: true}" if check else "export={}"]
+        walk(target, [*(overrides or ()), *settings], runs, ("export",))
+        return
+    if to is None:
+        raise UserError("where to?", fix="Name a folder: --to my_model")
+    if to.exists():
+        raise UserError("this is there already", where=str(to), fix="Name a folder that is not there yet.")
+    from affinage.hub.card import CardFacts
+    from affinage.hub.export import DTYPES, export
+    from affinage.stages.models import is_chat, locate_model, open_model
+
+    if dtype not in DTYPES:
+        raise UserError(f"`{dtype}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
+    model = open_model(target, runs)
+    chat = is_chat(locate_model(target, runs)[0])
+    export(model, to, facts=CardFacts(licence=licence), dtype=dtype, chat=chat)
+    if check:
+        from affinage.hub.verify import verify
+
+        verify(to, model, _PROBES)
+    typer.echo(f"The model is in {to}.")
 
 
 def report(recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption = RUNS) -> None:
@@ -17,3 +115,23 @@ def report(recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption
     Example: affinage report quickstart --set report.language=fr
     """
     walk(recipe, overrides, runs, ("report",))
+
+
+def _show(results: dict[str, Any]) -> None:
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("task", "metric"):
+        table.add_column(title)
+    for title in ("value", "±", "items"):
+        table.add_column(title, justify="right")
+    for task, entry in results["tasks"].items():
+        for metric, score in entry["metrics"].items():
+            value, error = (_shown(score[part]) for part in ("value", "stderr"))
+            table.add_row(task, metric, value, error, f"{entry['items']:,}")
+    rich.get_console().print(table, highlight=False, markup=False)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,9 +1,7 @@
 """Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
 
 import os
-import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -54,7 +52,17 @@ def run(
 
     Example: affinage run quickstart --set pretrain.steps=200
     """
-    walk(recipe, overrides, runs, until or (), force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+    walk(
+        recipe,
+        overrides,
+        runs,
+        until or (),
+        force=force,
+        any_code=any_code,
+        dry_run=dry_run,
+        as_json=as_json,
+        strict=True,
+    )
 
 
 def data(
@@ -133,8 +141,12 @@ def walk(
     any_code: bool = False,
     dry_run: bool = False,
     as_json: bool = False,
+    strict: bool = False,
 ) -> None:
-    """Walk the road of a recipe up to the stages `until`, to its end if there are none."""
+    """Walk the road of a recipe up to the stages `until`, to its end if there are none.
+
+    If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
+    """
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
     from affinage.stages.road import road_of
@@ -147,8 +159,10 @@ def walk(
             where=str(loaded.path),
             fix=f"`affinage graph {recipe}` shows its model.",
         )
-    until = _present(until, [stage.name for stage in road])
-    flow = Flow(loaded, Runs(runs), road, until=until, force=force or (), any_code=any_code, command=_command())
+    names = [stage.name for stage in road]
+    if not strict:
+        until = [name for name in until if name in names] or until
+    flow = Flow(loaded, Runs(runs), road, until=until, force=force or (), any_code=any_code)
     if dry_run:
         show_plan(flow.plan(), as_json=as_json)
         return
@@ -164,15 +178,6 @@ def write_report(context: "StageContext") -> "Summary":
     from affinage.report import write_report
 
     return write_report(context.run_folder, context.folder / "report.html")
-
-
-def _present(until: Sequence[str], names: list[str]) -> Sequence[str]:
-    """Of the data stages those that the recipe has; a stage that was asked for by name stays, to be refused."""
-    return [name for name in until if name in names] if until == DATA else until
-
-
-def _command() -> str:
-    return shlex.join(["affinage", *sys.argv[1:]])
 
 
 def _prepare_process(loaded: "LoadedRecipe") -> None:

@@ -40,8 +40,8 @@ class Watch:
     def began(self, step: "Step", folder: Path) -> None:
         """A stage starts. Trainings show their own progress, and only one thing can be live on a terminal."""
         self._name, self._began = step.stage.name, time.monotonic()
-        why = "" if step.reason == "never ran" else f"  [dim]{_escaped(step.reason)}[/dim]"
-        self._console.print(f"[bold]{self._name:<{_NAME}}[/bold]{why}", highlight=False)
+        if step.reason != "never ran":
+            self._line(self._name, _escaped(step.reason))
         if self._console.is_terminal and not step.stage.continues:
             self._status = self._console.status(self._name)
             self._status.start()
@@ -56,7 +56,10 @@ class Watch:
         self._clear()
         self.seconds[self._name] = time.monotonic() - self._began
         said = ", ".join(headline(manifest["summary"])) or "done"
-        self._console.print(f"{'':<{_NAME}}{said}  [dim]{duration(self.seconds[self._name])}[/dim]", highlight=False)
+        self._line(self._name, f"{said}  [dim]{duration(self.seconds[self._name])}[/dim]")
+
+    def _line(self, name: str, text: str) -> None:
+        self._console.print(f"[bold]{name:<{_NAME}}[/bold]{text}", highlight=False, soft_wrap=True)
 
     def _clear(self) -> None:
         if self._status is not None:
@@ -99,12 +102,12 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
         table = Table(box=None, pad_edge=False)
         table.add_column("stage")
         table.add_column("time", justify="right")
-        for step in steps:
-            spent = seconds.get(step.stage.name)
-            table.add_row(step.stage.name, "[dim]was complete[/dim]" if spent is None else duration(spent))
-        table.add_section()
+        for stage, spent in seconds.items():
+            table.add_row(stage, duration(spent))
         table.add_row("[bold]all[/bold]", f"[bold]{duration(sum(seconds.values()))}[/bold]")
         console.print(table, highlight=False)
+        if len(steps) > len(seconds):
+            console.print(f"{len(steps) - len(seconds)} stages were complete before.", highlight=False)
     console.print()
     for what, place in places.items():
         console.print(f"{what:<{_NAME}}{_escaped(place)}", highlight=False, soft_wrap=True)
@@ -116,9 +119,9 @@ def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     recipe = flow.loaded.recipe.name
     yield "results", folder
     if "report" in names:
-        yield "report", f"{folder}/report/report.html"
+        yield "report", f"{folder}/report.html"
     if "export" in names:
-        yield "model", f"{folder}/export"
+        yield "model", f"{folder}/export/model"
     if "sft" in names:
         yield "next", f"affinage chat {recipe}{runs}"
     elif "pretrain" in names:

@@ -1,5 +1,6 @@
 """From a recipe file to one checked, frozen `Recipe` that knows where each of its values was written."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ class LoadedRecipe:
     path: Path
     raw: dict[str, Any]  # what was written, after bases and overrides, before defaults
     locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
+    command: str = ""  # that runs it again
 
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -41,7 +43,13 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
         raise explain(error, Recipe, raw, layers.locate) from None
-    return LoadedRecipe(recipe=recipe, path=path, raw=raw, locate=layers.locate)
+    return LoadedRecipe(recipe, path, raw, layers.locate, _command(path_or_name, overrides))
+
+
+def _command(path_or_name: str | Path, overrides: Sequence[str]) -> str:
+    # It is printed in reports and model cards, where nobody wants to read how this machine's folders are called.
+    name = Path(path_or_name).name if Path(path_or_name).is_absolute() else str(path_or_name)
+    return shlex.join(["affinage", "run", name, *(word for override in overrides for word in ("--set", override))])
 
 
 def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:

@@ -55,7 +55,6 @@ class Flow:
         until: Sequence[str] = (),
         force: Sequence[str] = (),
         any_code: bool = False,
-        command: str = "",
     ) -> None:
         self.loaded = loaded
         self.runs = runs
@@ -68,7 +67,6 @@ class Flow:
         self._stages = needed(road, until)
         self._force = force
         self._any_code = any_code
-        self._command = command
         needed(road, force)  # refuses names that are no stages
 
     def plan(self) -> list[Step]:
@@ -92,11 +90,10 @@ class Flow:
                 if step.reason.startswith("forced"):
                     store.discard(step.request)
             self._note(steps)
-            write_json(self.folder / "run.json", {"command": self._command})
             for step in steps:
                 if not step.complete:
                     self._make(step, watcher)
-                    link(self.folder / step.stage.name, store.path(step.request))
+                    self._link(step)
         return [step for step in steps if not step.complete]
 
     def _make(self, step: Step, watcher: Watcher) -> None:
@@ -112,14 +109,21 @@ class Flow:
         manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
         watcher.ended(step, manifest)
 
+    def _link(self, step: Step) -> None:
+        result = self.runs.store.path(step.request)
+        link(self.folder / step.stage.name, result)
+        if step.stage.shows:
+            link(self.folder / step.stage.shows, result / step.stage.shows)
+
     def _note(self, steps: Sequence[Step]) -> None:
         """Write down the settings in effect, link what is complete, drop links to stages the recipe no longer has."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "recipe.json", self.loaded.recipe.model_dump(mode="json"))
+        write_json(self.folder / "run.json", {"command": self.loaded.command})
         for step in steps:
             if step.complete:
-                link(self.folder / step.stage.name, self.runs.store.path(step.request))
-        names = {stage.name for stage in self._road}
+                self._link(step)
+        names = {name for stage in self._road for name in (stage.name, stage.shows)}
         for entry in self.folder.iterdir():
             if entry.is_symlink() and entry.name not in names and _leads_into(entry, self.runs.store.folder):
                 entry.unlink()
@@ -127,4 +131,4 @@ class Flow:
 
 def _leads_into(entry: Path, folder: Path) -> bool:
     target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
-    return target.parent == Path(os.path.normpath(folder))
+    return target.is_relative_to(os.path.normpath(folder))

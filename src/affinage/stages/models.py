@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
-from affinage.stages.flow import Runs
-from affinage.stages.store import read_request
+from affinage.stages.store import Store, read_request
 from affinage.stages.trainings import MODEL
 
 if TYPE_CHECKING:
@@ -28,11 +27,27 @@ def open_model(spec: str, runs: Path) -> "LoadedModel":
         UserError: there is no such run, training or checkpoint; the message says what there is.
     """
     folder, step = locate_model(spec, runs)
-    request = read_request(folder)
-    if request is None or "tokenizer" not in request[0].inputs:
-        raise UserError("this training does not say which tokenizer it used", where=str(folder))
-    tokenizer = Runs(folder.parent.parent).store.find("tokenizer", request[0].inputs["tokenizer"])
+    tokenizer = made_from(folder, "tokenizer")
+    if tokenizer is None:
+        raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=spec)
+
+
+def made_from(result: Path, stage: str) -> Path | None:
+    """The result of `stage` that went into `result`, directly or through others; None if there was none."""
+    request = read_request(result)
+    for name, key in request[0].inputs.items() if request else ():
+        read = Store(result.parent).find(name, key)
+        found = read if name == stage else made_from(read, stage)
+        if found is not None and found.is_dir():
+            return found
+    return None
+
+
+def is_chat(training: Path) -> bool:
+    """Whether a training made a chat model."""
+    request = read_request(training)
+    return request is not None and request[0].stage == "sft"
 
 
 def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:

@@ -1,18 +1,115 @@
 """The work of the stages that judge and release what was trained."""
 
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from affinage.recipe.data import POCKET_WORLD
+from affinage.stages.models import load_trained
 from affinage.stages.stage import StageContext, Summary
+from affinage.stages.store import read_manifest, write_json
+
+if TYPE_CHECKING:
+    from affinage.hub.card import CardFacts
+
+_VERIFIED = 10  # validation documents of each source and language that `verify` compares
 
 
 def evaluate_base(context: StageContext) -> Summary:
     """Judge the pretrained model."""
-    return {}
+    return _evaluate(context, "pretrain")
 
 
 def evaluate_sft(context: StageContext) -> Summary:
     """Judge the chat model."""
-    return {}
+    return _evaluate(context, "sft")
 
 
 def export(context: StageContext) -> Summary:
-    """Write the Hugging Face folder of the last model."""
-    return {}
+    """Write the Hugging Face folder of the last model into `model/`."""
+    from affinage.hub.export import export
+
+    recipe, inputs = context.recipe, context.inputs
+    assert recipe.export is not None and recipe.data is not None
+    training = "sft" if "sft" in inputs else "pretrain"
+    model = load_trained(inputs[training], inputs["tokenizer"], name=recipe.name, mesh=dict(recipe.mesh.items()))
+    folder = context.folder / "model"
+    facts = _card_facts(context)
+    summary = export(model, folder, facts=facts, dtype=recipe.export.dtype, chat=training == "sft")
+    if recipe.export.verify:
+        from affinage.hub.verify import verify
+
+        context.progress("comparing with transformers")
+        texts = [text for some in _validation_texts(inputs["split"]).values() for text in some[:_VERIFIED]]
+        summary["verified"] = verify(folder, model, texts)
+    return summary
+
+
+def _card_facts(context: StageContext) -> "CardFacts":
+    """What the model card says beside what the model itself tells."""
+    from affinage.hub.card import CardFacts
+
+    recipe, inputs = context.recipe, context.inputs
+    assert recipe.export is not None and recipe.data is not None
+    licences = {source.name: source.licence for source in recipe.data.sources if source.name}
+    told = {name: (read_manifest(folder) or {})["summary"] for name, folder in inputs.items()}
+    by_source = told["split"].get("by_source", {})
+    return CardFacts(
+        licence=recipe.export.licence,
+        description=recipe.description,
+        command=context.loaded.command,
+        languages=recipe.data.languages,
+        sources=[{"name": name, "licence": licences.get(name, ""), **counts} for name, counts in by_source.items()],
+        training={
+            f"{label} {what}": told[stage][what]
+            for stage, label in (("pretrain", "Pretraining"), ("sft", "Fine-tuning"))
+            for what in ("steps", "tokens")
+            if stage in told
+        },
+        results={
+            label: told[stage] for stage, label in (("evaluate-base", "base"), ("evaluate-sft", "sft")) if stage in told
+        },
+    )
+
+
+def _evaluate(context: StageContext, training: str) -> Summary:
+    from affinage.evaluation.run import evaluate
+    from affinage.stages.samples import answers, continuations
+
+    recipe, inputs = context.recipe, context.inputs
+    settings = recipe.evaluate
+    assert settings is not None
+    model = load_trained(
+        inputs[training], inputs["tokenizer"], name=f"{recipe.name}/{training}", mesh=dict(recipe.mesh.items())
+    )
+    chat = training == "sft"
+    results = evaluate(
+        model,
+        settings.tasks,
+        folder=context.folder,
+        task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},
+        chat=chat,
+        limit=settings.limit,
+        shots=settings.shots,
+        batch=settings.batch,
+        max_new_tokens=settings.max_new_tokens,
+        texts=_validation_texts(inputs["split"]) if settings.compressors else None,
+        compressors=settings.compressors,
+        progress=context.progress,
+    )
+    said = answers(model, recipe.report.questions) if chat else continuations(model, recipe.report.prompts)
+    results["samples"] |= said
+    write_json(context.folder / "results.json", results)
+    return results
+
+
+def _validation_texts(split: Path) -> dict[str, list[str]]:
+    """The documents that were never trained on, per source and language."""
+    from affinage.data.documents import read_documents
+
+    texts: dict[str, list[str]] = defaultdict(list)
+    for batch in read_documents(split / "validation"):
+        columns = [batch.column(name).to_pylist() for name in ("source", "language", "text")]
+        for source, language, text in zip(*columns):
+            texts[f"{source}.{language}"].append(text)
+    return dict(texts)

@@ -33,7 +33,8 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
             stages += _result_stages(recipe)
     if stages and report is not None:
         read = tuple(stage.name for stage in stages)
-        stages.append(Stage("report", report, {**_part(recipe, "name", "description", "report")}, read))
+        settings = _part(recipe, "name", "description", "report")
+        stages.append(Stage("report", report, settings, read, shows="report.html"))
     return stages
 
 
@@ -96,15 +97,20 @@ def _result_stages(recipe: Recipe) -> list[Stage]:
     stages = []
     trained = ["pretrain", *_if(recipe.sft is not None, "sft")]
     if recipe.evaluate is not None:
-        settings = {"evaluate": _json(recipe.evaluate), **_part(recipe, "seed")}
+        asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
+        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch"})
         local = fingerprints(task for task in _tasks(recipe) if task != POCKET_WORLD and _is_local_task(task))
         read = ("tokenizer", *_if(POCKET_WORLD in _tasks(recipe), "world"), *_if(recipe.evaluate.compressors, "split"))
         works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft}
         names = {"pretrain": "evaluate-base", "sft": "evaluate-sft"}
-        stages += [Stage(names[model], works[model], settings, (model, *read), local) for model in trained]
+        stages += [
+            Stage(names[model], works[model], {"evaluate": judged, "report": asked[model]}, (model, *read), local)
+            for model in trained
+        ]
     if recipe.export is not None:
         settings = _part(recipe, "name", "description", "export")
-        stages.append(Stage("export", results.export, settings, (trained[-1], "tokenizer")))
+        inputs = ("split", "tokenizer", *trained, *(stage.name for stage in stages))  # the card has the scores
+        stages.append(Stage("export", results.export, settings, inputs))
     return stages
 
 
@@ -121,8 +127,7 @@ def _if(condition: bool, name: str) -> tuple[str, ...]:
 
 
 def _json(settings: Settings, *names: str) -> dict[str, Any]:
-    """The named fields of settings, all of them if none is named, as JSON."""
-    return settings.model_dump(mode="json", include=set(names) or None)
+    return settings.model_dump(mode="json", include=set(names))
 
 
 def _part(recipe: Recipe, *names: str) -> dict[str, Any]:

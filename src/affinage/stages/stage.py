@@ -36,4 +36,5 @@ class Stage:
     settings: dict[str, Any]  # the part of the recipe it reads, under the recipe's own keys, as JSON
     inputs: tuple[str, ...] = ()  # names of the stages whose results it reads
     sources: dict[str, str] = field(default_factory=dict)  # the user's files it reads -> fingerprint
+    shows: str = ""  # a file of the result that the run's folder links to, for people
     continues: bool = False  # after a kill it goes on from what is in its folder; others start with an empty one

@@ -26,7 +26,9 @@ def clean(context: StageContext) -> Summary:
     from affinage.data.clean import clean
 
     settings = _data(context)
-    return clean(context.inputs["collect"], context.folder, settings.clean, settings.languages)
+    return clean(
+        context.inputs["collect"], context.folder, settings.clean, settings.languages, progress=_share(context)
+    )
 
 
 def deduplicate(context: StageContext) -> Summary:
@@ -35,7 +37,7 @@ def deduplicate(context: StageContext) -> Summary:
 
     settings = _data(context).deduplicate
     assert settings is not None
-    return deduplicate(context.inputs["clean"], context.folder, settings)
+    return deduplicate(context.inputs["clean"], context.folder, settings, progress=_share(context))
 
 
 def split(context: StageContext) -> Summary:

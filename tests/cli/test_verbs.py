@@ -1,0 +1,166 @@
+"""The command line as people and scripts meet it: help, messages, exit statuses, speed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from affinage.cli.program import app, main
+from affinage.errors import Preempted
+
+VERBS = [
+    "run", "data", "train", "sft", "eval", "generate", "chat", "export", "report", "graph", "doctor", "world",
+]  # fmt: skip
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
+
+
+def affinage(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.fixture
+def fails(capsys, tmp_path, monkeypatch):
+    """Run the program in this process and return (exit status, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        return caught.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_help_lists_the_verbs_and_each_has_an_example():
+    help = CliRunner().invoke(app, ["--help"]).output
+    for verb in VERBS:
+        assert f" {verb} " in help
+        page = CliRunner().invoke(app, [verb, "--help"])
+        assert page.exit_code == 0
+        assert f"affinage {verb}" in page.output and "Example" in page.output
+
+
+def test_help_imports_nothing_heavy_and_is_quick():
+    heavy = ["jax", "numpy", "pyarrow", "polars", "pydantic", "lm_eval", "transformers", "torch"]
+    code = (
+        "import sys; from affinage.cli import main\n"
+        "try: main(['--help'])\n"
+        f"except SystemExit: print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    before = os.times()
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    after = os.times()
+    assert shown.stderr.strip() == "[]"
+    # Time of the processor, not of the clock: this measures the program, not what else the machine does.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
+
+
+def test_planning_needs_no_jax(tmp_path):
+    code = f"import sys; from affinage.cli import main\ntry: main(['run', {TINY!r}, '--dry-run'])\nfinally: "
+    shown = subprocess.run(
+        [sys.executable, "-c", code + "print('jax' in sys.modules)"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "stages would run" in shown.stdout and shown.stdout.rstrip().endswith("False")
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_dry_run_as_json(tmp_path):
+    shown = affinage("run", TINY, "--dry-run", "--json", "--until", "clean", cwd=tmp_path)
+    rows = json.loads(shown.stdout)
+    assert [row["stage"] for row in rows] == ["world", "collect", "clean"]
+    assert rows[0]["runs"] and rows[0]["reason"] == "never ran"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run", "quickstrat"], 2, "Error: there is no recipe named `quickstrat`\n  Did you mean `quickstart`?"),
+        (["run", "quickstart", "--set", "pretrain.stesp=1"], 2, "Error: --set pretrain.stesp: `pretrain.stesp` is not"),
+        (["run", "quickstart", "--until", "rowz"], 2, "this recipe has no stage `rowz`"),
+        (["run", "quickstart", "--force", "x"], 2, "this recipe has no stage `x`"),
+        (["sft", "quickstart", "--set", "sft=null"], 2, "this recipe has no stage `sft`"),
+        (["chat", "nobody"], 2, "there is no model `nobody`\n  There are no trained models in runs."),
+        (["generate", "a@b", "x"], 2, "`@b` is no checkpoint"),
+        (["eval", "runs/x"], 2, "no task was named"),
+        (["run", "quickstart", "--set", "name=store"], 2, "`store` is where results are kept"),
+        (["run", "quickstart", "--set", "data=null"], 2, "no `data` section"),
+        (["graph", "quickstart", "--set", "model.nodes.embed.kind=embeding"], 2, "--set model.nodes.embed.kind:"),
+        (["run"], 2, "Missing argument"),
+        (["rum"], 2, "No such command"),
+    ],
+)
+def test_mistakes_end_in_one_message_and_status_2(fails, arguments, status, message):
+    code, said = fails(*arguments)
+    assert code == status
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_debug_shows_where_it_came_from_wherever_it_stands(fails):
+    for arguments in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
+        code, said = fails(*arguments)
+        assert code == 2 and "Traceback" in said and "there is no recipe" in said
+
+
+def test_other_endings_have_their_own_status(fails, monkeypatch):
+    def raising(error: BaseException):
+        def verb(*arguments: object) -> None:
+            raise error
+
+        return verb
+
+    for error, status, message in [
+        (Preempted("SIGTERM at step 3"), 75, "Stopped: SIGTERM at step 3. Run the same command to go on."),
+        (KeyboardInterrupt(), 130, ""),
+        (ModuleNotFoundError("no", name="transformers.models"), 2, "pip install 'affinage[verify]'"),
+    ]:
+        monkeypatch.setattr("affinage.cli.talk._open", raising(error))
+        code, said = fails("chat", "m", "hello")
+        assert code == status and message in said
+    monkeypatch.setattr("affinage.cli.talk._open", raising(ModuleNotFoundError("no", name="affinage.nothing")))
+    with pytest.raises(ModuleNotFoundError):
+        main(["chat", "m", "hello"])  # a defect of ours is not dressed up as the user's
+
+
+def test_told_to_stop_while_a_data_stage_runs(tmp_path):
+    started = subprocess.Popen(
+        [*PROGRAM, "data", TINY, "--set", "data.sources=[{path: pocket-world, megabytes: 60}]"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("runs/store/world-*/request.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGTERM)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 75
+    assert "Run the same command to go on." in said
+
+
+def test_colours_only_for_people():
+    shown = affinage("run", "nothing", env=os.environ | {"NO_COLOR": "1"})
+    assert "\x1b" not in shown.stdout + shown.stderr
+    assert "\x1b" not in affinage("--help").stdout
+
+
+def test_graph_prints_what_a_model_costs():
+    shown = CliRunner().invoke(app, ["graph", "quickstart"]).output
+    assert "transformer_block × 3" in shown and "1,426,304" in shown
+    rows = json.loads(CliRunner().invoke(app, ["graph", "quickstart", "--json"]).output)
+    assert rows["nodes"][-1]["parameters"] == 1_426_304 and rows["batch"] == 8
+    assert CliRunner().invoke(app, ["graph", "quickstart", "--mermaid"]).output.startswith("flowchart TD\n")
+
+
+def test_doctor_works_without_a_network(tmp_path):
+    offline = os.environ | {"https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    facts = json.loads(affinage("doctor", "--json", cwd=tmp_path, env=offline).stdout)
+    assert facts["devices"][0]["platform"] == "cpu"
+    assert facts["network"] == {"https://huggingface.co": False}
+    assert facts["machine"]["disk_free_bytes"] > 0
+    assert facts["versions"]["jax"]
