@@ -136,6 +136,19 @@ def test_until(load, tmp_path):
         toy_run(load, tmp_path, toy(), until=["for"])
 
 
+def test_a_damaged_training_is_mended_not_thrown_away(load, tmp_path):
+    road = [Stage("train", fail_once, {}, continues=True)]
+    for _ in range(2):
+        try:
+            toy_run(load, tmp_path, road)
+        except KeyboardInterrupt:
+            continue
+    (tmp_path / "runs/small/train/half").write_text("longer than it was")
+    reasons, ran = toy_run(load, tmp_path, road)
+    assert reasons["train"].startswith("damaged: half has") and ran == ["train"]
+    assert (tmp_path / "runs/small/train/half").read_text() == "longer than it was", "it went on from what was there"
+
+
 @pytest.mark.parametrize("continues", [True, False])
 def test_interrupted(load, tmp_path, continues):
     road = [Stage("train", fail_once, {}, continues=continues)]
@@ -175,7 +188,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
         ("tokenizer.vocabulary=400", "tokenizer", ["split"]),
         ("data.clean.min_characters=4", "clean", ["collect", "world"]),
         ("data.sources=[{path: pocket-world, megabytes: 1}, texts]", "world", []),
-        ("evaluate.limit=3", "evaluate-base", ["sft", "export"]),
+        ("evaluate.limit=3", "evaluate-base", ["sft", "conversations"]),
         ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),
         ("report.language=fr", "report", ROAD[:-1]),
         ("seed=1", "world", []),

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
+import rich
 import typer
 
 from affinage.cli.options import (
@@ -167,6 +168,8 @@ def walk(
         show_plan(flow.plan(), as_json=as_json)
         return
     _prepare_process(loaded)
+    if as_json:
+        rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
     steps = flow.plan()
     with Watch(steps) as watch:
         flow.run(watch)

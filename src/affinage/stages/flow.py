@@ -11,7 +11,7 @@ from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
 from affinage.stages.stage import Stage, StageContext
-from affinage.stages.store import Store, link, read_manifest, write_json
+from affinage.stages.store import Store, link, write_json
 
 
 class Watcher(Protocol):
@@ -98,8 +98,7 @@ class Flow:
 
     def _make(self, step: Step, watcher: Watcher) -> None:
         stage, store = step.stage, self.runs.store
-        damaged = read_manifest(store.path(step.request)) is not None
-        folder = store.begin(step.request, anew=damaged or not stage.continues)
+        folder = store.begin(step.request, anew=not stage.continues)
         if stage.continues:
             link(self.folder / stage.name, folder)  # so that one can look at a training while it runs
         inputs = {name: store.find(name, key) for name, key in step.request.inputs.items()}

@@ -1,5 +1,6 @@
 """Before anything runs: which stages are complete, which must run, and why."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,7 +106,7 @@ def _reason(stage: Stage, store: Store, request: Request, before: tuple[Request,
 def _differences(old: Request, new: Request) -> Iterator[str]:
     settings = _changes(dict(_flat(old.settings)), dict(_flat(new.settings)))
     if settings:
-        yield "settings changed: " + _listed([f"{key} {was} → {now}" for key, was, now in settings])
+        yield "settings changed: " + _listed([f"{key} {_shown(was)} → {_shown(now)}" for key, was, now in settings])
     sources = _changes(old.sources, new.sources)
     if sources:
         yield "files changed: " + _listed([key for key, _, _ in sources])
@@ -120,6 +121,11 @@ def _differences(old: Request, new: Request) -> Iterator[str]:
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     keys = [*old, *(key for key in new if key not in old)]
     return [(key, old.get(key, "nothing"), new.get(key, "nothing")) for key in keys if old.get(key) != new.get(key)]
+
+
+def _shown(value: Any) -> str:
+    """A setting as a recipe would write it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _flat(value: Any, dotted: str = "") -> Iterator[tuple[str, Any]]:

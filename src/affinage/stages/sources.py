@@ -8,14 +8,16 @@ from pathlib import Path
 
 from affinage.recipe.data import POCKET_WORLD
 
-_READ_WHOLE = 1_000_000  # bytes; larger files are told apart by size and time of change, so that this takes no time
+# What is larger, or one of more files, is told apart by size and time of change: a plan must not take longer than that.
+_READ_WHOLE = 1_000_000  # bytes
+_READ_FILES = 1_000  # of one source
 
 
 def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
-    Up to 1 MB the fingerprint is the content; above, size and modification time. URLs are taken at their word: what is
-    behind them is assumed not to change.
+    The fingerprint of a few small files is their content, of others size and modification time. URLs are taken at
+    their word: what is behind them is assumed not to change.
 
     Returns:
         {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
@@ -28,8 +30,8 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
         if "://" in full:
             found[full] = "remote"
             continue
-        for file in _files(os.path.expanduser(full)):
-            found[str(file)] = _fingerprint(file)
+        files = _files(os.path.expanduser(full))
+        found |= {str(file): _fingerprint(file, by_content=len(files) <= _READ_FILES) for file in files}
     return found
 
 
@@ -42,9 +44,9 @@ def _files(path: str) -> list[Path]:
     return files
 
 
-def _fingerprint(file: Path) -> str:
+def _fingerprint(file: Path, *, by_content: bool) -> str:
     status = file.stat()
-    if status.st_size <= _READ_WHOLE:
+    if by_content and status.st_size <= _READ_WHOLE:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
     return f"{status.st_size} bytes, changed at {status.st_mtime_ns}"
 

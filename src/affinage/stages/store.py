@@ -99,6 +99,7 @@ class Store:
         if anew:
             self.discard(request)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
         write_json(folder / REQUEST, asdict(request) | {"key": request.key})
         return folder
 
