@@ -118,4 +118,7 @@ def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:
     """UTF-8 bytes (uint8) and offsets (int32 [N + 1]) of a pyarrow string array without nulls; nothing is copied."""
     _, offsets, data = text.buffers()
     bounds = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
-    return np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8), bounds
+    content = np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
+    for view in (content, bounds):
+        view.flags.writeable = False  # Arrow's buffers differ in this, and a kernel is compiled for each kind
+    return content, bounds

@@ -140,9 +140,9 @@ def _buckets(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     for band in keys:
         order = np.argsort(band, kind="stable")
         ordered = band[order]
-        same = ordered[1:] == ordered[:-1]
-        shared = np.concatenate([same, [False]]) | np.concatenate([[False], same])
-        new = np.concatenate([[True], ~same])[: shared.size] & shared
+        new, last = np.ones(order.size, bool), np.ones(order.size, bool)
+        new[1:] = last[:-1] = ordered[1:] != ordered[:-1]
+        shared, new = ~(new & last), new & ~last
         members.append(order[shared])
         numbers.append(np.cumsum(new)[shared] - 1 + total)
         total += int(new.sum())

@@ -1,0 +1,226 @@
+"""Duplicates: found as planted, nothing else removed, whatever the order, the parts and the workers."""
+
+import random
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
+
+from affinage.data.deduplicate import deduplicate
+from affinage.data.documents import DocumentWriter, read_documents
+from affinage.data.duplicates import Duplicates, find_duplicates
+from affinage.data.minhash import jaccard, sign, sort_hashes, write_shingle_sets
+from affinage.recipe.data import DeduplicateSettings
+
+SETTINGS = DeduplicateSettings()
+
+
+class InMemory:
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.rows = texts, len(texts)
+
+    def text(self) -> pa.Array:
+        return pa.array(self.texts, pa.string())
+
+
+def find(texts: list[str], ids: list[str] | None = None, part: int = 10_000, **options) -> Duplicates:
+    parts = [InMemory(texts[i : i + part]) for i in range(0, len(texts), part)]
+    names = pa.table({"id": pa.array(ids or [f"{i:06d}" for i in range(len(texts))])})
+    return find_duplicates(parts, names, options.pop("settings", SETTINGS), **options)
+
+
+def sets(texts: list[str], ngram: int = 5) -> list[np.ndarray]:
+    column = pa.array(texts, pa.string())
+    room = sign(column, ngram=ngram, bands=1, rows=1).shingles
+    starts = np.concatenate([[0], np.cumsum(room)])[:-1]
+    out, sizes = np.zeros(int(room.sum()), np.uint64), np.zeros(len(texts), np.int64)
+    rows = np.arange(len(texts))
+    write_shingle_sets(column, rows, ngram=ngram, out=out, starts=starts, sizes=sizes)
+    return [out[start : start + size] for start, size in zip(starts, sizes)]
+
+
+SENTENCES = st.lists(
+    st.sampled_from(
+        ["le", "Le", "été", "ÉTÉ", "x", "the", "fin.", "l'eau", "漢字", "a+b", "3,5", "🙂", "$", "e\u0301", "\n", "–"]
+    ),
+    max_size=30,
+).map(" ".join)
+
+
+@given(SENTENCES, SENTENCES, st.integers(1, 6))
+def test_shingle_sets_are_those_of_the_obvious_splitting(a, b, ngram):
+    one, other = sets([a, b], ngram)
+    empty = (not shingles_of(a, ngram) - {()}) + (not shingles_of(b, ngram) - {()})
+    if not empty:
+        assert (one.size, other.size) == (len(shingles_of(a, ngram)), len(shingles_of(b, ngram)))
+        assert jaccard(one, other, 0.0) == pytest.approx(jaccard_of(a, b, ngram))
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60), st.lists(st.integers(0, 20), max_size=30))
+def test_sorting_hashes(spread, crowded):
+    hashes = np.array(spread + crowded + spread[:3], np.uint64)
+    out = np.zeros(hashes.size, np.uint64)
+    size = sort_hashes(hashes, hashes.size, np.zeros(2 * hashes.size + 2, np.int64), out)
+    assert out[:size].tolist() == sorted(set(hashes.tolist()))
+
+
+@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60), min_size=1), st.sampled_from([0.1, 0.5, 0.8, 1.0]))
+def test_jaccard_stops_early_only_below_the_threshold(a, b, threshold):
+    exact = len(a & b) / len(a | b)
+    found = jaccard(np.array(sorted(a), np.uint64), np.array(sorted(b), np.uint64), threshold)
+    assert found == (exact if exact >= threshold else -1)
+
+
+def test_equal_rows_of_a_band_make_equal_keys_with_the_probability_of_their_similarity():
+    rng = random.Random(3)
+    words = lexicon(5_000, rng)
+    original = random_text(words, 400, rng)
+    copies = [near_copy(original, similarity, words, rng) for similarity in (0.9, 0.7, 0.5)]
+    texts = [written(text) for text in [original, *copies]]
+    keys = sign(pa.array(texts), ngram=5, bands=2_000, rows=1).keys
+    for k, text in enumerate(texts[1:], 1):
+        assert (keys[:, 0] == keys[:, k]).mean() == pytest.approx(jaccard_of(texts[0], text), abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple[list[str], list[tuple[int, int]]]:
+    rng = random.Random(5)
+    words = lexicon(5_000, rng)
+    texts, pairs = [], []
+    for _ in range(700):
+        original = random_text(words, rng.randint(60, 260), rng)
+        pairs.append((len(texts), len(texts) + 1))
+        texts += [written(original), written(near_copy(original, rng.uniform(0.6, 1.0), words, rng))]
+    return texts, pairs
+
+
+def test_recall_and_precision_over_planted_pairs(planted):
+    texts, pairs = planted
+    found = find(texts)
+    near = [(a, b) for a, b in pairs if jaccard_of(texts[a], texts[b]) >= 0.8]
+    assert len(near) > 300
+    assert np.mean([found.kept[a] == found.kept[b] for a, b in near]) >= 0.99
+    removed = np.flatnonzero(found.kept != np.arange(len(texts)))
+    for i in removed:
+        assert found.similarity[i] == pytest.approx(jaccard_of(texts[i], texts[found.kept[i]]))
+        assert found.similarity[i] >= 0.8
+
+
+def test_the_longer_copy_stays_then_the_smaller_id(planted):
+    texts, _ = planted
+    found = find(texts)
+    for i in np.flatnonzero(found.kept != np.arange(len(texts))):
+        kept = found.kept[i]
+        assert found.kept[kept] == kept
+        assert (-len(texts[kept].encode()), kept) < (-len(texts[i].encode()), i)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_order_parts_and_workers_do_not_matter(planted, workers):
+    texts, _ = planted
+    texts = texts[:600] + texts[:50] + [text.upper() for text in texts[50:80]]
+    ids = [f"{i:06d}" for i in range(len(texts))]
+    first = find(texts, ids)
+    shuffled = list(range(len(texts)))
+    random.Random(9).shuffle(shuffled)
+    second = find([texts[i] for i in shuffled], [ids[i] for i in shuffled], part=97, workers=workers)
+    kept = {ids[shuffled[i]]: ids[shuffled[k]] for i, k in enumerate(second.kept)}
+    assert kept == {ids[i]: ids[k] for i, k in enumerate(first.kept)}
+    assert (first.exact.sum(), first.compared) == (second.exact.sum(), second.compared)
+
+
+def test_exact_copies_differ_in_case_and_white_space_only():
+    texts = ["Some words,  here", "some words,\nhere", "some words here!", "other words there"]
+    found = find(texts)
+    assert found.kept.tolist() == [0, 0, 0, 3]
+    assert found.exact.tolist() == [False, True, False, False]
+    assert found.similarity.tolist() == [1, 1, 1, 1]
+
+
+def test_short_and_wordless_texts():
+    texts = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
+    found = find(texts)
+    assert found.kept.tolist() == [1, 1, 2, 3, 4, 6, 6, 7, 8]
+
+
+def test_a_chain_of_small_changes_removes_nothing_unlike_what_stays():
+    rng = random.Random(2)
+    words = lexicon(3_000, rng)
+    chain = [random_text(words, 200, rng)]
+    for _ in range(15):
+        chain.append(near_copy(chain[-1], 0.88, words, rng))
+    texts = [written(text) for text in chain]
+    found = find(texts)
+    kept = sorted(set(found.kept.tolist()))
+    assert 2 < len(kept) < 12
+    for i, k in enumerate(found.kept):
+        assert i == k or jaccard_of(texts[i], texts[k]) >= 0.8
+
+
+def test_many_copies_of_one_page_are_not_quadratic():
+    rng = random.Random(4)
+    words = lexicon(3_000, rng)
+    template = random_text(words, 100, rng)
+    same = [written(template)] * 5_000
+    alike = [written([*template, words[i % 3_000]]) for i in range(5_000)]
+    frame = [written(template + random_text(words, 45, rng)) for _ in range(1_500)]  # J of about 0.5 to each other
+    find(same[:2])
+    start = time.process_time()
+    found = find(same + alike + frame)
+    assert time.process_time() - start < 20
+    assert len(set(found.kept[:10_000].tolist())) == 1
+    assert found.compared < 1_000_000
+
+
+def write(folder, documents, order=None, files=1):
+    for part in range(files):
+        with DocumentWriter(folder, f"part-{part}") as writer:
+            for i in (order or range(len(documents)))[part::files]:
+                writer.add(id=f"{i:04d}", source="s", language="en", text=documents[i])
+
+
+def test_the_stage_keeps_counts_and_shows_the_clusters(tmp_path, planted):
+    texts, _ = planted
+    texts = texts[:200] + texts[:20]
+    write(tmp_path / "in", texts)
+    summary = deduplicate(tmp_path / "in", tmp_path / "out", SETTINGS)
+    rows = [row for batch in read_documents(tmp_path / "out") for row in batch.to_pylist()]
+    assert summary["documents_in"] == 220 and summary["documents_out"] == len(rows)
+    assert summary["removed"]["exact duplicate"] >= 20 and summary["removed"]["near duplicate"] > 20
+    assert len(rows) + sum(summary["removed"].values()) == 220
+    assert "Jaccard 0." in summary["samples"]["near duplicate"][0]["detail"]
+    clusters = pq.read_table(tmp_path / "out" / "clusters" / "clusters.parquet").to_pylist()
+    assert sum(row["kept"] for row in clusters) == summary["clusters"]["count"]
+    assert len(clusters) == summary["clusters"]["count"] + sum(summary["removed"].values())
+    kept = {row["id"] for row in rows}
+    assert {row["id"] for row in clusters if row["kept"]} <= kept
+    assert not {row["id"] for row in clusters if not row["kept"]} & kept
+    assert all(row["kept"] == (row["id"] == row["cluster"]) for row in clusters)
+    assert summary["clusters"]["largest"][0]["documents"] >= 3
+
+
+def test_the_stage_keeps_the_same_documents_of_shuffled_files(tmp_path, planted):
+    texts = planted[0][:300]
+    order = list(range(300))
+    write(tmp_path / "one", texts, order)
+    random.Random(1).shuffle(order)
+    write(tmp_path / "two", texts, order, files=4)
+    kept = []
+    for name, workers in (("one", 1), ("two", 2)):
+        summary = deduplicate(tmp_path / name, tmp_path / f"out-{name}", SETTINGS, workers=workers)
+        rows = sorted(row["id"] for batch in read_documents(tmp_path / f"out-{name}") for row in batch.to_pylist())
+        clusters = pq.read_table(tmp_path / f"out-{name}" / "clusters" / "clusters.parquet")
+        kept.append((rows, clusters, summary["removed"], summary["clusters"]))
+    assert kept[0] == kept[1]
+
+
+def test_no_documents(tmp_path):
+    with DocumentWriter(tmp_path / "in"):
+        pass
+    assert deduplicate(tmp_path / "in", tmp_path / "out", SETTINGS)["clusters"] == {"count": 0, "largest": []}
+    assert list(read_documents(tmp_path / "out")) == []
