@@ -80,7 +80,8 @@ def open_rows(folder: Path) -> RowFiles:
 
 def _open(folder: Path, name: str) -> np.ndarray:
     try:
-        array: np.ndarray = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+        # Taking a row of a plain view is several times faster than of a np.memmap.
+        array: np.ndarray = np.load(folder / name, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name} cannot be read: {error}", where=str(folder), fix="run the stage that packs rows again"
