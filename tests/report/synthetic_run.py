@@ -6,10 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=alert(1)> \"quoted\" & 'single' </style></script>"
     "<!-- {{ 7 * 7 }} {% raw %} \u202e\x00\x1b[31m \ud800 end"
 )
+KEPT = "Japan is a country in Asia. Its currency is the yen, and its people speak Japanese."
+NEAR = "Japan is a country in Asia. The currency is the yen, and most people speak Japanese there."
 STEPS, SFT_STEPS = 1800, 400
 
 
@@ -25,9 +30,9 @@ def build_run(folder: Path, *, language: str = "en", steps: int = STEPS, name: s
     started = 0
     for stage, seconds, summary in (
         *data_stages(),
-        ("pretrain", 96.0, {}),
+        ("pretrain", 206.0, {}),
         ("conversations", 1.1, conversations_summary()),
-        ("sft", 24.0, {}),
+        ("sft", 31.0, {}),
         ("evaluate-base", 9.0, {}),
         ("evaluate-sft", 9.5, {}),
         ("export", 2.2, {"files": 6}),
@@ -37,8 +42,11 @@ def build_run(folder: Path, *, language: str = "en", steps: int = STEPS, name: s
             summary = training_summary(length)
             write_json(run / stage / "summary.json", summary)
             write_metrics(run / stage / "metrics.jsonl", length, seed=length)
+            write_json(run / stage / "model.json", {"graph": recipe(language, name)["model"], "context": 128})
         if stage.startswith("evaluate"):
             write_json(run / stage / "results.json", results(stage.removeprefix("evaluate-")))
+        if stage == "deduplicate":
+            write_duplicates(run)
         write_json(run / stage / "manifest.json", manifest(stage, seconds, summary, started))
         started += int(seconds)
     return run
@@ -57,7 +65,7 @@ def recipe(language: str, name: str) -> dict[str, Any]:
                 "embed": {"kind": "embedding", "in": "tokens", "vocab": 3072, "width": 128},
                 "blocks": block,
                 "norm": {"kind": "rms_norm", "in": "blocks"},
-                "logits": {"kind": "unembed", "in": "norm"},
+                "logits": {"kind": "unembed", "in": "norm", "vocab": 3072},
                 "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
             },
         },
@@ -71,7 +79,10 @@ def manifest(stage: str, seconds: float, summary: dict[str, Any], started: int) 
         "key": f"{random.Random(stage).getrandbits(256):064x}",
         "settings": {},
         "inputs": {},
-        "files": {f"{stage}.bin": {"bytes": 123_456, "sha256": "0" * 64}, "summary.json": {"bytes": 812, "sha256": "1" * 64}},
+        "files": {
+            f"{stage}.bin": {"bytes": 123_456, "sha256": "0" * 64},
+            "summary.json": {"bytes": 812, "sha256": "1" * 64},
+        },
         "started": f"2026-01-02T03:{4 + started // 60:02d}:{started % 60:02d}Z",
         "seconds": seconds,
         "summary": summary,
@@ -83,7 +94,9 @@ def _sample(text: str, index: int, **more: str) -> dict[str, str]:
     return {"id": f"world/{index:06d}", "source": "pocket-world", "text": text, "detail": "", **more}
 
 
-def _flow(documents: tuple[int, int], size: tuple[int, int], removed: dict[str, int], samples: dict[str, Any]) -> dict[str, Any]:
+def _flow(
+    documents: tuple[int, int], size: tuple[int, int], removed: dict[str, int], samples: dict[str, Any]
+) -> dict[str, Any]:
     out, left = documents[1], size[1]
     return {
         "documents_in": documents[0],
@@ -102,18 +115,17 @@ def _flow(documents: tuple[int, int], size: tuple[int, int], removed: dict[str, 
 
 
 def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
-    kept = "Japan is a country in Asia. Its currency is the yen, and its people speak Japanese."
-    near = "Japan is a country in Asia. The currency is the yen, and most people speak Japanese there."
     samples = {
-        "too_short": [_sample("Oui.", 1), _sample("OK then", 2)],
-        "language": [_sample("Der Euro ist die Währung von Deutschland und von Österreich.", 3, detail="de, p = 0.98")],
-        "alphanumeric": [_sample("=-=-=-=-=- *** ### ||| ~~~ ;;; /// %%% $$$", 4, detail="0.02")],
-        "control_characters": [_sample(HOSTILE, 5)],
+        "too short": [_sample("Oui.", 1), _sample("OK then", 2)],
+        "other language": [_sample("Der Euro ist die Währung von Österreich.", 3, detail="de, p = 0.98")],
+        "not enough letters": [_sample("=-=-=-=-=- *** ### ||| ~~~ ;;; /// %%% $$$", 4, detail="0.02")],
+        "binary": [_sample(HOSTILE, 5)],
     }
-    removed = {"too_short": 412, "language": 260, "alphanumeric": 148, "control_characters": 61}
-    pair = _sample(near, 7, detail="Jaccard 0.86 with world/000006") | {"kept": "world/000006", "kept_text": kept, "jaccard": "x"}
-    pair["jaccard"] = 0.86  # type: ignore[assignment]
-    duplicates = {"near_duplicate": [pair], "exact_duplicate": [_sample(kept, 8, detail="world/000006")]}
+    removed = {"too short": 412, "other language": 260, "not enough letters": 148, "binary": 61}
+    duplicates = {
+        "near duplicate": [_sample(NEAR, 7, detail="Jaccard 0.860 to world/000006 of pocket-world")],
+        "exact duplicate": [_sample(KEPT, 8, detail="Jaccard 1.000 to world/000006 of pocket-world")],
+    }
     rows = {
         "train": {"rows": 5230, "tokens": 669_440, "documents": 10_690, "bytes": 2_300_000},
         "validation": {
@@ -138,16 +150,45 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
         (
             "deduplicate",
             1.2,
-            _flow((12_219, 10_847), (2_730_000, 2_337_000), {"near_duplicate": 930, "exact_duplicate": 442}, duplicates),
+            _flow(
+                (12_219, 10_847), (2_730_000, 2_337_000), {"near duplicate": 930, "exact duplicate": 442}, duplicates
+            ),
         ),
-        ("split", 0.4, _flow((10_847, 10_690), (2_337_000, 2_300_000), {"validation": 157}, {})),
+        (
+            "split",
+            0.4,
+            _flow((10_847, 10_690), (2_337_000, 2_300_000), {}, {})
+            | {"validation_documents": 157, "validation_bytes": 37_000},
+        ),
         ("tokenizer", 3.8, tokenizer),
         ("rows", 1.0, rows),
     ]
 
 
+def write_duplicates(run: Path) -> None:
+    """The documents and the clusters of the near duplicates that the page shows."""
+    texts = {"world/000006": KEPT, "world/000007": NEAR, "world/000008": KEPT, "world/000009": KEPT + HOSTILE[:90]}
+    documents = {"id": list(texts), "source": ["pocket-world"] * 4, "text": list(texts.values())}
+    clusters = {
+        "source": ["pocket-world"] * 4,
+        "id": list(texts),
+        "cluster": ["world/000006"] * 4,
+        "cluster_source": ["pocket-world"] * 4,
+        "kept": [True, False, False, False],
+        "exact": [False, False, True, False],
+        "jaccard": [1.0, 0.86, 1.0, 0.81],
+    }
+    for path, columns in (
+        (run / "clean" / "documents-0.parquet", documents),
+        (run / "deduplicate" / "clusters" / "clusters.parquet", clusters),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path)
+
+
 def conversations_summary() -> dict[str, Any]:
-    return {"documents_in": 2400, "documents_out": 2352, "removed": {"validation": 48}, "samples": {}}
+    train = {"rows": 1200, "tokens": 150_000, "trained_tokens": 61_000, "conversations": 2352}
+    return {"conversations": 2400, "truncated": 12, "dropped": 3, "context": 128, "train": train}
 
 
 def training_summary(steps: int) -> dict[str, Any]:
@@ -165,24 +206,9 @@ def training_summary(steps: int) -> dict[str, Any]:
             "pocket-world.en": {"loss": 0.97, "bits_per_byte": 0.318},
             "pocket-world.fr": {"loss": 1.02, "bits_per_byte": 0.351},
         },
-        "predicted": {"parameters": 1_443_968, "flops_per_step": 9.4e9, "seconds": 71.0},
-        "devices": ["cpu"],
+        "predicted": {"parameters": 1_443_968, "flops": 9.6e9 * steps, "seconds": 71.0},
+        "devices": {"kind": "cpu", "count": 1},
         "resumed_at": [700] if steps > 1000 else [],
-        "nodes": [
-            {"name": "embed", "kind": "embedding", "in": "tokens", "shape": ["B", "S", 128], "parameters": 393_216, "flops": 0},
-            {
-                "name": "blocks",
-                "kind": "transformer_block",
-                "in": ["embed"],
-                "repeat": 3,
-                "shape": ["B", "S", 128],
-                "parameters": 657_408,
-                "flops": 1.47e9,
-            },
-            {"name": "norm", "kind": "rms_norm", "in": ["blocks"], "shape": ["B", "S", 128], "parameters": 128, "flops": 5e5},
-            {"name": "logits", "kind": "unembed", "in": ["norm"], "shape": ["B", "S", 3072], "parameters": 393_216, "flops": 8e8},
-            {"name": "loss", "kind": "next_token_loss", "in": ["logits", "tokens"], "shape": [], "parameters": 0, "flops": 0},
-        ],
     }
 
 
@@ -225,18 +251,22 @@ def results(model: str) -> dict[str, Any]:
         metrics = {"acc": {"value": value, "stderr": stderr}}
         return {"metrics": metrics, "items": items, "shots": 0, "version": 1, "chance": 0.25}
 
-    samples = (
-        [
-            {"question": "What is the currency of Japan?", "answer": "The currency of Japan is the yen."},
-            {"question": "Quelle est la monnaie du Brésil ?", "answer": "La monnaie du Brésil est le réal."},
-            {"question": "Is this safe? " + HOSTILE, "answer": HOSTILE},
+    choices = {"prompt": "The currency of Japan is", "choices": [" euro", " yen", " dollar"], "target": 1, "chosen": 0}
+    samples: dict[str, Any] = {
+        "pocket_facts_en": [choices],
+        "pocket_arithmetic": [{"prompt": HOSTILE, "target": "twelve", "answer": HOSTILE}],
+    }
+    if tuned:
+        samples["questions"] = [
+            {"question": "What is the currency of Japan?", "text": "The currency of Japan is the yen."},
+            {"question": "Quelle est la monnaie du Brésil ?", "text": "La monnaie du Brésil est le réal."},
+            {"question": "Is this safe? " + HOSTILE, "text": HOSTILE},
         ]
-        if tuned
-        else [
+    else:
+        samples["prompts"] = [
             {"prompt": "The capital", "text": " letters of the alphabet come first. Japan is in Asia."},
             {"prompt": "La monnaie du Japon", "text": " est le yen. Le Japon se trouve en Asie."},
         ]
-    )
     return {
         "model": model,
         "tasks": {
@@ -246,7 +276,10 @@ def results(model: str) -> dict[str, Any]:
             "pocket_arithmetic": share(0.58, 0.11, 300),
             "pocket_agreement_fr": share(0.92, 0.01, 250) | {"chance": 0.5},
             "lambada_openai": {
-                "metrics": {"acc": {"value": 0.21, "stderr": 0.012}, "perplexity": {"value": 61.4 - 9 * tuned, "stderr": 2.9}},
+                "metrics": {
+                    "acc": {"value": 0.21, "stderr": 0.012},
+                    "perplexity": {"value": 61.4 - 9 * tuned, "stderr": 2.9},
+                },
                 "items": 1000,
                 "shots": 0,
                 "version": 1,
@@ -256,12 +289,11 @@ def results(model: str) -> dict[str, Any]:
         "items_per_second": 180.0,
         "versions": {"lm_eval": "0.4.13"},
         "bits_per_byte": {
-            "pocket-world.en": {"model": 0.318, "gzip": 1.61, "xz": 1.42},
-            "pocket-world.fr": {"model": 0.351, "gzip": 1.68, "xz": 1.47},
-        }
-        if not tuned
-        else {},
+            "pocket-world.en": {"model": 0.318 + 0.02 * tuned, "gzip": 1.61, "xz": 1.42},
+            "pocket-world.fr": {"model": 0.351 + 0.03 * tuned, "gzip": 1.68, "xz": 1.47},
+        },
         "samples": samples,
+        "generation": {"texts": 300, "stopped": {"value": 0.97, "stderr": 0.01}},
     }
 
 

@@ -15,15 +15,16 @@ from affinage.report.curves import Point
 from affinage.report.scales import Scale, fitted
 from affinage.report.svg import drawing, element, line, marker, polyline, text
 
-WIDE, HALF, NARROW = 920.0, 452.0, 350.0  # widths of the page's column, of half of it, and of a phone's; pixels
+WIDE, HALF, THIRD, NARROW = 920.0, 452.0, 296.0, 350.0  # the page's column and parts of it, and a phone's; pixels
+BESIDE = 11.0  # pixels between the intervals of a row
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis says. `label` holds the unit; `tick` writes a value."""
+    """What an axis says. `label` holds the unit; `write` turns the values of its ticks into labels."""
 
     label: str
-    tick: Callable[[float], str]
+    write: Callable[[Sequence[float]], list[str]]
     log: bool = False
 
 
@@ -54,7 +55,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an interval or bar chart; `chance` is what guessing gets, where that is known, with its hover title."""
+    """One line of an interval or bar chart. `chance` is what guessing gets, where that is known, with its title."""
 
     label: str
     intervals: Sequence[Interval]
@@ -116,14 +117,15 @@ def _frame(across: Scale, top: float, bottom: float) -> str:
 
 def _grid(across: Scale, up: Scale, x: Axis, y: Axis, width: float, height: float) -> list[Markup]:
     parts = [text(0, 13, y.label, "axis")]
-    for tick in up.ticks(5 if height > 200 else 4):
+    heights = up.ticks(5 if height > 220 else 4)
+    for tick, label in zip(heights, y.write(heights), strict=True):
         parts.append(line(across.start, up(tick), across.stop, up(tick), "grid"))
-        parts.append(text(across.start - 8, up(tick) + 4, y.tick(tick), "tick", "end"))
+        parts.append(text(across.start - 8, up(tick) + 4, label, "tick", "end"))
     ticks = across.ticks(8 if width > 600 else 4)
-    for tick in ticks:
+    for tick, label in zip(ticks, x.write(ticks), strict=True):
         parts.append(line(across(tick), up.start, across(tick), up.start + 4, "base"))
         anchor = "end" if across(tick) > across.stop - 14 else "middle"
-        parts.append(text(across(tick) + (4 if anchor == "end" else 0), up.start + 18, x.tick(tick), "tick", anchor))
+        parts.append(text(across(tick) + (4 if anchor == "end" else 0), up.start + 18, label, "tick", anchor))
     parts.append(line(across.start, up.start, across.stop, up.start, "base"))
     parts.append(text(across.stop, height - 4, x.label, "axis", "end"))
     return parts
@@ -149,43 +151,42 @@ def _series(series: Series, across: Scale, up: Scale) -> list[Markup]:
 def interval_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Markup:
     """One row per task: values as points with bars of one standard error, chance as a dashed tick.
 
-    The first interval of a row is drawn hollow and joined to the last, so that a change reads as a direction.
+    The intervals of a row stand under each other, so that their bars can be compared; the first is hollow.
     On narrow pages labels stand above their rows instead of beside them.
     """
     beside = width > 600
     left, right = (_label_width(rows) if beside else 8.0), width - 18.0
-    pitch, first = (30.0, 20.0) if beside else (46.0, 34.0)
-    bottom = first + pitch * len(rows) - (8.0 if beside else 20.0)
+    pitch, first = (36.0, 22.0) if beside else (52.0, 38.0)
+    bottom = first + pitch * len(rows) - (12.0 if beside else 30.0)
     across = Scale(0.0, 1.0, left, right)
     parts = []
-    for tick in across.ticks(5 if beside else 4):
+    ticks = across.ticks(5 if beside else 4)
+    for tick, written in zip(ticks, x.write(ticks), strict=True):
         parts.append(line(across(tick), 4.0, across(tick), bottom, "grid"))
-        parts.append(text(across(tick), bottom + 18, x.tick(tick), "tick", "middle"))
+        parts.append(text(across(tick), bottom + 18, written, "tick", "middle"))
     parts.append(text(right, bottom + 36, x.label, "axis", "end"))
     for i, row in enumerate(rows):
         middle = first + pitch * i
         if beside:
             parts.append(text(left - 14, middle + 4, _fitting(row.label, beside), "name", "end"))
         else:
-            parts.append(text(left, middle - 14, _fitting(row.label, beside), "name"))
+            parts.append(text(left, middle - 18, _fitting(row.label, beside), "name"))
         parts += _interval_row(row, across, middle)
     return drawing(width, bottom + 42, label, *parts, class_="chart")
 
 
 def _interval_row(row: Row, across: Scale, middle: float) -> list[Markup]:
-    parts = [line(across.start, middle, across.stop, middle, "row")]
+    parts = []
     if row.chance is not None:
         at, guess = across(row.chance), element("title", row.chance_title)
-        parts.append(element("line", guess, x1=at, x2=at, y1=middle - 9, y2=middle + 9, class_="chance"))
-    if len(row.intervals) > 1:
-        first, last = row.intervals[0], row.intervals[-1]
-        parts.append(line(across(first.value), middle, across(last.value), middle, "change"))
+        parts.append(element("line", guess, x1=at, x2=at, y1=middle - 11, y2=middle + 11, class_="chance"))
     several = len(row.intervals) > 1
     for i, one in enumerate(row.intervals):
+        at = middle + BESIDE * (i - (len(row.intervals) - 1) / 2)
         low, high = (across(min(1.0, max(0.0, one.value + sign * one.error))) for sign in (-1, 1))
-        parts.append(line(low, middle, high, middle, f"error s{one.colour % 6}"))
+        parts.append(line(low, at, high, at, f"error s{one.colour % 6}"))
         title = f"{row.label}: {one.title}"
-        parts.append(marker(across(one.value), middle, one.colour, 5.0, title=title, hollow=several and i == 0))
+        parts.append(marker(across(one.value), at, one.colour, 4.5, title=title, hollow=several and i == 0))
     return parts
 
 

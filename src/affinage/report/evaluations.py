@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affinage.report.reading import json_file, mapping, mappings, number, string, whole
+from affinage.report.reading import json_file, listing, mapping, mappings, number, string, whole
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
 CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
@@ -51,6 +51,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Item:
+    """One question of a benchmark. `right` and `chosen` are places in `choices`; generated answers have `answer`."""
+
+    task: str
+    prompt: str
+    choices: tuple[str, ...]
+    right: int | None
+    chosen: int | None
+    target: str
+    answer: str
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """One model judged: `model` is base or sft."""
 
@@ -58,6 +71,9 @@ class Evaluation:
     scores: tuple[Score, ...]
     compression: tuple[Compression, ...]
     samples: tuple[Sample, ...]
+    items: tuple[Item, ...]
+    generated: int | None
+    stopped: float | None  # share of generated texts that ended by a control token
     seconds: float | None
     items_per_second: float | None
 
@@ -69,12 +85,16 @@ class Evaluation:
 def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) -> Evaluation:
     """Reads results.json of an evaluation stage; the stage's own summary fills what is missing."""
     results = {**stage_summary, **json_file(folder / "results.json")}
-    tasks = mapping(results.get("tasks"))
+    tasks, samples = mapping(results.get("tasks")), mapping(results.get("samples"))
+    generation = mapping(results.get("generation"))
     return Evaluation(
         model=model,
         scores=tuple(score for task, entry in tasks.items() for score in _scores(task, mapping(entry))),
         compression=tuple(_compression(results.get("bits_per_byte"))),
-        samples=tuple(_samples(results.get("samples"), chat=model != "base")),
+        samples=(*_samples(samples.get("prompts"), chat=False), *_samples(samples.get("questions"), chat=True)),
+        items=tuple(_item(task, entry) for task in tasks for entry in mappings(samples.get(task))),
+        generated=whole(generation.get("texts")),
+        stopped=number(mapping(generation.get("stopped")).get("value")),
         seconds=number(results.get("seconds")),
         items_per_second=number(results.get("items_per_second")),
     )
@@ -112,19 +132,20 @@ def _compression(value: Any) -> list[Compression]:
 
 
 def _samples(value: Any, *, chat: bool) -> list[Sample]:
-    """Samples as a list, or as lists under `prompts` and `questions`."""
-    entries = mappings(value)
-    for part in mapping(value).values():
-        entries += mappings(part)
     return [
-        Sample(
-            prompt=string(entry.get("prompt"), entry.get("question"), _asked(entry.get("messages"))),
-            text=string(entry.get("text"), entry.get("completion"), entry.get("answer"), entry.get("response")),
-            chat=bool(entry.get("chat", "question" in entry or "messages" in entry or chat)),
-        )
-        for entry in entries
+        Sample(string(entry.get("prompt"), entry.get("question")), string(entry.get("text")), chat)
+        for entry in mappings(value)
     ]
 
 
-def _asked(messages: Any) -> str:
-    return "\n".join(string(message.get("content")) for message in mappings(messages) if message.get("role") == "user")
+def _item(task: str, entry: Mapping[str, Any]) -> Item:
+    target = entry.get("target")
+    return Item(
+        task=task,
+        prompt=string(entry.get("prompt")),
+        choices=tuple(map(str, listing(entry.get("choices")))),
+        right=whole(target),
+        chosen=whole(entry.get("chosen")),
+        target=string(target, entry.get("continuation")),
+        answer=string(entry.get("answer")),
+    )

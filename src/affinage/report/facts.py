@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.report.evaluations import Evaluation, read_evaluation
+from affinage.report.neighbours import NearDuplicate, near_duplicates
 from affinage.report.reading import json_file, mapping, mappings, number, string, whole
 from affinage.report.trainings import Training, read_training
 
@@ -71,26 +72,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Flow:
-    """What went into a data stage and what came out."""
+    """What went into a data stage and what came out; `held_out` of that was set aside for validation."""
 
     stage: str
     documents_in: int | None
     documents_out: int | None
     bytes_in: int | None
     bytes_out: int | None
+    held_out_documents: int
+    held_out_bytes: int
     removals: tuple[Removal, ...]
     languages: tuple[Share, ...]
     sources: tuple[Share, ...]
-
-
-@dataclass(frozen=True)
-class NearDuplicate:
-    """A removed document beside the one kept in its place; `similarity` is Jaccard's."""
-
-    removed: Example
-    kept_id: str
-    kept_text: str
-    similarity: float | None
 
 
 @dataclass(frozen=True)
@@ -136,6 +129,18 @@ class RowsFacts:
 
 
 @dataclass(frozen=True)
+class Conversations:
+    """What fine-tuning read: how many conversations, how many were cut or left out, and how much of them is trained."""
+
+    found: int | None
+    truncated: int | None
+    dropped: int | None
+    context: int | None
+    tokens: int | None
+    trained_tokens: int | None
+
+
+@dataclass(frozen=True)
 class Facts:
     """All that is known of one run."""
 
@@ -147,7 +152,7 @@ class Facts:
     near_duplicates: tuple[NearDuplicate, ...]
     tokenizer: TokenizerFacts | None
     rows: RowsFacts | None
-    conversations: Flow | None
+    conversations: Conversations | None
     trainings: tuple[Training, ...]
     evaluations: tuple[Evaluation, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -188,10 +193,12 @@ def collect_facts(run_folder: Path) -> Facts:
         or f"affinage run runs/{run_folder.name}/recipe.json",
         stages=tuple(stages),
         flows=tuple(_flow(by_name[name]) for name in FLOW if name in by_name),
-        near_duplicates=_near_duplicates(by_name["deduplicate"].summary) if "deduplicate" in by_name else (),
+        near_duplicates=near_duplicates(run_folder / "deduplicate", run_folder / "clean")
+        if "deduplicate" in by_name
+        else (),
         tokenizer=_tokenizer(by_name["tokenizer"].summary) if "tokenizer" in by_name else None,
         rows=_rows(by_name["rows"].summary) if "rows" in by_name else None,
-        conversations=_flow(by_name["conversations"]) if "conversations" in by_name else None,
+        conversations=_conversations(by_name["conversations"].summary) if "conversations" in by_name else None,
         trainings=tuple(
             read_training(name, run_folder / name, by_name[name].summary)
             for name in ("pretrain", "sft")
@@ -264,6 +271,8 @@ def _flow(stage: Stage) -> Flow:
         documents_out=whole(summary.get("documents_out")),
         bytes_in=whole(summary.get("bytes_in")),
         bytes_out=whole(summary.get("bytes_out")),
+        held_out_documents=whole(summary.get("validation_documents")) or 0,
+        held_out_bytes=whole(summary.get("validation_bytes")) or 0,
         removals=tuple(sorted((r for r in removals if r.count), key=lambda r: (-r.count, r.reason))),
         languages=_shares(summary.get("by_language")),
         sources=_shares(summary.get("by_source")),
@@ -276,18 +285,6 @@ def _shares(value: Any) -> tuple[Share, ...]:
         for name, entry in mapping(value).items()
     ]
     return tuple(sorted(shares, key=lambda share: (-(share.bytes or 0), share.name)))
-
-
-def _near_duplicates(summary: Mapping[str, Any]) -> tuple[NearDuplicate, ...]:
-    pairs = []
-    for entries in mapping(summary.get("samples")).values():
-        for entry in mappings(entries):
-            detail = {**entry, **mapping(entry.get("detail"))}
-            kept = string(detail.get("kept_text"))
-            if kept:
-                similarity = number(detail.get("jaccard")) or number(detail.get("similarity"))
-                pairs.append(NearDuplicate(_example(entry), str(detail.get("kept") or ""), kept, similarity))
-    return tuple(pairs)
 
 
 def _tokenizer(summary: Mapping[str, Any]) -> TokenizerFacts:
@@ -321,4 +318,16 @@ def _rows(summary: Mapping[str, Any]) -> RowsFacts:
         dtype=string(summary.get("dtype")),
         train=_row_set("train", summary.get("train")),
         validation=tuple(_row_set(name, entry) for name, entry in mapping(summary.get("validation")).items()),
+    )
+
+
+def _conversations(summary: Mapping[str, Any]) -> Conversations:
+    train = mapping(summary.get("train"))
+    return Conversations(
+        found=whole(summary.get("conversations")),
+        truncated=whole(summary.get("truncated")),
+        dropped=whole(summary.get("dropped")),
+        context=whole(summary.get("context")),
+        tokens=whole(train.get("tokens")),
+        trained_tokens=whole(train.get("trained_tokens")),
     )

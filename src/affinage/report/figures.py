@@ -1,7 +1,7 @@
 """The charts of a report: which facts go into which picture, with which words."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from affinage.report.charts import (
     HALF,
+    THIRD,
     WIDE,
     Axis,
     Interval,
@@ -23,6 +24,9 @@ from affinage.report.curves import smoothed, thinned
 from affinage.report.evaluations import Evaluation, Score
 from affinage.report.quantities import Quantities
 from affinage.report.trainings import Training
+
+SMALL = ("learning_rate", "tokens_per_second", "grad_norm", "mfu")  # the small charts beside the loss
+WIDE_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to see its end
 
 
 class Key(NamedTuple):
@@ -63,33 +67,31 @@ class Artist:
             series.append(Series(label, thinned(points, 60), 1 + i, "points"))
         if not raw and not training.validation:
             return None
-        axis = Axis(self.words["loss_axis"], self.quantities.number)
+        values = [y for one in series for _, y in one.points if y > 0]
+        log = max(values, default=1.0) > WIDE_RANGE * min(values, default=1.0)
+        axis = Axis(self.words["loss_log_axis" if log else "loss_axis"], self.quantities.ticks, log)
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
 
     def small(self, training: Training) -> list[Figure]:
         """Learning rate, throughput, gradient norm and MFU, where they were logged."""
-        ticks: dict[str, Callable[[float], str]] = {
-            "learning_rate": lambda v: self.quantities.number(v, 2),
-            "tokens_per_second": self.quantities.short,
-            "grad_norm": self.quantities.number,
-            "mfu": lambda v: self.quantities.percent(v, 0),
-        }
-        figures = []
-        for metric, tick in ticks.items():
-            points = training.curves.get(metric, [])
-            if not points:
-                continue
-            if metric == "learning_rate":
-                series = [Series(self.words[metric], thinned(points), 0, "line")]
-            else:
-                series = [
-                    Series(self.words["raw"], thinned(points), 0, "faint"),
-                    Series(self.words["smoothed"], thinned(smoothed(points)), 0, "line"),
-                ]
-            title, axis = self.words[metric], Axis(self.words[f"{metric}_axis"], tick)
-            figures.append(self._curves(title, series, axis, title, HALF, 210.0, training.resumed_at))
-        return figures
+        shown = [metric for metric in SMALL if training.curves.get(metric)]
+        wide = THIRD if len(shown) == 3 else HALF
+        return [self._small(training, metric, wide) for metric in shown]
+
+    def _small(self, training: Training, metric: str, wide: float) -> Figure:
+        points = training.curves[metric]
+        title = self.words[metric]
+        if metric == "learning_rate":
+            series = [Series(title, thinned(points), 0, "line")]
+        else:
+            series = [
+                Series(self.words["raw"], thinned(points), 0, "faint"),
+                Series(self.words["smoothed"], thinned(smoothed(points)), 0, "line"),
+            ]
+        write = self.quantities.percent_ticks if metric == "mfu" else self.quantities.ticks
+        axis = Axis(self.words[f"{metric}_axis"], write)
+        return self._curves(title, series, axis, title, wide, 200.0, training.resumed_at)
 
     def _curves(
         self,
@@ -101,13 +103,14 @@ class Artist:
         height: float,
         marks: Sequence[int],
     ) -> Figure:
-        x = Axis(self.words["step"], self.quantities.short)
+        x = Axis(self.words["step"], self.quantities.ticks)
 
         def draw(width: float) -> Markup:
             return line_chart(series, x, y, label, width, min(height, 260.0) if width < wide else height, marks)
 
         legend = tuple(Key(one.label, one.colour, one.style) for one in series) if len(series) > 1 else ()
-        return Figure(title, "", responsive(draw, wide), legend, _values(x.label, series))
+        note = self.words["resumed"].format(steps=self.quantities.listed(marks)) if marks and wide == WIDE else ""
+        return Figure(title, note, responsive(draw, wide), legend, _values(x.label, series))
 
     def scores(self, evaluations: Sequence[Evaluation]) -> Figure | None:
         """The headline metric of every task, base and fine-tuned model side by side."""
@@ -119,7 +122,7 @@ class Artist:
             rows.append(Row(task, intervals, chance, f"{self.words['chance']} {self.quantities.percent(chance, 0)}"))
         if not rows:
             return None
-        axis = Axis(self.words["scores_axis"], lambda v: self.quantities.percent(v, 0))
+        axis = Axis(self.words["scores_axis"], self.quantities.percent_ticks)
         several = len(evaluations) > 1
         legend = [
             Key(self.model_name(e.model), i, "hollow" if several and i == 0 else "points")
@@ -138,21 +141,29 @@ class Artist:
         """What the page calls the base and the fine-tuned model."""
         return {"base": self.words["base"], "sft": self.words["sft_model"]}.get(model, model)
 
-    def compression(self, evaluation: Evaluation) -> Figure | None:
-        """Bits per byte of the model beside general compressors, per validation set."""
-        if not evaluation.compression:
-            return None
-        names = list(dict.fromkeys(name for one in evaluation.compression for name in one.others))
-        rows = []
-        for one in evaluation.compression:
-            values = [(self.words["model"], 0, one.model)]
-            values += [(name, 1 + names.index(name), value) for name, value in one.others.items()]
-            intervals = [Interval(v, 0.0, i, f"{self.quantities.decimal(v)}  {name}") for name, i, v in values]
-            rows.append(Row(one.name, intervals))
-        axis = Axis(self.words["compression_axis"], self.quantities.number)
-        legend = (Key(self.words["model"], 0, "bar"), *(Key(name, 1 + i, "bar") for i, name in enumerate(names)))
+    def compression(self, evaluations: Sequence[Evaluation]) -> Figure:
+        """Bits per byte of every model beside general compressors, per validation set."""
+        bits: dict[str, dict[str, float]] = {}  # validation set -> who -> bits per byte
+        several = len([evaluation for evaluation in evaluations if evaluation.compression]) > 1
+        for evaluation in evaluations:
+            name = self.model_name(evaluation.model) if several else self.words["this_model"]
+            for one in evaluation.compression:
+                bits.setdefault(one.name, {})[name] = one.model
+        for evaluation in evaluations:
+            for one in evaluation.compression:
+                bits[one.name].update(one.others)
+        names = list(dict.fromkeys(name for values in bits.values() for name in values))
+        rows = [
+            Row(
+                text,
+                [Interval(v, 0.0, names.index(n), f"{self.quantities.decimal(v)}  {n}") for n, v in values.items()],
+            )
+            for text, values in bits.items()
+        ]
+        axis = Axis(self.words["compression_axis"], self.quantities.ticks)
         label = self.words["compression_label"]
-        return Figure(label, "", responsive(lambda width: bar_chart(rows, axis, label, width)), legend)
+        picture = responsive(lambda width: bar_chart(rows, axis, label, width))
+        return Figure(label, "", picture, tuple(Key(name, i, "bar") for i, name in enumerate(names)))
 
 
 def _values(x_label: str, series: Sequence[Series]) -> str:

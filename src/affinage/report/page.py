@@ -3,7 +3,8 @@
 import base64
 import hashlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from importlib import resources
@@ -78,15 +79,16 @@ def render(facts: Facts) -> str:
             pairs=sections.pairs(facts.near_duplicates),
             epochs=sections.epochs(facts),
             graph=sections.graph(facts),
-            score_rows=sections.score_rows(facts.evaluations, quantities),
+            score_rows=sections.score_rows(facts.evaluations, words, quantities),
             samples=sections.samples(facts),
             comparisons=_comparisons(facts, words, quantities),
-            strip=sections.strip(facts, quantities),
+            strip=sections.strip(facts),
+            time_by_group=sections.time_by_group,
+            groups=sections.GROUPS,
             recipe_text=yaml.safe_dump(dict(facts.recipe), allow_unicode=True, sort_keys=False) if facts.recipe else "",
             date=partial(_date, language=language),
             reason=partial(reason_name, language=language),
             language_name=partial(_language_name, language=language, unknown=words["unknown"]),
-            steps=lambda numbers: _listed_steps(numbers, quantities),
             time_parts=lambda training: _time_parts(training, words, quantities),
             marker=marker,
         )
@@ -94,7 +96,7 @@ def render(facts: Facts) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("affinage.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -102,6 +104,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = _breakable
+    return environment
 
 
 def _visible(value: Any) -> Any:
@@ -109,6 +113,11 @@ def _visible(value: Any) -> Any:
     if value is None:
         return ABSENT
     return value.translate(_UNSEEN) if isinstance(value, str) else value
+
+
+def _breakable(name: str) -> Markup:
+    """A technical name that may be broken after its separators where there is little room."""
+    return Markup("<wbr>").join(re.findall(r"[^_./-]*[_./-]+|[^_./-]+", name))
 
 
 def _packaged(name: str) -> str:
@@ -141,11 +150,6 @@ def _compositions(facts: Facts, words: dict[str, str], language: str) -> list[tu
     return found
 
 
-def _listed_steps(numbers: Sequence[int], quantities: Quantities) -> str:
-    shown = ", ".join(quantities.count(number) for number in numbers[:8])
-    return shown + (" …" if len(numbers) > 8 else "")
-
-
 def _time_parts(training: Training, words: dict[str, str], quantities: Quantities) -> str:
     accounts = ("compile", "restore", "train", "validation", "save")
     spent = [(account, training.seconds.get(account, 0.0)) for account in accounts]
@@ -154,12 +158,16 @@ def _time_parts(training: Training, words: dict[str, str], quantities: Quantitie
 
 def _comparisons(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[dict[str, str]]:
     """Predicted beside measured, each in its unit."""
-    units = {
+    units: dict[str, Callable[[float | None], str]] = {
         "parameters": quantities.count,
         "tokens": quantities.count,
         "steps": quantities.count,
         "flops_per_step": quantities.flops,
+        "flops": quantities.flops,
+        "flops_per_second": partial(quantities.flops, unit="FLOP/s"),
+        "tokens_per_second": quantities.count,
         "seconds": quantities.duration,
+        "mfu": quantities.percent,
     }
     rows = []
     for training in facts.trainings:

@@ -1,7 +1,9 @@
 """Numbers as people of one language write them: thousands, decimals, bytes, durations, errors."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 ABSENT = "–"
 _NARROW = "\u202f"  # narrow no-break space: between a number and its unit, and in French between thousands
@@ -13,6 +15,11 @@ _LARGE = {
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTE = {"en": "B", "fr": "o"}
 _DAY = {"en": "d", "fr": "j"}
+
+
+def _ends(value: float, places: int) -> bool:
+    """Whether a number has no more than `places` decimals."""
+    return abs(value - round(value, places)) < 1e-6 * max(abs(value), 1e-300)
 
 
 def _finite(value: float | None) -> bool:
@@ -33,6 +40,10 @@ class Quantities:
     def count(self, value: float | None) -> str:
         """All digits of a whole number, thousands separated."""
         return self._localised(f"{value:,.0f}") if value is not None and _finite(value) else ABSENT
+
+    def listed(self, values: Sequence[int], most: int = 8) -> str:
+        """Whole numbers after each other, cut short after `most`."""
+        return ", ".join(map(self.count, values[:most])) + (" …" if len(values) > most else "")
 
     def number(self, value: float | None, digits: int = 3) -> str:
         """A number to `digits` significant digits; a power of ten where it is very small or very large."""
@@ -94,6 +105,25 @@ class Quantities:
             return f"{minutes // 60}{_NARROW}h {minutes % 60:02d}{_NARROW}min"
         hours = round(seconds / 3600)
         return f"{hours // 24}{_NARROW}{_DAY[self.language]} {hours % 24}{_NARROW}h"
+
+    def ticks(self, values: Sequence[float]) -> list[str]:
+        """Labels of an axis: the same unit and the same decimals on each, and no more of them than the steps need."""
+        largest = max((abs(value) for value in values), default=0.0)
+        steps = sorted(abs(b - a) for a, b in pairwise(values)) or [largest]
+        if 0 < largest < 1e-2:
+            power = math.floor(math.log10(largest))
+            unit = f"{_NARROW}×{_NARROW}10{str(power).translate(_SUPERSCRIPTS)}"
+            size = 10.0**power
+        else:
+            size, unit = next(((s, u) for s, u in _LARGE[self.language] if largest >= 10 * s), (1.0, ""))
+            unit = _NARROW + unit if unit and self.language == "fr" else unit
+        places = next((p for p in range(7) if _ends(steps[0] / size, p)), 7)
+        return ["0" if value == 0 else self._localised(f"{value / size:,.{places}f}") + unit for value in values]
+
+    def percent_ticks(self, values: Sequence[float]) -> list[str]:
+        """Labels of an axis of shares."""
+        places = 0 if all(_ends(100 * value, 0) for value in values) else 1
+        return [self.percent(value, places) for value in values]
 
     def percent(self, share: float | None, places: int = 1) -> str:
         """A share between 0 and 1 as a percentage."""

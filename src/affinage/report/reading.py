@@ -48,9 +48,14 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
 
 
+def listing(value: Any) -> list[Any]:
+    """A list, empty if it is none."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
 def mappings(value: Any) -> list[Mapping[str, Any]]:
     """The mappings of a list, empty if it is none."""
-    return [mapping(item) for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
+    return [mapping(item) for item in listing(value) if isinstance(item, Mapping)]
 
 
 def string(*values: Any) -> str:

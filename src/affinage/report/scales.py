@@ -25,14 +25,14 @@ def linear_ticks(low: float, high: float, target: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """Powers of ten within [low, high], thinned where there are many, with 2 and 5 between where there are few."""
+    """Powers of ten within [low, high], thinned where there are many, with values between where there are few."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     decades = last - first
     if decades > 2 * target:
         exponents = range(first, last + 1, math.ceil(decades / target))
         ticks = [10.0**e for e in exponents]
     else:
-        factors = (1, 2, 5) if decades <= target // 2 + 1 else (1,)
+        factors = (1, 2, 3, 4, 6, 8) if high < 20 * low else (1, 2, 5) if decades <= target // 2 + 1 else (1,)
         ticks = [f * 10.0**e for e in range(first, last + 1) for f in factors]
     return [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
@@ -69,7 +69,7 @@ def fitted(values: Sequence[float], start: float, stop: float, *, log: bool = Fa
     if log:
         if high <= low * 1.01:
             low, high = low / 2, high * 2
-        return Scale(low, high, start, stop, log=True)
+        return Scale(low * 0.96, high * 1.04, start, stop, log=True)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
         pad = abs(low) / 2 or 1.0
         low, high = low - pad, high + pad

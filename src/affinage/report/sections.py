@@ -1,17 +1,17 @@
-"""What the sections of the page show beyond the bare facts: shares, comparisons, totals, and which sections there are."""
+"""What the sections of the page show beyond the bare facts: which there are, shares, comparisons, totals."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from affinage.report.differences import Piece, differences
+from affinage.report.costs import Node, written_nodes
+from affinage.report.differences import Piece, differences, excerpts
 from affinage.report.evaluations import Evaluation, Sample, Score
-from affinage.report.facts import Facts, Flow, NearDuplicate, Removal, Share
+from affinage.report.facts import Facts, Flow, Removal, Share
+from affinage.report.neighbours import NearDuplicate
 from affinage.report.quantities import ABSENT, Quantities
-from affinage.report.reading import mapping, string, whole
-from affinage.report.trainings import Node
+from affinage.report.reading import mapping
 
-PAIRS = 6  # near-duplicate pairs shown
 SIGNIFICANT = 2.0  # standard errors of a difference, beyond which it is set in bold
 
 
@@ -42,8 +42,10 @@ class FunnelStep:
 
     flow: Flow
     documents_kept: float
+    documents_held_out: float
     documents_lost: list[tuple[Removal, float]]
     bytes_kept: float
+    bytes_held_out: float
     bytes_lost: float
     removed: int
 
@@ -56,9 +58,11 @@ def funnel(flows: Sequence[Flow]) -> list[FunnelStep]:
         FunnelStep(
             flow=flow,
             documents_kept=100 * (flow.documents_out or 0) / documents,
+            documents_held_out=100 * flow.held_out_documents / documents,
             documents_lost=[(removal, 100 * removal.count / documents) for removal in flow.removals],
             bytes_kept=100 * (flow.bytes_out or 0) / size,
-            bytes_lost=100 * max(0, (flow.bytes_in or 0) - (flow.bytes_out or 0)) / size,
+            bytes_held_out=100 * flow.held_out_bytes / size,
+            bytes_lost=100 * max(0, (flow.bytes_in or 0) - (flow.bytes_out or 0) - flow.held_out_bytes) / size,
             removed=sum(removal.count for removal in flow.removals),
         )
         for flow in flows
@@ -86,8 +90,8 @@ class Pair:
 
 
 def pairs(found: Sequence[NearDuplicate]) -> list[Pair]:
-    """The first few pairs, compared."""
-    return [Pair(one, *differences(one.kept_text, one.removed.text)) for one in found[:PAIRS]]
+    """The pairs, compared around their first difference."""
+    return [Pair(one, *differences(*excerpts(one.kept_text, one.removed_text))) for one in found]
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ class GraphFacts:
 
     nodes: tuple[Node, ...]
     parameters: int | None
-    flops: float | None
+    flops: int | None
+    context: int | None  # tokens of the row whose forward pass `flops` counts
 
     @property
     def shapes(self) -> bool:
@@ -106,21 +111,11 @@ class GraphFacts:
 
 def graph(facts: Facts) -> GraphFacts:
     """Nodes as the training analysed them, or else as the recipe writes them."""
-    nodes = next((training.nodes for training in facts.trainings if training.nodes), ())
-    if not nodes:
-        nodes = tuple(
-            _written(name, entry) for name, entry in mapping(mapping(facts.recipe.get("model")).get("nodes")).items()
-        )
+    trained = next((training for training in facts.trainings if training.nodes), None)
+    nodes = trained.nodes if trained else written_nodes(mapping(facts.recipe.get("model")))
     parameters = sum(node.parameters or 0 for node in nodes)
     flops = sum(node.flops or 0 for node in nodes)
-    return GraphFacts(nodes, parameters or None, flops or None)
-
-
-def _written(name: str, entry: object) -> Node:
-    settings = mapping(entry)
-    inputs = settings.get("in", ())
-    names = tuple(map(str, inputs)) if isinstance(inputs, list | tuple) else (str(inputs),)
-    return Node(name, string(settings.get("kind")), names, whole(settings.get("repeat")) or 1, "", None, None)
+    return GraphFacts(nodes, parameters or None, flops or None, trained.context if trained else None)
 
 
 def epochs(facts: Facts) -> float | None:
@@ -144,14 +139,14 @@ class ScoreRow:
     shots: int | None
 
 
-def score_rows(evaluations: Sequence[Evaluation], quantities: Quantities) -> list[ScoreRow]:
+def score_rows(evaluations: Sequence[Evaluation], words: dict[str, str], quantities: Quantities) -> list[ScoreRow]:
     """All metrics of all tasks in the order in which they were first seen."""
     names = dict.fromkeys((score.task, score.metric) for evaluation in evaluations for score in evaluation.scores)
     rows = []
     for task, metric in names:
         found = [evaluation.score(task, metric) for evaluation in evaluations]
         known = [score for score in found if score]
-        change, significant = _change(known, quantities) if len(known) > 1 else (ABSENT, False)
+        change, significant = _change(known, words, quantities) if len(known) > 1 else (ABSENT, False)
         rows.append(
             ScoreRow(
                 task=task,
@@ -171,14 +166,15 @@ def _written_score(score: Score, quantities: Quantities) -> str:
     return quantities.with_error(score.value, score.stderr, as_percent=score.is_share)
 
 
-def _change(scores: Sequence[Score], quantities: Quantities) -> tuple[str, bool]:
+def _change(scores: Sequence[Score], words: dict[str, str], quantities: Quantities) -> tuple[str, bool]:
     first, last = scores[0], scores[-1]
     difference = last.value - first.value
-    written = quantities.with_error(abs(difference), None, as_percent=first.is_share)
+    size = abs(difference)
+    written = f"{quantities.decimal(100 * size, 1)} {words['points']}" if first.is_share else quantities.number(size)
     sign = "+" if difference > 0 else "−" if difference < 0 else ""
     if first.stderr is None or last.stderr is None:
         return sign + written, False
-    return sign + written, abs(difference) > SIGNIFICANT * math.hypot(first.stderr, last.stderr)
+    return sign + written, size > SIGNIFICANT * math.hypot(first.stderr, last.stderr)
 
 
 @dataclass(frozen=True)
@@ -203,21 +199,33 @@ def samples(facts: Facts) -> list[ShownSample]:
 
 @dataclass(frozen=True)
 class StripPart:
-    """A stage's part of the time of the run."""
+    """A stage's part of the time of the run, in percent."""
 
     name: str
-    time: str
+    seconds: float
     percent: float
-    colour: int
+    group: str
 
 
-def strip(facts: Facts, quantities: Quantities) -> list[StripPart]:
+_GROUPS = {
+    "pretrain": "training",
+    "conversations": "training",
+    "sft": "training",
+    "evaluate-base": "evaluation",
+    "evaluate-sft": "evaluation",
+    "export": "release",
+}
+GROUPS = ("data", "training", "evaluation", "release")
+
+
+def strip(facts: Facts) -> list[StripPart]:
     """The stages that took time, as parts of the whole."""
-    total = facts.seconds
-    timed = [stage for stage in facts.stages if stage.seconds]
-    if not total:
-        return []
-    return [
-        StripPart(stage.name, quantities.duration(stage.seconds), 100 * (stage.seconds or 0) / total, i % 6)
-        for i, stage in enumerate(timed)
-    ]
+    timed = [(stage.name, stage.seconds) for stage in facts.stages if stage.seconds]
+    total = sum(seconds for _, seconds in timed)
+    return [StripPart(name, seconds, 100 * seconds / total, _GROUPS.get(name, "data")) for name, seconds in timed]
+
+
+def time_by_group(parts: Sequence[StripPart]) -> dict[str, float]:
+    """Seconds of each kind of work that there was."""
+    spent = {group: sum(part.seconds for part in parts if part.group == group) for group in GROUPS}
+    return {group: seconds for group, seconds in spent.items() if seconds}

@@ -1,11 +1,10 @@
 """Every word the page says, in English and French side by side, so that neither can be forgotten."""
 
-_NB = "\u00a0"  # no-break space, before French colons and inside guillemets
+import re
 
 _WORDS: dict[str, tuple[str, str]] = {
     # head
     "contents": ("Contents", "Sommaire"),
-    "report_of": ("Report of the run {name}", "Rapport de l’entraînement {name}"),
     "verdict_model": ("A model of {parameters} parameters", "Un modèle de {parameters} paramètres"),
     "verdict_data": (
         "The data of a run, prepared but not yet trained on",
@@ -15,7 +14,11 @@ _WORDS: dict[str, tuple[str, str]] = {
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),
     "verdict_time": ("in {time}", "en {time}"),
     "verdict_devices": ("on {devices}", "sur {devices}"),
-    "verdict_scores": ("It scores {scores}.", "Ses scores" + _NB + ": {scores}."),
+    "verdict_scores": ("Scores: {scores}.", "Scores : {scores}."),
+    "verdict_range": (
+        "Scores on {count} tasks range from {low} to {high}.",
+        "Ses scores sur {count} épreuves vont de {low} à {high}.",
+    ),
     "and": ("and", "et"),
     "reproduce": ("To reproduce", "Pour reproduire"),
     "finished": ("Last stage started {date} UTC", "Dernière étape commencée le {date} UTC"),
@@ -26,28 +29,25 @@ _WORDS: dict[str, tuple[str, str]] = {
     "of_which_training": ("{time} of it training", "dont {time} d’entraînement"),
     "text_kept": ("Text kept", "Texte conservé"),
     "of_raw": ("{share} of {raw}", "{share} de {raw}"),
-    "validation_bpb": ("Bits per byte", "Bits par octet"),
     "on_validation": ("mean over {count} validation sets", "moyenne de {count} jeux de validation"),
     "on_one_validation": ("on {name}", "sur {name}"),
-    "best_change": ("Mean score", "Score moyen"),
+    "mean_score": ("Mean score", "Score moyen"),
     "over_tasks": ("{model}, over {count} tasks", "{model}, sur {count} épreuves"),
     # data
     "data": ("Data", "Données"),
     "data_lead": (
-        "Of {documents_in} documents ({bytes_in}), {documents_out} ({bytes_out}) were left after cleaning.",
-        "Sur {documents_in} documents ({bytes_in}), {documents_out} ({bytes_out}) restent après nettoyage.",
+        "Of {documents_in} documents ({bytes_in}), {documents_out} ({bytes_out}) are left to train on.",
+        "Sur {documents_in} documents ({bytes_in}), {documents_out} ({bytes_out}) restent pour l’entraînement.",
     ),
     "funnel_key": (
         "Upper bar: documents. Lower bar: bytes.",
-        "Barre du haut" + _NB + ": documents. Barre du bas" + _NB + ": octets.",
+        "Barre du haut : documents. Barre du bas : octets.",
     ),
     "kept": ("kept", "conservé"),
     "removed": ("removed", "retiré"),
-    "documents": ("documents", "documents"),
+    "held_out": ("held out for validation", "mis de côté pour la validation"),
     "stage": ("Stage", "Étape"),
-    "why_removed": ("{count} removed: why, with examples", "{count} retirés" + _NB + ": pourquoi, avec des exemples"),
-    "reason": ("Reason", "Motif"),
-    "no_examples": ("No examples were kept.", "Aucun exemple conservé."),
+    "why_removed": ("{count} removed: why, with examples", "{count} retirés : pourquoi, avec des exemples"),
     "languages": ("Languages", "Langues"),
     "sources": ("Sources", "Sources"),
     "language": ("Language", "Langue"),
@@ -66,8 +66,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     # near duplicates
     "duplicates": ("Near duplicates", "Quasi-doublons"),
     "duplicates_lead": (
-        "Pairs that were found alike, to judge the threshold by. What differs is marked.",
-        "Des paires jugées semblables, pour juger du seuil. Les différences sont marquées.",
+        "The pairs least alike among those removed, to judge the threshold by. What differs is marked.",
+        "Les paires les moins semblables parmi celles retirées, pour juger du seuil. Les différences sont marquées.",
     ),
     "kept_document": ("Kept", "Conservé"),
     "removed_document": ("Removed", "Retiré"),
@@ -103,29 +103,34 @@ _WORDS: dict[str, tuple[str, str]] = {
     "kind": ("Kind", "Genre"),
     "reads": ("Reads", "Entrées"),
     "shape": ("Output shape", "Forme de sortie"),
-    "forward_flops": ("Forward FLOPs", "FLOP vers l’avant"),
+    "forward_flops": ("Forward FLOPs", "FLOP avant"),
     "total": ("Total", "Total"),
     "model_lead": ("{count} nodes, {parameters} parameters.", "{count} nœuds, {parameters} paramètres."),
+    "model_lead_flops": (
+        "FLOPs are of the matrix products in a forward pass of one row of {context} tokens, with causal attention.",
+        "Les FLOP sont ceux des produits de matrices, passe avant d’une ligne de {context} tokens, attention causale.",
+    ),
     "model_lead_nodes": ("{count} nodes.", "{count} nœuds."),
     # training
     "pretrain": ("Pretraining", "Préentraînement"),
     "sft": ("Fine-tuning", "Affinage sur conversations"),
     "training_lead": (
         "{steps} steps over {tokens} tokens in {time}: the loss went from {first} to {last} nats per token.",
-        "{steps} pas sur {tokens} tokens en {time}" + _NB + ": la perte passe de {first} à {last} nats par token.",
+        "{steps} pas sur {tokens} tokens en {time} : la perte passe de {first} à {last} nats par token.",
     ),
     "loss": ("Loss", "Perte"),
     "loss_axis": ("nats per token", "nats par token"),
+    "loss_log_axis": ("nats per token, logarithmic", "nats par token, échelle logarithmique"),
     "loss_label": (
         "Loss against steps: training, smoothed and raw, and validation sets",
-        "Perte selon les pas" + _NB + ": entraînement, lissé et brut, et jeux de validation",
+        "Perte selon les pas : entraînement, lissé et brut, et jeux de validation",
     ),
     "training_loss": ("training", "entraînement"),
     "training_raw": ("training, each logged step", "entraînement, chaque pas noté"),
-    "validation_of": ("validation: {name}", "validation" + _NB + ": {name}"),
+    "validation_of": ("validation: {name}", "validation : {name}"),
     "step": ("step", "pas"),
     "learning_rate": ("Learning rate", "Taux d’apprentissage"),
-    "learning_rate_axis": ("per step", "par pas"),
+    "learning_rate_axis": ("per update", "par mise à jour"),
     "tokens_per_second": ("Throughput", "Débit"),
     "tokens_per_second_axis": ("tokens per second", "tokens par seconde"),
     "grad_norm": ("Gradient norm", "Norme du gradient"),
@@ -145,23 +150,23 @@ _WORDS: dict[str, tuple[str, str]] = {
     "validation_caption": ("Validation at the end", "Validation à la fin"),
     "validation_loss": ("Loss (nats per token)", "Perte (nats par token)"),
     "bits_per_byte": ("Bits per byte", "Bits par octet"),
-    "time_spent": ("Time: {parts}.", "Temps" + _NB + ": {parts}."),
+    "time_spent": ("Time: {parts}.", "Temps : {parts}."),
     "time_compile": ("compiling {time}", "compilation {time}"),
     "time_restore": ("restoring {time}", "restauration {time}"),
     "time_train": ("steps {time}", "pas {time}"),
     "time_validation": ("validation {time}", "validation {time}"),
     "time_save": ("saving {time}", "sauvegardes {time}"),
     "conversations_lead": (
-        "{documents_out} of {documents_in} conversations were used.",
-        "{documents_out} conversations sur {documents_in} ont servi.",
+        "From {found} conversations, {trained} of {tokens} tokens are trained on: what the assistant says. "
+        "{truncated} were cut to {context} tokens, {dropped} left out.",
+        "De {found} conversations, {trained} tokens sur {tokens} sont appris : ce que dit l’assistant. "
+        "{truncated} ont été coupées à {context} tokens, {dropped} écartées.",
     ),
     # compression
     "compression": ("Bits per byte", "Bits par octet"),
     "compression_lead": (
-        "How many bits the model needs for a byte of text it never saw. A general compressor has no other text to learn from; fewer is better.",
-        "Combien de bits il faut au modèle pour un octet de texte jamais vu. Un compresseur n’a pas d’autre texte pour apprendre"
-        + _NB
-        + "; moins, c’est mieux.",
+        "Bits per byte of text that the model never saw; fewer is better. A compressor learns from that text only.",
+        "Bits par octet d’un texte jamais vu ; moins, c’est mieux. Un compresseur n’apprend que de ce texte.",
     ),
     "compression_label": ("Bits per byte by model and compressor", "Bits par octet, modèle et compresseurs"),
     "compression_axis": ("bits per byte of held-out text", "bits par octet de texte mis de côté"),
@@ -169,25 +174,36 @@ _WORDS: dict[str, tuple[str, str]] = {
     "scores": ("Scores", "Scores"),
     "scores_lead": (
         "Points are scores, bars one standard error each way; a dashed line is what guessing gets.",
-        "Les points sont les scores, les barres une erreur type de chaque côté"
-        + _NB
-        + "; un trait pointillé est le hasard.",
+        "Les points sont les scores, les barres une erreur type de chaque côté ; un trait pointillé est le hasard.",
     ),
     "scores_lead_change": (
-        "A change is shown bold where it exceeds two standard errors of the difference, taking the two models’ errors as independent.",
-        "Un écart est en gras s’il dépasse deux erreurs types de la différence, les erreurs des deux modèles étant prises pour indépendantes.",
+        "Changes of more than two standard errors of the difference are bold (errors taken as independent).",
+        "Les écarts de plus de deux erreurs types de la différence sont en gras (erreurs supposées indépendantes).",
     ),
     "scores_label": ("Scores per task with standard errors", "Scores par épreuve avec erreurs types"),
     "scores_axis": ("score of the task’s headline metric", "score de la mesure principale de l’épreuve"),
     "scores_caption": ("All metrics, value ± standard error", "Toutes les mesures, valeur ± erreur type"),
+    "this_model": ("this model", "ce modèle"),
+    "points": ("pts", "pts"),
     "chance": ("chance", "hasard"),
     "task": ("Task", "Épreuve"),
     "metric": ("Metric", "Mesure"),
-    "items": ("Items", "Items"),
+    "item_count": ("Items", "Items"),
     "shots": ("Shots", "Exemples"),
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
     "sft_model": ("fine-tuned", "affiné"),
+    "task_items": ("Items of {task}, with answers", "Items de {task}, avec réponses"),
+    "items_lead": (
+        "A check mark stands before the right choice; bold is what the last model chose.",
+        "Une coche précède le bon choix ; en gras, celui du dernier modèle.",
+    ),
+    "expected": ("expected: {text}", "attendu : {text}"),
+    "answered": ("answered: {text}", "répondu : {text}"),
+    "stopped": (
+        "{share} of {count} generated answers ended by themselves.",
+        "{share} des {count} réponses générées se terminent d’elles-mêmes.",
+    ),
     # samples
     "samples": ("What it writes", "Ce qu’il écrit"),
     "samples_lead": ("As generated, not selected here.", "Tel que généré, sans tri."),
@@ -204,14 +220,16 @@ _WORDS: dict[str, tuple[str, str]] = {
     "quantity": ("Quantity", "Grandeur"),
     "predicted_title": ("Predicted", "Prévu"),
     "measured_title": ("Measured", "Mesuré"),
-    "ratio": ("Measured / predicted", "Mesuré / prévu"),
+    "ratio": ("Ratio", "Rapport"),
+    "q_flops": ("FLOPs of all steps", "FLOP de tous les pas"),
+    "q_flops_per_second": ("FLOP/s achieved", "FLOP/s atteints"),
+    "q_mfu": ("share of the peak (MFU)", "part du maximum (MFU)"),
     "q_parameters": ("parameters", "paramètres"),
     "q_flops_per_step": ("FLOPs per step", "FLOP par pas"),
-    "q_seconds": ("training time", "durée d’entraînement"),
+    "q_seconds": ("time of all steps", "durée de tous les pas"),
     "q_tokens": ("tokens", "tokens"),
     "q_tokens_per_second": ("tokens per second", "tokens par seconde"),
     "q_steps": ("steps", "pas"),
-    "achieved": ("Achieved: {flops} in training steps.", "Atteint" + _NB + ": {flops} pendant les pas."),
     # settings and stages
     "settings": ("Settings", "Réglages"),
     "settings_lead": (
@@ -220,16 +238,16 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "show_recipe": ("Show the recipe", "Afficher la recette"),
     "versions": ("Versions", "Versions"),
-    "package": ("Package", "Paquet"),
-    "version": ("Version", "Version"),
     "stages": ("Stages", "Étapes"),
     "stages_lead": (
-        "Keys address results by their settings, inputs and code; the seal hashes the SHA-256 of every file of the stage.",
-        "Les clés désignent les résultats par réglages, entrées et code"
-        + _NB
-        + "; le sceau est le hachage des SHA-256 de tous les fichiers de l’étape.",
+        "A key stands for settings, inputs and code; a seal hashes the SHA-256 of all files that the stage wrote.",
+        "Une clé désigne réglages, entrées et code ; un sceau hache les SHA-256 de tous les fichiers de l’étape.",
     ),
     "stages_caption": ("Stages of the run", "Étapes de l’entraînement"),
+    "group_data": ("data", "données"),
+    "group_training": ("training", "entraînement"),
+    "group_evaluation": ("evaluation", "évaluation"),
+    "group_release": ("release", "publication"),
     "where_time": ("Where the time went", "Où est passé le temps"),
     "time": ("Time", "Durée"),
     "key": ("Key", "Clé"),
@@ -242,16 +260,24 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_REASONS: dict[str, tuple[str, str]] = {
-    "too_short": ("too short", "trop court"),
-    "too_long": ("too long", "trop long"),
-    "alphanumeric": ("too few letters and digits", "trop peu de lettres et de chiffres"),
-    "language": ("other language", "autre langue"),
-    "exact_duplicate": ("exact duplicate", "doublon exact"),
-    "near_duplicate": ("near duplicate", "quasi-doublon"),
-    "empty": ("empty", "vide"),
-    "binary": ("binary", "binaire"),
-    "control_characters": ("control characters", "caractères de contrôle"),
+_FRENCH_REASONS = {  # the stages give their reasons in English
+    "too short": "trop court",
+    "too long": "trop long",
+    "too large": "trop gros",
+    "not enough letters": "trop peu de lettres",
+    "other language": "autre langue",
+    "language unclear": "langue incertaine",
+    "exact duplicate": "doublon exact",
+    "near duplicate": "quasi-doublon",
+    "empty": "vide",
+    "binary": "binaire",
+    "not UTF-8": "pas en UTF-8",
+    "not JSON": "pas du JSON",
+    "not a JSON object": "pas un objet JSON",
+    "no text key": "pas de clé de texte",
+    "text is not a string": "le texte n’est pas une chaîne",
+    "unknown kind of file": "genre de fichier inconnu",
+    "damaged file": "fichier abîmé",
 }
 
 LANGUAGES = ("en", "fr")
@@ -260,12 +286,14 @@ LANGUAGES = ("en", "fr")
 def strings(language: str) -> dict[str, str]:
     """The words of the page in `language`; English for a language the page does not speak."""
     index = LANGUAGES.index(language) if language in LANGUAGES else 0
-    return {key: words[index] for key, words in _WORDS.items()}
+    return {key: _spaced(words[index]) for key, words in _WORDS.items()}
+
+
+def _spaced(text: str) -> str:
+    """French sets a space before these signs, which must not be where a line ends."""
+    return re.sub(r" (?=[:;?!»])", "\u00a0", text)
 
 
 def reason_name(reason: str, language: str) -> str:
-    """A reason for removal in words; one the table does not know is shown as the stage called it."""
-    known = _REASONS.get(reason)
-    if known:
-        return known[LANGUAGES.index(language) if language in LANGUAGES else 0]
-    return reason.replace("_", " ")
+    """A reason for removal in words; one that has no translation is shown as the stage called it."""
+    return _FRENCH_REASONS.get(reason, reason) if language == "fr" else reason

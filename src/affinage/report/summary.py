@@ -7,7 +7,7 @@ from affinage.report.facts import Facts
 from affinage.report.quantities import Quantities
 from affinage.report.sections import epochs
 
-SCORES = 3  # in the sentence; the section on scores has all
+SCORES = 3  # listed in the sentence; of more tasks it gives the range
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,19 @@ def verdict(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
         ending.append(words["verdict_devices"].format(devices=pretrain.devices))
     sentence = ", ".join([opening[0], _listed(opening[1:], words)] if opening[1:] else opening)
     sentence = " ".join(filter(None, [sentence, *ending])) + "."
-    scores = [f"{score.task.replace('_', ' ')} {quantities.percent(score.value, 0)}" for score in _best(facts)]
-    return f"{sentence} {words['verdict_scores'].format(scores=', '.join(scores))}" if scores else sentence
+    return " ".join(filter(None, [sentence, _scores(facts, words, quantities)]))
+
+
+def _scores(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
+    """The headline scores of the last model: all of a few, the lowest and the highest of many."""
+    judged = [shares for shares in map(_shares, facts.evaluations) if shares]
+    if not judged:
+        return ""
+    scores = sorted(judged[-1], key=lambda score: score.value)
+    written = [f"{quantities.percent(one.value, 0)} ({one.task.replace('_', ' ')})" for one in scores]
+    if len(written) <= SCORES:
+        return words["verdict_scores"].format(scores=", ".join(written))
+    return words["verdict_range"].format(count=len(written), low=written[0], high=written[-1])
 
 
 def _listed(parts: list[str], words: dict[str, str]) -> str:
@@ -46,12 +57,6 @@ def _listed(parts: list[str], words: dict[str, str]) -> str:
 
 def _shares(evaluation: Evaluation) -> list[Score]:
     return [score for score in evaluation.scores if score.headline and score.is_share]
-
-
-def _best(facts: Facts) -> list[Score]:
-    """The first headline scores of the last model that has any."""
-    judged = [evaluation for evaluation in facts.evaluations if _shares(evaluation)]
-    return _shares(judged[-1])[:SCORES] if judged else []
 
 
 def headlines(
@@ -64,7 +69,7 @@ def headlines(
         scores = [score.value for score in _shares(judged[-1])]
         name = model_name.get(judged[-1].model, judged[-1].model)
         note = words["over_tasks"].format(model=name, count=len(scores))
-        found.append(Headline(words["best_change"], quantities.percent(sum(scores) / len(scores)), note))
+        found.append(Headline(words["mean_score"], quantities.percent(sum(scores) / len(scores)), note))
     if facts.seconds is not None:
         training = sum(t.seconds.get("total", 0.0) for t in facts.trainings)
         note = words["of_which_training"].format(time=quantities.duration(training)) if training else ""

@@ -5,23 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.report.costs import Node, node_costs
 from affinage.report.curves import Point
-from affinage.report.reading import json_file, json_lines, mapping, mappings, number, string, whole
+from affinage.report.reading import json_file, json_lines, listing, mapping, number, string, whole
 
 CURVES = ("loss", "learning_rate", "tokens_per_second", "grad_norm", "mfu")
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of the model graph. `flops` is of the forward pass, by the convention the model's analysis states."""
-
-    name: str
-    kind: str
-    inputs: tuple[str, ...]
-    repeat: int
-    shape: str
-    parameters: int | None
-    flops: float | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +26,7 @@ class Compared:
     """One quantity as it was predicted and as it was measured."""
 
     quantity: str
-    predicted: float
+    predicted: float | None
     measured: float | None
 
 
@@ -51,7 +39,7 @@ class Training:
     flops_per_step: float | None
     tokens: int | None
     steps: int | None
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # by account: compile, restore, train, validation, save, total
     tokens_per_second: float | None
     mfu: float | None
     first_loss: float | None
@@ -63,12 +51,14 @@ class Training:
     validated: tuple[Validated, ...]
     compared: tuple[Compared, ...]
     nodes: tuple[Node, ...]
+    context: int | None
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
 
 def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> Training:
     """Reads metrics.jsonl and summary.json of a training stage; the stage's own summary fills what is missing."""
     summary = {**stage_summary, **json_file(folder / "summary.json")}
+    nodes, context = node_costs(folder)
     curves, validation, broken = _curves(folder / "metrics.jsonl")
     parameters = summary.get("parameters")
     return Training(
@@ -85,7 +75,7 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
         first_loss=number(summary.get("first_loss")),
         final_loss=number(summary.get("final_loss")),
         devices=_devices(summary.get("devices")),
-        resumed_at=tuple(step for step in map(whole, summary.get("resumed_at") or ()) if step),
+        resumed_at=tuple(step for step in map(whole, listing(summary.get("resumed_at"))) if step),
         curves=curves,
         validation=validation,
         validated=tuple(
@@ -93,7 +83,8 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
             for k, v in mapping(summary.get("validation")).items()
         ),
         compared=_compared(summary),
-        nodes=tuple(_node(entry) for entry in mappings(summary.get("nodes"))),
+        nodes=nodes,
+        context=context,
         broken_steps=tuple(broken),
     )
 
@@ -123,38 +114,24 @@ def _devices(value: Any) -> str:
     if isinstance(value, Mapping):
         kind = string(value.get("kind"), value.get("device_kind"), value.get("platform"))
         count = whole(value.get("count"))
-        return f"{count} × {kind}" if count and kind else kind
+        return f"{count}\u00a0×\u00a0{kind}" if count and kind else kind
     if isinstance(value, list | tuple):
         names = [str(item) for item in value]
-        return ", ".join(f"{names.count(kind)} × {kind}" for kind in dict.fromkeys(names))
+        return ", ".join(f"{names.count(kind)}\u00a0×\u00a0{kind}" for kind in dict.fromkeys(names))
     return "" if value is None else str(value)
 
 
 def _compared(summary: Mapping[str, Any]) -> tuple[Compared, ...]:
-    seconds = mapping(summary.get("seconds"))
+    """What was predicted, and what the time of the steps says about it."""
+    seconds = number(mapping(summary.get("seconds")).get("train"))
+    per_step, steps = number(summary.get("flops_per_step")), number(summary.get("steps"))
     measured = {
-        **summary,
-        "parameters": mapping(summary.get("parameters")).get("total", summary.get("parameters")),
-        "seconds": seconds.get("train", seconds.get("total")),
+        "parameters": number(mapping(summary.get("parameters")).get("total")),
+        "seconds": seconds,
+        "flops_per_second": per_step * steps / seconds if per_step and steps and seconds else None,
+        "tokens_per_second": number(summary.get("tokens_per_second")),
+        "mfu": number(summary.get("mfu")),
     }
-    found = []
-    for quantity, value in mapping(summary.get("predicted")).items():
-        value = mapping(value).get("total", value) if isinstance(value, Mapping) else value
-        predicted = number(value)
-        if predicted is not None:
-            found.append(Compared(quantity, predicted, number(measured.get(quantity))))
-    return tuple(found)
-
-
-def _node(entry: Mapping[str, Any]) -> Node:
-    inputs = entry.get("in", entry.get("inputs", ()))
-    shape = entry.get("shape", entry.get("output", ""))
-    return Node(
-        name=string(entry.get("name")),
-        kind=string(entry.get("kind")),
-        inputs=tuple(map(str, inputs)) if isinstance(inputs, list | tuple) else (str(inputs),),
-        repeat=whole(entry.get("repeat")) or 1,
-        shape=" × ".join(map(str, shape)) if isinstance(shape, list | tuple) else str(shape),
-        parameters=whole(entry.get("parameters")),
-        flops=number(entry.get("forward_flops")) or number(entry.get("flops")),
-    )
+    predicted = {name: number(value) for name, value in mapping(summary.get("predicted")).items()}
+    rows = [Compared(q, predicted.get(q), measured.get(q)) for q in dict.fromkeys((*predicted, *measured))]
+    return tuple(row for row in rows if row.predicted is not None or row.measured is not None)

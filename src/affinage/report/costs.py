@@ -1,0 +1,50 @@
+"""What every node of a trained model costs, by the model's own analysis."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.report.reading import json_file, mapping, string, whole
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the model graph; `flops` of the forward pass of one row. None where they are not known."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    repeat: int
+    shape: str
+    parameters: int | None
+    flops: int | None
+
+
+def node_costs(folder: Path) -> tuple[tuple[Node, ...], int | None]:
+    """The nodes of the model that was trained in `folder`, and the tokens of a row; nothing if it does not say."""
+    from affinage.model import parse
+    from affinage.model.analysis import analyse
+
+    written = json_file(folder / "model.json")
+    context = whole(written.get("context"))
+    if not context or not mapping(written.get("graph")):
+        return (), None
+    try:
+        analysis = analyse(parse(mapping(written["graph"])), 1, context)
+    except UserError:  # written by another version, whose kinds of nodes this one does not have
+        return (), None
+    nodes = [Node(n.name, n.kind, n.inputs, n.repeat, n.shape, n.parameters, n.flops) for n in analysis.nodes]
+    return tuple(nodes), context
+
+
+def written_nodes(model: Mapping[str, Any]) -> tuple[Node, ...]:
+    """The nodes as a recipe writes them, for a run that trained nothing."""
+    return tuple(_written(name, mapping(entry)) for name, entry in mapping(model.get("nodes")).items())
+
+
+def _written(name: str, entry: Mapping[str, Any]) -> Node:
+    inputs = entry.get("in", ())
+    names = tuple(map(str, inputs)) if isinstance(inputs, list | tuple) else (str(inputs),)
+    return Node(name, string(entry.get("kind")), names, whole(entry.get("repeat")) or 1, "", None, None)

@@ -1,0 +1,109 @@
+"""What a run left behind is read, whatever is missing from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from synthetic_run import build_run, write_json
+
+from affinage.report import collect_facts, render
+from affinage.report.differences import differences
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+SUMMARY_KEYS = (
+    *(
+        "documents_in",
+        "bytes_out",
+        "removed",
+        "samples",
+        "by_language",
+        "languages",
+        "round_trip",
+        "train",
+        "validation",
+    ),
+    *("parameters", "tokens", "seconds", "devices", "resumed_at", "predicted", "tasks", "bits_per_byte"),
+    *("generation", "flops_per_step", "validation_documents"),
+)
+
+
+def test_a_whole_run_is_read(tmp_path: Path) -> None:
+    facts = collect_facts(build_run(tmp_path))
+    assert [flow.stage for flow in facts.flows] == ["collect", "clean", "deduplicate", "split"]
+    assert facts.flows[1].removals[0].reason == "too short" and facts.flows[1].removals[0].count == 412
+    assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
+    assert facts.near_duplicates[1].kept_text.startswith("Japan is")
+    assert facts.tokenizer and facts.tokenizer.vocabulary == 3072
+    pretrain = facts.training("pretrain")
+    assert pretrain and pretrain.parameters == 1_443_968 and pretrain.broken_steps == (900,)
+    assert [point[0] for point in pretrain.curves["loss"]] == sorted(point[0] for point in pretrain.curves["loss"])
+    assert {one.quantity for one in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
+    assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
+    headline = [score.metric for score in facts.evaluations[0].scores if score.headline]
+    assert headline == ["acc"] * 6
+    assert facts.finished and facts.finished.year == 2026
+    assert facts.seconds == pytest.approx(sum(stage.seconds or 0 for stage in facts.stages))
+
+
+def test_any_stage_may_be_absent(tmp_path: Path) -> None:
+    run = build_run(tmp_path, steps=60)
+    for stage in (
+        "evaluate-sft",
+        "sft",
+        "conversations",
+        "evaluate-base",
+        "pretrain",
+        "rows",
+        "tokenizer",
+        "deduplicate",
+    ):
+        (run / stage / "manifest.json").unlink()  # as if the stage had not finished
+        facts = collect_facts(run)
+        assert stage not in {one.name for one in facts.stages}
+        assert render(facts)
+
+
+def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
+    assert "<h1>" in render(collect_facts(tmp_path / "nothing-here"))
+
+
+@settings(max_examples=25, phases=[Phase.explicit, Phase.generate])  # a page is large to shrink with
+@given(summary=st.dictionaries(st.sampled_from(SUMMARY_KEYS), anything, max_size=8), other=anything)
+def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, summary: dict, other: object) -> None:
+    run = tmp_path_factory.mktemp("run")
+    for stage in ("collect", "clean", "deduplicate", "tokenizer", "rows", "pretrain", "evaluate-base", "conversations"):
+        write_json(
+            run / stage / "manifest.json", {"stage": stage, "summary": summary, "started": other, "seconds": other}
+        )
+    write_json(run / "pretrain" / "model.json", {"graph": other, "context": 64})
+    (run / "pretrain" / "metrics.jsonl").write_text(
+        json.dumps(other) + "\n" + json.dumps({"step": 1, "loss": other}) + "\n{"
+    )
+    write_json(run / "evaluate-base" / "results.json", summary)
+    write_json(run / "recipe.json", {"report": other, "model": other, "name": other})
+    assert render(collect_facts(run)).encode("utf-8")
+
+
+def test_scores_of_published_tasks_know_their_chance(tmp_path: Path) -> None:
+    metrics = {"acc": {"value": 0.3, "stderr": 0.01}, "acc_norm": {"value": 0.35, "stderr": 0.01}}
+    write_json(tmp_path / "evaluate-base" / "manifest.json", {"stage": "evaluate-base"})
+    write_json(
+        tmp_path / "evaluate-base" / "results.json", {"tasks": {"hellaswag": {"metrics": metrics, "items": 10_042}}}
+    )
+    (evaluation,) = collect_facts(tmp_path).evaluations
+    assert {score.metric: score.headline for score in evaluation.scores} == {"acc": False, "acc_norm": True}
+    assert evaluation.scores[0].chance == 0.25
+
+
+@given(left=st.text(max_size=40), right=st.text(max_size=40))
+def test_marked_differences_lose_no_text(left: str, right: str) -> None:
+    pieces = differences(left, right)
+    assert tuple("".join(text for text, _ in side) for side in pieces) == (left, right)
+    shared = ["".join(text for text, differs in side if not differs) for side in pieces]
+    assert shared[0] == shared[1]

@@ -1,0 +1,98 @@
+"""The page as a browser shows it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import EXECUTABLE, Browser, browser
+from synthetic_run import build_run
+
+from affinage.report import write_report
+
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium (Debian: apt-get install chromium)")
+
+OVERFLOWING = """[...document.querySelectorAll('main *, header *')].filter(e => {
+  const box = e.getBoundingClientRect();
+  return box.width && box.right > innerWidth + 1 && !e.closest('.scroll') && !e.closest('pre');
+}).map(e => e.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    write_report(build_run(folder, language="fr"), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as one:
+        yield one
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 820, 1280])
+def test_shown_without_trouble_at_every_width(chromium: Browser, report: Path, width: int, dark: bool) -> None:
+    chromium.open(report, width, dark=dark, touch=width < 500)
+    chromium.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert chromium.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
+    assert chromium.evaluate(OVERFLOWING) == []
+    assert chromium.evaluate("document.title") == "synthetic · affinage", "a document's script ran"
+    assert len(chromium.screenshot(whole=False)) > 20_000, "a blank page compresses to less"
+    assert chromium.troubles == []
+    assert set(chromium.requests) == {report.resolve().as_uri()}
+
+
+def test_one_of_the_two_drawings_is_shown(chromium: Browser, report: Path) -> None:
+    for width, wanted in ((390, "narrow"), (1280, "wide")):
+        chromium.open(report, width)
+        shown = (
+            "[...document.querySelectorAll('svg.chart')].filter(s => s.clientWidth).map(s => s.parentNode.className)"
+        )
+        assert set(chromium.evaluate(shown)) == {wanted}
+        smallest = "Math.min(...[...document.querySelectorAll('svg.chart text')].filter(t => t.getClientRects().length)"
+        assert chromium.evaluate(smallest + ".map(t => t.getBoundingClientRect().height))") > 10, "labels too small"
+
+
+def test_pointing_at_a_curve_shows_its_values(chromium: Browser, report: Path) -> None:
+    chromium.open(report, 1280)
+    pointed = """(() => {
+      const svg = document.querySelector('#pretrain svg[data-frame]'), box = svg.getBoundingClientRect();
+      const at = {clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true};
+      svg.dispatchEvent(new PointerEvent('pointermove', at));
+      const tip = svg.closest('figure').querySelector('.tip'), shown = tip.hidden ? '' : tip.innerText;
+      svg.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}));
+      return [shown, tip.innerText];
+    })()"""
+    first, second = chromium.evaluate(pointed)
+    assert first.startswith("pas ") and "entraînement" in first
+    assert second.startswith("pas ") and second != first
+
+
+def test_text_stands_out_from_its_ground(chromium: Browser, report: Path) -> None:
+    """WCAG 2 contrast of body, muted and chart colours, at least 4.5 for text and 3 for marks."""
+    contrast = """(() => {
+      const style = getComputedStyle(document.documentElement);
+      const probe = document.body.appendChild(document.createElement('i'));
+      const luminance = (name) => {
+        probe.style.color = style.getPropertyValue(name);
+        const parts = getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255);
+        const [r, g, b] = parts.map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      const names = ['--ink', '--muted', '--s0', '--s1', '--s2', '--s3', '--s4', '--s5'];
+      const grounds = ['--paper', '--panel'].map(luminance);
+      return Object.fromEntries(names.map(n => [n, Math.min(...grounds.map(g => ratio(luminance(n), g)))]));
+    })()"""
+    for dark in (False, True):
+        chromium.open(report, 1280, dark=dark)
+        ratios = chromium.evaluate(contrast)
+        assert min(ratios["--ink"], ratios["--muted"]) >= 4.5, ratios
+        assert min(ratios.values()) >= 3, ratios
+
+
+def test_prints_on_a_few_sheets(chromium: Browser, report: Path) -> None:
+    chromium.open(report, 1280, dark=True)
+    pdf = chromium.pdf()
+    assert pdf.startswith(b"%PDF") and 3 <= pdf.count(b"/Type /Page\n") <= 14
