@@ -137,6 +137,7 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
     }
     tokenizer = {
         "vocabulary": 3072,
+        "measured_on": "validation",
         "languages": {
             "en": {"bytes_per_token": 4.41, "tokens_per_word": 1.18, "tokens": 331_000, "words": 280_000},
             "fr": {"bytes_per_token": 4.12, "tokens_per_word": 1.31, "tokens": 352_000, "words": 268_000},
@@ -208,6 +209,7 @@ def training_summary(steps: int) -> dict[str, Any]:
         },
         "predicted": {"parameters": 1_443_968, "flops": 9.6e9 * steps, "seconds": 71.0},
         "devices": {"kind": "cpu", "count": 1},
+        "skipped_updates": 1,
         "resumed_at": [700] if steps > 1000 else [],
     }
 

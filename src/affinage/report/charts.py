@@ -80,14 +80,15 @@ def line_chart(
         width, height: pixels at full size.
         marks: x positions of vertical dashed lines (where a run was resumed).
     """
-    left, right, top, bottom = 50.0, width - 12.0, 26.0, height - 40.0
+    right, top, bottom = width - 12.0, 26.0, height - 40.0
     shown = [_drawable(one, x.log, y.log) for one in series]
-    across = fitted([p[0] for s in shown for p in s.points], left, right, log=x.log)
-    if not x.log:  # a curve may end between two ticks; empty paper after it would read as a run cut short
-        xs = [p[0] for s in shown for p in s.points] or [0.0, 1.0]
+    up = fitted([v for one in shown for v in _reach(one)], bottom, top, log=y.log)
+    left = _room_for_labels(y.write(up.ticks(_height_ticks(height))))
+    xs = [p[0] for one in shown for p in one.points] or [0.0, 1.0]
+    if x.log:
+        across = fitted(xs, left, right, log=True)
+    else:  # ends where the curve does: empty paper after it would read as a run cut short
         across = Scale(min(0.0, *xs) if min(xs) >= 0 else min(xs), max(xs) or 1.0, left, right)
-    heights = [v for s in shown for v in _reach(s)]
-    up = fitted(heights, bottom, top, log=y.log)
     parts = [*_grid(across, up, x, y, width, height)]
     parts += [line(across(m), top, across(m), bottom, "resumed") for m in marks if across.low <= m <= across.high]
     for one in shown:
@@ -115,9 +116,18 @@ def _frame(across: Scale, top: float, bottom: float) -> str:
     return json.dumps(frame, separators=(",", ":"))
 
 
+def _height_ticks(height: float) -> int:
+    return 5 if height > 220 else 4
+
+
+def _room_for_labels(labels: Sequence[str]) -> float:
+    """Pixels left of the plot, so that labels of ordinary length leave plots under each other aligned."""
+    return max(46.0, 14.0 + 6.6 * max(map(len, labels), default=0))
+
+
 def _grid(across: Scale, up: Scale, x: Axis, y: Axis, width: float, height: float) -> list[Markup]:
     parts = [text(0, 13, y.label, "axis")]
-    heights = up.ticks(5 if height > 220 else 4)
+    heights = up.ticks(_height_ticks(height))
     for tick, label in zip(heights, y.write(heights), strict=True):
         parts.append(line(across.start, up(tick), across.stop, up(tick), "grid"))
         parts.append(text(across.start - 8, up(tick) + 4, label, "tick", "end"))

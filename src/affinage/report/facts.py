@@ -105,6 +105,7 @@ class TokenizerFacts:
     languages: tuple[Fertility, ...]
     round_trip_documents: int | None
     round_trip_exact: int | None
+    held_out: bool  # whether measured on documents that the tokenizer was not trained on
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,7 @@ def _tokenizer(summary: Mapping[str, Any]) -> TokenizerFacts:
         ),
         round_trip_documents=whole(round_trip.get("documents")),
         round_trip_exact=whole(round_trip.get("exact")),
+        held_out=summary.get("measured_on") == "validation",
     )
 
 

@@ -80,6 +80,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{exact} of {documents} documents come back from tokens unchanged.",
         "{exact} documents sur {documents} reviennent inchangés des tokens.",
     ),
+    "measured_held_out": ("Measured on held-out documents.", "Mesuré sur des documents mis de côté."),
     "tokenizer_caption": ("Fertility per language", "Fertilité par langue"),
     "tokens_per_word": ("Tokens per word", "Tokens par mot"),
     "bytes_per_token": ("Bytes per token", "Octets par token"),
@@ -147,6 +148,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         "The loss was not a finite number at step {steps}.",
         "La perte n’était pas un nombre fini au pas {steps}.",
     ),
+    "skipped": (
+        "{count} updates were skipped, because the loss or the gradient was not finite.",
+        "{count} mises à jour ont été sautées, la perte ou le gradient n’étant pas fini.",
+    ),
     "validation_caption": ("Validation at the end", "Validation à la fin"),
     "validation_loss": ("Loss (nats per token)", "Perte (nats par token)"),
     "bits_per_byte": ("Bits per byte", "Bits par octet"),
@@ -193,7 +198,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
     "sft_model": ("fine-tuned", "affiné"),
-    "task_items": ("Items of {task}, with answers", "Items de {task}, avec réponses"),
+    "task_items": ("Some items of each task, with answers", "Quelques items de chaque épreuve, avec réponses"),
     "items_lead": (
         "A check mark stands before the right choice; bold is what the last model chose.",
         "Une coche précède le bon choix ; en gras, celui du dernier modèle.",

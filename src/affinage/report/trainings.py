@@ -52,6 +52,7 @@ class Training:
     compared: tuple[Compared, ...]
     nodes: tuple[Node, ...]
     context: int | None
+    skipped_updates: int
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
 
@@ -85,6 +86,7 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
         compared=_compared(summary),
         nodes=nodes,
         context=context,
+        skipped_updates=whole(summary.get("skipped_updates")) or 0,
         broken_steps=tuple(broken),
     )
 
