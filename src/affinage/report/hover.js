@@ -34,7 +34,7 @@ for (const figure of document.querySelectorAll("figure[data-values]")) {
         const point = nearest(one.points, step, (p) => p[0]);
         if (Math.abs(place(point[0]) - at) > 12) continue;
         const line = document.createElement("div");
-        line.textContent = `${one.label}: ${write(point[1])}`;
+        line.textContent = `${write(point[1])} ${one.label}`;
         tip.append(line);
       }
       tip.hidden = false;

@@ -149,8 +149,8 @@ _WORDS: dict[str, tuple[str, str]] = {
         "La perte n’était pas un nombre fini au pas {steps}.",
     ),
     "skipped": (
-        "{count} updates were skipped, because the loss or the gradient was not finite.",
-        "{count} mises à jour ont été sautées, la perte ou le gradient n’étant pas fini.",
+        "Updates skipped, because the loss or the gradient was not finite: {count}.",
+        "Mises à jour sautées, la perte ou le gradient n’étant pas fini : {count}.",
     ),
     "validation_caption": ("Validation at the end", "Validation à la fin"),
     "validation_loss": ("Loss (nats per token)", "Perte (nats par token)"),
