@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from affinage.data.feed import MIXTURE_BLOCK, RowFeed, segments, validation_sets
+from affinage.data.permutation import permuted
 from affinage.data.row_files import write_facts, write_rows
 from affinage.data.special_tokens import BOS
 from affinage.errors import UserError
@@ -49,6 +50,23 @@ def test_an_epoch_goes_once_through_all_rows_and_the_next_one_differs(folder: Pa
     assert sorted(seen[:105]) == sorted(seen[105:]) == everything
     assert seen[:105] != seen[105:] and seen[:105] != everything
     assert first_tokens(RowFeed(folder, seed=1, batch=8), 105) != seen[:105]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000, 2**16 - 1, 2**16, 70_001])
+def test_permutations_are_complete_and_differ_with_their_purpose(size: int):
+    places = [permuted(i, size, 0, "en", 0) for i in range(size)]
+    assert sorted(places) == list(range(size))
+    if size >= 1000:
+        for purpose in ((1, "en", 0), (0, "fr", 0), (0, "en", 1)):
+            # A random permutation leaves one index in its place, on average.
+            same = sum(permuted(i, size, *purpose) == place for i, place in enumerate(places[:1000]))
+            assert same < 10
+
+
+def test_permutations_stay_as_they_are():
+    """A run must go on with the same batches after affinage, numpy or Grain are updated."""
+    assert [permuted(i, 10, 0, "en", 0) for i in range(10)] == [4, 9, 1, 5, 3, 2, 8, 7, 6, 0]
+    assert [permuted(i, 100_000, 0, "en", 0) for i in range(5)] == [90414, 99725, 18654, 7326, 59649]
 
 
 def test_a_batch_depends_on_seed_and_step_only(folder: Path):

@@ -1,15 +1,14 @@
 """Batches from packed rows: batch = f(seed, step), for any number of hosts, with no loader state to save or lose."""
 
-import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from grain.experimental import index_shuffle
 from jaxtyping import Float, Integer
 
+from affinage.data.permutation import permuted
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows
 from affinage.data.special_tokens import BOS, PAD
 from affinage.errors import UserError
@@ -17,7 +16,6 @@ from affinage.errors import UserError
 Batch = dict[str, np.ndarray]
 
 MIXTURE_BLOCK = 1024  # rows over which weights hold, rounded to whole rows: to a tenth of a percent
-_ROUNDS = 4  # of the cipher behind index_shuffle; Grain's own default
 
 
 def segments(tokens: Integer[np.ndarray, "B S"]) -> tuple[Integer[np.ndarray, "B S"], Integer[np.ndarray, "B S"]]:
@@ -53,11 +51,6 @@ def _read(files: RowFiles, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     mask = np.ones((len(rows), files.context), np.uint8)
     files.read(rows, tokens, mask)
     return tokens, mask
-
-
-def _key(*parts: int | str) -> int:
-    """A 32-bit seed for `index_shuffle` from anything that names the purpose."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 class RowFeed:
@@ -123,7 +116,7 @@ class RowFeed:
     def _shuffled(self, position: int, rows: int, name: str) -> int:
         """Row at a position of the endless sequence of epochs of `rows` rows."""
         epoch, index = divmod(position, rows)
-        return int(index_shuffle(index, max_index=rows - 1, seed=_key(self._seed, name, epoch), rounds=_ROUNDS))
+        return permuted(index, rows, self._seed, name, epoch)
 
     def batch(self, step: int, host: int = 0, hosts: int = 1) -> Batch:
         """The batch of `step`, or the part of it that belongs to `host` of `hosts`; see `make_batch`."""

@@ -1,0 +1,112 @@
+"""Batches from packed rows: shuffled, mixed from five sources, with segment ids, positions and loss mask.
+
+    python benchmarks/data_feed.py [--quick]
+
+Rows of 2,048 random tokens with a document boundary every 700 or so, in 20 files. `grain` is Grain's own pipeline of
+the same (a source per folder, shuffle, repeat, mix, batch) with the same fields computed per row. `loader` does less:
+what a PyTorch DataLoader does in one process, a permutation of one source held in memory, rows taken one at a time and
+stacked, then the same fields. Rates are per second of CPU, in one thread: the machine may have other work.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from affinage.data.feed import RowFeed, make_batch, segments
+from affinage.data.row_files import RowFiles, find_row_folders, open_rows, write_facts, write_rows
+from affinage.data.special_tokens import BOS
+
+CONTEXT, BATCH = 2048, 32
+WEIGHTS = {"a": 0.4, "b": 0.3, "c": 0.1, "d": 0.1, "e": 0.1}
+
+
+def write_sources(folder: Path, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    for name, weight in WEIGHTS.items():
+        (folder / name).mkdir(parents=True)
+        height = int(rows * weight)
+        tokens = rng.integers(10, 50_000, (height, CONTEXT)).astype(np.uint16)
+        tokens[rng.random(tokens.shape) < 1 / 700] = BOS
+        files = write_rows(folder / name, [tokens], rows=height, context=CONTEXT, shards=4, dtype=np.uint16)
+        write_facts(folder / name, {"rows": height, "context": CONTEXT, "files": files})
+
+
+class Source:
+    """A Grain source: one row and its fields."""
+
+    def __init__(self, files: RowFiles) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return self._files.rows
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens = np.empty((1, CONTEXT), np.int32)
+        mask = np.ones((1, CONTEXT), np.uint8)
+        self._files.read(np.array([index]), tokens, mask)
+        segment_ids, positions = segments(tokens)
+        loss_mask = (tokens[0] != 0).astype(np.float32)
+        return {"tokens": tokens[0], "segment_ids": segment_ids[0], "positions": positions[0], "loss_mask": loss_mask}
+
+
+def by_grain(folders: dict[str, Path]) -> Callable[[int], object]:
+    sources = [grain.MapDataset.source(Source(open_rows(path))).seed(1).shuffle().repeat() for path in folders.values()]
+    batches = grain.MapDataset.mix(sources, weights=list(WEIGHTS.values())).batch(BATCH)
+    return lambda step: batches[step]
+
+
+def by_loader(folders: dict[str, Path]) -> Callable[[int], object]:
+    files = open_rows(folders["a"])
+    order = np.random.default_rng(1).permutation(files.rows)
+
+    def batch(step: int) -> object:
+        chosen = order[(step * BATCH + np.arange(BATCH)) % files.rows]
+        rows = []
+        for row in chosen:
+            shard = int(np.searchsorted(files.starts, row, side="right")) - 1
+            rows.append(files.shards[shard][row - files.starts[shard]].astype(np.int32))
+        tokens = np.stack(rows)
+        return make_batch(tokens, np.ones_like(tokens), np.arange(BATCH))
+
+    return batch
+
+
+def rate(batch: Callable[[int], object], steps: int, rounds: int) -> float:
+    """Millions of tokens per second of CPU, the best of some rounds."""
+    best = 0.0
+    for number in range(rounds):
+        started = time.process_time()
+        for step in range(number * steps, (number + 1) * steps):
+            batch(step)
+        best = max(best, steps * BATCH * CONTEXT / (time.process_time() - started) / 1e6)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rows and steps")
+    quick = parser.parse_args().quick
+    steps, rounds = (30, 3) if quick else (200, 5)
+    with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
+        folder = Path(name)
+        write_sources(folder, 4_000 if quick else 40_000)
+        feed = RowFeed(folder, seed=1, batch=BATCH, weights=WEIGHTS)
+        ours = rate(feed.batch, steps, rounds)
+        peers = {"grain": by_grain(find_row_folders(folder)), "loader": by_loader(find_row_folders(folder))}
+        results = []
+        for peer, batch in peers.items():
+            theirs = rate(batch, steps, rounds)
+            results.append({"name": peer, "ours": ours, "peer": theirs, "unit": "Mtok/s", "ratio": ours / theirs})
+    for each in results:
+        print(f"{each['name']:12s} ours {each['ours']:6.1f}  peer {each['peer']:6.1f} Mtok/s  {each['ratio']:.2f}x")
+    print(json.dumps({"benchmark": "data_feed", "results": results}))
+
+
+if __name__ == "__main__":
+    main()
