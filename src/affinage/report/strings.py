@@ -6,10 +6,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     # head
     "contents": ("Contents", "Sommaire"),
     "verdict_model": ("A model of {parameters} parameters", "Un modèle de {parameters} paramètres"),
-    "verdict_data": (
-        "The data of a run, prepared but not yet trained on",
-        "Les données d’un entraînement, préparées mais pas encore apprises",
-    ),
+    "verdict_data": ("Text made ready for training", "Du texte préparé pour l’entraînement"),
     "verdict_tokens": ("trained on {tokens} tokens", "entraîné sur {tokens} tokens"),
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),
     "verdict_time": ("in {time}", "en {time}"),
