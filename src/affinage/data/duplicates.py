@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from affinage.data.code_points import text_buffers
 from affinage.data.compiled import kernel
 from affinage.data.minhash import jaccard, sign, write_shingle_sets
 from affinage.data.tasks import run_in_threads
@@ -101,9 +102,7 @@ def _sign_all(parts: Sequence[TextPart], settings: DeduplicateSettings, workers:
         here = slice(starts[index], starts[index + 1])
         signed.content[:, here], signed.keys[:, here] = signature.content, signature.keys
         signed.shingles[here] = signature.shingles
-        signed.bytes[here] = np.diff(
-            np.frombuffer(text.buffers()[1], np.int32)[text.offset : text.offset + len(text) + 1]
-        )
+        signed.bytes[here] = np.diff(text_buffers(text)[1])
 
     run_in_threads(sign_part, range(len(parts)), workers=workers)
     return signed

@@ -38,8 +38,8 @@ def excerpt(text: str) -> str:
         starts = [last * k // (WINDOWS - 1) for k in range(WINDOWS)]
         text = " ".join(text[start : start + WINDOW_CHARACTERS] for start in starts)
     line = " ".join(text.split())
-    capitals = sum(map(str.isupper, line))
-    return line.lower() if 2 * capitals > len(line.replace(" ", "")) else line
+    some = line[:: 1 + len(line) // 400].replace(" ", "")
+    return line.lower() if 2 * sum(map(str.isupper, some)) > len(some) else line
 
 
 def language_probabilities(text: str, count: int = 1) -> dict[str, float]:
