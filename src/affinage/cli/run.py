@@ -150,6 +150,7 @@ def walk(
     """
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
+    from affinage.stages.foresight import check
     from affinage.stages.road import road_of
 
     loaded = load(recipe, overrides)
@@ -171,6 +172,7 @@ def walk(
     if as_json:
         rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
     steps = flow.plan()
+    check(loaded, [step.stage.name for step in steps if not step.complete])
     with Watch(steps) as watch:
         flow.run(watch)
     show_result(flow, steps, watch.seconds, as_json=as_json)

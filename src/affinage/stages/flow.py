@@ -1,8 +1,10 @@
 """Run a recipe: what is complete is left alone, what is not is made, one stage after the other."""
 
+import contextlib
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +14,8 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Store, link, write_json
+
+_KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 
 
 class Watcher(Protocol):
@@ -104,9 +108,22 @@ class Flow:
         inputs = {name: store.find(name, key) for name, key in step.request.inputs.items()}
         watcher.began(step, folder)
         started, clock = time.time(), time.monotonic()
-        summary = stage.work(StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed))
+        with self._located_errors():
+            summary = stage.work(StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed))
         manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
         watcher.ended(step, manifest)
+
+    @contextlib.contextmanager
+    def _located_errors(self) -> Iterator[None]:
+        """Say of errors that name a key of the recipe (`data.sources[0]`) in which line it was written."""
+        try:
+            yield
+        except UserError as error:
+            keys = re.findall(r"\w+", error.where)
+            if not keys or keys[0] not in type(self.loaded.recipe).model_fields or not _KEY.fullmatch(error.where):
+                raise
+            where = self.loaded.locate([int(key) if key.isdigit() else key for key in keys])
+            raise UserError(error.what, where=where or error.where, fix=error.fix) from error
 
     def _link(self, step: Step) -> None:
         result = self.runs.store.path(step.request)

@@ -51,6 +51,11 @@ def is_local(recipe: Recipe) -> bool:
     return not any("://" in source for source in sources) and all(_is_local_task(task) for task in _tasks(recipe))
 
 
+def local_tasks(recipe: Recipe) -> list[str]:
+    """The benchmarks of the recipe that are files of the user's."""
+    return [task for task in _tasks(recipe) if task != POCKET_WORLD and _is_local_task(task)]
+
+
 def _data_stages(recipe: Recipe) -> list[Stage]:
     data = recipe.data
     assert data is not None
@@ -99,7 +104,7 @@ def _result_stages(recipe: Recipe) -> list[Stage]:
     if recipe.evaluate is not None:
         asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
         judged = recipe.evaluate.model_dump(mode="json", exclude={"batch"})
-        local = fingerprints(task for task in _tasks(recipe) if task != POCKET_WORLD and _is_local_task(task))
+        local = fingerprints(local_tasks(recipe))
         read = ("tokenizer", *_if(POCKET_WORLD in _tasks(recipe), "world"), *_if(recipe.evaluate.compressors, "split"))
         works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft}
         names = {"pretrain": "evaluate-base", "sft": "evaluate-sft"}

@@ -1,0 +1,78 @@
+"""What can be known to fail before the first stage runs, so that nobody learns of it after days of training."""
+
+import contextlib
+import importlib.util
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from affinage.errors import UserError
+from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.load import LoadedRecipe
+from affinage.recipe.training import TrainSettings
+from affinage.stages.road import local_tasks
+from affinage.stages.trainings import with_vocabulary
+
+_VERIFY = ("transformers", "torch")  # packages
+
+
+def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
+    """Look ahead at what the stages that must run will need.
+
+    Raises:
+        UserError: for files and packages that are not there, and for a model, mesh and batch that do not fit together.
+    """
+    recipe = loaded.recipe
+    if recipe.sft is not None and "conversations" in stages:
+        for index, source in enumerate(recipe.sft.sources):
+            _exists(loaded, source.path, ("sft", "sources", index))
+    if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft"} & set(stages):
+        for task in local_tasks(recipe):
+            _exists(loaded, task, ("evaluate", "tasks", recipe.evaluate.tasks.index(task)))
+    if recipe.export is not None and recipe.export.verify and "export" in stages:
+        for package in _VERIFY:
+            if importlib.util.find_spec(package) is None:
+                where = loaded.locate(("export", "verify"))
+                fix = "Install it: pip install 'affinage[verify]'"
+                raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
+    if recipe.pretrain is not None and "pretrain" in stages:
+        _check_training(loaded, recipe.pretrain, "pretrain")
+    if recipe.sft is not None and "sft" in stages:
+        _check_training(loaded, recipe.sft, "sft")
+
+
+def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
+    from affinage.hardware.devices import acquire
+    from affinage.model import parse
+    from affinage.parallel import make_mesh
+    from affinage.parallel.sharding import check_rows_divide
+    from affinage.training import rows_per_step
+
+    recipe = loaded.recipe
+    wanted = recipe.tokenizer.vocabulary
+    graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
+    if recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+        raise UserError(
+            f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
+            where=loaded.locate(("tokenizer", "vocabulary")),
+            fix=f"Set `vocab: auto`, or at least {wanted}, where the model says {graph.vocabulary}.",
+        )
+    with _written(loaded, "mesh"):
+        mesh = make_mesh(dict(recipe.mesh.items()), acquire())
+    with _written(loaded, name, "batch"):
+        check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh)
+
+
+@contextlib.contextmanager
+def _written(loaded: LoadedRecipe, *key: str) -> Iterator[None]:
+    """Say of an error which line of the recipe asked for it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.what, where=loaded.locate(key), fix=error.fix) from error
+
+
+def _exists(loaded: LoadedRecipe, path: str, key: tuple[str | int, ...]) -> None:
+    if path != POCKET_WORLD and "://" not in path and not Path(path).expanduser().exists():
+        raise UserError(
+            f"there is no `{path}`", where=loaded.locate(key), fix="Paths start from the working directory."
+        )
