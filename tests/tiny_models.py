@@ -1,6 +1,6 @@
 """Small models with random weights and a real tokenizer, for tests of everything that comes after training."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -54,6 +54,10 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(folder)
 
 
+def _initialise(graph, seed):
+    return jax.jit(partial(init_params, graph))(jax.random.key(seed))  # jitted, it compiles once instead of per weight
+
+
 @lru_cache
 def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
     """Two layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies.
@@ -61,7 +65,7 @@ def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
     The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
     """
     graph = parse(LLAMA)
-    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, init_params(graph, jax.random.key(seed)))
+    params = jax.tree.map(lambda p: p * scale if p.ndim > 1 else p, _initialise(graph, seed))
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
     return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
@@ -90,4 +94,4 @@ GPT2 = {
 def tiny_gpt2() -> LoadedModel:
     """GPT-2 of width 32: learned positions, layer norms, biases, tied embeddings."""
     graph = parse(GPT2)
-    return LoadedModel(graph, init_params(graph, jax.random.key(0)), tokenizer(), "tiny-gpt2", CONTEXT)
+    return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny-gpt2", CONTEXT)

@@ -99,11 +99,13 @@ def run(lm, folder):
 
 @pytest.fixture(scope="module")
 def both(task_folder, tmp_path_factory):
+    import torch
     from lm_eval.models.huggingface import HFLM
 
     model = tiny_llama(scale=3.0)
     folder = tmp_path_factory.mktemp("hub") / "model"
     export(model, folder, facts=CardFacts(licence="apache-2.0"))
+    torch.set_num_threads(1)  # the model is too small to share, and waiting threads cost the other tests their cores
     theirs = HFLM(pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=4)
     return run(JaxLM(model, batch=8), task_folder), run(theirs, task_folder)
 

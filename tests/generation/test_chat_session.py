@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from tiny_models import tiny_llama
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation.chat import HELP, ChatSession, converse
 from affinage.generation.decode import Generator, Request
+from tiny_models import tiny_llama
 
 
 def new_session(tokens=6):

@@ -69,7 +69,7 @@ def evaluate(
     results = {
         "model": model.name,
         "tasks": outcome,
-        "skipped": [] if chat else [task["task"] for task in found.chat()],
+        "skipped": [] if chat else [str(task["task"]) for task in found.chat()],
         "seconds": seconds,
         "items_per_second": answered / seconds,
         "requests": lm.requests,

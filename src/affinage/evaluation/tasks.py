@@ -26,7 +26,7 @@ class TaskSet:
         """Tasks that are asked without a chat template."""
         return [*(task for task in self.local if not is_chat(task)), *self.named]
 
-    def chat(self) -> list[dict[str, Any] | str]:
+    def chat(self) -> list[dict[str, Any]]:
         """Tasks that are asked in the chat template."""
         return [task for task in self.local if is_chat(task)]
 

@@ -56,7 +56,7 @@ class _State(NamedTuple):
     cache: Any
     token: Int[Array, "B"]
     position: Int[Array, "B"]
-    count: Int[Array, "B"]  # tokens generated
+    generated: Int[Array, "B"]  # number of tokens
     limit: Int[Array, "B"]  # tokens to generate at most
     done: Bool[Array, "B"]
     rows: Int[Array, "B"]  # names of the rows in random draws
@@ -67,15 +67,15 @@ def _advance(
     state: _State, logits: Array, knobs: Knobs, filters: frozenset[str], stop_ids: Int[Array, "N"]
 ) -> tuple[_State, Int[Array, "B"]]:
     """Choose a token for every row that is not done, and say which; the others are left as they are."""
-    chosen = choose(logits, knobs, filters, state.rows, state.count, state.seen)
+    chosen = choose(logits, knobs, filters, state.rows, state.generated, state.seen)
     emitted = jnp.where(state.done, _NOTHING, chosen)
-    count = state.count + ~state.done
-    done = state.done | jnp.any(chosen[:, None] == stop_ids[None, :], axis=-1) | (count >= state.limit)
+    generated = state.generated + ~state.done
+    done = state.done | jnp.any(chosen[:, None] == stop_ids[None, :], axis=-1) | (generated >= state.limit)
     seen = state.seen
     if seen is not None:
         seen = seen.at[jnp.arange(seen.shape[0]), chosen].set(True)
     token = jnp.where(state.done, state.token, chosen)
-    return state._replace(token=token, count=count, done=done, seen=seen), emitted
+    return state._replace(token=token, generated=generated, done=done, seen=seen), emitted
 
 
 @lru_cache(maxsize=8)
@@ -149,11 +149,14 @@ class Generator:
         The result does not depend on `batch`, beyond rounding: random draws are named by the prompt's index.
         """
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        # One batch size for all, also for what is left over at the end: a row without a prompt costs less than a shape.
+        multiple = self.model.row_multiple
+        batch = -(-min(self._batch, _bucket(len(prompts), 1)) // multiple) * multiple
         results: dict[int, Generation] = {}
-        for start in range(0, len(order), self._batch):
-            rows = order[start : start + self._batch]
+        for start in range(0, len(order), batch):
+            rows = order[start : start + batch]
             progress = [self._progress(request) for _ in rows]
-            for _ in self._run([prompts[row] for row in rows], rows, request, progress, self._steps):
+            for _ in self._run([prompts[row] for row in rows], rows, batch, request, progress, self._steps):
                 pass
             results |= {row: one.result() for row, one in zip(rows, progress, strict=True)}
         return [results[index] for index in range(len(prompts))]
@@ -161,8 +164,9 @@ class Generator:
     def stream(self, prompt: Sequence[int], request: Request = DEFAULT) -> Generating[str, None, Generation]:
         """Pieces of the text that follows a prompt, as they come; the generator's return value is the whole."""
         progress = self._progress(request)
+        rows = self.model.row_multiple
         shown = 0
-        for (piece,) in self._run([prompt], [0], request, [progress], min(_STREAMED_STEPS, self._steps)):
+        for (piece,) in self._run([prompt], [0], rows, request, [progress], min(_STREAMED_STEPS, self._steps)):
             shown += len(piece)
             if piece:
                 yield piece
@@ -178,15 +182,16 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
+        batch: int,
         request: Request,
         progress: Sequence["_RowProgress"],
         steps: int,
     ) -> Generating[list[str], None, None]:
-        """Run a batch to its end, updating `progress`; yields the new text of each row after every dispatch."""
+        """Run prompts, padded to `batch` rows, to their end; yields each prompt's new text after every dispatch."""
         settings = knobs(request.sampling)
         filters = request.sampling.filters
         stop_ids = np.array(request.stop_ids, np.int32)
-        tokens, lengths, limit, slots = self._shape(prompts, request.max_new_tokens)
+        tokens, lengths, limit, slots = self._shape(prompts, batch, request.max_new_tokens)
         names = np.concatenate([rows, np.zeros(len(tokens) - len(rows))]).astype(np.int32)
         place = self.model.place
         state, emitted = self._prefill(
@@ -204,14 +209,14 @@ class Generator:
                 state = state._replace(done=place(done | stopped))
             state, emitted = self._decode(self.model.params, state, settings, stop_ids, filters=filters, steps=steps)
 
-    def _shape(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[np.ndarray, ...]:
+    def _shape(
+        self, prompts: Sequence[Sequence[int]], batch: int, max_new_tokens: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Prompts padded to a bucket: tokens [B, S], lengths [B], limit [B], and the slots of the cache."""
         context = self.model.context
         longest = max(map(len, prompts))
         if min(map(len, prompts)) == 0 or longest >= context:
             raise ValueError(f"a prompt must have between 1 and {context - 1} tokens")
-        multiple = self.model.row_multiple
-        batch = -(-_bucket(len(prompts), 1) // multiple) * multiple
         width = min(_bucket(longest, 16), context)
         tokens = np.full((batch, width), PAD, np.int32)
         lengths, limit = np.ones(batch, np.int32), np.zeros(batch, np.int32)

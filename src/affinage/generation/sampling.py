@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from affinage.errors import UserError
@@ -74,12 +73,12 @@ class Knobs(NamedTuple):
 def knobs(sampling: Sampling) -> Knobs:
     """The values of `sampling` as scalars for the compiled step."""
     return Knobs(
-        np.float32(sampling.temperature),
-        np.int32(sampling.top_k),
-        np.float32(sampling.top_p),
-        np.float32(sampling.min_p),
-        np.float32(sampling.repetition_penalty),
-        np.uint32(sampling.seed),
+        jnp.float32(sampling.temperature),
+        jnp.int32(sampling.top_k),
+        jnp.float32(sampling.top_p),
+        jnp.float32(sampling.min_p),
+        jnp.float32(sampling.repetition_penalty),
+        jnp.uint32(sampling.seed),
     )
 
 

@@ -1,0 +1,87 @@
+"""What `evaluate` reports and writes."""
+
+import json
+
+import pytest
+import yaml
+
+from affinage.errors import UserError
+from affinage.evaluation.compression import compressor_bits_per_byte
+from affinage.evaluation.run import evaluate
+from tiny_models import tiny_llama
+
+ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "answer": n % 3} for n in range(7)]
+SOURCE = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test"}
+METRICS = {
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 3.0},
+}
+CHOICE = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices"}
+CHAT = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": 4},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@pytest.fixture
+def world(tmp_path):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    choice = {"task": "sums"} | SOURCE | METRICS | CHOICE | {"doc_to_target": "answer"}
+    (folder / "sums.yaml").write_text(yaml.safe_dump(choice))
+    (folder / "answers.yaml").write_text(yaml.safe_dump({"task": "answers"} | SOURCE | CHAT))
+    return {"pocket-world": folder}
+
+
+def test_a_base_model_is_not_asked_to_chat(world, tmp_path, capfd):
+    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / "out")
+    assert results["skipped"] == ["answers"] and "generation" not in results
+    sums = results["tasks"]["sums"]
+    assert sums["items"] == 7 and sums["version"] == 3.0 and sums["shots"] == 0
+    assert sums["chance"] == pytest.approx(1 / 3)
+    p = sums["metrics"]["acc"]["value"]
+    assert sums["metrics"]["acc"]["stderr"] == pytest.approx((p * (1 - p) / 6) ** 0.5)
+    assert json.loads((tmp_path / "out/results.json").read_text()) == results
+    lines = [json.loads(line) for line in (tmp_path / "out/items/sums.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == list(range(7))
+    assert sum(line["acc"] for line in lines) / 7 == pytest.approx(p)
+    assert results["samples"]["sums"][0]["choices"] == [" one", " two", " three"]
+    assert capfd.readouterr() == ("", ""), "the harness is to be silent"
+
+
+def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world):
+    told = []
+    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, chat=True, limit=4, progress=told.append)
+    assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
+    assert results["generation"] == {"texts": 4, "stopped": {"value": 0.0, "stderr": 0.0}}
+    sample = results["samples"]["answers"][0]
+    assert sample["prompt"].startswith("<s><|im_start|>user\n0 plus 0 is<|im_end|>") and sample["target"] == "one"
+    assert isinstance(sample["answer"], str)
+    assert "scored 12 of 12 continuations" in told and "generated 4 texts" in told
+
+
+def test_few_shot_examples_come_before_the_question(world):
+    task = world["pocket-world"] / "sums.yaml"
+    shown = yaml.safe_load(task.read_text()) | {"fewshot_split": "test"}
+    task.write_text(yaml.safe_dump(shown))
+    results = evaluate(tiny_llama(), [str(task)], shots=2, limit=2)
+    assert results["tasks"]["sums"]["shots"] == 2
+    assert results["samples"]["sums"][0]["prompt"].count(" plus ") == 3
+
+
+def test_bits_per_byte_stand_beside_those_of_the_compressors():
+    texts = ["The capital of France is Paris. " * 9, "La monnaie du Japon est le yen."]
+    results = evaluate(tiny_llama(), [], texts={"novels.en": texts}, compressors=True)
+    measured = results["bits_per_byte"]["novels.en"]
+    assert {name: measured[name] for name in ("gzip", "xz")} == compressor_bits_per_byte(texts)
+    assert 0.5 < measured["model"] < 100
+
+
+@pytest.mark.slow  # the harness reads all its task files
+def test_an_unknown_name_is_refused_with_a_hint():
+    with pytest.raises(UserError, match="no task 'no-such-task'"):
+        evaluate(tiny_llama(), ["no-such-task"])
