@@ -26,5 +26,5 @@ def test_a_second_process_does_not_compile(tmp_path):
 
 
 def test_without_a_writable_cache_kernels_are_compiled_in_memory(tmp_path):
-    nowhere = "caching._CacheImpl._locator_classes = []"
+    nowhere = "caching.CacheImpl._locator_classes = []"
     assert run(str(tmp_path), nowhere) == "(233, 2) 0"

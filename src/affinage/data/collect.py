@@ -12,7 +12,7 @@ from affinage.data.readers import BadRecord, DamagedFile, Record, read_records
 from affinage.data.sources import ResolvedSource, SourceFile, resolve, safe_name
 from affinage.data.tasks import Progress, run_in_processes
 from affinage.errors import UserError
-from affinage.recipe.data import DataSettings
+from affinage.recipe.data import DataSettings, SourceSettings
 
 TASK_BYTES = 32_000_000  # of files, as stored: small files are read together, a large one is a task of its own
 UNKNOWN_KIND = "unknown kind of file"
@@ -20,7 +20,9 @@ UNKNOWN_KIND = "unknown kind of file"
 
 @dataclass(frozen=True)
 class _Task:
-    source: ResolvedSource
+    source: int  # its place in the recipe
+    name: str
+    settings: SourceSettings
     files: tuple[SourceFile, ...]
     stem: str
     folder: Path
@@ -50,13 +52,13 @@ def collect(
     results = run_in_processes(_collect_files, tasks, bytes=stored, workers=workers, progress=progress)
 
     total = Funnel()
-    for source in sources:
+    for place, source in enumerate(sources):
         own = Funnel()
         for name in source.unreadable:
             own.enter(1, 0)
             own.remove(UNKNOWN_KIND, id=name, source=source.name, text="")
         for task, funnel in zip(tasks, results):
-            if task.source is source:
+            if task.source == place:
                 own.merge(funnel)
         _refuse_empty(source, own)
         total.merge(own)
@@ -66,14 +68,16 @@ def collect(
 def _tasks(sources: Iterable[ResolvedSource], folder: Path, skip_damaged: bool) -> list[_Task]:
     """Consecutive files of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
     tasks: list[_Task] = []
-    for source in sources:
+    for place, source in enumerate(sources):
         files: list[SourceFile] = []
+        bytes = 0
         for position, file in enumerate(source.files, 1):
             files.append(file)
-            if sum(file.bytes for file in files) >= TASK_BYTES or position == len(source.files):
+            bytes += file.bytes
+            if bytes >= TASK_BYTES or position == len(source.files):
                 stem = f"documents-{len(tasks):05d}"
-                tasks.append(_Task(source, tuple(files), stem, folder, skip_damaged))
-                files = []
+                tasks.append(_Task(place, source.name, source.settings, tuple(files), stem, folder, skip_damaged))
+                files, bytes = [], 0
     return tasks
 
 
@@ -82,10 +86,10 @@ def _collect_files(task: _Task) -> Funnel:
     with DocumentWriter(task.folder, task.stem, observe=funnel.leave) as writer:
         for record in _usable(task, funnel):
             funnel.enter(1, len(record.text.encode()))
-            settings = task.source.settings
+            settings = task.settings
             writer.add(
                 id=record.id,
-                source=task.source.name if settings.name or not record.source else safe_name(record.source),
+                source=task.name if settings.name or not record.source else safe_name(record.source),
                 language=settings.language or (record.language and f"{record.language}?"),
                 url=record.url,
                 licence=record.licence or settings.licence,
@@ -99,11 +103,11 @@ def _usable(task: _Task, funnel: Funnel) -> Iterator[Record]:
 
     def skip(id: str, reason: str, detail: str, text: str = "") -> None:
         funnel.enter(1, len(text.encode(errors="replace")))
-        funnel.remove(reason, id=id, source=task.source.name, text=text, detail=detail)
+        funnel.remove(reason, id=id, source=task.name, text=text, detail=detail)
 
     for file in task.files:
         try:
-            for record in read_records(file, task.source.settings.text_key):
+            for record in read_records(file, task.settings.text_key):
                 if isinstance(record, BadRecord):
                     skip(record.id, record.reason, record.detail, record.text)
                 else:
