@@ -204,7 +204,7 @@ class BpeTokenizer(Tokenizer):
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """`encode` of every text, end to end: ids `dtype` [tokens] and where each text ends in them, int64 [texts].
 
-        Three to four times faster than SentencePiece on whole texts, with the same ids.
+        Faster than SentencePiece on whole texts, with the same ids: see WordEncoder.
         """
         return self._words.encode([_plain(text) for text in texts])
 

@@ -23,9 +23,8 @@ _WORDS_KEPT = 1_000_000  # about 200 MB
 class WordEncoder:
     """Encodes texts with the ids that SentencePiece gives, asking it once for every distinct word.
 
-    On 123 MB of English and French with 50,000 pieces this takes a third of SentencePiece's time, a quarter once the
-    words are known; kitoken, in Rust, takes a quarter from the start, but has a single author. `tokenizers` takes two
-    thirds.
+    Two and a half to three times faster than SentencePiece on English and French (benchmarks/data_encode.py), four
+    times once the words are known. kitoken, in Rust, is four times faster from the start, but has a single author.
     """
 
     def __init__(
