@@ -61,6 +61,9 @@ def train(job: TrainJob) -> dict[str, Any]:
         if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
             report.validation(start, run_validation(state.params))  # the stop came before it was done
 
+        if stop:
+            raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
+
         # ---- the steps ----
         batches = job.feed.iterate(start)
         batch = program.put(next(batches)) if start < steps else None

@@ -1,6 +1,5 @@
 """A job on a mesh: the shardings of its state and batches, and its compiled steps."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, abstract_params, decayed, init_params, logical_axes
+from affinage.model.analysis import analyse
 from affinage.parallel import activation_constraint, batch_sharding
 from affinage.parallel.sharding import check_rows_divide
 from affinage.recipe.training import PrecisionSettings
@@ -50,14 +50,9 @@ class Program:
         return self.batch["tokens"].size
 
     @cached_property
-    def parameters(self) -> int:
-        """Number of weights."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract.params))
-
-    @cached_property
-    def flops_per_step(self) -> float:
-        """Floating point operations of one step: 6 per parameter and token (Kaplan et al., 2020, section 2.1)."""
-        return 6.0 * self.parameters * self.tokens
+    def flops_per_step(self) -> int:
+        """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
+        return analyse(self.job.graph, *self.batch["tokens"].shape).training_flops
 
     @property
     def peak_flops(self) -> float | None:

@@ -1,14 +1,26 @@
 """What a person sees while a run trains: a live bar on a terminal, a line now and then elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 import rich
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 _SECONDS_BETWEEN_LINES = 10.0  # where nobody watches; metrics.jsonl has them all
+
+
+class _BarWithFacts(Progress):
+    """A progress bar with a line of facts below it, which needs 75 columns."""
+
+    facts = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.facts, overflow="ellipsis", no_wrap=True)
 
 
 class StepDisplay:
@@ -18,16 +30,15 @@ class StepDisplay:
         self._name, self._steps = name, steps
         self._console = rich.get_console()
         self._last_line = -_SECONDS_BETWEEN_LINES
-        self._bar = Progress(
+        self._bar = _BarWithFacts(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed:,}/{task.total:,}"),
-            TextColumn("{task.fields[facts]}"),
             TimeElapsedColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(name, total=steps, completed=start, facts="")
+        self._task = self._bar.add_task(name, total=steps, completed=start)
 
     def __enter__(self) -> "StepDisplay":
         self._bar.start()
@@ -41,7 +52,8 @@ class StepDisplay:
     def training(self, row: Mapping[str, Any]) -> None:
         """Show a training line."""
         facts = step_line(row, self._steps)
-        self._bar.update(self._task, completed=row["step"], facts=facts)
+        self._bar.facts = facts
+        self._bar.update(self._task, completed=row["step"])
         now = time.monotonic()
         last = row["step"] == self._steps
         if not self._console.is_terminal and (last or now - self._last_line >= _SECONDS_BETWEEN_LINES):

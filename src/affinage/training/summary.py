@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import affinage
+from affinage.model.analysis import parameters
 from affinage.training.ledger import Ledger
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
@@ -38,10 +39,11 @@ def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at:
     seconds, tokens = ledger.rounded(), steps * program.tokens
     speed = tokens / seconds["train"] if seconds["train"] else None
     peak, flops = program.peak_flops, program.flops_per_step
+    count = parameters(program.job.graph)
     device = program.mesh.devices.flat[0]
     return {
         "name": program.job.name,
-        "parameters": program.parameters,
+        "parameters": {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding},
         "flops_per_step": flops,
         "steps": steps,
         "tokens": tokens,
@@ -52,7 +54,7 @@ def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at:
         "final_loss": lines[-1]["loss"] if lines else None,
         "skipped_updates": sum(bool(line["skipped"]) for line in lines),
         "validation": metrics.validation(),
-        "predicted": {"parameters": program.parameters, "flops": flops * steps},
+        "predicted": {"parameters": count.total, "flops": flops * steps},
         "devices": {"kind": device.device_kind, "count": program.mesh.size, "mesh": dict(program.mesh.shape)},
         "resumed_at": list(resumed_at),
         "versions": versions(),
