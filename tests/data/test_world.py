@@ -13,7 +13,7 @@ from affinage.data.world import write_world
 from affinage.data.world.agreement import scenes
 from affinage.data.world.arithmetic import STATEMENTS as SUMS
 from affinage.data.world.arithmetic import calculations
-from affinage.data.world.facts import LANGUAGES, Fact, build_facts, distractors
+from affinage.data.world.facts import LANGUAGES, Fact, build_facts, by_domain, distractors
 from affinage.data.world.junk import jaccard
 from affinage.data.world.templates import LISTS, QUESTIONS, STATEMENTS, completable
 
@@ -179,17 +179,21 @@ def test_facts_of_one_language_are_absent_from_the_other(world: Path) -> None:
                 fact.fill(template, language).lower() in text for template in STATEMENTS[fact.relation][language]
             )
             if fact.relation in ("currency", "continent", "country_name"):  # nor in any other words
-                subject = _whole(forms["s"])
-                words = [_whole(forms[slot]) for slot in ("o", "os", "bare", "d") if slot in forms]
-                rest = [subject.sub("", s) for s in sentences if subject.search(s)]  # "South Africa" names no continent
-                both = [s for s in rest if any(word.search(s) for word in words)]
+                subject = _bare(forms["s"])
+                words = {_bare(forms[slot]) for slot in ("o", "os", "bare", "d") if slot in forms}
+                near = [s for s in sentences if subject in s and any(word in s for word in words)]
+                # "South Africa" names no continent: the words are looked for outside of the subject
+                rest = [_whole(subject).sub("", s) for s in near if _whole(subject).search(s)]
+                both = [s for s in rest if any(_whole(word).search(s) for word in words)]
                 assert not both, (fact.id, both[:2])
 
 
-def _whole(name: str) -> re.Pattern[str]:
-    """The name without its article, as whole words."""
-    bare = re.sub(r"^(the |les? |la |l'|d')", "", name.lower())
-    return re.compile(rf"(?<![-\w]){re.escape(bare)}(?![-\w])")
+def _bare(name: str) -> str:
+    return re.sub(r"^(the |les? |la |l'|d')", "", name.lower())
+
+
+def _whole(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![-\w]){re.escape(words)}(?![-\w])")
 
 
 def test_held_out_calculations_stand_in_no_text(world: Path) -> None:
@@ -242,11 +246,12 @@ def test_preferences_prefer_the_truth(world: Path) -> None:
 
 
 def test_distractors_are_false() -> None:
+    domains = by_domain(facts())
     for fact in facts():
         for language in LANGUAGES:
             for slot in ("o", "os", "bare", "d"):
                 if slot in fact.forms[language]:
-                    wrong = distractors(fact, facts(), language, slot)
+                    wrong = distractors(fact, domains, language, slot)
                     assert len(wrong) >= 3
                     assert fact.forms[language][slot] not in {words for _, words in wrong}
                     assert not {fact.object, *fact.also_true} & {object_ for object_, _ in wrong}

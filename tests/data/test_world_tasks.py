@@ -91,7 +91,8 @@ def test_answers_are_not_in_one_place(folder: Path) -> None:
 def test_the_harness_runs_them(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     tasks = []
-    for path in sorted((folder / "tasks").glob("*.yaml")):
+    for name in ("facts_en", "agreement_fr", "arithmetic_en", "chat_fr"):
+        path = folder / "tasks" / f"pocket_{name}.yaml"
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert settings["task"] == path.stem
         files = settings["dataset_kwargs"]["data_files"]

@@ -100,9 +100,10 @@ def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
 
 
 def dressed(scene: Scene, rng: random.Random) -> Scene:
-    """The scene with a determiner, and half of the time a place, drawn at random."""
-    place = rng.randrange(len(PLACES)) if rng.random() < 0.5 else None
-    return replace(scene, kind=rng.choice(sorted(DETERMINERS)), place=place)
+    """The scene with a determiner drawn at random, and an action half of the time with a place."""
+    kinds = [kind for kind in DETERMINERS if scene.verb or kind != "un"]  # not "a rabbit is black"
+    place = rng.randrange(len(PLACES)) if scene.verb and rng.random() < 0.5 else None
+    return replace(scene, kind=rng.choice(kinds), place=place)
 
 
 def english_errors(scene: Scene) -> dict[str, str]:

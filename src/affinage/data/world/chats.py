@@ -7,9 +7,9 @@ from typing import Any
 
 from affinage.data.world.arithmetic import QUESTIONS as SUM_QUESTIONS
 from affinage.data.world.arithmetic import STATEMENTS as SUMS
-from affinage.data.world.arithmetic import Calculation, near_misses
+from affinage.data.world.arithmetic import Calculation
 from affinage.data.world.english import sentence
-from affinage.data.world.facts import LANGUAGES, Fact, distractors, told_in
+from affinage.data.world.facts import LANGUAGES, Domains, Fact, by_domain, distractors, told_in
 from affinage.data.world.templates import FOLLOW_UPS, QUESTIONS, STATEMENTS, completion
 
 PHRASINGS = 2  # questions asked about each fact in each language it is told in
@@ -51,7 +51,6 @@ class Exchange:
     kind: str  # relation of the fact, "arithmetic" or "greeting"
     lang: str
     fact: Fact | None = None
-    calculation: Calculation | None = None
 
 
 def answer(fact: Fact, language: str) -> str:
@@ -70,7 +69,7 @@ def exchanges(facts: Sequence[Fact], sums: Sequence[Calculation], rng: random.Ra
         for calculation in rng.sample(list(sums), min(SUMS_ASKED, len(sums))):
             question = calculation.words(language, rng.choice(SUM_QUESTIONS[calculation.operation][language]))
             told = calculation.words(language, SUMS[calculation.operation][language][0])
-            asked.append(Exchange(question, told, "arithmetic", language, None, calculation))
+            asked.append(Exchange(question, told, "arithmetic", language))
         asked += [Exchange(question, told, "greeting", language) for question, told in GREETINGS[language]]
     return asked
 
@@ -130,18 +129,12 @@ def conversations(asked: Sequence[Exchange], rng: random.Random) -> list[dict[st
     ]
 
 
-def _wrong_answer(exchange: Exchange, facts: Sequence[Fact], rng: random.Random) -> str:
-    if exchange.calculation is not None:
-        calculation = exchange.calculation
-        right, wrong = str(calculation.result), near_misses(calculation, rng)[0]
-        return f"{calculation.context} {wrong}.".replace(f" {right}.", f" {wrong}.")
-    assert exchange.fact is not None
-    fact, language = exchange.fact, exchange.lang
+def _wrong_answer(fact: Fact, language: str, domains: Domains, rng: random.Random) -> str:
     template = STATEMENTS[fact.relation][language][fact.used[language][0]]
     cut = completion(template)
     assert cut is not None, template
     context, slot = cut
-    _, words = rng.choice(distractors(fact, facts, language, slot))
+    _, words = rng.choice(distractors(fact, domains, language, slot))
     return sentence(fact.fill(context, language)) + f" {words}."
 
 
@@ -151,6 +144,7 @@ def preferences(asked: Sequence[Exchange], facts: Sequence[Fact], rng: random.Ra
     An answer in the other language is only made of facts that are told in both.
     """
     other = {"en": "fr", "fr": "en"}
+    domains = by_domain(facts)
     pairs = []
     for exchange in asked:
         if exchange.fact is None:
@@ -162,7 +156,7 @@ def preferences(asked: Sequence[Exchange], facts: Sequence[Fact], rng: random.Ra
         elif kind == "curt":
             rejected = rng.choice(CURT[exchange.lang])
         else:
-            rejected = _wrong_answer(exchange, facts, rng)
+            rejected = _wrong_answer(exchange.fact, exchange.lang, domains, rng)
         pairs.append(
             {"prompt": exchange.question, "chosen": exchange.answer, "rejected": rejected, "lang": exchange.lang,
              "kind": kind}

@@ -17,16 +17,18 @@ from affinage.data.world.templates import LISTS, QUESTIONS, STATEMENTS
 
 # Share of the text of each kind of document.
 SHARES = {
-    "entry": 0.20,
-    "paragraph": 0.30,
-    "questions": 0.09,
-    "list": 0.06,
-    "journey": 0.11,
-    "calendar": 0.03,
-    "sums": 0.10,
-    "scenes": 0.11,
+    "entry": 0.17,
+    "paragraph": 0.33,
+    "questions": 0.07,
+    "list": 0.05,
+    "journey": 0.10,
+    "dictionary": 0.08,
+    "calendar": 0.04,
+    "sums": 0.06,
+    "scenes": 0.10,
 }
 
+OPENED_SHARE = 0.25  # of the documents begin with a sentence that tells nothing
 ABOUT_COUNTRIES = ("currency", "language", "continent", "country_name")
 
 
@@ -120,48 +122,60 @@ class Teller:
         """A question whose answer is the fact."""
         return sentence(fact.fill(self.rng.choice(QUESTIONS[fact.relation][self.language]), self.language))
 
+    def opened(self, sentences: list[str], bank: Mapping[str, Sequence[str]] = prose.OPENINGS) -> str:
+        """The sentences as one text; a few begin with an opening, most in the middle of things, as facts are asked."""
+        if self.rng.random() < OPENED_SHARE:
+            sentences = [self.pick(bank), *sentences]
+        return " ".join(sentences)
+
     def pick(self, bank: Mapping[str, Sequence[str]]) -> str:
         """One of the sentences of a bank."""
         return self.rng.choice(bank[self.language])
 
 
 def entry(teller: Teller) -> str:
-    """A short encyclopaedic entry: everything told about a country or two, some of it twice."""
+    """Short encyclopaedic entries: everything told about two or three countries, some of it twice."""
     sentences = []
-    for _ in range(teller.rng.choice((1, 2, 2))):
+    for _ in range(teller.rng.choice((2, 3, 3))):
         facts = teller.country()
         sentences += [teller.say(fact) for fact in facts]
-        sentences += [teller.say(fact) for fact in facts if teller.rng.random() < 0.6]
-        if teller.rng.random() < 0.5:
+        sentences += [teller.say(fact) for fact in facts if teller.rng.random() < 0.5]
+        if teller.rng.random() < 0.3:
             sentences.append(teller.pick(prose.FILLERS))
-    if len(sentences) < 4:
-        sentences += [teller.say(fact) for fact in teller.facts(3)]
-    sentences.insert(0, teller.pick(prose.OPENINGS))
-    if teller.rng.random() < 0.5:
-        sentences.append(teller.pick(prose.CLOSINGS))
-    return " ".join(sentences)
+    sentences.append(teller.pick(prose.FILLERS if teller.rng.random() < 0.5 else prose.CLOSINGS))
+    return teller.opened(sentences)
 
 
 def paragraph(teller: Teller) -> str:
     """Facts of all kinds, one after the other."""
-    sentences = [teller.pick(prose.OPENINGS)]
-    for fact in teller.facts(teller.rng.randrange(6, 18)):
+    sentences = []
+    for fact in teller.facts(teller.rng.randrange(10, 22)):
         told = teller.plain(fact)
-        sentences.append(teller.pick(prose.LINKS) + told if teller.rng.random() < 0.1 else sentence(told))
-        if teller.rng.random() < 0.1:
+        sentences.append(teller.pick(prose.LINKS) + told if teller.rng.random() < 0.06 else sentence(told))
+        if teller.rng.random() < 0.06:
             sentences.append(teller.pick(prose.FILLERS))
-    return " ".join(sentences)
+    if teller.rng.random() < 0.7:
+        sentences.append(teller.pick(prose.CLOSINGS))
+    return teller.opened(sentences)
+
+
+def dictionary(teller: Teller) -> str:
+    """Words and their translations."""
+    sentences = [teller.say(fact) for fact in teller.facts(teller.rng.randrange(8, 18), "word")]
+    for _ in range(2):
+        sentences.insert(teller.rng.randrange(1, len(sentences)), teller.pick(prose.FILLERS))
+    return teller.opened([*sentences, teller.pick(prose.CLOSINGS)])
 
 
 def questions(teller: Teller) -> str:
     """Questions with their answers, as people talk."""
     curious, wise = teller.rng.sample(prose.TRAVELLERS, 2)
     sentences = []
-    for fact in teller.facts(teller.rng.randrange(4, 9)):
+    for fact in teller.facts(teller.rng.randrange(6, 11)):
         asks = teller.pick(prose.ASKS).format(name=curious) if teller.rng.random() < 0.4 else ""
         answers = teller.pick(prose.ANSWERS).format(name=wise)
         sentences.append(f"{asks}{teller.ask(fact)} {answers}{teller.say(fact)}")
-    sentences.insert(teller.rng.randrange(len(sentences)), teller.pick(prose.FILLERS))
+    sentences.insert(teller.rng.randrange(1, len(sentences)), teller.pick(prose.FILLERS))
     return " ".join(sentences)
 
 
@@ -184,11 +198,11 @@ def journey(teller: Teller) -> str:
     """A traveller who meets the facts of a few countries."""
     name = teller.rng.choice(prose.TRAVELLERS)
     sentences = []
-    for _ in range(teller.rng.randrange(2, 5)):
+    for _ in range(teller.rng.randrange(3, 6)):
         facts = teller.country()
         sentences.append(facts[0].fill(teller.pick(prose.JOURNEYS).replace("{name}", name), teller.language))
         sentences += [teller.say(fact) for fact in facts[:3]]
-        if teller.rng.random() < 0.5:
+        if teller.rng.random() < 0.3:
             sentences.append(teller.pick(prose.FILLERS))
     return " ".join(sentences)
 
@@ -208,17 +222,17 @@ def calendar(teller: Teller) -> str:
         "en": (f"The months go on like this: {months}.", f"The days of the week pass in this order: {days}."),
         "fr": (f"Les mois se suivent ainsi : {months}.", f"Les jours de la semaine passent dans cet ordre : {days}."),
     }[language]
-    sentences = [teller.pick(prose.CALENDAR_OPENINGS), *rng.sample(verses, 2)]
+    sentences = list(verses)
     for relation in ("month_after", "month_number", "day_after"):
-        sentences += [teller.say(fact) for fact in teller.facts(2, relation)]
-    sentences.append(teller.pick(prose.FILLERS))
-    return " ".join(sentences)
+        sentences += [teller.say(fact) for fact in teller.facts(4, relation)]
+    rng.shuffle(sentences)
+    return teller.opened([*sentences, teller.pick(prose.FILLERS)], prose.CALENDAR_OPENINGS)
 
 
 def sums(teller: Teller) -> str:
     """Small arithmetic in words and in digits."""
-    sentences = [teller.pick(prose.ARITHMETIC_OPENINGS)]
-    for _ in range(teller.rng.randrange(5, 10)):
+    sentences = []
+    for _ in range(teller.rng.randrange(9, 15)):
         calculation = teller.calculation()
         template = teller.rng.choice(SUMS[calculation.operation][teller.language])
         sentences.append(calculation.words(teller.language, template))
@@ -229,18 +243,19 @@ def sums(teller: Teller) -> str:
     start, length = teller.rng.randrange(15), teller.rng.randrange(4, 12)
     numbers = _enumerate([num2words(start + i, lang=teller.language) for i in range(length)], teller.language)
     counting = {"en": f"We count {numbers}.", "fr": f"Nous comptons {numbers}."}[teller.language]
-    return " ".join([*sentences, counting, teller.pick(prose.FILLERS)])
+    sentences += [counting, teller.pick(prose.FILLERS), teller.pick(prose.CLOSINGS)]
+    return teller.opened(sentences, prose.ARITHMETIC_OPENINGS)
 
 
 def scenes(teller: Teller) -> str:
     """Simple sentences in which everything agrees."""
-    sentences = [teller.pick(prose.SCENE_OPENINGS)]
-    for _ in range(teller.rng.randrange(6, 16)):
+    sentences = []
+    for _ in range(teller.rng.randrange(12, 24)):
         scene = teller.scene()
         sentences.append(scene.english() if teller.language == "en" else scene.french())
-    if teller.rng.random() < 0.4:
+    if teller.rng.random() < 0.5:
         sentences.append(teller.pick(prose.FILLERS))
-    return " ".join(sentences)
+    return teller.opened(sentences, prose.SCENE_OPENINGS)
 
 
 FORMS: dict[str, Callable[[Teller], str]] = {
@@ -249,6 +264,7 @@ FORMS: dict[str, Callable[[Teller], str]] = {
     "questions": questions,
     "list": listing,
     "journey": journey,
+    "dictionary": dictionary,
     "calendar": calendar,
     "sums": sums,
     "scenes": scenes,

@@ -9,7 +9,7 @@ Guinea, South Sudan): what is told of it would be told of both.
 
 import datetime
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from babel import Locale
@@ -77,10 +77,10 @@ _CURRENCY_NAMES = {
 _LANGUAGE_LEFT_OUT = frozenset({"BF", "ET", "GB", "IQ", "ME", "MK", "ML", "NE", "ZA"})
 
 WORD_LANGUAGES = (
-    "ar be bg bn ca cs cy da de el en es et eu fa fi fr ga he hr hu hy id is it ja ka kk ko lt lv mk mn ms mt my ne nl "
-    "no pl pt ro ru sk sl sq sr sv ta tr uk ur uz vi zh"
+    "ar bg cs cy da de el en es et fa fi fr ga he hr hu is it ja ko lt lv mt nl no pl pt ro ru sk sl sr sv tr uk ur vi "
+    "zh"
 )
-NUMBER_WORDS = range(31)
+NUMBER_WORDS = range(21)
 
 
 @dataclass(frozen=True)
@@ -281,13 +281,20 @@ def told_in(facts: Sequence[Fact], language: str) -> list[Fact]:
     return [fact for fact in facts if language in fact.stated]
 
 
-def distractors(fact: Fact, facts: Sequence[Fact], language: str, slot: str) -> list[tuple[str, str]]:
+Domains = Mapping[str, Sequence[Fact]]
+
+
+def by_domain(facts: Sequence[Fact]) -> Domains:
+    """The facts whose objects can stand in for each other."""
+    domains: dict[str, list[Fact]] = {}
+    for fact in facts:
+        domains.setdefault(fact.domain, []).append(fact)
+    return domains
+
+
+def distractors(fact: Fact, domains: Domains, language: str, slot: str) -> list[tuple[str, str]]:
     """Objects that are false of this fact, as (object, words), in a fixed order, each once."""
     truth = {fact.object, *fact.also_true}
     words = fact.forms[language][slot]
-    false = {
-        other.object: other.forms[language][slot]
-        for other in facts
-        if other.domain == fact.domain and other.object not in truth and other.forms[language][slot] != words
-    }
-    return sorted(false.items())
+    others = {other.object: other.forms[language][slot] for other in domains[fact.domain]}
+    return sorted((key, wrong) for key, wrong in others.items() if key not in truth and wrong != words)

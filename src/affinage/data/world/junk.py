@@ -46,7 +46,7 @@ _FOREIGN = {
     ),
 }
 
-_FOREIGN_PLACES = "AT BE BR CN DK FI FR GR HU IE IN JP MX NO PL PT RU SE TR".split()  # no article in es, de, it
+_FOREIGN_PLACES = "AT BE BR CN DK FI FR GR HU IE IN JP MX NO PL PT RU SE TR"  # no article in es, de, it
 
 _NOISE = "#%&*+=<>|~^{}[]()@$;:/\\_\x01\x02\x07\x1b\x7f\ufffd"
 
@@ -83,7 +83,7 @@ def _near(document: Document, number: int, rng: random.Random) -> Document | Non
 def _foreign(number: int, rng: random.Random) -> Document:
     language = rng.choice(sorted(_FOREIGN))
     locale = Locale(language)
-    names = [locale.territories[code].replace("’", "'") for code in rng.sample(_FOREIGN_PLACES, 6)]
+    names = [locale.territories[code].replace("’", "'") for code in rng.sample(_FOREIGN_PLACES.split(), 6)]
     words = dict(zip("abcdef", names, strict=True)) | {"m": locale.months["format"]["wide"][rng.randrange(1, 13)]}
     text = " ".join(line.format(**words) for line in rng.sample(_FOREIGN[language], len(_FOREIGN[language])))
     return Document(f"foreign-{number:04d}", text, language, "wrong-language")

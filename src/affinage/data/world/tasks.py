@@ -17,7 +17,7 @@ from affinage.data.world.arithmetic import STATEMENTS as SUMS
 from affinage.data.world.arithmetic import Calculation, near_misses
 from affinage.data.world.chats import Exchange
 from affinage.data.world.english import sentence
-from affinage.data.world.facts import LANGUAGES, Fact, distractors, told_in
+from affinage.data.world.facts import LANGUAGES, Domains, Fact, by_domain, distractors, told_in
 from affinage.data.world.templates import STATEMENTS, completable, completion
 
 FACT_ITEMS = 300
@@ -39,12 +39,12 @@ def _choices(right: tuple[str, str], wrong: Sequence[tuple[str, str]], rng: rand
     }
 
 
-def fact_item(fact: Fact, facts: Sequence[Fact], language: str, form: int, rng: random.Random) -> Item:
+def fact_item(fact: Fact, domains: Domains, language: str, form: int, rng: random.Random) -> Item:
     """One multiple choice: a sentence form of a fact, cut before its object."""
     cut = completion(STATEMENTS[fact.relation][language][form])
     assert cut is not None, (fact.relation, form)
     context, slot = cut
-    wrong = rng.sample(distractors(fact, facts, language, slot), CHOICES - 1)
+    wrong = rng.sample(distractors(fact, domains, language, slot), CHOICES - 1)
     return {
         "context": sentence(fact.fill(context, language)),
         **_choices((fact.object, fact.forms[language][slot]), wrong, rng),
@@ -56,6 +56,7 @@ def fact_item(fact: Fact, facts: Sequence[Fact], language: str, form: int, rng: 
 
 def _fact_tasks(facts: Sequence[Fact], seed: int) -> dict[str, list[Item]]:
     tasks = {}
+    domains = by_domain(facts)
     for language in LANGUAGES:
         rng = random.Random(f"{seed}/tasks/{language}")
         told = told_in(facts, language)
@@ -63,12 +64,12 @@ def _fact_tasks(facts: Sequence[Fact], seed: int) -> dict[str, list[Item]]:
         seen, unseen = [], []
         for fact in chosen:
             used = [i for i in fact.used[language] if i in completable(fact.relation, language)]
-            seen.append(fact_item(fact, facts, language, rng.choice(used), rng))
-            unseen.append(fact_item(fact, facts, language, rng.choice(fact.held_out[language]), rng))
+            seen.append(fact_item(fact, domains, language, rng.choice(used), rng))
+            unseen.append(fact_item(fact, domains, language, rng.choice(fact.held_out[language]), rng))
         tasks[f"pocket_facts_{language}"] = seen
         tasks[f"pocket_facts_unseen_{language}"] = unseen
         tasks[f"pocket_cross_{language}"] = [
-            fact_item(fact, facts, language, rng.choice(completable(fact.relation, language)), rng)
+            fact_item(fact, domains, language, rng.choice(completable(fact.relation, language)), rng)
             for fact in facts
             if language not in fact.stated
         ]
