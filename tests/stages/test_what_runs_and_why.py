@@ -23,7 +23,7 @@ evaluate: {tasks: [pocket-world]}
 export: {}
 """
 ROAD = [
-    "world", "collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain", "conversations", "sft",
+    "world", "collect", "clean", "deduplicate", "split", "tokenizer", "rows", "conversations", "pretrain", "sft",
     "evaluate-base", "evaluate-sft", "export", "report",
 ]  # fmt: skip
 

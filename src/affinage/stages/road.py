@@ -7,7 +7,7 @@ from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
-from affinage.recipe.training import TrainSettings
+from affinage.recipe.training import SftSettings, TrainSettings
 from affinage.stages import results, texts, trainings
 from affinage.stages.sources import fingerprints
 from affinage.stages.stage import Stage, StageContext, Summary
@@ -81,21 +81,25 @@ def _data_stages(recipe: Recipe) -> list[Stage]:
 
 def _training_stages(recipe: Recipe) -> list[Stage]:
     assert recipe.pretrain is not None
+    stages = []
+    if recipe.sft is not None:  # before the long pretraining, so that a mistake in the conversations is found in time
+        stages.append(_conversations(recipe, recipe.sft))
     settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
-    stages = [Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), continues=True)]
-    sft = recipe.sft
-    if sft is None:
-        return stages
-    asked = {"sft": _json(sft, "sources", "system_prompt", "held_out", "context"), **_part(recipe, "seed")}
+    stages.append(Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), continues=True))
+    if recipe.sft is not None:
+        settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
+        inputs = ("pretrain", "conversations", "tokenizer")
+        stages.append(Stage("sft", trainings.sft, settings, inputs, continues=True))
+    return stages
+
+
+def _conversations(recipe: Recipe, sft: SftSettings) -> Stage:
+    settings = {"sft": _json(sft, "sources", "system_prompt", "held_out", "context"), **_part(recipe, "seed")}
     if sft.context is None:
-        asked["rows"] = _json(recipe.rows, "context")
+        settings["rows"] = _json(recipe.rows, "context")
     from_world = _if(POCKET_WORLD in [source.path for source in sft.sources], "world")
     local = fingerprints(source.path for source in sft.sources)
-    stages.append(Stage("conversations", texts.conversations, asked, ("tokenizer", *from_world), local))
-    settings = {**_part(recipe, "model", "seed"), "sft": _training(sft)}
-    inputs = ("pretrain", "conversations", "tokenizer")
-    stages.append(Stage("sft", trainings.sft, settings, inputs, continues=True))
-    return stages
+    return Stage("conversations", texts.conversations, settings, ("tokenizer", *from_world), local)
 
 
 def _result_stages(recipe: Recipe) -> list[Stage]:
