@@ -31,11 +31,11 @@ class Loss:
 class Logits:
     """Logits not yet multiplied out, so that a loss over a large vocabulary can do it in parts."""
 
-    hidden: Float[Array, "B S D"]  # in the compute dtype
+    hidden: Float[Array, "*N D"]  # in the compute dtype
     kernel: Float[Array, "V D"]  # in the compute dtype
     softcap: float | None = field(default=None, metadata={"static": True})
 
-    def array(self) -> Float[Array, "B S V"]:
+    def array(self) -> Float[Array, "*N V"]:
         """The logits in float32."""
         return multiply_out(self.hidden, self.kernel, self.softcap)
 

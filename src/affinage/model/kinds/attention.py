@@ -101,11 +101,11 @@ class AttentionSettings(Settings):
             key, value = cache["key"][context.layer], cache["value"][context.layer]
         out = attend(query, key, value, context.prepared["mask"], context, dropout=self.dropout)
         out = jnp.swapaxes(out, 1, 2)
-        return dense(params["out"], out, contracted=2), cache
+        return dense(params["out"], out, context, contracted=2), cache
 
     def _heads(self, params: Tree, x: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
         """Query [B, H, S, Dh], key and value [B, K, S, Dh], positions already in them."""
-        query, key, value = (dense(params[name], x) for name in ("query", "key", "value"))
+        query, key, value = (dense(params[name], x, context) for name in ("query", "key", "value"))
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps)
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)

@@ -30,7 +30,7 @@ class Sums(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
-    logits: Float[Array, "B S V"], targets: Int[Array, "B S"], weights: Float[Array, "B S"], objective: Objective
+    logits: Float[Array, "*N V"], targets: Int[Array, "*N"], weights: Float[Array, "*N"], objective: Objective
 ) -> Sums:
     """Sums over all tokens, each times its weight; logits are float32."""
     return _forward(logits, targets, weights, objective)[0]
@@ -52,7 +52,7 @@ def _forward(logits: Array, targets: Array, weights: Array, objective: Objective
 def _backward(objective: Objective, kept: tuple[Array, ...], gradient: Sums) -> tuple[Array, None, None]:
     logits, targets, weights, log_z = kept
     scale = (gradient.objective * weights)[..., None]
-    hits = targets[..., None] == jnp.arange(logits.shape[-1])[None, None]
+    hits = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     probabilities = jnp.exp(logits - log_z[..., None])
     if objective.z_loss:
         probabilities *= (1.0 + 2.0 * objective.z_loss * log_z)[..., None]

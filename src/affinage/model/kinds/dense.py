@@ -5,6 +5,7 @@ from math import prod
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from affinage.model.kind import Context
 from affinage.model.parameter import Axes, Parameter, Tree
 
 
@@ -24,13 +25,15 @@ def dense_parameters(
     return tree
 
 
-def dense(params: Tree, x: Float[Array, "..."], contracted: int = 1) -> Float[Array, "..."]:
+def dense(params: Tree, x: Float[Array, "..."], context: Context, contracted: int = 1) -> Float[Array, "..."]:
     """x [..., *inputs] times kernel [*inputs, *outputs], plus the bias; `contracted` is the number of input axes."""
     kernel = params["kernel"].astype(x.dtype)
     leading, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     width = prod(kernel.shape[:contracted])
-    product = jnp.dot(x.reshape(*leading, width), kernel.reshape(width, prod(outputs)))
-    y = product.reshape(*leading, *outputs)
+    # XLA:CPU multiplies and differentiates matrices 1.4 times as fast as it does [B, S, D]; elsewhere tokens that are
+    # split over devices along B and S must not be put into one axis.
+    rows = (prod(leading),) if context.call.platform == "cpu" else leading
+    y = jnp.dot(x.reshape(*rows, width), kernel.reshape(width, prod(outputs))).reshape(*leading, *outputs)
     if "bias" in params:
         y = y + params["bias"].astype(x.dtype).reshape((1,) * len(leading) + outputs)
     return y

@@ -42,10 +42,12 @@ class FfnSettings(Settings):
 
     def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The hidden layer is sharded over its width."""
-        up = dense(params["up"], x)
-        hidden = GATED[self.kind](dense(params["gate"], x)) * up if self.kind in GATED else PLAIN[self.kind](up)
+        up = dense(params["up"], x, context)
+        hidden = (
+            GATED[self.kind](dense(params["gate"], x, context)) * up if self.kind in GATED else PLAIN[self.kind](up)
+        )
         hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))
-        return dense(params["down"], hidden)
+        return dense(params["down"], hidden, context)
 
     def flops(self, width: int, tokens: int) -> int:
         """Of the two or three products."""

@@ -1,6 +1,7 @@
 """The training objective of language models."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -53,12 +54,13 @@ class NextTokenLoss(NodeKind):
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
         logits, tokens = inputs
         targets, weights = next_tokens(tokens, context.batch)
-        sums, count = self._sums(logits, targets, weights), jnp.sum(weights)
+        count = jnp.sum(weights)
+        sums = self._sums(logits, targets, weights, context)
         plain, correct = jax.lax.stop_gradient((sums.cross_entropy, sums.correct))
         metrics = {"cross_entropy": (plain, count), "accuracy": (correct, count)}
         return Result(Loss(sums.objective, count), metrics=metrics)
 
-    def _sums(self, logits: Any, targets: Array, weights: Array) -> Sums:
+    def _sums(self, logits: Any, targets: Array, weights: Array, context: Context) -> Sums:
         objective = Objective(self.z_loss, self.label_smoothing)
         if not isinstance(logits, Logits):
             return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
@@ -66,6 +68,11 @@ class NextTokenLoss(NodeKind):
         if chunk == "auto":
             size = targets.size * logits.kernel.shape[0] * 4
             chunk = AUTO_CHUNK if size > WHOLE_BYTES else 0
-        if chunk == 0 or chunk >= targets.shape[1]:
-            return cross_entropy(logits.array(), targets, weights, objective)
-        return chunked_cross_entropy(logits.hidden, logits.kernel, targets, weights, logits.softcap, objective, chunk)
+        if 0 < chunk < targets.shape[1]:
+            return chunked_cross_entropy(
+                logits.hidden, logits.kernel, targets, weights, logits.softcap, objective, chunk
+            )
+        if context.call.platform == "cpu":  # as in `dense`
+            flat = replace(logits, hidden=logits.hidden.reshape(-1, logits.hidden.shape[-1]))
+            return cross_entropy(flat.array(), targets.reshape(-1), weights.reshape(-1), objective)
+        return cross_entropy(logits.array(), targets, weights, objective)

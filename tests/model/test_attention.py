@@ -1,0 +1,29 @@
+"""Attention's own gradient against autodiff of the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from affinage.model import Call
+from affinage.model.kind import Context
+from affinage.model.kinds.attention_products import attention, plain_attention
+
+
+def test_the_gradient_by_hand_is_autodiffs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    query = 2 * jax.random.normal(keys[0], (2, 2, 3, 7, 4))  # B K G S D
+    key, value = (2 * jax.random.normal(k, (2, 2, 7, 4)) for k in keys[1:3])
+    weights = jax.random.normal(keys[3], query.shape)
+    segments = jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
+    mask = jnp.tril(jnp.ones((1, 7, 7), bool)) & (segments[:, :, None] == segments[:, None, :])
+    context = Context(Call(), {})
+
+    def by_hand(*arrays):
+        return jnp.sum(weights * attention(*arrays, mask))
+
+    def plain(*arrays):
+        return jnp.sum(weights * plain_attention(*arrays, mask, context, dropout=0.0))
+
+    found = jax.jit(jax.value_and_grad(by_hand, (0, 1, 2)))(query, key, value)
+    expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(query, key, value)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
