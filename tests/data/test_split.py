@@ -105,3 +105,14 @@ def test_nothing_to_train_on_is_refused(tmp_path):
     write(tmp_path / "in", [{"id": "only", "source": "s", "text": "one"}])
     with pytest.raises(UserError, match="none is left to train on"):
         split(tmp_path / "in", tmp_path / "out", SplitSettings(validation=0.9), seed=1)
+
+
+def test_sections_of_a_book_stay_together(tmp_path):
+    sections = [
+        {"id": f"book{i % 10}#{i // 10}", "source": "novels", "language": "en", "text": f"{i}"} for i in range(200)
+    ]
+    write(tmp_path / "in", sections, files=3)
+    split(tmp_path / "in", tmp_path / "out", SplitSettings(validation=0.12, group_separator="#"), seed=1)
+    books = [{row["id"].split("#")[0] for row in read(tmp_path / "out", part)} for part in ("train", "validation")]
+    assert not books[0] & books[1]
+    assert len(books[1]) == 2  # 24 documents of 200 are asked for: a whole book of 20 and the next one whole

@@ -37,7 +37,8 @@ def split(
     """Divide documents into `folder/train` and `folder/validation` and return the stage's summary.
 
     By document: of every source and language the share `settings.validation`, rounded, and at least one of 20, goes to
-    validation: the documents whose hashes with the seed are smallest, whatever their order in the files.
+    validation: the documents whose hashes with the seed are smallest, whatever their order in the files. With
+    `settings.group_separator` the hash is of the id up to there, and a group goes whole.
     By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
     document; its id ends in `/tail`. In the summary, `documents_out` counts the training documents and `validation`
     has the others by `<source>.<language>`. Raises UserError if a share was asked for and nothing is left to train on.
@@ -48,7 +49,7 @@ def split(
         clear_documents(folder / part)
     paths = document_files(documents_folder)
     groups = [group for path in paths for group in row_groups(path)]
-    held_out = _held_out(groups, settings.validation, seed) if settings.by == "document" else {}
+    held_out = _held_out(groups, settings, seed) if settings.by == "document" else {}
 
     def divide(path: Path) -> tuple[Funnel, Funnel]:
         mine = [group for group in groups if group.path == path]
@@ -73,9 +74,10 @@ def split(
     }
 
 
-def _held_out(groups: list[RowGroup], share: float, seed: int) -> dict[RowGroup, np.ndarray]:
+def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dict[RowGroup, np.ndarray]:
     """For every row group which of its documents are for validation, bool."""
-    columns = [group.read(["id", "source", "language"]) for group in groups]
+    share, separator = settings.validation, settings.group_separator
+    columns = [_with_group_ids(group.read(["id", "source", "language"]), separator) for group in groups]
     if not columns or share == 0:
         return {group: np.zeros(group.rows, bool) for group in groups}
     keys = np.concatenate([document_keys(batch, seed, "validation") for batch in columns])
@@ -86,9 +88,20 @@ def _held_out(groups: list[RowGroup], share: float, seed: int) -> dict[RowGroup,
     for number in range(group_of.max() + 1):
         members = np.flatnonzero(group_of == number)
         count = max(round(share * members.size), 1 if members.size >= LARGE_GROUP else 0)
-        chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
+        smallest = members[np.argsort(keys[members], kind="stable")[:count]]
+        if separator:
+            smallest = members[np.isin(keys[members], keys[smallest])]
+        chosen[smallest] = True
     ends = np.cumsum([group.rows for group in groups])
     return {group: chosen[end - group.rows : end] for group, end in zip(groups, ends)}
+
+
+def _with_group_ids(batch: pa.RecordBatch, separator: str) -> pa.RecordBatch:
+    """The batch with every id cut at the separator; unchanged without one."""
+    if not separator:
+        return batch
+    ids = [document.split(separator, 1)[0] for document in batch["id"].to_pylist()]
+    return batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
 
 
 def _divide(

@@ -50,6 +50,7 @@ class SplitSettings(Settings):
     """The part of the corpus that is never trained on."""
 
     validation: float = Field(default=0.01, ge=0, lt=1)  # share of documents, per source and language
+    group_separator: str = ""  # documents whose ids agree up to it stay together: "#" keeps the sections of a book so
     by: Literal["document", "tail"] = "document"  # tail: the last part of every document (for a single long text)
 
 
