@@ -1,15 +1,17 @@
 """Small models with random weights and a real tokenizer, for tests of everything that comes after training."""
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_bpe
-from affinage.generation.model import LoadedModel
+from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import parse
 from affinage.model.module import init_params
 from affinage.recipe.data import TokenizerSettings
@@ -69,6 +71,19 @@ def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
     words = jnp.arange(VOCABULARY) >= FIRST_PIECE
     params["logits"]["kernel"] = params["logits"]["kernel"] * words[:, None]
     return LoadedModel(graph, params, tokenizer(), "tiny", CONTEXT)
+
+
+@partial(jax.jit, static_argnames="graph")
+def _all_logits(graph, params, row):
+    lazy, _ = logits_of(graph, params, row, jnp.arange(row.shape[1])[None], "float32")
+    return lazy.array()
+
+
+def full_logits(model: LoadedModel, tokens: Sequence[int]) -> np.ndarray:
+    """Logits [tokens, vocabulary] by the full forward pass over one row."""
+    row = np.zeros((1, CONTEXT), np.int32)  # padded to one shape: what follows a token cannot change its logits
+    row[0, : len(tokens)] = tokens
+    return np.asarray(_all_logits(model.graph, model.params, row))[0, : len(tokens)]
 
 
 GPT2 = {

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.evaluation.buckets import bucket_lengths, power_of_two, round_up
+from affinage.evaluation.buckets import bucket_lengths, round_up
 
 
 def cost(buckets, lengths, compile_tokens):
@@ -27,7 +27,3 @@ def test_cheap_compilations_give_many_buckets_and_dear_ones_a_single_bucket():
     assert bucket_lengths(lengths, compile_tokens=10, longest=64) == [8, 64]
     assert bucket_lengths(lengths, compile_tokens=1e9, longest=64) == [64]
     assert bucket_lengths([], compile_tokens=1, longest=8) == []
-
-
-def test_powers_of_two():
-    assert [power_of_two(value) for value in (0, 1, 2, 3, 4, 5, 9)] == [1, 1, 2, 4, 4, 8, 16]

@@ -1,22 +1,17 @@
 """Scores against the plain definition: the full forward pass, a log-softmax, a sum."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from affinage.evaluation import scoring
 from affinage.evaluation.scoring import Scorer
-from affinage.generation.model import logits_of
-from tiny_models import CONTEXT, tiny_llama
+from tiny_models import CONTEXT, full_logits, tiny_llama
 
 
 def slow_score(model, before, continuation):
     whole = (before + continuation)[-(CONTEXT + 1) :]
-    row = np.zeros((1, CONTEXT), np.int32)
-    row[0, : len(whole) - 1] = whole[:-1]
-    lazy, _ = logits_of(model.graph, model.params, jnp.asarray(row), jnp.arange(CONTEXT)[None], "float32")
-    logits = np.asarray(jax.nn.log_softmax(lazy.array(), axis=-1))[0]
+    logits = np.asarray(jax.nn.log_softmax(full_logits(model, whole[:-1]), axis=-1))
     at = range(len(whole) - 1 - len(continuation), len(whole) - 1)
     total = sum(float(logits[p, t]) for p, t in zip(at, continuation, strict=True))
     return total, all(logits[p].argmax() == t for p, t in zip(at, continuation, strict=True))
@@ -31,9 +26,7 @@ def some_pairs(model):
     # A greedy continuation, so that both answers to "is it greedy" occur.
     tokens = [2, 40]
     for _ in range(4):
-        row = jnp.asarray([tokens])
-        lazy, _ = logits_of(model.graph, model.params, row, jnp.arange(len(tokens))[None], "float32")
-        tokens.append(int(lazy.array()[0, -1].argmax()))
+        tokens.append(int(full_logits(model, tokens)[-1].argmax()))
     return [*pairs, (tokens[:2], tokens[2:]), (tokens[:2], [*tokens[2:5], 11])]
 
 

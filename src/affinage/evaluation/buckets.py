@@ -32,8 +32,3 @@ def bucket_lengths(lengths: Sequence[int], *, compile_tokens: float, longest: in
 def round_up(value: int, sizes: Sequence[int]) -> int:
     """The smallest of the ascending `sizes` that is at least `value`."""
     return next(size for size in sizes if size >= value)
-
-
-def power_of_two(value: int) -> int:
-    """The smallest power of two that is at least `value`."""
-    return 1 << max(0, value - 1).bit_length()

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from affinage.evaluation.buckets import bucket_lengths, power_of_two
+from affinage.evaluation.buckets import bucket_lengths
+from affinage.generation.shapes import power_of_two
 
 
 @dataclass

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.buckets import power_of_two
 from affinage.evaluation.rows import RowBatch, batch_rows, group_requests
 from affinage.generation.model import LoadedModel, logits_of
+from affinage.generation.shapes import power_of_two
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
 from affinage.model.parameter import Tree

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from affinage.data.special_tokens import EOS, IM_END, PAD
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import GREEDY, Knobs, Sampling, choose, knobs
+from affinage.generation.shapes import power_of_two
 from affinage.generation.text import TextStream
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
@@ -22,6 +23,7 @@ from affinage.model.parameter import Tree
 
 _NOTHING = -1  # in a row that is done; no token has this id
 _STREAMED_STEPS = 4  # tokens per dispatch when someone reads along
+_FEWEST_TOKENS = 16  # of a padded prompt, and:
 _FEWEST_SLOTS = 64  # of a cache, so that short prompts of all lengths share their compilation
 
 
@@ -151,7 +153,7 @@ class Generator:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         # One batch size for all, also for what is left over at the end: a row without a prompt costs less than a shape.
         multiple = self.model.row_multiple
-        batch = -(-min(self._batch, _bucket(len(prompts), 1)) // multiple) * multiple
+        batch = -(-min(self._batch, power_of_two(len(prompts))) // multiple) * multiple
         results: dict[int, Generation] = {}
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
@@ -217,14 +219,14 @@ class Generator:
         longest = max(map(len, prompts))
         if min(map(len, prompts)) == 0 or longest >= context:
             raise ValueError(f"a prompt must have between 1 and {context - 1} tokens")
-        width = min(_bucket(longest, 16), context)
+        width = min(max(power_of_two(longest), _FEWEST_TOKENS), context)
         tokens = np.full((batch, width), PAD, np.int32)
         lengths, limit = np.ones(batch, np.int32), np.zeros(batch, np.int32)
         for index, prompt in enumerate(prompts):
             tokens[index, : len(prompt)] = prompt
             lengths[index] = len(prompt)
             limit[index] = min(max_new_tokens, context - len(prompt))
-        slots = min(max(_bucket(longest + max_new_tokens, _FEWEST_SLOTS), width), context)
+        slots = min(max(power_of_two(longest + max_new_tokens), _FEWEST_SLOTS), context)
         return tokens, lengths, limit, slots
 
 
@@ -253,13 +255,3 @@ class _RowProgress:
         self.stream.finish()
         ended_by: EndedBy = "text" if self.stream.stopped else "token" if self._ended_by_token else "length"
         return Generation(self._tokens, self.stream.released, ended_by)
-
-
-def _bucket(value: int, smallest: int) -> int:
-    """The smallest of `smallest` times 1, 1.5, 2, 3, 4, 6, 8, ... that is at least `value`."""
-    size = smallest
-    while size < value:
-        if size % 2 == 0 and size * 3 // 2 >= value:
-            return size * 3 // 2
-        size *= 2
-    return size
