@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rich
+
 from affinage.errors import UserError
 from affinage.recipe.training import TrainSettings
 from affinage.stages.stage import StageContext, Summary
@@ -29,11 +31,15 @@ def pretrain(context: StageContext) -> Summary:
 def sft(context: StageContext) -> Summary:
     """Fine-tune the pretrained model on conversations."""
     from affinage.checkpoint import CheckpointStore
+    from affinage.data.conversations import show_example
     from affinage.data.tokenizer import Tokenizer
 
     settings = context.recipe.sft
     assert settings is not None
-    graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
+    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
+    graph = graph_of(context, tokenizer)
+    rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
+    rich.print(show_example(context.inputs["conversations"], tokenizer))
     base = CheckpointStore(context.inputs["pretrain"] / "checkpoints")
     return _train(
         context,
