@@ -47,7 +47,7 @@ QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 SIGNS = {"+": "+", "-": "-", "*": "x"}
-LARGEST = 20  # operand of a sum or a difference
+LARGEST = 12  # operand of a sum or a difference: few enough for a small model to see each one often
 LARGEST_FACTOR = 10
 HELD_OUT_SHARE = 0.12
 

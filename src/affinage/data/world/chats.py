@@ -13,7 +13,7 @@ from affinage.data.world.facts import LANGUAGES, Domains, Fact, by_domain, distr
 from affinage.data.world.templates import FOLLOW_UPS, QUESTIONS, STATEMENTS, completion
 
 PHRASINGS = 2  # questions asked about each fact in each language it is told in
-SUMS_ASKED = 250  # per language
+SUMS_ASKED = 100  # per language
 
 GREETINGS = {
     "en": (

@@ -21,7 +21,6 @@ from affinage.data.world.facts import LANGUAGES, Domains, Fact, by_domain, distr
 from affinage.data.world.templates import STATEMENTS, completable, completion
 
 FACT_ITEMS = 300
-ARITHMETIC_ITEMS = 150
 AGREEMENT_ITEMS = 200
 CHAT_ITEMS = 150
 CHOICES = 4
@@ -77,20 +76,21 @@ def _fact_tasks(facts: Sequence[Fact], seed: int) -> dict[str, list[Item]]:
 
 
 def _arithmetic_items(held_out: Sequence[Calculation], language: str, rng: random.Random) -> list[Item]:
-    """Calculations that no text shows, the even ones in words and the odd ones in digits."""
+    """Calculations that no text shows, each in digits and in two ways in words."""
     items = []
-    for i, calculation in enumerate(rng.sample(list(held_out), min(ARITHMETIC_ITEMS, len(held_out)))):
-        in_words = i % 2 == 0
+    for calculation in held_out:
+        forms = SUMS[calculation.operation][language][:2]
+        asked = [(calculation.words(language, form.removesuffix(" {c}.")), True) for form in forms]
+        for context, in_words in [*asked, (calculation.context, False)]:
 
-        def write(number: int, in_words: bool = in_words) -> str:
-            return num2words(number, lang=language) if in_words else str(number)
+            def write(number: int, in_words: bool = in_words) -> str:
+                return num2words(number, lang=language) if in_words else str(number)
 
-        template = SUMS[calculation.operation][language][0].removesuffix(" {c}.")
-        context = calculation.words(language, template) if in_words else calculation.context
-        wrong = [(str(number), write(number)) for number in near_misses(calculation, rng)]
-        right = (str(calculation.result), write(calculation.result))
-        item = {"context": context, **_choices(right, wrong, rng), "operation": calculation.operation}
-        items.append({**item, "a": calculation.a, "b": calculation.b})
+            right, *wrong = [
+                (str(number), write(number)) for number in (calculation.result, *near_misses(calculation, rng))
+            ]
+            item = {"context": context, **_choices(right, wrong, rng), "operation": calculation.operation}
+            items.append({**item, "a": calculation.a, "b": calculation.b})
     return items
 
 
