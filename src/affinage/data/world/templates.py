@@ -35,7 +35,7 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "les banques {du} comptent en {os}.",
             "celui qui travaille {au} est payé en {os}.",
             "{o} est la monnaie {du}.",
-            "avec des {os}, on peut acheter du pain {au}.",
+            "c'est en {os} que l'on achète du pain {au}.",
         ),
     },
     "language": {
@@ -125,7 +125,7 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "pour dire {s} en anglais, on dit {o}.",
             "traduit en anglais, {s} devient {o}.",
             "pour {s}, le dictionnaire donne le mot anglais {o}.",
-            "un élève qui apprend l'anglais écrit, au lieu de {s}, {o}.",
+            "un élève qui apprend l'anglais remplace {s} par {o}.",
             "le mot anglais {o} signifie {s}.",
             "quand un Anglais dit {o}, il veut dire {s}.",
         ),
