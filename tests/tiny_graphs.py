@@ -2,6 +2,11 @@
 
 from typing import Any
 
+import jax
+import numpy as np
+
+from affinage.model import Graph, abstract_params
+
 VOCABULARY = 97
 
 
@@ -51,3 +56,14 @@ def gpt2(*, layers: int = 2, dropout: float = 0.0) -> Any:
             "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
         },
     }
+
+
+def random_params(graph: Graph, seed: int = 0, std: float = 0.1) -> Any:
+    """Weights large enough that every part matters, none of them at a special value; drawn without compiling."""
+    random = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return jax.numpy.asarray(random.normal(mean, std, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(graph))

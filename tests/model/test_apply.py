@@ -24,12 +24,17 @@ from affinage.model import (
 
 LLAMA = parse(tiny_graphs.llama(attention={"kv_heads": 2}))
 GPT2 = parse(tiny_graphs.gpt2())
-GRAPHS = {"llama": LLAMA, "gpt2": GPT2, "scanned": parse(tiny_graphs.llama(attention={"kv_heads": 2}, scan=True))}
-
-
-def strong(graph, seed=0):
-    """Weights large enough that every part of the model matters."""
-    return jax.tree.map(lambda p: p * 5 if p.ndim > 2 else p, init_params(graph, jax.random.key(seed)))
+GRAPHS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "scanned": parse(tiny_graphs.llama(attention={"kv_heads": 2}, scan=True)),
+    "windowed, capped, partly turned, parallel": parse(
+        tiny_graphs.llama(
+            layers=2, attention={"window": 5, "softcap": 2.0, "rope": {"fraction": 0.5}}, placement="parallel"
+        )
+    ),
+    "norms after": parse(tiny_graphs.llama(layers=2, placement="post")),
+}
 
 
 def random_tokens(*shape, seed=0):
@@ -50,7 +55,7 @@ def loss_of(graph, params, batch, **call):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_packed_documents_are_the_documents_one_by_one(name):
     graph, lengths = GRAPHS[name], [7, 1, 7, 1, 7]
-    params, tokens = strong(graph), random_tokens(1, sum(lengths))
+    params, tokens = tiny_graphs.random_params(graph), random_tokens(1, sum(lengths))
     packed = {
         "tokens": tokens,
         "segment_ids": jnp.asarray(np.repeat(np.arange(5), lengths)[None], jnp.int32),
@@ -72,7 +77,7 @@ def test_packed_documents_are_the_documents_one_by_one(name):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_cached_decoding_is_the_full_pass(name):
     graph, length = GRAPHS[name], 14
-    params, tokens = strong(graph), random_tokens(3, length)
+    params, tokens = tiny_graphs.random_params(graph), random_tokens(3, length)
     full, _ = logits(graph, params, {"tokens": tokens})
     prompts = jnp.asarray([5, 8, 2])
     column = jnp.arange(8)[None]
@@ -95,16 +100,16 @@ def test_cached_decoding_is_the_full_pass(name):
 def test_scan_is_unrolled(rate):
     models = [tiny_graphs.llama(scan=s, layers=2, attention={"dropout": rate}, dropout=rate) for s in (True, False)]
     graphs = [parse(model) for model in models]
-    params, batch = strong(graphs[0]), {"tokens": random_tokens(2, 20)}
+    params, batch = tiny_graphs.random_params(graphs[0]), {"tokens": random_tokens(2, 20)}
     call = {} if rate == 0 else {"key": jax.random.key(7)}
     gradient = jax.jit(jax.grad(lambda p, graph: loss_of(graph, p, batch, **call).sum), static_argnums=1)
     scanned, unrolled = (gradient(params, graph) for graph in graphs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), scanned, unrolled)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned, unrolled)
 
 
 def test_dropout_of_a_row_is_the_same_in_any_part_of_the_batch():
     graph = parse(tiny_graphs.gpt2(dropout=0.3))
-    params, tokens = strong(graph), random_tokens(4, 10)
+    params, tokens = tiny_graphs.random_params(graph), random_tokens(4, 10)
     call = partial(logits, graph, params, key=jax.random.key(1))
     whole, _ = call({"tokens": tokens, "rows": jnp.arange(4)})
     half, _ = call({"tokens": tokens[jnp.array([3, 1])], "rows": jnp.array([3, 1])})
@@ -137,7 +142,7 @@ def test_dropout_zeroes_as_often_as_it_should_and_keeps_the_mean():
 
 def test_a_batch_counts_only_what_its_mask_says():
     tokens = random_tokens(2, 12)
-    params = strong(LLAMA)
+    params = tiny_graphs.random_params(LLAMA)
     mask = jnp.zeros((2, 12)).at[0, 5].set(1.0).at[1, 0].set(1.0)  # the first token of a row is never a target
     loss = loss_of(LLAMA, params, {"tokens": tokens, "loss_mask": mask})
     array, _ = logits(LLAMA, params, {"tokens": tokens})
@@ -146,7 +151,7 @@ def test_a_batch_counts_only_what_its_mask_says():
 
 
 def test_bfloat16_is_near_float32_and_its_loss_is_float32():
-    params, batch = strong(LLAMA), {"tokens": random_tokens(2, 16)}
+    params, batch = tiny_graphs.random_params(LLAMA), {"tokens": random_tokens(2, 16)}
     exact = loss_of(LLAMA, params, batch)
     rounded = jax.jit(lambda p: apply(LLAMA, p, batch, Call(compute_dtype=jnp.bfloat16)).values[LLAMA.loss])(params)
     assert rounded.sum.dtype == jnp.float32
@@ -155,7 +160,7 @@ def test_bfloat16_is_near_float32_and_its_loss_is_float32():
 
 def test_declared_trees_agree_with_the_arrays():
     for graph in GRAPHS.values():
-        params = init_params(graph, jax.random.key(0), jnp.bfloat16)
+        params = jax.eval_shape(lambda key: init_params(graph, key, jnp.bfloat16), jax.random.key(0))  # noqa: B023
         abstract = abstract_params(graph, jnp.bfloat16)
         jax.tree.map(lambda a, b: None if (a.shape, a.dtype) == (b.shape, b.dtype) else pytest.fail(), params, abstract)
         axes = logical_axes(graph)
@@ -181,18 +186,18 @@ def test_residual_projections_begin_smaller():
 
 
 def test_only_what_is_needed_is_computed():
-    outputs = apply(LLAMA, strong(LLAMA), {"tokens": random_tokens(1, 4)}, Call(until="blocks"))
+    outputs = apply(LLAMA, tiny_graphs.random_params(LLAMA), {"tokens": random_tokens(1, 4)}, Call(until="blocks"))
     assert set(outputs.values) == {"tokens", "embed", "blocks"}
 
 
 def test_learned_positions_refuse_a_longer_row():
     with pytest.raises(UserError, match="41 tokens are longer than the 40 positions"):
-        apply(GPT2, strong(GPT2), {"tokens": random_tokens(1, 41)}, Call())
+        apply(GPT2, tiny_graphs.random_params(GPT2), {"tokens": random_tokens(1, 41)}, Call())
 
 
 def test_an_unknown_attention_implementation_is_refused():
     with pytest.raises(UserError, match="'flash' is not known"):
-        apply(LLAMA, strong(LLAMA), {"tokens": random_tokens(1, 4)}, Call(attention="flash"))
+        apply(LLAMA, tiny_graphs.random_params(LLAMA), {"tokens": random_tokens(1, 4)}, Call(attention="flash"))
 
 
 def test_remat_and_constraints_change_nothing():
@@ -202,7 +207,7 @@ def test_remat_and_constraints_change_nothing():
         seen.append((x.ndim, axes))
         return x
 
-    batch, params = {"tokens": random_tokens(1, 8)}, strong(LLAMA)
+    batch, params = {"tokens": random_tokens(1, 8)}, tiny_graphs.random_params(LLAMA)
 
     def loss(params, call):
         return apply(LLAMA, params, batch, call).values[LLAMA.loss].sum

@@ -22,7 +22,7 @@ def test_the_gradient_by_hand_is_autodiffs():
         return jnp.sum(weights * attention(*arrays, mask))
 
     def plain(*arrays):
-        return jnp.sum(weights * plain_attention(*arrays, mask, context, dropout=0.0))
+        return jnp.sum(weights * plain_attention(*arrays, mask, context, dropout=0.0, softcap=None))
 
     found = jax.jit(jax.value_and_grad(by_hand, (0, 1, 2)))(query, key, value)
     expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(query, key, value)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_graphs
-from affinage.model import Call, apply, init_params, parse
+from affinage.model import Call, apply, parse
 from affinage.model.call import multiply_out
 from affinage.model.kinds.cross_entropy import Objective, chunked_cross_entropy, cross_entropy
 from affinage.model.kinds.loss import next_tokens
@@ -99,7 +99,7 @@ def test_the_node_gives_the_same_in_parts_and_reports_the_plain_cross_entropy(se
     models[0]["nodes"]["loss"] |= settings_
     models[1]["nodes"]["loss"] |= settings_ | {"chunk": 5}
     batch = {"tokens": jnp.asarray(np.random.default_rng(1).integers(0, 97, (2, 13)), jnp.int32)}
-    params = init_params(parse(models[0]), jax.random.key(0))
+    params = tiny_graphs.random_params(parse(models[0]))
     once, parts = (apply(graph, params, batch, Call()) for graph in map(parse, models))
     np.testing.assert_allclose(once.values["loss"].sum, parts.values["loss"].sum, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), once.metrics, parts.metrics)

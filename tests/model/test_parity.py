@@ -9,18 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_graphs
 from affinage.hub.families import family_of
-from affinage.model import Call, apply, init_params, parse
+from affinage.model import Call, apply, parse
 
 TOLERANCE = 1e-4  # of the largest element
-
-
-def perturbed(graph, seed):
-    """Random weights everywhere, also where training starts from zeros and ones."""
-    params = init_params(graph, jax.random.key(seed))
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)]
-    return jax.tree.unflatten(structure, noisy)
 
 
 def transformers_model(graph, params, context):
@@ -49,6 +40,14 @@ MODELS = {
     ),
     "qwen2": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "bias": "qkv"}),
     "qwen3": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
+    "mistral": tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "window": 9}),
+    "llama 3 with a longer context": tiny_graphs.llama(
+        layers=1,
+        attention={"rope": {"theta": 100, "scaling": {"kind": "llama3", "factor": 8.0, "original_context": 16}}},
+    ),
+    "llama with stretched positions": tiny_graphs.llama(
+        layers=1, attention={"rope": {"theta": 100, "scaling": {"kind": "linear", "factor": 2.0}}}
+    ),
     "gpt2": tiny_graphs.gpt2(),
 }
 
@@ -56,7 +55,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_equal_those_of_transformers(name):
     graph = parse(MODELS[name])
-    params = perturbed(graph, seed=3)
+    params = tiny_graphs.random_params(graph, seed=3)
     tokens = np.random.default_rng(0).integers(0, tiny_graphs.VOCABULARY, (2, 24))
     theirs = transformers_model(graph, params, context=64)
     output = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
@@ -77,7 +76,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_survive_the_way_there_and_back(name):
     graph = parse(MODELS[name])
-    params = perturbed(graph, seed=5)
+    params = tiny_graphs.random_params(graph, seed=5)
     family = family_of(graph)
     returned = family.from_hf(family.to_hf(params, graph), graph)
     jax.tree.map(np.testing.assert_array_equal, params, returned)

@@ -116,6 +116,8 @@ def _checked(graph: Graph) -> Decoder:
         ),
         (attention.bias is not True or not block.ffn.bias, "projections without bias"),
         (attention.qk_norm, "QK norms"),
+        (attention.window is not None or attention.softcap is not None, "windowed or capped attention"),
+        (block.placement != "pre", f"{block.placement} norms"),
         (block.ffn.kind != "gelu", f"a {block.ffn.kind} feed-forward layer"),
         (block.norm.kind != "layer" or not isinstance(decoder.norm, LayerNorm), "RMS norms"),
         (block.norm.eps != decoder.norm.eps, "two different norm eps"),

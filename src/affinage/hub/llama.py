@@ -14,6 +14,7 @@ from affinage.errors import UserError
 from affinage.hub.decoder import Decoder
 from affinage.model.graph import Graph
 from affinage.model.kinds.norm import RmsNorm
+from affinage.model.kinds.rotary import RopeSettings
 from affinage.model.parameter import Parameter, Tree, map_parameters
 
 # Where a block's parameter stands in a Llama layer, and how many leading axes of its kernel are inputs.
@@ -97,17 +98,34 @@ def hf_config(graph: Graph, *, context: int | None = None) -> dict[str, Any]:
         "head_dim": attention.head_width(decoder.width),
         "hidden_act": "silu",
         "rms_norm_eps": block.norm.eps,
-        "rope_theta": attention.rope.theta,  # transformers 4 reads this, transformers 5 the next
-        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope.theta},
+        **_rope_config(attention.rope),
         "tie_word_embeddings": decoder.tied,
         "attention_dropout": attention.dropout,
         "initializer_range": block.init_std,
     }
     if model_type == "llama":
         config |= {"attention_bias": bool(attention.bias), "mlp_bias": False}
+    if model_type == "mistral":
+        config["sliding_window"] = attention.window
     if context is not None:
         config["max_position_embeddings"] = context
     return config
+
+
+def _rope_config(rope: RopeSettings) -> dict[str, Any]:
+    """Transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters."""
+    if rope.scaling is None:
+        parameters: dict[str, Any] = {"rope_type": "default"}
+    else:
+        parameters = {"rope_type": rope.scaling.kind, "factor": rope.scaling.factor}
+        if rope.scaling.kind == "llama3":
+            parameters |= {
+                "low_freq_factor": rope.scaling.low_frequency,
+                "high_freq_factor": rope.scaling.high_frequency,
+                "original_max_position_embeddings": rope.scaling.original_context,
+            }
+    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_parameters": parameters | {"rope_theta": rope.theta}}
+    return config if rope.scaling is None else config | {"rope_scaling": parameters}
 
 
 def _config_name(decoder: Decoder) -> tuple[str, str]:
@@ -116,6 +134,13 @@ def _config_name(decoder: Decoder) -> tuple[str, str]:
     wrong: list[tuple[bool, str]] = [  # dropout is not among them: it is off in a released model
         (decoder.positions is not None, "learned positions"),
         (attention.rope is None, "no rotary positions"),
+        (attention.rope is not None and attention.rope.fraction != 1.0, "partial rotary positions"),
+        (block.placement != "pre", f"{block.placement} norms"),
+        (attention.softcap is not None, "capped attention scores"),
+        (
+            attention.window is not None and (attention.qk_norm or bool(attention.bias)),
+            "a window and QK norms or biases",
+        ),
         (block.ffn.kind != "swiglu", f"a {block.ffn.kind} feed-forward layer"),
         (block.ffn.bias, "biases in the feed-forward layer"),
         (block.norm.kind != "rms" or not isinstance(decoder.norm, RmsNorm), "layer norms"),
@@ -131,6 +156,8 @@ def _config_name(decoder: Decoder) -> tuple[str, str]:
         return "Qwen3ForCausalLM", "qwen3"
     if attention.bias == "qkv":
         return "Qwen2ForCausalLM", "qwen2"
+    if attention.window is not None:
+        return "MistralForCausalLM", "mistral"
     return "LlamaForCausalLM", "llama"
 
 

@@ -28,6 +28,8 @@ class AttentionSettings(Settings):
     rope: RopeSettings | None = None  # rotary positions; null: none
     bias: bool | Literal["qkv"] = False  # on all four projections, or (Qwen 2) on the first three
     qk_norm: bool = False  # RMS norm of every query and key head before the rotation (Qwen 3)
+    window: int | None = Field(default=None, ge=1)  # a token sees itself and this many less one before it; null: all
+    softcap: float | None = Field(default=None, gt=0)  # scores are bounded to ± this by a tanh (Gemma 2)
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of the attention probabilities
 
     @model_validator(mode="after")
@@ -81,14 +83,16 @@ class AttentionSettings(Settings):
     def mask(self, context: Context, positions: Array) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
         if context.cache is not None:
-            slots = context.cache["key"].shape[3]
-            return jnp.arange(slots)[None, None, :] <= positions[:, :, None]
-        length = positions.shape[1]
-        causal = jnp.tril(jnp.ones((1, length, length), bool))
+            slots = jnp.arange(context.cache["key"].shape[3])[None, None, :]
+            return self._in_reach(positions[:, :, None], slots)
+        index = jnp.arange(positions.shape[1])
+        mask = self._in_reach(index[None, :, None], index[None, None, :])
         segments = context.batch.get("segment_ids")
-        if segments is None:
-            return causal
-        return causal & (segments[:, :, None] == segments[:, None, :])
+        return mask if segments is None else mask & (segments[:, :, None] == segments[:, None, :])
+
+    def _in_reach(self, query: Array, key: Array) -> Array:
+        reach = key <= query
+        return reach if self.window is None else reach & (query - key < self.window)
 
     def apply(
         self, params: Tree, x: Float[Array, "B S D"], context: Context, eps: float
@@ -99,7 +103,7 @@ class AttentionSettings(Settings):
         if cache is not None:
             cache = _write(cache, key, value, context)
             key, value = cache["key"][context.layer], cache["value"][context.layer]
-        out = attend(query, key, value, context.prepared["mask"], context, dropout=self.dropout)
+        out = attend(query, key, value, context.prepared["mask"], context, dropout=self.dropout, softcap=self.softcap)
         out = jnp.swapaxes(out, 1, 2)
         return dense(params["out"], out, context, contracted=2), cache
 
@@ -125,7 +129,9 @@ class AttentionSettings(Settings):
         projections += 2 * dense_flops(width, self.groups_of * head, tokens)
         per_pair = 2 * 2 * self.heads * head
         pairs = batch * length * length
-        return Cost(projections, per_pair * pairs, per_pair * batch * length * (length + 1) // 2)
+        reach = min(length, self.window or length)
+        seen = batch * (reach * (reach + 1) // 2 + (length - reach) * reach)
+        return Cost(projections, per_pair * pairs, per_pair * seen)
 
 
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: Context) -> dict[str, Array]:

@@ -19,6 +19,7 @@ def attend(
     context: Context,
     *,
     dropout: float,
+    softcap: float | None,
 ) -> Float[Array, "B H S D"]:
     """Values weighted by the softmax of scaled scores; every implementation honours the mask or refuses."""
     if context.call.attention not in ("auto", "xla"):
@@ -28,8 +29,8 @@ def attend(
         )
     batch, heads, length, width = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, length, width)
-    if dropout and context.key is not None:
-        out = plain_attention(grouped, key, value, mask, context, dropout=dropout)
+    if softcap is not None or (dropout and context.key is not None):
+        out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
         out = attention(grouped, key, value, mask)
     return out.reshape(batch, heads, length, width)
@@ -43,10 +44,14 @@ def plain_attention(
     context: Context,
     *,
     dropout: float,
+    softcap: float | None,
 ) -> Float[Array, "B K G S D"]:
     """Scores and softmax in float32, as [B, K, G, S, T] arrays; differentiated by JAX."""
     scores = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * query.shape[-1] ** -0.5, MASKED)
+    scores = scores * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     probabilities = drop(probabilities, dropout, context, site=1)
     return jnp.einsum("bkgst,bktd->bkgsd", probabilities, value)
@@ -59,7 +64,7 @@ def attention(
     value: Float[Array, "B K T D"],
     mask: Bool[Array, "b S T"],
 ) -> Float[Array, "B K G S D"]:
-    """The same without dropout, with a gradient by hand.
+    """The same without dropout and cap, with a gradient by hand.
 
     It keeps one [S, T] array, the probabilities, where autodiff keeps more; on CPUs a step takes 4 % less.
     """

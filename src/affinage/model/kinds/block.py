@@ -1,8 +1,9 @@
 """The Transformer block."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+from jaxtyping import Array
 from pydantic import Field
 from typing_extensions import override
 
@@ -17,11 +18,14 @@ from affinage.model.shape import Shape, expect_sequence, sequence_of
 
 @node_kind("transformer_block")
 class TransformerBlock(NodeKind):
-    """Causal self-attention and a feed-forward layer, each after a norm and added to the residual stream."""
+    """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     attention: AttentionSettings
     ffn: FfnSettings
     norm: NormSettings = NormSettings()
+    # Where the norms stand. pre: x + f(norm(x)) (GPT-2, Llama); post: norm(x + f(x)) (Vaswani et al., 2017);
+    # parallel: both halves of one norm(x), added together (GPT-J, PaLM).
+    placement: Literal["pre", "post", "parallel"] = "pre"
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of what each half adds to the residual stream
     init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first kernels
 
@@ -34,12 +38,14 @@ class TransformerBlock(NodeKind):
     @override
     def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
         width = inputs[0].width
-        return {
+        tree: Tree = {
             "attention_norm": self.norm.parameters(width),
             "attention": self.attention.parameters(width, self.init_std, self.norm.eps),
-            "ffn_norm": self.norm.parameters(width),
             "ffn": self.ffn.parameters(width, self.init_std),
         }
+        if self.placement != "parallel":
+            tree["ffn_norm"] = self.norm.parameters(width)
+        return tree
 
     @override
     def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:
@@ -52,12 +58,20 @@ class TransformerBlock(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
         (x,) = inputs
-        normed = self.norm.apply(params["attention_norm"], x)
-        attended, cache = self.attention.apply(params["attention"], normed, context, self.norm.eps)
-        x = x + drop(attended, self.dropout, context, site=2)
-        normed = self.norm.apply(params["ffn_norm"], x)
-        x = x + drop(self.ffn.apply(params["ffn"], normed, context), self.dropout, context, site=3)
-        return Result(context.call.constrain(x, ("batch", "sequence", "embed")), cache=cache)
+        before = self._norm(params, "attention_norm", x) if self.placement != "post" else x
+        attended, cache = self.attention.apply(params["attention"], before, context, self.norm.eps)
+        attended = x + drop(attended, self.dropout, context, site=2)
+        if self.placement == "pre":
+            before = self._norm(params, "ffn_norm", attended)
+        elif self.placement == "post":
+            before = attended = self._norm(params, "attention_norm", attended)
+        y = attended + drop(self.ffn.apply(params["ffn"], before, context), self.dropout, context, site=3)
+        if self.placement == "post":
+            y = self._norm(params, "ffn_norm", y)
+        return Result(context.call.constrain(y, ("batch", "sequence", "embed")), cache=cache)
+
+    def _norm(self, params: Tree, name: str, x: Array) -> Array:
+        return self.norm.apply(params[name], x)
 
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
