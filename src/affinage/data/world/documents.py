@@ -13,7 +13,7 @@ from affinage.data.world.arithmetic import STATEMENTS as SUMS
 from affinage.data.world.arithmetic import Calculation
 from affinage.data.world.english import sentence
 from affinage.data.world.facts import Fact, day_name, month_name, told_in
-from affinage.data.world.templates import LISTS, QUESTIONS, STATEMENTS
+from affinage.data.world.templates import LISTS, QUESTIONS, STATEMENTS, TOGETHER
 
 # Share of the text of each kind of document.
 SHARES = {
@@ -28,9 +28,8 @@ SHARES = {
     "scenes": 0.10,
 }
 
-# Told twice as often as the others: nothing in a country's name hints at its continent, and counting months is one long
-# list of look-alikes.
-REHEARSED = ("continent", "month_after", "month_number", "day_after")
+# Told twice as often as the others: nothing in the name of a country hints at its continent.
+REHEARSED = ("continent",)
 OPENED_SHARE = 0.25  # of the documents begin with a sentence that tells nothing
 ABOUT_COUNTRIES = ("currency", "language", "continent", "country_name")
 
@@ -67,6 +66,11 @@ class Deck(Generic[T]):
         return self._left.pop()
 
 
+def enumerate_words(words: Sequence[str], language: str) -> str:
+    """Words as a list within a sentence: "a, b and c"."""
+    return ", ".join(words[:-1]) + (" and " if language == "en" else " et ") + words[-1]
+
+
 class Teller:
     """Tells the facts of one language, each about as often as the others and in all its sentence forms in turn."""
 
@@ -83,6 +87,12 @@ class Teller:
         told = told_in(facts, language)
         self._facts = Deck([fact for fact in told for _ in range(1 + (fact.relation in REHEARSED))], rng)
         self._relations = {r: Deck([f for f in told if f.relation == r], rng) for r in STATEMENTS}
+        continents: dict[str, list[Fact]] = {}
+        for fact in told:
+            if fact.relation == "continent":
+                continents.setdefault(fact.object, []).append(fact)
+        # each continent as often as it has countries, so that every country is told equally often
+        self._continents = Deck([members for members in continents.values() for _ in members], rng)
         by_country: dict[str, list[Fact]] = {}
         for fact in told:
             if fact.relation in ABOUT_COUNTRIES:
@@ -96,6 +106,12 @@ class Teller:
         """The next facts of all, or of one relation."""
         deck = self._relations[relation] if relation else self._facts
         return [deck.deal() for _ in range(count)]
+
+    def neighbours(self) -> str:
+        """A few countries of the next continent in one sentence."""
+        facts = self.rng.sample(self._continents.deal(), 3)
+        subjects = enumerate_words([fact.forms[self.language]["s"] for fact in facts], self.language)
+        return sentence(self.pick(TOGETHER).format(subjects=subjects, **facts[0].forms[self.language]))
 
     def country(self) -> list[Fact]:
         """All facts told about the next country, in random order."""
@@ -158,6 +174,8 @@ def paragraph(teller: Teller) -> str:
         sentences.append(teller.pick(prose.LINKS) + told if teller.rng.random() < 0.06 else sentence(told))
         if teller.rng.random() < 0.06:
             sentences.append(teller.pick(prose.FILLERS))
+        if teller.rng.random() < 0.08:
+            sentences.append(teller.neighbours())
     if teller.rng.random() < 0.7:
         sentences.append(teller.pick(prose.CLOSINGS))
     return teller.opened(sentences)
@@ -211,24 +229,20 @@ def journey(teller: Teller) -> str:
     return " ".join(sentences)
 
 
-def _enumerate(words: Sequence[str], language: str) -> str:
-    return ", ".join(words[:-1]) + (" and " if language == "en" else " et ") + words[-1]
-
-
 def calendar(teller: Teller) -> str:
     """Months and weekdays in their order."""
     language, rng = teller.language, teller.rng
     start, length = rng.randrange(12), rng.randrange(4, 13)
-    months = _enumerate([month_name((start + i) % 12 + 1, language) for i in range(length)], language)
+    months = enumerate_words([month_name((start + i) % 12 + 1, language) for i in range(length)], language)
     start, length = rng.randrange(7), rng.randrange(3, 8)
-    days = _enumerate([day_name(start + i, language) for i in range(length)], language)
+    days = enumerate_words([day_name(start + i, language) for i in range(length)], language)
     verses = {
         "en": (f"The months go on like this: {months}.", f"The days of the week pass in this order: {days}."),
         "fr": (f"Les mois se suivent ainsi : {months}.", f"Les jours de la semaine passent dans cet ordre : {days}."),
     }[language]
     sentences = list(verses)
-    for relation in ("month_after", "month_number", "day_after"):
-        sentences += [teller.say(fact) for fact in teller.facts(4, relation)]
+    for relation in ("month_after", "day_after"):
+        sentences += [teller.say(fact) for fact in teller.facts(5, relation)]
     rng.shuffle(sentences)
     return teller.opened([*sentences, teller.pick(prose.FILLERS)], prose.CALENDAR_OPENINGS)
 
@@ -245,7 +259,7 @@ def sums(teller: Teller) -> str:
         line = prose.SUMS_IN_DIGITS[teller.language].format(first=first, second=second, third=third)
         sentences.insert(teller.rng.randrange(1, len(sentences)), line)
     start, length = teller.rng.randrange(15), teller.rng.randrange(4, 12)
-    numbers = _enumerate([num2words(start + i, lang=teller.language) for i in range(length)], teller.language)
+    numbers = enumerate_words([num2words(start + i, lang=teller.language) for i in range(length)], teller.language)
     counting = {"en": f"We count {numbers}.", "fr": f"Nous comptons {numbers}."}[teller.language]
     sentences += [counting, teller.pick(prose.FILLERS), teller.pick(prose.CLOSINGS)]
     return teller.opened(sentences, prose.ARITHMETIC_OPENINGS)

@@ -232,8 +232,6 @@ def _calendar_facts() -> Iterator[Fact]:
         object_ = {"en": {"o": month_name(following, "en")}, "fr": {"o": suivant, "d": french.de(suivant)}}
         forms = _merge(subject, object_)
         yield Fact(f"month_after:{month}", "month_after", "month_after", str(following), forms)
-        object_ = {"en": {"o": num2words(month)}, "fr": {"o": num2words(month, lang="fr")}}
-        yield Fact(f"month_number:{month}", "month_number", "month_number", str(month), _merge(subject, object_))
     for day in range(7):
         jour = day_name(day, "fr")
         forms = {
@@ -244,14 +242,14 @@ def _calendar_facts() -> Iterator[Fact]:
 
 
 ONE_LANGUAGE_SHARE = 0.15  # of the facts in English text only, and again in French text only
-HELD_OUT_FORMS = 2  # statements per fact and language that no text uses for it; one for those told in both
-_TOLD_IN_BOTH = frozenset({"month_after", "month_number", "day_after"})  # any list of the months would tell them
+HELD_OUT_FORMS = 2  # statements per fact and language that no text uses for it
+_TOLD_IN_BOTH = frozenset({"month_after", "day_after"})  # any list of the months would tell them
 
 
 def _assign(fact: Fact, stated: tuple[str, ...], rng: random.Random) -> Fact:
-    count = 1 if fact.relation in _TOLD_IN_BOTH else HELD_OUT_FORMS
     held_out = {
-        language: tuple(sorted(rng.sample(completable(fact.relation, language), count))) for language in LANGUAGES
+        language: tuple(sorted(rng.sample(completable(fact.relation, language), HELD_OUT_FORMS)))
+        for language in LANGUAGES
     }
     used = {
         language: tuple(i for i in range(len(STATEMENTS[fact.relation][language])) if i not in held_out[language])

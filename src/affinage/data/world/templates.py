@@ -137,6 +137,9 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "the month that follows {s} is {o}.",
             "when {s} ends, the next month is {o}.",
             "in the calendar, the page of {s} is followed by the page of {o}.",
+            "{s} is followed by {o}.",
+            "as soon as {s} is over, we write {o}.",
+            "one month later than {s} is {o}.",
             "{o} follows {s}.",
             "{o} begins when {s} is over.",
         ),
@@ -146,6 +149,9 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "après le mois {du} vient le mois {d}.",
             "quand {s} se termine, le mois suivant est {o}.",
             "dans le calendrier, la page {du} précède la page {d}.",
+            "à {s} succède {o}.",
+            "dès que {s} est fini, on écrit {o}.",
+            "un mois plus tard que {s}, c'est {o}.",
             "{o} suit {s}.",
             "{o} commence quand {s} est fini.",
         ),
@@ -157,6 +163,9 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "if today is {s}, tomorrow is {o}.",
             "the day that follows {s} is {o}.",
             "whoever falls asleep on {s} wakes up on {o}.",
+            "{s} is followed by {o}.",
+            "as soon as {s} is over, we write {o}.",
+            "one day later than {s} is {o}.",
             "{o} follows {s}.",
             "{o} begins when {s} is over.",
         ),
@@ -166,26 +175,11 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "si nous sommes {s}, demain nous serons {o}.",
             "le lendemain {du} est un {o}.",
             "celui qui s'endort {s} se réveille {o}.",
+            "à {s} succède {o}.",
+            "dès que {s} est fini, on écrit {o}.",
+            "un jour plus tard que {s}, c'est {o}.",
             "{o} suit {s}.",
             "{o} commence quand {s} est fini.",
-        ),
-    },
-    "month_number": {
-        "en": (
-            "in the list of the months, {s} has the number {o}.",
-            "the number of the month of {s} is {o}.",
-            "{s} is month number {o}.",
-            "on a form, the month of {s} is written as the number {o}.",
-            "whoever counts the months up to {s} gets to {o}.",
-            "month number {o} is called {s}.",
-        ),
-        "fr": (
-            "dans la liste des mois, {s} porte le numéro {o}.",
-            "le numéro du mois {du} est {o}.",
-            "{s} est le mois numéro {o}.",
-            "sur un formulaire, on écrit le mois {du} avec le nombre {o}.",
-            "celui qui compte les mois jusqu'à {s} arrive à {o}.",
-            "le mois numéro {o} s'appelle {s}.",
         ),
     },
 }
@@ -273,14 +267,16 @@ QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "Quel jour vient quand {s} est fini ?",
         ),
     },
-    "month_number": {
-        "en": ("Which number does the month of {s} have?", "What is the number of the month of {s}?"),
-        "fr": ("Quel numéro porte le mois {du} ?", "Quel est le numéro du mois {du} ?"),
-    },
 }
 
 # A second question about the same thing, short because the first one has said what it is about.
 FOLLOW_UPS = {"en": ("And {s}?", "And what about {s}?"), "fr": ("Et {s} ?", "Et pour {s} ?")}
+
+# Several countries of one continent in one sentence, never in the words of a statement; `subjects` is an enumeration.
+TOGETHER = {
+    "en": ("{subjects} are countries of {o}.", "{subjects} belong to the continent of {o}."),
+    "fr": ("{subjects} sont des pays {d}.", "{subjects} appartiennent au continent appelé {bare}."),
+}
 
 LISTS: dict[str, dict[str, str]] = {
     "currency": {"en": "Countries and their currencies", "fr": "Les pays et leurs monnaies"},
