@@ -123,6 +123,22 @@ def test_a_damaged_newest_step_is_passed_over_with_a_warning(store: CheckpointSt
     assert_same(got, state(1, sharding("fsdp", 1)))
 
 
+def test_a_damaged_step_is_replaced_and_never_counts_as_one_to_keep(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    saved(store, 1, 2)
+    _truncate_data(tmp_path / "2")
+    with pytest.warns(CheckpointWarning):
+        store.restore_newest(abstract(sharding("fsdp", 1)))
+    saved(store, 3)
+    assert store.steps() == [1, 3]
+    saved(store, 4, 5)
+    _truncate_data(tmp_path / "5")
+    with pytest.warns(CheckpointWarning):
+        store.restore_newest(abstract(sharding("fsdp", 1)))
+    saved(store, 5)
+    assert store.restore_newest(abstract(sharding("fsdp", 1)))[0] == 5
+
+
 def test_starting_from_nothing_never_hides_that_all_are_damaged(store: CheckpointStore):
     saved(store, 1)
     _remove_data(store.folder / "1")

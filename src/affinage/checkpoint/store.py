@@ -43,6 +43,7 @@ class CheckpointStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._unreadable: set[int] = set()  # steps that look complete, but were tried
         self._running: ocp.AsyncResponse | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
@@ -67,11 +68,12 @@ class CheckpointStore:
             meta: JSON-able facts about the run, read again by `meta`.
         """
         self.wait()
-        if step in self.steps():
+        if step in self.steps() and step not in self._unreadable:
             return
         target = self.folder / str(step)
         if jax.process_index() == 0 and target.exists():
-            shutil.rmtree(target)  # the remains of a save that was killed
+            _remove(target)  # the remains of a save that was killed, or of one that was damaged since
+        self._unreadable.discard(step)
         with self._context:
             self._running = ocp.save_checkpointables_async(target, dict(state), custom_metadata=dict(meta))
 
@@ -108,6 +110,7 @@ class CheckpointStore:
                 return step, self.restore(step, abstract), self.meta(step)
             except Exception as error:  # whatever Orbax, TensorStore or JSON make of a damaged file
                 reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+                self._unreadable.add(step)
                 warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=2)
         raise UserError(
             f"none of the checkpoints {steps} can be restored; the last one says: {reason}",
@@ -136,9 +139,13 @@ class CheckpointStore:
     def _prune(self) -> None:
         if jax.process_index() != 0:
             return
-        steps = self.steps()
-        for step in steps[: -self._keep_last]:
-            if not (self._keep_every and step % self._keep_every == 0):
-                path = self.folder / str(step)
-                (path / _COMMIT).unlink()  # first: a step half removed must not look complete
-                shutil.rmtree(path)
+        readable = [step for step in self.steps() if step not in self._unreadable]
+        kept = {*readable[-self._keep_last :], *(s for s in readable if self._keep_every and s % self._keep_every == 0)}
+        for step in self.steps():
+            if step not in kept and step < readable[-1]:
+                _remove(self.folder / str(step))
+
+
+def _remove(path: Path) -> None:
+    (path / _COMMIT).unlink(missing_ok=True)  # first: a step half removed must not look complete
+    shutil.rmtree(path)

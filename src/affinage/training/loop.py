@@ -49,7 +49,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         # ---- where it begins: the newest checkpoint, or step 0 ----
         keep = settings.checkpoint
         store = CheckpointStore(job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every)
-        with ledger.account("restore"):
+        with ledger.account("restore" if store.steps() else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
         ledger.carry(meta.get("seconds", {}))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
