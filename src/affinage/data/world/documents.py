@@ -169,7 +169,7 @@ def entry(teller: Teller) -> str:
 def paragraph(teller: Teller) -> str:
     """Facts of all kinds, one after the other."""
     sentences = []
-    for fact in teller.facts(teller.rng.randrange(10, 22)):
+    for fact in teller.facts(teller.rng.randrange(10, 20)):
         told = teller.plain(fact)
         sentences.append(teller.pick(prose.LINKS) + told if teller.rng.random() < 0.06 else sentence(told))
         if teller.rng.random() < 0.06:
