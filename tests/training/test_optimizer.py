@@ -72,6 +72,14 @@ def test_cosine_warms_up_to_the_peak_and_ends_on_the_floor(warmup: int):
     np.testing.assert_allclose(rates[99], 1e-3, rtol=1e-5)
 
 
+def test_a_share_of_the_steps_warms_up_as_so_many_steps_do():
+    by_share = learning_rate(ScheduleSettings(peak=1e-2, floor=1e-3, warmup_share=0.1), 100)
+    by_steps = learning_rate(ScheduleSettings(peak=1e-2, floor=1e-3, warmup_steps=10), 100)
+    assert [float(by_share(step)) for step in range(100)] == [float(by_steps(step)) for step in range(100)]
+    with pytest.raises(ValueError, match="give either"):
+        ScheduleSettings(peak=1.0, floor=0.1, warmup_share=0.1, warmup_steps=10)
+
+
 def test_constant_stays_at_the_peak_after_warm_up():
     schedule = learning_rate(ScheduleSettings(name="constant", peak=2.0, floor=0.1, warmup_steps=4), 10)
     assert [float(schedule(jnp.int32(s))) for s in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]

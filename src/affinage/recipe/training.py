@@ -26,6 +26,17 @@ class ScheduleSettings(Settings):
     peak: float = Field(gt=0)  # learning rate after warm-up
     floor: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
     warmup_steps: int = Field(default=0, ge=0)
+    warmup_share: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "ScheduleSettings":
+        if self.warmup_steps and self.warmup_share:
+            raise ValueError("give either `warmup_steps` or `warmup_share` (of the run's steps)")
+        return self
+
+    def warmup(self, steps: int) -> int:
+        """Steps of the warm-up in a run of `steps`."""
+        return round(self.warmup_share * steps) if self.warmup_share else self.warmup_steps
 
 
 class PrecisionSettings(Settings):
@@ -94,5 +105,5 @@ class SftSettings(TrainSettings):
 
     sources: tuple[Conversations, ...] = Field(min_length=1)
     context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
-    system_prompt: str = "You are a helpful assistant."  # put before conversations that have no system message; may be ""
+    system_prompt: str = "You are a helpful assistant."  # for conversations that have no system message; may be ""
     held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation
