@@ -138,10 +138,12 @@ def _write(cache: Mapping[str, Array], key: Array, value: Array, context: Contex
     """Puts new keys and values [B, K, S, Dh] into their slots [L, B, K, T, Dh]; a negative position is left out."""
     positions = context.prepared["positions"]
     slots = cache["key"].shape[3]
+    rows = jnp.arange(len(positions))[:, None]
     slots_of_row = jnp.where(positions < 0, slots, positions)
 
-    def write_row(row: Array, new: Array, at: Array) -> Array:
-        return row.at[context.layer, :, at].set(jnp.swapaxes(new, 0, 1).astype(row.dtype), mode="drop")
+    def write(stored: Array, new: Array) -> Array:
+        # One scatter: a vmap over rows makes XLA copy the whole cache for every layer and token.
+        by_token = jnp.swapaxes(new, 1, 2).astype(stored.dtype)
+        return stored.at[context.layer, rows, :, slots_of_row].set(by_token, mode="drop")
 
-    write = jax.vmap(write_row, in_axes=(1, 0, 0), out_axes=1)
-    return {"key": write(cache["key"], key, slots_of_row), "value": write(cache["value"], value, slots_of_row)}
+    return {"key": write(cache["key"], key), "value": write(cache["value"], value)}
