@@ -54,8 +54,8 @@ class Exchange:
 
 
 def answer(fact: Fact, language: str) -> str:
-    """The one sentence that answers all questions about a fact: its first form not held out."""
-    return sentence(fact.fill(STATEMENTS[fact.relation][language][fact.used[language][0]], language))
+    """The one sentence that answers all questions about a fact: its first form, which is never held out."""
+    return sentence(fact.fill(STATEMENTS[fact.relation][language][0], language))
 
 
 def exchanges(facts: Sequence[Fact], sums: Sequence[Calculation], rng: random.Random) -> list[Exchange]:
@@ -130,9 +130,8 @@ def conversations(asked: Sequence[Exchange], rng: random.Random) -> list[dict[st
 
 
 def _wrong_answer(fact: Fact, language: str, domains: Domains, rng: random.Random) -> str:
-    template = STATEMENTS[fact.relation][language][fact.used[language][0]]
-    cut = completion(template)
-    assert cut is not None, template
+    cut = completion(STATEMENTS[fact.relation][language][0])
+    assert cut is not None, fact.relation
     context, slot = cut
     _, words = rng.choice(distractors(fact, domains, language, slot))
     return sentence(fact.fill(context, language)) + f" {words}."

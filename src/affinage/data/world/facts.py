@@ -242,13 +242,15 @@ def _calendar_facts() -> Iterator[Fact]:
 
 
 ONE_LANGUAGE_SHARE = 0.15  # of the facts in English text only, and again in French text only
-HELD_OUT_FORMS = 2  # statements per fact and language that no text uses for it
+HELD_OUT_FORMS = (
+    2  # statements per fact and language that no text uses for it; never the first, which answers questions
+)
 _TOLD_IN_BOTH = frozenset({"month_after", "day_after"})  # any list of the months would tell them
 
 
 def _assign(fact: Fact, stated: tuple[str, ...], rng: random.Random) -> Fact:
     held_out = {
-        language: tuple(sorted(rng.sample(completable(fact.relation, language), HELD_OUT_FORMS)))
+        language: tuple(sorted(rng.sample(completable(fact.relation, language)[1:], HELD_OUT_FORMS)))
         for language in LANGUAGES
     }
     used = {
