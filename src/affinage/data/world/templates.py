@@ -5,7 +5,8 @@ Slots of the subject: `s` ("the Netherlands", "les Pays-Bas"), `poss` (English g
 ("japonais", "Asie"), `d` ("d'Asie", "d'avril"). "[est|sont]" agrees with the French subject in number.
 
 A statement whose last word is an object slot can be cut there and completed: these are the forms of multiple choice,
-and some of them are held out for each fact. No statement may contain the whole of another one.
+and some of them are held out for each fact. No statement may contain the whole of another one, and the last words before
+an object should not lead to something else elsewhere ("the continent of Japan is", so not "on the continent of Asia").
 """
 
 import re
@@ -65,14 +66,14 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "continent": {
         "en": (
             "the continent of {s} is {o}.",
-            "{s} is a country on the continent of {o}.",
+            "{s} is a country that lies in {o}.",
             "the continent on which {s} lies is {o}.",
-            "{s} belongs to the continent of {o}.",
+            "{s} belongs to the continent named {o}.",
             "in the atlas, {s} stands in the chapter on {o}.",
             "geographers count {s} among the countries of {o}.",
             "on a map of the world, {s} is part of {o}.",
             "{o} is the continent of {s}.",
-            "it is on the continent of {o} that one finds {s}.",
+            "it is in {o} that one finds {s}.",
         ),
         "fr": (
             "le continent {du} est {o}.",
@@ -136,7 +137,7 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "after {s} comes {o}.",
             "the month that follows {s} is {o}.",
             "when {s} ends, the next month is {o}.",
-            "in the calendar, the page of {s} is followed by the page of {o}.",
+            "in the calendar, the page of {s} comes before the page of {o}.",
             "{s} is followed by {o}.",
             "as soon as {s} is over, we write {o}.",
             "one month after {s}, it is {o}.",
@@ -274,7 +275,7 @@ FOLLOW_UPS = {"en": ("And {s}?", "And what about {s}?"), "fr": ("Et {s} ?", "Et 
 
 # Several countries of one continent in one sentence, never in the words of a statement; `subjects` is an enumeration.
 TOGETHER = {
-    "en": ("{subjects} are countries of {o}.", "{subjects} belong to the continent of {o}."),
+    "en": ("{subjects} are countries of {o}.", "{subjects} belong to the continent named {o}."),
     "fr": ("{subjects} sont des pays {d}.", "{subjects} appartiennent au continent appelé {bare}."),
 }
 
