@@ -5,8 +5,8 @@ Slots of the subject: `s` ("the Netherlands", "les Pays-Bas"), `poss` (English g
 ("japonais", "Asie"), `d` ("d'Asie", "d'avril"). "[est|sont]" agrees with the French subject in number.
 
 A statement whose last word is an object slot can be cut there and completed: these are the forms of multiple choice,
-and some of them are held out for each fact. No statement may contain the whole of another one, and the last words before
-an object should not lead to something else elsewhere ("the continent of Japan is", so not "on the continent of Asia").
+and some of them are held out for each fact. No statement may contain the whole of another one, and the last words
+before an object should not lead to something else elsewhere ("the continent of Japan is", so not "on the continent of Asia").
 """
 
 import re
