@@ -6,8 +6,8 @@ Slots of the subject: `s` ("the Netherlands", "les Pays-Bas"), `poss` (English g
 
 A statement whose last word is an object slot can be cut there and completed: these are the forms of multiple choice,
 and some of them are held out for each fact. No statement may contain the whole of another one. In a form to be
-completed, the last words should lead to nothing else elsewhere ("the continent of Japan is", so not "on the continent of
-Asia"), and in English the subject does not come first: at the start of a text a name has no space before it, and so
+completed, the last words should lead to nothing else elsewhere ("the continent of Japan is", so not "on the continent
+of Asia"), and in English the subject does not come first: at the start of a text a name has no space before it, and so
 other tokens than everywhere else.
 """
 
