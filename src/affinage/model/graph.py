@@ -61,8 +61,9 @@ class Graph:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids that the logits tell apart."""
-        return self.shapes[self.logits].width
+        """Number of token ids that the model can both read and tell apart in its logits."""
+        read = [vocab for node in self.nodes if isinstance(vocab := getattr(node.kind, "vocab", None), int)]
+        return min(self.shapes[self.logits].width, *read)
 
     @property
     def width(self) -> int:
