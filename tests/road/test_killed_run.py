@@ -39,27 +39,25 @@ def digest(runs: Path, path: str) -> str:
 
 @pytest.mark.slow
 def test_ten_kills_change_nothing_and_a_finished_run_does_nothing(tmp_path):
-    undisturbed, twin, killed = tmp_path / "undisturbed", tmp_path / "twin", tmp_path / "killed"
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finished(undisturbed)
-    began = time.monotonic()
-    finished(twin)  # its time is that of a run whose kernels are compiled, as the killed ones' are
-    whole = time.monotonic() - began
 
     draw = random.Random(0)
     died_at_work = 0
     for _ in range(KILLS):
         process = start(killed)
-        try:
-            process.communicate(timeout=draw.uniform(0.1, 0.7) * whole)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            died_at_work += 1
-    assert died_at_work >= 3  # with luck in its steps a run may get to its end before the tenth
+        # So many lines of progress and a moment more: random places in the work, however fast the machine is.
+        for _ in range(draw.randint(0, 4)):
+            process.stdout.readline()
+        time.sleep(draw.uniform(0, 0.5))
+        died_at_work += process.poll() is None
+        process.kill()
+        process.communicate()
+    assert died_at_work >= 5  # the others had come to the end of the road
     finished(killed)
 
-    for path in ("export/model/model.safetensors", "export/model/tokenizer.json", "rows/rows.json"):
-        assert digest(killed, path) == digest(undisturbed, path) == digest(twin, path), path
+    for path in ("export/model/model.safetensors", "export/model/tokenizer.json"):
+        assert digest(killed, path) == digest(undisturbed, path), path
     files = {p: p.stat().st_mtime_ns for p in (killed / "store").rglob("*") if p.is_file()}
     again = finished(killed)
     assert "nothing" in again.lower()
