@@ -33,6 +33,7 @@ GRAPHS = {
             layers=2, attention={"window": 5, "softcap": 2.0, "rope": {"fraction": 0.5}}, placement="parallel"
         )
     ),
+    "experts": parse(tiny_graphs.moe(shared_experts=1, load_balance_weight=0.0)),
     "norms after": parse(tiny_graphs.llama(layers=2, placement="post")),
 }
 
