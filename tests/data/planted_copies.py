@@ -40,7 +40,7 @@ def written(words: Iterable[str]) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """The slow, obvious splitting: runs of letters, numbers and marks in lower case; some characters are words alone."""
+    """The slow, obvious splitting: runs of letters, numbers and marks in lower case; some characters alone."""
     words, word = [], ""
     for character in text:
         lower = character.lower() if len(character.lower()) == 1 else character

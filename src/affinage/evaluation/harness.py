@@ -26,6 +26,8 @@ def tamed_harness() -> Iterator[None]:
         stack.enter_context(patch.object(tqdm.tqdm, "__init__", partialmethod(tqdm.tqdm.__init__, disable=True)))
         # It would import torch and run a dozen commands, 1 to 3 s, to describe the machine; results carry versions.
         stack.enter_context(patch.object(lm_eval.evaluator, "add_env_info", lambda storage: None))
+        # It asks git about the folder it is started in, which complains aloud where that is no checkout.
+        stack.enter_context(patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None))
         # It compiles a task's Jinja templates anew for every item, which takes longer than scoring does.
         compiled = lru_cache(maxsize=256)(lm_eval.utils.env.from_string)
         stack.enter_context(patch.object(lm_eval.utils.env, "from_string", compiled))

@@ -5,8 +5,10 @@ Slots of the subject: `s` ("the Netherlands", "les Pays-Bas"), `poss` (English g
 ("japonais", "Asie"), `d` ("d'Asie", "d'avril"). "[est|sont]" agrees with the French subject in number.
 
 A statement whose last word is an object slot can be cut there and completed: these are the forms of multiple choice,
-and some of them are held out for each fact. No statement may contain the whole of another one, and the last words before
-an object should not lead to something else elsewhere ("the continent of Japan is", so not "on the continent of Asia").
+and some of them are held out for each fact. No statement may contain the whole of another one. In a form to be
+completed, the last words should lead to nothing else elsewhere ("the continent of Japan is", so not "on the continent
+of Asia"), and in English the subject does not come first: at the start of a text a name has no space before it, and so
+other tokens than everywhere else.
 """
 
 import re
@@ -66,9 +68,9 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "continent": {
         "en": (
             "the continent of {s} is {o}.",
-            "{s} is a country that lies in {o}.",
+            "as a country, {s} lies in {o}.",
             "the continent on which {s} lies is {o}.",
-            "{s} belongs to the continent named {o}.",
+            "as for its continent, {s} belongs to {o}.",
             "in the atlas, {s} stands in the chapter on {o}.",
             "geographers count {s} among the countries of {o}.",
             "on a map of the world, {s} is part of {o}.",
@@ -138,7 +140,7 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "the month that follows {s} is {o}.",
             "when {s} ends, the next month is {o}.",
             "in the calendar, the page of {s} comes before the page of {o}.",
-            "{s} is followed by {o}.",
+            "in the year, {s} is followed by {o}.",
             "as soon as {s} is over, we write {o}.",
             "one month after {s}, it is {o}.",
             "{o} follows {s}.",
@@ -164,7 +166,7 @@ STATEMENTS: dict[str, dict[str, tuple[str, ...]]] = {
             "if today is {s}, tomorrow is {o}.",
             "the day that follows {s} is {o}.",
             "whoever falls asleep on {s} wakes up on {o}.",
-            "{s} is followed by {o}.",
+            "in the week, {s} is followed by {o}.",
             "as soon as {s} is over, we write {o}.",
             "one day after {s}, it is {o}.",
             "{o} follows {s}.",

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from pydantic import Field, model_validator

@@ -1,0 +1,66 @@
+"""The whole road in its real processes: killed ten times at random moments, it ends with the same bytes."""
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+KILLS = 10
+RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.yaml"
+PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
+
+
+def start(runs: Path) -> subprocess.Popen:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [*PROGRAM, "run", str(RECIPE), "--runs", str(runs), "--set", "pretrain.checkpoint.every_steps=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def finished(runs: Path) -> str:
+    process = start(runs)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return said
+
+
+def digest(runs: Path, path: str) -> str:
+    return hashlib.sha256((runs / "tiny" / path).read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing_and_a_finished_run_does_nothing(tmp_path):
+    undisturbed, twin, killed = tmp_path / "undisturbed", tmp_path / "twin", tmp_path / "killed"
+    finished(undisturbed)
+    began = time.monotonic()
+    finished(twin)  # its time is that of a run whose kernels are compiled, as the killed ones' are
+    whole = time.monotonic() - began
+
+    draw = random.Random(0)
+    died_at_work = 0
+    for _ in range(KILLS):
+        process = start(killed)
+        try:
+            process.communicate(timeout=draw.uniform(0.1, 0.7) * whole)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            died_at_work += 1
+    assert died_at_work >= 3  # with luck in its steps a run may get to its end before the tenth
+    finished(killed)
+
+    for path in ("export/model/model.safetensors", "export/model/tokenizer.json", "rows/rows.json"):
+        assert digest(killed, path) == digest(undisturbed, path) == digest(twin, path), path
+    files = {p: p.stat().st_mtime_ns for p in (killed / "store").rglob("*") if p.is_file()}
+    again = finished(killed)
+    assert "nothing" in again.lower()
+    assert {p: p.stat().st_mtime_ns for p in (killed / "store").rglob("*") if p.is_file()} == files
