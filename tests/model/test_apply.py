@@ -108,6 +108,19 @@ def test_scan_is_unrolled(rate):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned, unrolled)
 
 
+def test_a_scanned_program_does_not_grow_with_depth():
+    def program(layers):
+        graph = parse(tiny_graphs.llama(layers=layers, scan=True))
+
+        def loss(params, batch):
+            return apply(graph, params, batch, Call()).values[graph.loss].sum
+
+        batch = {"tokens": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
+        return jax.jit(jax.grad(loss)).lower(abstract_params(graph), batch).as_text().count("\n")
+
+    assert program(18) == program(72)
+
+
 def test_dropout_of_a_row_is_the_same_in_any_part_of_the_batch():
     graph = parse(tiny_graphs.gpt2(dropout=0.3))
     params, tokens = tiny_graphs.random_params(graph), random_tokens(4, 10)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from affinage.model import abstract_params, parse
+from affinage.model.activations import activations
 from affinage.model.analysis import analyse, parameters
 from affinage.recipe.load import load_recipe
 
@@ -84,7 +85,9 @@ def test_large_graphs_are_analysed_at_once(recipe):
     arrays, start = len(jax.live_arrays()), time.process_time()
     graph = parse(loaded.recipe.model, loaded.locate)
     analysis = analyse(graph, 1, 2048)
+    kept = [sum(node.kept for node in activations(graph, 1, 2048, policy)) for policy in ("none", "block", "full")]
     seconds = time.process_time() - start
     assert analysis.training_flops > 6 * parameters(graph).active * 2048 * 0.9
+    assert kept == sorted(kept, reverse=True)
     assert seconds < 2
     assert arrays == len(jax.live_arrays())
