@@ -109,7 +109,7 @@ def _show(rows: list[dict[str, Any]], batch: int, context: int, memory: dict[str
 
 
 def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.3g} GB"
+    return f"{count / 1e9:,.0f} GB" if count >= 1e11 else f"{count / 1e9:.3g} GB"
 
 
 def _rows_per_step(recipe: "Recipe") -> int:
