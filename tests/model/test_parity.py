@@ -1,10 +1,13 @@
 """Logits and gradients against transformers' own implementations, with random weights, in float32."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_graphs
@@ -102,3 +105,14 @@ def test_weights_survive_the_way_there_and_back(name):
     family = family_of(graph)
     returned = family.from_hf(family.to_hf(params, graph), graph)
     jax.tree.map(np.testing.assert_array_equal, params, returned)
+
+
+def test_transformers_reads_the_files_of_a_mixtral(tmp_path):
+    graph = parse(MODELS["mixtral"])
+    params, family = tiny_graphs.random_params(graph, seed=3), family_of(graph)
+    tensors = {name: np.ascontiguousarray(array) for name, array in family.to_hf(params, graph).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(family.hf_config(graph, context=64)))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, tensor in transformers_model(graph, params, context=64).state_dict().items():
+        np.testing.assert_array_equal(theirs.state_dict()[name], tensor, err_msg=name)
