@@ -13,20 +13,34 @@ from affinage.model.analysis import analyse, cache_bytes, mermaid, parameter_byt
 GRAPHS = {
     "llama": tiny_graphs.llama(attention={"kv_heads": 2}),
     "gpt2": tiny_graphs.gpt2(),
+    "experts": tiny_graphs.moe(shared_experts=1),
+    "experts with a capacity": tiny_graphs.moe(capacity_factor=1.25, activation="gelu"),
     "squared": tiny_graphs.llama(attention={"head_dim": 12}, ffn={"kind": "relu2", "width": 40}),
 }
+
+
+def product(equation) -> int:
+    """2 m n k of a product, or of all those of a ragged one, whose groups are together as long as the rows."""
+    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    result = equation.outvars[0].aval.shape
+    if equation.primitive.name == "dot_general":
+        contracted = equation.params["dimension_numbers"][0][0]
+        return 2 * prod(result) * prod(left[axis] for axis in contracted)
+    if len(result) == 3:  # [rows, m] and [rows, n] to [groups, m, n]: the rows are split over the groups
+        return 2 * left[0] * prod(result[1:])
+    (axis,) = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][1]
+    return 2 * prod(result) * right[axis]
 
 
 def products(jaxpr) -> int:
     """2 m n k of every matrix product in a program, inner programs included."""
     total = 0
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            contracted = equation.params["dimension_numbers"][0][0]
-            left = equation.invars[0].aval.shape
-            total += 2 * prod(equation.outvars[0].aval.shape) * prod(left[axis] for axis in contracted)
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            total += product(equation)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in jax.core.jaxprs_in_params(equation.params):
-            total += products(inner)
+            total += times * products(inner)
     return total
 
 
@@ -35,7 +49,7 @@ def test_operations_are_those_of_the_program(name):
     graph, batch = parse(GRAPHS[name]), {"tokens": jax.ShapeDtypeStruct((3, 16), jnp.int32)}
 
     def loss(params, batch):
-        return apply(graph, params, batch, Call(platform="cpu")).values[graph.loss].sum
+        return apply(graph, params, batch, Call(platform="tpu", key=jax.random.key(0))).values[graph.loss].sum
 
     analysis = analyse(graph, 3, 16)
     forward = jax.make_jaxpr(loss)(abstract_params(graph), batch).jaxpr

@@ -33,6 +33,7 @@ GRAPHS = {
             layers=2, attention={"window": 5, "softcap": 2.0, "rope": {"fraction": 0.5}}, placement="parallel"
         )
     ),
+    "experts": parse(tiny_graphs.moe(shared_experts=1, load_balance_weight=0.0)),
     "norms after": parse(tiny_graphs.llama(layers=2, placement="post")),
 }
 
@@ -105,6 +106,19 @@ def test_scan_is_unrolled(rate):
     gradient = jax.jit(jax.grad(lambda p, graph: loss_of(graph, p, batch, **call).sum), static_argnums=1)
     scanned, unrolled = (gradient(params, graph) for graph in graphs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), scanned, unrolled)
+
+
+def test_a_scanned_program_does_not_grow_with_depth():
+    def program(layers):
+        graph = parse(tiny_graphs.llama(layers=layers, scan=True))
+
+        def loss(params, batch):
+            return apply(graph, params, batch, Call()).values[graph.loss].sum
+
+        batch = {"tokens": jax.ShapeDtypeStruct((2, 8), jnp.int32)}
+        return jax.jit(jax.grad(loss)).lower(abstract_params(graph), batch).as_text().count("\n")
+
+    assert program(18) == program(72)
 
 
 def test_dropout_of_a_row_is_the_same_in_any_part_of_the_batch():

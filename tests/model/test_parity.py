@@ -1,10 +1,13 @@
 """Logits and gradients against transformers' own implementations, with random weights, in float32."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_graphs
@@ -19,7 +22,7 @@ def transformers_model(graph, params, context):
     config = family.hf_config(graph, context=context)
     kind = config.pop("model_type")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
-    tensors = {name: torch.tensor(np.array(array)) for name, array in family.to_hf(params, graph).items()}
+    tensors = {name: torch.tensor(array) for name, array in fused(family.to_hf(params, graph)).items()}
     missing = model.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= {"lm_head.weight"}
@@ -27,11 +30,29 @@ def transformers_model(graph, params, context):
     return model.float().eval()
 
 
+def fused(tensors):
+    """Mixtral's files have a tensor for each expert; transformers 5 holds them in one and calls the layer `mlp`."""
+    merged, experts = {}, {}
+    for name, array in tensors.items():
+        layer, found, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+        if found:
+            experts.setdefault(layer + found, {})[rest] = np.array(array)
+        else:
+            merged[layer] = np.array(array)
+    for prefix, arrays in experts.items():
+        w1, w2, w3 = (
+            np.stack([arrays[f"{e}.{w}.weight"] for e in range(len(arrays) // 3)]) for w in ("w1", "w2", "w3")
+        )
+        merged |= {f"{prefix}gate_up_proj": np.concatenate([w1, w3], axis=1), f"{prefix}down_proj": w2}
+    return merged
+
+
 def relative(ours, theirs):
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     return np.abs(ours - theirs).max() / np.abs(theirs).max()
 
 
+PLAIN = {"load_balance_weight": 0.0, "z_loss_weight": 0.0}  # the cross-entropy alone, as theirs
 MODELS = {
     "llama": tiny_graphs.llama(layers=2),
     "llama with grouped queries, tied": tiny_graphs.llama(attention={"kv_heads": 2}, tied=True),
@@ -47,6 +68,10 @@ MODELS = {
     ),
     "llama with stretched positions": tiny_graphs.llama(
         layers=1, attention={"rope": {"theta": 100, "scaling": {"kind": "linear", "factor": 2.0}}}
+    ),
+    "mixtral": tiny_graphs.moe(attention={"kv_heads": 2, "rope": {"theta": 1e6}}, **PLAIN),
+    "mixtral with a window and 3 of 5 experts": tiny_graphs.moe(
+        layers=1, attention={"kv_heads": 2, "window": 9}, experts=5, top_k=3, **PLAIN
     ),
     "gpt2": tiny_graphs.gpt2(),
 }
@@ -69,7 +94,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     assert relative(logits, output.logits.detach()) < TOLERANCE
     assert abs(float(value) - output.loss.item()) < TOLERANCE * output.loss.item()
     expected = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
-    for parameter, gradient in family_of(graph).to_hf(gradients, graph).items():
+    for parameter, gradient in fused(family_of(graph).to_hf(gradients, graph)).items():
         assert relative(gradient, expected[parameter]) < TOLERANCE, parameter
 
 
@@ -80,3 +105,14 @@ def test_weights_survive_the_way_there_and_back(name):
     family = family_of(graph)
     returned = family.from_hf(family.to_hf(params, graph), graph)
     jax.tree.map(np.testing.assert_array_equal, params, returned)
+
+
+def test_transformers_reads_the_files_of_a_mixtral(tmp_path):
+    graph = parse(MODELS["mixtral"])
+    params, family = tiny_graphs.random_params(graph, seed=3), family_of(graph)
+    tensors = {name: np.ascontiguousarray(array) for name, array in family.to_hf(params, graph).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(family.hf_config(graph, context=64)))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, tensor in transformers_model(graph, params, context=64).state_dict().items():
+        np.testing.assert_array_equal(theirs.state_dict()[name], tensor, err_msg=name)

@@ -12,6 +12,7 @@ from affinage.cli import doctor
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
 
 if TYPE_CHECKING:
+    from affinage.model.graph import Graph
     from affinage.recipe.recipe import Recipe
 
 _WITH_INPUTS = 100  # columns from which on there is room for what a node reads
@@ -46,14 +47,30 @@ def graph(
         print(mermaid(model), end="")
         return
     batch, context = _rows_per_step(loaded.recipe), loaded.recipe.rows.context
-    rows = summary_table(model, batch, context)
+    rows, memory = summary_table(model, batch, context), _memory(model, batch, context)
     if as_json:
-        print(json.dumps({"batch": batch, "context": context, "nodes": rows}, indent=1))
+        print(json.dumps({"batch": batch, "context": context, "nodes": rows, "memory": memory}, indent=1))
     else:
-        _show(rows, batch, context)
+        _show(rows, batch, context, memory)
 
 
-def _show(rows: list[dict[str, Any]], batch: int, context: int) -> None:
+def _memory(model: "Graph", batch: int, context: int) -> dict[str, Any]:
+    """Bytes in bfloat16: the cache of one row, and what a step keeps for its backward pass, all devices together."""
+    import jax.numpy as jnp
+
+    from affinage.model.activations import POLICIES, activations
+    from affinage.model.analysis import cache_bytes
+
+    nodes = {policy: activations(model, batch, context, policy) for policy in POLICIES}
+    return {
+        "cache_of_a_row": cache_bytes(model, 1, context, jnp.bfloat16),
+        "activations": {policy: sum(node.kept for node in found) for policy, found in nodes.items()},
+        "activations_by_node": {policy: {n.name: n.kept for n in found} for policy, found in nodes.items()},
+        "recomputed_at_once": {policy: max(node.recomputed for node in found) for policy, found in nodes.items()},
+    }
+
+
+def _show(rows: list[dict[str, Any]], batch: int, context: int, memory: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -79,6 +96,20 @@ def _show(rows: list[dict[str, Any]], batch: int, context: int) -> None:
         "matrix products only, 2 m n k each.",
         highlight=False,
     )
+    total, kept = rows[-1], memory["activations"]
+    lines = [
+        f"{total['parameters']:,} parameters, {total['active_parameters']:,} of them active for a token",
+        f"{total['training_flops']:.4g} FLOPs to train a step; {total['training_flops_all_pairs']:.4g} if attention "
+        "counts the pairs that causality hides",
+        f"{_gigabytes(memory['cache_of_a_row'])} cache of one row when decoding, in bfloat16",
+        ", ".join(f"{_gigabytes(count)} ({policy})" for policy, count in kept.items())
+        + " kept of a step's forward pass in bfloat16, by what is recomputed",
+    ]
+    console.print("\n".join(lines), highlight=False)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.0f} GB" if count >= 1e11 else f"{count / 1e9:.3g} GB"
 
 
 def _rows_per_step(recipe: "Recipe") -> int:

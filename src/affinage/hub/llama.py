@@ -1,4 +1,4 @@
-"""Weights and configuration of the Llama family: Llama, Mistral, Qwen 2 and Qwen 3, by what the graph says.
+"""Weights and configuration of the Llama family: Llama, Mistral, Mixtral, Qwen 2 and 3, by what the graph says.
 
 Our kernels are [inputs, outputs] with heads as an axis of their own, theirs nn.Linear's [outputs, inputs]. The rotary
 layout is the same, see `affinage.model.kinds.rotary`.
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from affinage.errors import UserError
 from affinage.hub.decoder import Decoder
 from affinage.model.graph import Graph
+from affinage.model.kinds.ffn import FfnSettings
+from affinage.model.kinds.moe import MoeSettings
 from affinage.model.kinds.norm import RmsNorm
 from affinage.model.kinds.rotary import RopeSettings
 from affinage.model.parameter import Parameter, Tree, map_parameters
@@ -29,7 +31,9 @@ LAYER_NAMES: dict[tuple[str, ...], str] = {
         for leaf, name in {"kernel": "weight", "bias": "bias"}.items()
     },
     **{("ffn", name, "kernel"): f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    ("ffn", "router", "kernel"): "block_sparse_moe.gate.weight",
 }
+EXPERT_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}  # of a mixture's kernels, one tensor for each expert
 INPUT_AXES = {"out": 2}  # of a kernel; the others have one
 
 
@@ -46,7 +50,9 @@ def to_hf(params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
     def write(path: tuple[str, ...], _: Parameter) -> None:
         values = np.asarray(_leaf(params[decoder.blocks_name], path))
         for layer, array in enumerate(values if decoder.repeated else [values]):
-            tensors[f"model.layers.{layer}.{LAYER_NAMES[path]}"] = _their_layout(path, array)
+            names = _names(path, decoder, layer)
+            parts = [array] if len(names) == 1 else array
+            tensors.update({name: _their_layout(path, part) for name, part in zip(names, parts, strict=True)})
 
     map_parameters(write, graph.parameters[decoder.blocks_name])
     return tensors
@@ -59,11 +65,12 @@ def from_hf(tensors: Mapping[str, NDArray[Any]], graph: Graph) -> Tree:
     def read(path: tuple[str, ...], parameter: Parameter) -> NDArray[Any]:
         layers = []
         for layer in range(decoder.layers):
-            array = find_tensor(tensors, f"model.layers.{layer}.{LAYER_NAMES[path]}")
+            names = _names(path, decoder, layer)
+            arrays = [find_tensor(tensors, name) for name in names]
             if path[-1] == "kernel":
-                array = array.T
+                arrays = [array.T for array in arrays]
             shape = parameter.shape[1:] if decoder.repeated else parameter.shape
-            layers.append(fit_tensor(array, shape, LAYER_NAMES[path]))
+            layers.append(fit_tensor(arrays[0] if len(names) == 1 else np.stack(arrays), shape, names[0]))
         return np.stack(layers) if decoder.repeated else layers[0]
 
     declared = graph.parameters
@@ -105,8 +112,11 @@ def hf_config(graph: Graph, *, context: int | None = None) -> dict[str, Any]:
     }
     if model_type == "llama":
         config |= {"attention_bias": bool(attention.bias), "mlp_bias": False}
-    if model_type == "mistral":
+    if model_type in ("mistral", "mixtral"):
         config["sliding_window"] = attention.window
+    if isinstance(block.ffn, MoeSettings):
+        config |= {"num_local_experts": block.ffn.experts, "num_experts_per_tok": block.ffn.top_k}
+        config["router_aux_loss_coef"] = block.ffn.load_balance_weight
     if context is not None:
         config["max_position_embeddings"] = context
     return config
@@ -141,8 +151,11 @@ def _config_name(decoder: Decoder) -> tuple[str, str]:
             attention.window is not None and (attention.qk_norm or bool(attention.bias)),
             "a window and QK norms or biases",
         ),
-        (block.ffn.kind != "swiglu", f"a {block.ffn.kind} feed-forward layer"),
-        (block.ffn.bias, "biases in the feed-forward layer"),
+        *_wrong_ffn(block.ffn),
+        (
+            isinstance(block.ffn, MoeSettings) and (attention.qk_norm or bool(attention.bias)),
+            "a mixture of experts and QK norms or biases",
+        ),
         (block.norm.kind != "rms" or not isinstance(decoder.norm, RmsNorm), "layer norms"),
         (block.norm.eps != decoder.norm.eps, "two different norm eps"),
         (decoder.embed.scale != 1.0, "scaled embeddings"),
@@ -152,6 +165,8 @@ def _config_name(decoder: Decoder) -> tuple[str, str]:
     found = [name for is_wrong, name in wrong if is_wrong]
     if found:
         raise UserError(f"the model is not of the Llama family: it has {', '.join(found)}")
+    if isinstance(block.ffn, MoeSettings):
+        return "MixtralForCausalLM", "mixtral"
     if attention.qk_norm:
         return "Qwen3ForCausalLM", "qwen3"
     if attention.bias == "qkv":
@@ -159,6 +174,28 @@ def _config_name(decoder: Decoder) -> tuple[str, str]:
     if attention.window is not None:
         return "MistralForCausalLM", "mistral"
     return "LlamaForCausalLM", "llama"
+
+
+def _wrong_ffn(ffn: FfnSettings | MoeSettings) -> list[tuple[bool, str]]:
+    if isinstance(ffn, FfnSettings):
+        return [
+            (ffn.kind != "swiglu", f"a {ffn.kind} feed-forward layer"),
+            (ffn.bias, "biases in the feed-forward layer"),
+        ]
+    return [  # a capacity is not among them: it holds in training only
+        (ffn.activation != "swiglu", f"{ffn.activation} experts"),
+        (ffn.shared_experts > 0, "shared experts"),
+        (not ffn.normalise_gates, "gates that do not add up to 1"),
+    ]
+
+
+def _names(path: tuple[str, ...], decoder: Decoder, layer: int) -> list[str]:
+    """Of the tensors that hold one layer of a parameter: one, or one for each expert."""
+    ffn, prefix = decoder.blocks.ffn, f"model.layers.{layer}."
+    if path[0] == "ffn" and path[1] in EXPERT_NAMES and isinstance(ffn, MoeSettings):
+        experts = range(ffn.experts)
+        return [f"{prefix}block_sparse_moe.experts.{e}.{EXPERT_NAMES[path[1]]}.weight" for e in experts]
+    return [prefix + LAYER_NAMES[path]]
 
 
 def _leaf(tree: Tree, path: tuple[str, ...]) -> Any:

@@ -2,8 +2,9 @@
 
 The convention: a matrix product of [m, k] and [k, n] is 2 m n k operations and nothing else counts. Attention counts
 the pairs of tokens that causality leaves, S (S + 1) / 2 of a row, as if its documents were one; `flops_all_pairs`
-counts S * S, which is what an implementation without block skipping computes and what 6 N + 12 L D S stands for. A
-training step is three forward passes (the backward pass has two products for each); recomputation is not counted.
+counts S * S, which is what an implementation without block skipping computes and what 6 N + 12 L D S stands for.
+Experts count for the tokens sent to them or, where they have a capacity, for their slots, filled or not. A training
+step is three forward passes (the backward pass has two products for each); recomputation is not counted.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from affinage.model.graph import Graph
 from affinage.model.kind import Cost
 from affinage.model.kinds.embedding import Embedding, LearnedPositions
 from affinage.model.node import Node
-from affinage.model.parameter import parameters_in
+from affinage.model.parameter import Parameter, parameters_in
 from affinage.model.shape import BATCH, SEQUENCE
 
 BACKWARD = 2  # products of the backward pass for each of the forward pass
+_SUMMED = ("parameters", "active_parameters", "flops", "training_flops", "training_flops_all_pairs")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class ParameterCount:
     """How many numbers a graph learns."""
 
     total: int
+    active: int  # that one token uses: all but the experts it is not sent to
     embedding: int  # tables that are looked up, of tokens or positions; a tied unembedding is one of them
 
     @property
@@ -45,6 +48,7 @@ class NodeCost:
     repeat: int
     shape: str  # of the value, symbolic in B and S
     parameters: int
+    active_parameters: int
     flops: int
     flops_all_pairs: int
 
@@ -82,7 +86,8 @@ def parameters(graph: Graph) -> ParameterCount:
     """Counts of the declared parameters; nothing is allocated."""
     tables = (Embedding, LearnedPositions)
     embedding = sum(_count(graph, node) for node in graph.nodes if isinstance(node.kind, tables))
-    return ParameterCount(sum(_count(graph, node) for node in graph.nodes), embedding)
+    declared = parameters_in(graph.parameters)
+    return ParameterCount(sum(p.size for p in declared), sum(p.active for p in declared), embedding)
 
 
 def analyse(graph: Graph, batch: int, context: int) -> Analysis:
@@ -99,6 +104,7 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
                 repeat=node.layers,
                 shape=str(graph.shapes[node.name]),
                 parameters=_count(graph, node),
+                active_parameters=sum(p.active for p in _declared(graph, node)),
                 flops=cost.matmul + cost.attention_causal,
                 flops_all_pairs=cost.matmul + cost.attention,
             )
@@ -117,12 +123,14 @@ def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]
             "repeat": node.repeat,
             "shape": node.shape,
             "parameters": node.parameters,
+            "active_parameters": node.active_parameters,
             "flops": node.flops,
             "training_flops": node.training_flops,
+            "training_flops_all_pairs": (1 + BACKWARD) * node.flops_all_pairs,
         }
         for node in analysis.nodes
     ]
-    total = {key: sum(row[key] for row in table) for key in ("parameters", "flops", "training_flops")}
+    total = {key: sum(row[key] for row in table) for key in _SUMMED}
     return [*table, {"name": "total", "kind": "", "inputs": [], "repeat": 1, "shape": "", **total}]
 
 
@@ -154,4 +162,8 @@ def mermaid(graph: Graph) -> str:
 
 
 def _count(graph: Graph, node: Node) -> int:
-    return sum(int(np.prod(p.shape, dtype=object)) for p in parameters_in(graph.parameters.get(node.name, {})))
+    return sum(p.size for p in _declared(graph, node))
+
+
+def _declared(graph: Graph, node: Node) -> list[Parameter]:
+    return parameters_in(graph.parameters.get(node.name, {}))

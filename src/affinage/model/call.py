@@ -58,7 +58,7 @@ class Call:
     """How a graph is applied this time. Nothing here changes the result beyond rounding, except key and cache."""
 
     compute_dtype: Any = jnp.float32  # parameters are cast to it at use; norms, softmax and the loss stay in float32
-    key: PRNGKeyArray | None = None  # of this step, for dropout and augmentations; None: deterministic
+    key: PRNGKeyArray | None = None  # of a training step: dropout, augmentations, experts' capacity; None: none
     cache: Any = None  # from `init_cache`: the batch continues the rows it holds
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
     attention: AttentionImplementation = "auto"

@@ -70,7 +70,9 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
         result = _apply_node(node, params, values, batch, call)
         values[node.name] = result.value
         losses += result.losses.values()
-        metrics |= result.metrics
+        for name, (total, count) in result.metrics.items():
+            before = metrics.get(name, (0.0, 0.0))
+            metrics[name] = (before[0] + total, before[1] + count)
         if cache is not None and result.cache is not None:
             cache[node.name] = result.cache
     if losses and isinstance(values.get(graph.loss), Loss):

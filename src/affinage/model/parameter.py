@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -23,10 +24,23 @@ class Parameter:
     std: float = 0.02  # of the normal; GPT-2's and Llama's value
     residual: bool = False  # the last projection before a residual sum: std is divided by sqrt(2 * layers) (GPT-2)
     decay: bool = True  # whether weight decay applies: yes for matrices and embeddings, no for norms and biases
+    used: int | None = None  # of the entries along the axis `experts`, how many a token is multiplied by; None: all
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"a parameter of shape {self.shape} needs {len(self.shape)} logical axes, got {self.axes}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def active(self) -> int:
+        """Number of elements that one token uses."""
+        if self.used is None:
+            return self.size
+        return self.size // self.shape[self.axes.index("experts")] * self.used
 
     def stacked(self, layers: int) -> "Parameter":
         """The same for `layers` copies along a new first axis."""

@@ -62,15 +62,22 @@ def _without_union_echoes(errors: list[ErrorDetails], raw: Any) -> list[ErrorDet
 
 
 def _written(loc: Sequence[str | int], raw: Any) -> tuple[str | int, ...]:
-    """The part of pydantic's location that leads to something in the recipe (unions add type names at its end)."""
+    """The part of pydantic's location that leads to something in the recipe (unions add type names to it)."""
     value, path = raw, []
     for key in loc:
+        if _is_tag(key, value):
+            continue
         try:
             value = value[key]
         except (KeyError, IndexError, TypeError):
             break
         path.append(key)
     return tuple(path)
+
+
+def _is_tag(key: str | int, value: Any) -> bool:
+    """Whether a part of a location names the member of a union that `kind` chose, and no key."""
+    return isinstance(value, dict) and key not in value and value.get("kind") == key
 
 
 def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[tuple[str | int, ...], str, str]:
@@ -81,9 +88,19 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
     given = _shown(details["input"])
     if kind == "missing":
         missing = str(loc[-1])
-        return path, f"`{'.'.join(map(str, loc))}` is missing", f"Add `{missing}:` {_needed(model, loc)}".rstrip() + "."
+        return (
+            path,
+            f"`{'.'.join(map(str, (*path, missing)))}` is missing",
+            f"Add `{missing}:` {_needed(model, loc)}".rstrip() + ".",
+        )
     if kind == "extra_forbidden":
         return path, f"`{dotted}` is not a setting", _suggestion(str(loc[-1]), _keys(model, loc[:-1]))
+    if kind == "union_tag_not_found":
+        return path, f"`{dotted}.kind` is missing", "Add `kind:`."
+    if kind == "union_tag_invalid":
+        words = [word.strip(" '\"") for word in context["expected_tags"].split(",")]
+        what = f"`{dotted}.kind` is {_shown(context['tag'])}, and must be one of: {', '.join(words)}"
+        return (*path, "kind"), what, _close(context["tag"], words)
     if kind == "literal_error":
         words = [word.strip(" '\"") for word in context["expected"].replace(" or ", ", ").split(",")]
         if loc[-1] == "[key]":
@@ -146,22 +163,31 @@ def _keys(model: type[Settings], loc: Sequence[str | int]) -> list[str]:
 
 def settings_at(model: type[Settings], loc: Sequence[str | int]) -> type[Settings] | None:
     """The settings class that stands at `loc` below `model`, or None where there is none."""
-    current: type[Settings] | None = model
+    current: list[type[Settings]] = [model]  # the members of a union
     for key in loc:
         if isinstance(key, int):
             continue  # an entry of a list is described by the list's annotation
-        if current is None or key not in current.model_fields:
+        chosen = [member for member in current if _has_kind(member, key)]
+        if chosen and len(current) > 1:
+            current = chosen
+            continue
+        fields = next((member.model_fields for member in current if key in member.model_fields), None)
+        if fields is None:
             return None
-        current = _settings_in(current.model_fields[key].annotation)
-    return current
+        current = _settings_in(fields[key].annotation)
+    return current[0] if current else None
 
 
-def _settings_in(annotation: Any) -> type[Settings] | None:
+def _has_kind(member: type[Settings], kind: str) -> bool:
+    return "kind" in member.model_fields and kind in get_args(member.model_fields["kind"].annotation)
+
+
+def _settings_in(annotation: Any) -> list[type[Settings]]:
     if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return annotation
+        return [annotation]
     if get_origin(annotation) in (types.UnionType, typing.Union, tuple, list, typing.Annotated):
-        return next(filter(None, map(_settings_in, get_args(annotation))), None)
-    return None
+        return [found for member in get_args(annotation) for found in _settings_in(member)]
+    return []
 
 
 def admits_null(model: type[Settings], loc: Sequence[str | int]) -> bool:

@@ -1,7 +1,7 @@
 """The Transformer block."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxtyping import Array
 from pydantic import Field
@@ -11,6 +11,7 @@ from affinage.model.kind import Context, Cost, NodeKind, Result, node_kind
 from affinage.model.kinds.attention import AttentionSettings
 from affinage.model.kinds.dropout import drop
 from affinage.model.kinds.ffn import FfnSettings
+from affinage.model.kinds.moe import MoeSettings
 from affinage.model.kinds.norm import NormSettings
 from affinage.model.parameter import Tree
 from affinage.model.shape import Shape, expect_sequence, sequence_of
@@ -21,7 +22,7 @@ class TransformerBlock(NodeKind):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     attention: AttentionSettings
-    ffn: FfnSettings
+    ffn: Annotated[FfnSettings | MoeSettings, Field(discriminator="kind")]
     norm: NormSettings = NormSettings()
     # Where the norms stand. pre: x + f(norm(x)) (GPT-2, Llama); post: norm(x + f(x)) (Vaswani et al., 2017);
     # parallel: both halves of one norm(x), added together (GPT-J, PaLM).
@@ -65,10 +66,13 @@ class TransformerBlock(NodeKind):
             before = self._norm(params, "ffn_norm", attended)
         elif self.placement == "post":
             before = attended = self._norm(params, "attention_norm", attended)
-        y = attended + drop(self.ffn.apply(params["ffn"], before, context), self.dropout, context, site=3)
+        fed = self.ffn.apply(params["ffn"], before, context)
+        products = fed if isinstance(fed, Result) else Result(fed)
+        y = attended + drop(products.value, self.dropout, context, site=3)
         if self.placement == "post":
             y = self._norm(params, "ffn_norm", y)
-        return Result(context.call.constrain(y, ("batch", "sequence", "embed")), cache=cache)
+        y = context.call.constrain(y, ("batch", "sequence", "embed"))
+        return Result(y, cache, products.losses, products.metrics)
 
     def _norm(self, params: Tree, name: str, x: Array) -> Array:
         return self.norm.apply(params[name], x)
@@ -76,4 +80,4 @@ class TransformerBlock(NodeKind):
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         width, (batch, length) = inputs[0].width, inputs[0].bind(sizes)[:2]
-        return self.attention.cost(width, batch, length) + Cost(matmul=self.ffn.flops(width, batch * length))
+        return self.attention.cost(width, batch, length) + Cost(matmul=self.ffn.flops(width, batch, length))

@@ -23,10 +23,13 @@ GATED: dict[str, Callable[[Array], Array]] = {"swiglu": jax.nn.silu, "geglu": _g
 PLAIN: dict[str, Callable[[Array], Array]] = {"gelu": _gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
 
 
+Activation = Literal["swiglu", "geglu", "gelu", "relu2"]
+
+
 class FfnSettings(Settings):
     """The feed-forward half of a block."""
 
-    kind: Literal["swiglu", "geglu", "gelu", "relu2"]
+    kind: Activation
     width: int = Field(ge=1)  # of the hidden layer
     bias: bool = False
 
@@ -49,6 +52,6 @@ class FfnSettings(Settings):
         hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))
         return dense(params["down"], hidden, context)
 
-    def flops(self, width: int, tokens: int) -> int:
+    def flops(self, width: int, rows: int, length: int) -> int:
         """Of the two or three products."""
-        return dense_flops(width, self.width, tokens) * (3 if self.kind in GATED else 2)
+        return dense_flops(width, self.width, rows * length) * (3 if self.kind in GATED else 2)

@@ -1,0 +1,72 @@
+"""CPU seconds to compile a training step's gradient at 18 and at 72 layers, as a scan and unrolled.
+
+    python benchmarks/compile_depth.py [--width 256] [--unrolled]
+
+A scan compiles one layer whatever the depth; the two times should be within 20 % of each other.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from affinage.model import Call, abstract_params, apply, parse
+
+DEPTHS = (18, 72)
+
+
+def model(layers: int, width: int, scan: bool) -> dict[str, Any]:
+    """A Llama-like graph."""
+    block = {
+        "kind": "transformer_block",
+        "in": "embed",
+        "repeat": layers,
+        "scan": scan,
+        "attention": {"heads": width // 64, "rope": {"theta": 10000}},
+        "ffn": {"kind": "swiglu", "width": 4 * width},
+    }
+    nodes = {
+        "embed": {"kind": "embedding", "in": "tokens", "vocab": 32000, "width": width},
+        "blocks": block,
+        "norm": {"kind": "rms_norm", "in": "blocks"},
+        "logits": {"kind": "unembed", "in": "norm", "tied": True},
+        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+    }
+    return {"inputs": ["tokens"], "nodes": nodes}
+
+
+def seconds(layers: int, width: int, scan: bool) -> float:
+    """CPU seconds of tracing, lowering and compiling, whatever else the machine does; nothing is run or allocated."""
+    graph = parse(model(layers, width, scan))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        total: jax.Array = apply(graph, params, batch, Call(compute_dtype=jnp.bfloat16)).values[graph.loss].sum
+        return total
+
+    batch = {"tokens": jax.ShapeDtypeStruct((2, 512), jnp.int32)}
+    jax.clear_caches()
+    start = time.process_time()
+    jax.jit(jax.grad(loss)).lower(abstract_params(graph), batch).compile()
+    return time.process_time() - start
+
+
+def main() -> None:
+    """Print a line for each depth, and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--unrolled", action="store_true", help="also without a scan, which takes long")
+    arguments = parser.parse_args()
+    seconds(2, arguments.width, True)  # what is done once in a process
+    for scan in (True, False) if arguments.unrolled else (True,):
+        times = [[seconds(depth, arguments.width, scan) for depth in DEPTHS] for _ in range(5)]
+        medians = [statistics.median(column) for column in zip(*times, strict=True)]
+        for depth, median in zip(DEPTHS, medians, strict=True):
+            print(f"{'scan' if scan else 'unrolled'} {depth} layers: {median:.2f} s")
+        print(f"ratio {medians[1] / medians[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Mixture of experts: a feed-forward layer of which every token uses a part."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field, model_validator
+
+from affinage.model.kind import Context, Result
+from affinage.model.kinds.dense import dense_flops
+from affinage.model.kinds.ffn import GATED, PLAIN, Activation, FfnSettings
+from affinage.model.kinds.loss import next_tokens
+from affinage.model.kinds.routing import (
+    Routing,
+    Slots,
+    expert_load,
+    from_slots,
+    load_balance,
+    route,
+    router_z,
+    slots_by_capacity,
+    slots_by_sorting,
+    to_slots,
+)
+from affinage.model.parameter import Parameter, Tree
+from affinage.recipe.settings import Settings
+
+
+class MoeSettings(Settings):
+    """The feed-forward half of a block as `experts` feed-forward layers, of which each token passes through `top_k`."""
+
+    kind: Literal["moe"]
+    experts: int = Field(ge=2)
+    top_k: int = Field(ge=1)  # experts of a token
+    width: int = Field(ge=1)  # of each expert's hidden layer
+    activation: Activation = "swiglu"
+    # In training (a call with a key) an expert takes at most this many times its even share of a row's choices, the
+    # first ones; later tokens go without it. null: dropless, as everything else than training always is. Buffers of
+    # equal size make a capacity the faster one on CPUs.
+    capacity_factor: float | None = Field(default=None, gt=0)
+    shared_experts: int = Field(default=0, ge=0)  # further experts that every token passes through (DeepSeekMoE)
+    normalise_gates: bool = True  # a token's gates add up to 1 (Mixtral); false: they are the probabilities (Switch)
+    # Of the loss that is 1 where all experts have equal shares; Switch's value. Added up over the layers.
+    load_balance_weight: float = Field(default=0.01, ge=0)
+    # Within what the shares are to be equal. row: every sequence, which does not depend on how a batch is cut into
+    # micro-batches; batch: the micro-batch, as in Switch, which leaves experts freer to specialise.
+    balance_over: Literal["row", "batch"] = "row"
+    z_loss_weight: float = Field(default=0.001, ge=0)  # of the squared log-denominator of the router; ST-MoE's value
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> "MoeSettings":
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} is more than the {self.experts} experts")
+        return self
+
+    @property
+    def bias(self) -> bool:
+        """Experts have none."""
+        return False
+
+    @property
+    def shared(self) -> FfnSettings | None:
+        """The shared experts, side by side in one wider layer, which is the same function."""
+        if not self.shared_experts:
+            return None
+        return FfnSettings(kind=self.activation, width=self.shared_experts * self.width)
+
+    def parameters(self, width: int, std: float) -> Tree:
+        """Router [D, E], kernels [E, D, F] and [E, F, D], and those of the shared experts."""
+        shape, axes = (self.experts, width, self.width), ("experts", "embed", "ffn")
+        inward = {"kernel": Parameter(shape, axes, std=std, used=self.top_k)}
+        shape, axes = (self.experts, self.width, width), ("experts", "ffn", "embed")
+        tree: Tree = {
+            "router": {"kernel": Parameter((width, self.experts), ("embed", None), std=std)},
+            "up": inward,
+            "down": {"kernel": Parameter(shape, axes, std=std, residual=True, used=self.top_k)},
+        }
+        if self.activation in GATED:
+            tree["gate"] = inward
+        if self.shared:
+            tree["shared"] = self.shared.parameters(width, std)
+        return tree
+
+    def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Result:
+        """The experts' answers weighted by their gates, with the losses and metrics of the router."""
+        routing = route(params["router"], x, self.top_k, normalise=self.normalise_gates)
+        capacity = self._capacity(x.shape[1], context)
+        if capacity is None:
+            chosen, taken = self._sorted(params, x, routing, context), jnp.ones(routing.gates.shape, bool)
+        else:
+            slots = slots_by_capacity(routing.experts, self.experts, capacity)
+            chosen, taken = self._buffered(params, x, slots, context), slots.of_choice < self.experts * capacity
+        y = jnp.sum(routing.gates[..., None] * chosen, axis=2).astype(x.dtype)
+        if self.shared:
+            y = y + self.shared.apply(params["shared"], x, context)
+        losses, metrics = self._by_products(routing, taken, context)
+        return Result(y, losses=losses, metrics=metrics)
+
+    def _capacity(self, length: int, context: Context) -> int | None:
+        """Slots of an expert in a row; None: sorted into groups of any size."""
+        if self.capacity_factor is not None and context.key is not None:
+            return self.capacity(length)
+        # XLA:CPU multiplies groups of any size by every expert, at a tenth of the speed of equal groups.
+        return length if context.call.platform == "cpu" else None
+
+    def capacity(self, length: int) -> int:
+        """Slots of an expert in a row of this many tokens; as many as tokens where nothing is dropped."""
+        if self.capacity_factor is None:
+            return length
+        return min(length, math.ceil(self.capacity_factor * self.top_k * length / self.experts))
+
+    def _buffered(
+        self, params: Tree, x: Float[Array, "B S D"], slots: Slots, context: Context
+    ) -> Float[Array, "B S K D"]:
+        """With a buffer of equal size for every expert and row."""
+        constrain = context.call.constrain
+        buffers = to_slots(x, slots).reshape(x.shape[0], self.experts, -1, x.shape[2])
+        buffers = constrain(buffers, ("batch", "experts", None, "embed"))
+
+        def product(name: str, values: Array) -> Array:
+            return jnp.einsum("becd,edf->becf", values, params[name]["kernel"].astype(x.dtype))
+
+        hidden = constrain(self._activate(buffers, product), ("batch", "experts", None, "ffn"))
+        answers = constrain(product("down", hidden), ("batch", "experts", None, "embed"))
+        return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
+
+    def _sorted(
+        self, params: Tree, x: Float[Array, "B S D"], routing: Routing, context: Context
+    ) -> Float[Array, "B S K D"]:
+        """With the tokens of all rows sorted by expert (MegaBlocks: Gale et al., 2022)."""
+        slots, sizes = slots_by_sorting(routing.experts.reshape(1, -1, self.top_k), self.experts)
+
+        def product(name: str, values: Array) -> Array:
+            return jax.lax.ragged_dot(values, params[name]["kernel"].astype(x.dtype), sizes)
+
+        tokens = to_slots(x.reshape(1, -1, x.shape[2]), slots)[0]
+        answers = product("down", self._activate(tokens, product))
+        return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
+
+    def _activate(self, values: Array, product: Callable[[str, Array], Array]) -> Array:
+        up = product("up", values)
+        if self.activation in GATED:
+            return GATED[self.activation](product("gate", values)) * up
+        return PLAIN[self.activation](up)
+
+    def _by_products(
+        self, routing: Routing, taken: Array, context: Context
+    ) -> tuple[dict[str, Array], dict[str, tuple[Array, Array]]]:
+        """Losses and metrics over the positions whose prediction counts."""
+        weights = jnp.ones(taken.shape[:2], jnp.float32)
+        if "tokens" in context.batch:
+            _, weights = next_tokens(context.batch["tokens"], context.batch)
+        load = expert_load(routing, weights)
+        balance, z = load_balance(load, self.balance_over), router_z(routing, weights)
+        count, fullest = jnp.sum(weights), jnp.max(jnp.sum(load.choices, axis=0)) * self.experts / self.top_k
+        metrics = {
+            "load_balance": (balance * count, count),
+            "router_z": (z * count, count),
+            "expert_load_max": (fullest, count),  # the fullest expert's share over the even one
+            "dropped_share": (jnp.sum(weights[..., None] * ~taken), count * self.top_k),
+        }
+        losses = {"load_balance": self.load_balance_weight * balance, "router_z": self.z_loss_weight * z}
+        return losses, jax.lax.stop_gradient(metrics)
+
+    def flops(self, width: int, rows: int, length: int) -> int:
+        """Router, experts and shared experts; the slots of a capacity whether filled or not, as they are computed."""
+        choices = self.top_k * length if self.capacity_factor is None else self.experts * self.capacity(length)
+        products = 3 if self.activation in GATED else 2
+        router = dense_flops(width, self.experts, rows * length)
+        experts = products * dense_flops(width, self.width, rows * choices)
+        return router + experts + (self.shared.flops(width, rows, length) if self.shared else 0)

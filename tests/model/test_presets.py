@@ -1,0 +1,93 @@
+"""The models of the packaged recipes: as large as they are said to be, and known without being built."""
+
+import time
+from math import prod
+from pathlib import Path
+
+import jax
+import pytest
+
+from affinage.model import abstract_params, parse
+from affinage.model.activations import activations
+from affinage.model.analysis import analyse, parameters
+from affinage.recipe.load import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+VOCABULARY = 3072  # what `vocab: auto` is in the quickstart
+
+
+def gpt2(width, layers, context=1024):
+    attention, ffn, norms = 4 * width**2 + 4 * width, 8 * width**2 + 5 * width, 4 * width
+    return 50257 * width + context * width + layers * (attention + ffn + norms) + 2 * width
+
+
+def llama(vocabulary, width, layers, ffn, *, kv_share=1, tied=False, router=0):
+    attention = 2 * width**2 + 2 * width**2 // kv_share
+    layer = attention + 3 * width * ffn + router + 2 * width
+    return (1 if tied else 2) * vocabulary * width + layers * layer + width
+
+
+# By formula, and where somebody else has published the number, that number.
+TOTALS = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "julian-100m": 142_659_200,
+    "julian-250m": 337_310_720,
+    "julian-600m": 599_906_560,
+    "julian-2b": llama(50000, 2048, 26, 8192),
+    "llama3-1b": 1_235_814_400,
+    "fax-124m": gpt2(768, 12, 2048),
+    "fax-350m": gpt2(1024, 24, 2048),
+    "fax-5120": gpt2(5120, 40, 2048),
+    "fax-10240": gpt2(10240, 70, 2048),
+    "fax-16384": gpt2(16384, 110, 2048),
+    "quickstart": llama(VOCABULARY, 128, 3, 384),
+    "moe-small-dense": llama(VOCABULARY, 128, 3, 384),
+    "moe-small": llama(VOCABULARY, 128, 3, 8 * 192, router=128 * 8),
+}
+
+
+def graph_of(recipe):
+    loaded = load_recipe(recipe)
+    return parse(loaded.recipe.model, loaded.locate, vocabulary=VOCABULARY)
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_has_a_model_of_the_size_it_is_said_to_have(recipe):
+    graph = graph_of(RECIPES / f"{recipe}.yaml")
+    count = parameters(graph)
+    assert count.total == sum(prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(graph)))
+    if recipe in TOTALS:
+        assert count.total == TOTALS[recipe]
+    text = (RECIPES / f"{recipe}.yaml").read_text()
+    if "parameters" in text and recipe in TOTALS and not recipe.startswith(("moe", "quick")):
+        assert f"{count.total:,}" in text
+
+
+def test_formulas_agree_with_the_published_numbers():
+    assert gpt2(768, 12) == TOTALS["gpt2-124m"]
+    assert gpt2(1600, 48) == TOTALS["gpt2-1.5b"]
+    assert llama(128256, 2048, 16, 8192, kv_share=4, tied=True) == TOTALS["llama3-1b"]
+    assert llama(50000, 1280, 18, 5120) == TOTALS["julian-600m"]
+
+
+def test_twins_have_as_many_active_parameters_but_for_the_router():
+    mixture, dense = (parameters(graph_of(RECIPES / f"{name}.yaml")) for name in ("moe-small", "moe-small-dense"))
+    assert dense.active == dense.total
+    assert mixture.active == dense.active + 3 * 128 * 8
+
+
+@pytest.mark.parametrize("recipe", ["julian-600m", "fax-16384"])
+def test_large_graphs_are_analysed_at_once(recipe):
+    loaded = load_recipe(RECIPES / f"{recipe}.yaml")
+    arrays, start = len(jax.live_arrays()), time.process_time()
+    graph = parse(loaded.recipe.model, loaded.locate)
+    analysis = analyse(graph, 1, 2048)
+    kept = [sum(node.kept for node in activations(graph, 1, 2048, policy)) for policy in ("none", "block", "full")]
+    seconds = time.process_time() - start
+    assert analysis.training_flops > 6 * parameters(graph).active * 2048 * 0.9
+    assert kept == sorted(kept, reverse=True)
+    assert seconds < 2
+    assert arrays == len(jax.live_arrays())
