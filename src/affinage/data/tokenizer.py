@@ -90,6 +90,10 @@ class Tokenizer(ABC):
         return None
 
     @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the file that `load` reads into `folder`."""
+
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
 
@@ -191,6 +195,10 @@ class BpeTokenizer(Tokenizer):
         """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for control tokens."""
         return self._piece_bytes
 
+    def write(self, folder: Path) -> None:
+        """A copy of the SentencePiece model file."""
+        write_atomically(folder / _MODEL, self._path.read_bytes())
+
     def encode(self, text: str) -> list[int]:
         """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
         ids: list[int] = self._model.encode(_plain(text))
@@ -237,10 +245,10 @@ class CharacterTokenizer(Tokenizer):
         except (ValueError, KeyError, TypeError) as error:
             raise UserError("this is not a list of characters", where=str(path)) from error
 
-    def write(self, path: Path) -> None:
+    def write(self, folder: Path) -> None:
         """As JSON: {"characters": [...]}, in the order of their ids from 10 on."""
         content = json.dumps({"characters": self._pieces[len(FIXED_PIECES) :]}, ensure_ascii=False, indent=0)
-        write_atomically(path, content.encode())
+        write_atomically(folder / _CHARACTERS, content.encode())
 
     @property
     def vocabulary(self) -> int:
@@ -293,7 +301,7 @@ def train_tokenizer(
     train = split_folder / "train"
     if settings.kind == "characters":
         progress("collecting characters")
-        CharacterTokenizer(collect_characters(train)).write(folder / _CHARACTERS)
+        CharacterTokenizer(collect_characters(train)).write(folder)
     else:
         progress("choosing the sample")
         sample = balanced_sample(train, languages, round(settings.sample_megabytes * 1e6), seed)

@@ -29,7 +29,7 @@ _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
 def write_hf_tokenizer(
     tokenizer: Tokenizer, folder: Path, *, context: int, chat: bool = True, system_prompt: str = ""
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
+    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads, and our own file.
 
     `context` is the model's longest input in tokens. A chat model gets the chat template, with `system_prompt` as its
     default, and ends its turns with <|im_end|>; any other ends with </s>. Neither adds <s> by itself, as `encode` does
@@ -40,6 +40,7 @@ def write_hf_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "tokenizer.json", fast.to_str(pretty=True).encode())
     write_json(folder / "tokenizer_config.json", _config(context, chat, system_prompt))
+    tokenizer.write(folder)  # for an import, and for programs that read SentencePiece models
 
 
 def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:

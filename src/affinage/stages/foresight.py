@@ -9,6 +9,7 @@ from affinage.errors import UserError
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
+from affinage.stages.initial import initial_folder, initial_params
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
 
@@ -50,7 +51,11 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
-    if recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+    folder = initial_folder(loaded)
+    if folder is not None:
+        with _written(loaded, "init"):
+            initial_params(folder, graph)
+    elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
             where=loaded.locate(("tokenizer", "vocabulary")),
