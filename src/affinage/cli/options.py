@@ -16,7 +16,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), or an import.",
+        help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), an import.",
         show_default=False,
     ),
 ]
