@@ -38,9 +38,11 @@ def graph(
     """
     from affinage.model.analysis import mermaid, summary_table
     from affinage.model.graph import parse
+    from affinage.stages.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
 
     loaded = load(recipe, overrides)
+    load_plugins(loaded)
     model = parse(with_vocabulary(loaded.recipe.model, _vocabulary(loaded.recipe, runs)), loaded.locate)
     if as_mermaid:
         print(mermaid(model), end="")

@@ -10,6 +10,7 @@ from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.stages.initial import initial_folder, initial_params
+from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
 
@@ -23,6 +24,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         UserError: for files and packages that are not there, and for a model, mesh and batch that do not fit together.
     """
     recipe = loaded.recipe
+    load_plugins(loaded)
     if recipe.sft is not None and "conversations" in stages:
         for index, source in enumerate(recipe.sft.sources):
             _exists(loaded, source.path, ("sft", "sources", index))

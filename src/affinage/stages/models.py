@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
 from affinage.stages.initial import MODEL, TOKENIZER
+from affinage.stages.plugins import load_named_plugins
 from affinage.stages.store import Store, read_request
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def load_trained(
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
+    load_named_plugins()
     facts = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     graph, precision = parse(facts["graph"]), PrecisionSettings(**facts["precision"])
     devices = acquire()

@@ -10,6 +10,7 @@ from affinage.recipe.settings import Settings
 from affinage.recipe.training import SftSettings, TrainSettings
 from affinage.stages import results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
+from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints
 from affinage.stages.stage import Stage, StageContext, Summary
 
@@ -31,8 +32,9 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
     if recipe.data is not None or (initial and recipe.sft is not None):
         stages += _data_stages(recipe, initial)
         if _pretrains(recipe) or (initial and recipe.sft is not None):
-            stages += _training_stages(recipe, initial)
-            stages += _result_stages(recipe)
+            plugins = plugin_fingerprints(loaded)
+            stages += _training_stages(recipe, initial, plugins)
+            stages += _result_stages(recipe, plugins)
     if stages and report is not None:
         read = tuple(stage.name for stage in stages)
         settings = _part(recipe, "name", "description", "report")
@@ -89,17 +91,18 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     return stages
 
 
-def _training_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
+def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
     stages = []
     if recipe.sft is not None:  # before the long pretraining, so that a mistake in the conversations is found in time
         stages.append(_conversations(recipe, recipe.sft))
     if recipe.pretrain is not None and _pretrains(recipe):
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
-        stages.append(Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), initial, continues=True))
+        begun = initial | plugins
+        stages.append(Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun, continues=True))
     if recipe.sft is not None:
         settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
         base = _if(_pretrains(recipe), "pretrain")
-        inputs, begun = (*base, "conversations", "tokenizer"), {} if base else initial
+        inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
         stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True))
     return stages
 
@@ -113,13 +116,13 @@ def _conversations(recipe: Recipe, sft: SftSettings) -> Stage:
     return Stage("conversations", texts.conversations, settings, ("tokenizer", *from_world), local)
 
 
-def _result_stages(recipe: Recipe) -> list[Stage]:
+def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     stages = []
     trained = [*_if(_pretrains(recipe), "pretrain"), *_if(recipe.sft is not None, "sft")]
     if recipe.evaluate is not None:
         asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
         judged = recipe.evaluate.model_dump(mode="json", exclude={"batch"})
-        local = fingerprints(local_tasks(recipe))
+        local = fingerprints(local_tasks(recipe)) | plugins
         read = (
             "tokenizer",
             *_if(POCKET_WORLD in _tasks(recipe), "world"),
@@ -139,7 +142,7 @@ def _result_stages(recipe: Recipe) -> list[Stage]:
             *trained,
             *(stage.name for stage in stages),
         )  # the card has the scores
-        stages.append(Stage("export", results.export, settings, inputs))
+        stages.append(Stage("export", results.export, settings, inputs, plugins))
     return stages
 
 
