@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from affinage.model.graph import Graph
 
 BOX, HEIGHT = 200, 52  # pixels
-LANE = 36  # width of the place where an edge passes a layer
+LANE = 64  # width of the place where an edge passes a layer
 GAP, ROW = 28, 100  # between places of a layer; between the tops of two layers
 MARGIN = 24
 SWEEPS = 8
