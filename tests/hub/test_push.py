@@ -82,5 +82,5 @@ def test_without_a_network_it_is_said_what_is_there_and_what_to_do(tmp_path, mon
     assert TOKEN not in str(caught.value) and "hf upload me/model" in str(caught.value)
     with pytest.raises(UserError, match="no repository of that name could be fetched"):
         local_copy("me/there-is-no-such-model")
-    with pytest.raises(UserError, match="there is no folder `./nowhere`"):
+    with pytest.raises(UserError, match=r"there is no folder `\./nowhere`"):
         local_copy("./nowhere")

@@ -43,6 +43,7 @@ def encode_conversation(
     Raises UserError as `check_messages` does.
     """
     check_messages(messages)
+    tokenizer.require_fixed_ids("ChatML")
     tokens, trained = [BOS], [False]
     newline = tokenizer.encode("\n")
     for message in with_system_prompt(messages, system_prompt):

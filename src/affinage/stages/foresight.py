@@ -9,7 +9,7 @@ from affinage.errors import UserError
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
-from affinage.stages.initial import initial_folder, initial_params
+from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
 from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
@@ -55,8 +55,11 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
     folder = initial_folder(loaded)
     if folder is not None:
+        from affinage.data.tokenizer import Tokenizer
+
         with _written(loaded, "init"):
             initial_params(folder, graph)
+            Tokenizer.load(folder / TOKENIZER).require_fixed_ids("training")
     elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
