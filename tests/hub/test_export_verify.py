@@ -98,6 +98,8 @@ def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
 
 
 class _Shifted:
+    fixed_ids, opening = True, (2,)
+
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
 

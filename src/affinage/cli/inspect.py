@@ -32,19 +32,29 @@ def graph(
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
     as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
+    as_svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it into an SVG file.")] = None,
 ) -> None:
     """Print the model graph: the shape, parameters and FLOPs of every node.
 
     Example: affinage graph julian-600m
+
+    affinage graph gpt2-124m --svg gpt2.svg
     """
     from affinage.model.analysis import mermaid, summary_table
     from affinage.model.graph import parse
+    from affinage.stages.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
 
     loaded = load(recipe, overrides)
+    load_plugins(loaded)
     model = parse(with_vocabulary(loaded.recipe.model, _vocabulary(loaded.recipe, runs)), loaded.locate)
     if as_mermaid:
         print(mermaid(model), end="")
+        return
+    if as_svg:
+        from affinage.model.picture import svg
+
+        as_svg.write_text(svg(model), encoding="utf-8")
         return
     batch, context = _rows_per_step(loaded.recipe), loaded.recipe.rows.context
     rows, memory = summary_table(model, batch, context), _memory(model, batch, context)

@@ -1,34 +1,32 @@
-"""Verbs about what came out: `eval`, `export`, `report`."""
+"""Verbs about what came out: `eval`, `report`."""
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from affinage.cli.options import RUNS, ForceOption, JsonOption, RecipeArgument, RunsOption, SetOption, is_recipe
+from affinage.cli.options import (
+    RUNS,
+    ForceOption,
+    JsonOption,
+    RecipeArgument,
+    RunsOption,
+    SetOption,
+    TargetArgument,
+    is_recipe,
+)
 from affinage.cli.run import walk
 from affinage.errors import UserError
-
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|MODEL", help="A recipe, or a model such as runs/quickstart/sft.", show_default=False
-    ),
-]
-
-_PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
     app.command("eval")(evaluate)
-    app.command("export")(export)
     app.command("report")(report)
 
 
 def evaluate(
-    target: Target,
+    target: TargetArgument,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
     force: ForceOption = None,
@@ -68,45 +66,6 @@ def evaluate(
         print(json.dumps(results, ensure_ascii=False, indent=1))
     else:
         _show(results)
-
-
-def export(
-    target: Target,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="MODEL only: where to write.")] = None,
-    dtype: Annotated[str, typer.Option(help="MODEL only: float32, bfloat16 or float16.")] = "float32",
-    licence: Annotated[str, typer.Option(help="MODEL only: SPDX identifier of the weights.")] = "apache-2.0",
-    check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers makes of it.")] = False,
-) -> None:
-    """Write the Hugging Face folder of a recipe's last model, as a stage of its run, or of any model.
-
-    Examples: affinage export quickstart --verify
-
-    affinage export runs/quickstart/pretrain --to my_model
-    """
-    if is_recipe(target):
-        settings = ["export={verify: true}" if check else "export={}"]
-        walk(target, [*(overrides or ()), *settings], runs, ("export",))
-        return
-    if to is None:
-        raise UserError("where to?", fix="Name a folder: --to my_model")
-    if to.exists():
-        raise UserError("this is there already", where=str(to), fix="Name a folder that is not there yet.")
-    from affinage.hub.card import CardFacts
-    from affinage.hub.export import DTYPES, export
-    from affinage.stages.models import is_chat, locate_model, open_model
-
-    if dtype not in DTYPES:
-        raise UserError(f"`{dtype}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
-    model = open_model(target, runs)
-    chat = is_chat(locate_model(target, runs)[0])
-    export(model, to, facts=CardFacts(licence=licence), dtype=dtype, chat=chat)
-    if check:
-        from affinage.hub.verify import verify
-
-        verify(to, model, _PROBES)
-    typer.echo(f"The model is in {to}.")
 
 
 def report(recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption = RUNS) -> None:

@@ -16,8 +16,14 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A run (quickstart), one of its trainings (runs/quickstart/pretrain), or a checkpoint of it (...@1000).",
+        help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), an import.",
         show_default=False,
+    ),
+]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODEL", help="A recipe, or a model such as runs/quickstart/sft.", show_default=False
     ),
 ]
 SetOption = Annotated[

@@ -143,8 +143,8 @@ def walk(
     dry_run: bool = False,
     as_json: bool = False,
     strict: bool = False,
-) -> None:
-    """Walk the road of a recipe up to the stages `until`, to its end if there are none.
+) -> Path:
+    """Walk the road of a recipe up to the stages `until`, to its end if there are none. Returns the run's folder.
 
     If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
     """
@@ -167,7 +167,7 @@ def walk(
     flow = Flow(loaded, Runs(runs), road, until=until, force=force or (), any_code=any_code)
     if dry_run:
         show_plan(flow.plan(), as_json=as_json)
-        return
+        return flow.folder
     _prepare_process(loaded)
     if as_json:
         rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
@@ -176,6 +176,7 @@ def walk(
     with Watch(steps) as watch:
         flow.run(watch)
     show_result(flow, steps, watch.seconds, as_json=as_json)
+    return flow.folder
 
 
 def write_report(context: "StageContext") -> "Summary":

@@ -39,13 +39,12 @@ def generate(
 
     Example: affinage generate quickstart "The capital of France" "La monnaie du Japon"
     """
-    from affinage.data.special_tokens import BOS
     from affinage.generation.decode import Generator
 
     texts = prompts or [sys.stdin.read()]
     loaded = _open(model, runs)
     request = _request(tokens, temperature, top_p, seed)
-    rows = [_fitting([BOS, *loaded.tokenizer.encode(text)], loaded) for text in texts]
+    rows = [_fitting([*loaded.tokenizer.opening, *loaded.tokenizer.encode(text)], loaded) for text in texts]
     for text, result in zip(texts, Generator(loaded).generate(rows, request)):
         if as_json:
             print(json.dumps({"prompt": text, "text": result.text, "ended_by": result.ended_by}, ensure_ascii=False))

@@ -1,6 +1,7 @@
 """ChatML: conversations as tokens, with a mark on those that the assistant is taught to say."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from affinage.data.special_tokens import BOS, IM_END, IM_START
@@ -42,6 +43,7 @@ def encode_conversation(
     Raises UserError as `check_messages` does.
     """
     check_messages(messages)
+    tokenizer.require_fixed_ids("ChatML")
     tokens, trained = [BOS], [False]
     newline = tokenizer.encode("\n")
     for message in with_system_prompt(messages, system_prompt):
@@ -73,6 +75,13 @@ def chat_template(system_prompt: str = "") -> str:
         + "{%- endfor -%}"
         + "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
     )
+
+
+def system_prompt_in(template: str) -> str | None:
+    """The system prompt with which `chat_template` makes this template; None if it makes no such template."""
+    found = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)
+    system_prompt: str = json.loads(found[1]) if found else ""
+    return system_prompt if chat_template(system_prompt) == template else None
 
 
 CHAT_TEMPLATE = chat_template()

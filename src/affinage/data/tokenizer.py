@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import sentencepiece
@@ -61,6 +61,7 @@ class Tokenizer(ABC):
     """Maps text to ids and back. Ids 0 to 7 are control tokens that raw text never produces."""
 
     kind: str
+    fixed_ids: ClassVar[bool] = True  # whether the first ten ids are affinage's, which packed rows and ChatML rely on
 
     @staticmethod
     def load(folder: Path | str) -> "Tokenizer":
@@ -69,14 +70,18 @@ class Tokenizer(ABC):
         Raises UserError if there is none.
         """
         folder = Path(folder)
-        if (folder / _MODEL).is_file():
+        if (folder / _MODEL).is_file() and not _is_foreign(folder):
             return BpeTokenizer(folder / _MODEL)
         if (folder / _CHARACTERS).is_file():
             return CharacterTokenizer.read(folder / _CHARACTERS)
+        if (folder / "tokenizer.json").is_file():
+            from affinage.data.hub_tokenizer import HubTokenizer  # a subclass, so not importable above
+
+            return HubTokenizer(folder)
         raise UserError(
             "there is no tokenizer here",
             where=str(folder),
-            fix=f"a tokenizer folder holds {_MODEL} (SentencePiece) or {_CHARACTERS}",
+            fix=f"a tokenizer folder holds {_MODEL} (SentencePiece), {_CHARACTERS} or tokenizer.json",
         )
 
     @property
@@ -85,9 +90,46 @@ class Tokenizer(ABC):
         """Number of ids, the ten fixed ones included."""
 
     @property
+    def opening(self) -> tuple[int, ...]:
+        """Ids that a text begins with: <s>."""
+        return (self.bos,)
+
+    @property
+    def bos(self) -> int:
+        """The id that stands for an empty context."""
+        return BOS
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a text."""
+        return EOS
+
+    @property
+    def pad(self) -> int | None:
+        """The id that fills rows up, if there is one for it."""
+        return PAD
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids that end what a model says."""
+        return (EOS, IM_END)
+
+    def require_fixed_ids(self, what: str) -> None:
+        """Raise UserError if the first ids are not affinage's, which `what` needs."""
+        if not self.fixed_ids:
+            raise UserError(
+                f"{what} needs a tokenizer of affinage's: this one has other special tokens",
+                fix="Models with other tokenizers can be evaluated, exported, and asked to continue texts.",
+            )
+
+    @property
     def model_path(self) -> Path | None:
         """The SentencePiece model file, or None if this tokenizer is not one."""
         return None
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the file that `load` reads into `folder`."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -143,6 +185,14 @@ class Tokenizer(ABC):
         return "".join([*parts, self._decode_text(run)])
 
 
+def _is_foreign(folder: Path) -> bool:
+    """Whether the SentencePiece model is one of another project's, with a tokenizer.json beside it."""
+    if not (folder / "tokenizer.json").is_file():
+        return False
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / _MODEL))
+    return [model.id_to_piece(i) for i in range(len(FIXED_PIECES))] != list(FIXED_PIECES)
+
+
 def _plain(text: str) -> str:
     """The text as SentencePiece sees it: its sign for a space is a space."""
     return (text if text.isascii() else _SURROGATES.sub(_REPLACEMENT, text)).replace(_SPACE, " ")
@@ -191,6 +241,10 @@ class BpeTokenizer(Tokenizer):
         """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for control tokens."""
         return self._piece_bytes
 
+    def write(self, folder: Path) -> None:
+        """A copy of the SentencePiece model file."""
+        write_atomically(folder / _MODEL, self._path.read_bytes())
+
     def encode(self, text: str) -> list[int]:
         """Ids of raw text: no <s> or </s> is added, and text that spells a control token stays text."""
         ids: list[int] = self._model.encode(_plain(text))
@@ -237,10 +291,10 @@ class CharacterTokenizer(Tokenizer):
         except (ValueError, KeyError, TypeError) as error:
             raise UserError("this is not a list of characters", where=str(path)) from error
 
-    def write(self, path: Path) -> None:
+    def write(self, folder: Path) -> None:
         """As JSON: {"characters": [...]}, in the order of their ids from 10 on."""
         content = json.dumps({"characters": self._pieces[len(FIXED_PIECES) :]}, ensure_ascii=False, indent=0)
-        write_atomically(path, content.encode())
+        write_atomically(folder / _CHARACTERS, content.encode())
 
     @property
     def vocabulary(self) -> int:
@@ -293,7 +347,7 @@ def train_tokenizer(
     train = split_folder / "train"
     if settings.kind == "characters":
         progress("collecting characters")
-        CharacterTokenizer(collect_characters(train)).write(folder / _CHARACTERS)
+        CharacterTokenizer(collect_characters(train)).write(folder)
     else:
         progress("choosing the sample")
         sample = balanced_sample(train, languages, round(settings.sample_megabytes * 1e6), seed)

@@ -11,7 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.data.chat import chat_template
-from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS
+from affinage.data.special_tokens import BOS, CONTROL_PIECES
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
@@ -63,12 +63,12 @@ class JaxLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document, </s>."""
-        return EOS
+        return self.model.tokenizer.eos
 
     @property
     def prefix_token_id(self) -> int:
         """The token that stands for an empty context, <s>."""
-        return BOS
+        return self.model.tokenizer.bos
 
     @property
     def max_length(self) -> int:
@@ -104,7 +104,8 @@ class JaxLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text, with <s> before them unless `add_special_tokens` is False or the template has put it there."""
         ids = self._encode_templated(string) if self._in_chat_template else self.model.tokenizer.encode(string)
-        return ids if add_special_tokens is False or ids[:1] == [BOS] else [BOS, *ids]
+        opening = list(self.model.tokenizer.opening)
+        return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         before, scored = super()._encode_pair(context, continuation)
@@ -150,7 +151,7 @@ class JaxLM(TemplateLM):
         for index, text in enumerate(texts):
             tokens = self.model.tokenizer.encode(text)
             for window in get_rolling_token_windows(
-                token_list=[*tokens, EOS] if ended else tokens,
+                token_list=[*tokens, self.eot_token_id] if ended else tokens,
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from affinage.data.special_tokens import EOS, IM_END, PAD
+from affinage.data.special_tokens import PAD
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import GREEDY, Knobs, Sampling, choose, knobs
 from affinage.generation.shapes import power_of_two
@@ -36,7 +36,7 @@ class Request:
 
     max_new_tokens: int = 256
     sampling: Sampling = GREEDY
-    stop_ids: tuple[int, ...] = (EOS, IM_END)
+    stop_ids: tuple[int, ...] | None = None  # default: those of the tokenizer
     stop_strings: tuple[str, ...] = ()
 
 
@@ -178,7 +178,10 @@ class Generator:
         return result
 
     def _progress(self, request: Request) -> "_RowProgress":
-        return _RowProgress(TextStream(self.model.tokenizer, request.stop_strings), request.stop_ids)
+        return _RowProgress(TextStream(self.model.tokenizer, request.stop_strings), self._stop_ids(request))
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        return self.model.tokenizer.stops if request.stop_ids is None else request.stop_ids
 
     def _run(
         self,
@@ -192,7 +195,7 @@ class Generator:
         """Run prompts, padded to `batch` rows, to their end; yields each prompt's new text after every dispatch."""
         settings = knobs(request.sampling)
         filters = request.sampling.filters
-        stop_ids = np.array(request.stop_ids, np.int32)
+        stop_ids = np.array(self._stop_ids(request), np.int32)
         tokens, lengths, limit, slots = self._shape(prompts, batch, request.max_new_tokens)
         names = np.concatenate([rows, np.zeros(len(tokens) - len(rows))]).astype(np.int32)
         place = self.model.place

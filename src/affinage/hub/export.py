@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from affinage.data.atomic import write_atomically, write_json
-from affinage.data.special_tokens import BOS, EOS, IM_END, PAD
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import family_of
@@ -41,10 +40,13 @@ def export(
     partial.mkdir(parents=True)
     family = family_of(model.graph)
     config = family.hf_config(model.graph, context=model.context)
-    ids = {"bos_token_id": BOS, "pad_token_id": PAD}
+    tokenizer = model.tokenizer
+    ids = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
     # Both "dtype" (transformers 5) and "torch_dtype" (4) are read.
-    write_json(partial / "config.json", config | ids | {"eos_token_id": EOS, "dtype": dtype, "torch_dtype": dtype})
-    write_json(partial / "generation_config.json", ids | {"eos_token_id": [EOS, IM_END], "do_sample": False})
+    write_json(
+        partial / "config.json", config | ids | {"eos_token_id": tokenizer.eos, "dtype": dtype, "torch_dtype": dtype}
+    )
+    write_json(partial / "generation_config.json", ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False})
     tensors = {
         name: np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
         for name, tensor in family.to_hf(jax.device_get(model.params), model.graph).items()

@@ -29,17 +29,21 @@ _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
 def write_hf_tokenizer(
     tokenizer: Tokenizer, folder: Path, *, context: int, chat: bool = True, system_prompt: str = ""
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads.
+    """Write tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads, and our own file.
 
     `context` is the model's longest input in tokens. A chat model gets the chat template, with `system_prompt` as its
     default, and ends its turns with <|im_end|>; any other ends with </s>. Neither adds <s> by itself, as `encode` does
     not. Text that spells a control token stays text only with `split_special_tokens=True`.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not tokenizer.fixed_ids:  # it is Hugging Face's already
+        tokenizer.write(folder)
+        return
     fast = _from_sentencepiece(tokenizer.model_path) if tokenizer.model_path else _from_characters(tokenizer)
     fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in CONTROL_PIECES])
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "tokenizer.json", fast.to_str(pretty=True).encode())
     write_json(folder / "tokenizer_config.json", _config(context, chat, system_prompt))
+    tokenizer.write(folder)  # for an import, and for programs that read SentencePiece models
 
 
 def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from affinage.data.chat import encode_prompt
-from affinage.data.special_tokens import BOS, CONTROL_PIECES
+from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.hub.export import DTYPES
@@ -59,7 +59,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     largest = 0.0
     params = _rounded(model.params, json.loads((folder / "config.json").read_text())["dtype"])
     for text in texts:
-        ids = [BOS, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
+        ids = [*model.tokenizer.opening, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
         with torch.no_grad():
             their_logits = theirs(torch.tensor([ids])).logits[0].numpy()
         difference = float(np.abs(_our_logits(model, params, ids) - their_logits).max())
@@ -94,7 +94,7 @@ def _rounded(params: Tree, dtype: str) -> Tree:
 
 
 def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequence[str]) -> int:
-    for token, piece in enumerate(CONTROL_PIECES):
+    for token, piece in enumerate(CONTROL_PIECES if model.tokenizer.fixed_ids else ()):
         if theirs.convert_tokens_to_ids(piece) != token:
             raise _disagreement(folder, f"{piece} has the id {theirs.convert_tokens_to_ids(piece)}, not {token}")
     for text in texts:
@@ -108,7 +108,7 @@ def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequen
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
-    if not theirs.chat_template:
+    if not (theirs.chat_template and model.tokenizer.fixed_ids):
         return 0
     question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
     answer = {"role": "assistant", "content": "En France."}

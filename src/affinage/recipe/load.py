@@ -23,6 +23,11 @@ class LoadedRecipe:
     locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
     command: str = ""  # that runs it again
 
+    def beside(self, path: str) -> Path:
+        """Where a path is that the recipe gives relative to itself; one that is not there, to the working directory."""
+        candidates = (self.path.parent / Path(path).expanduser(), Path(path))
+        return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
+
 
 def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe by path, or by name if it comes with affinage, with `key=value` overrides laid over it.

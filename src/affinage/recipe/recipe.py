@@ -45,6 +45,10 @@ class Recipe(Settings):
     description: str = ""
     seed: int = Field(default=0, ge=0, lt=2**32)
     data: DataSettings | None = None
+    init: str | None = (
+        None  # folder of an imported model: its weights and tokenizer are begun with, in place of new ones
+    )
+    plugins: tuple[str, ...] = ()  # Python files of the user's that register node kinds; they run when the recipe does
     tokenizer: TokenizerSettings = TokenizerSettings()
     rows: RowsSettings = RowsSettings()
     model: dict[str, Any]  # the graph, parsed by affinage.model; see there for the node kinds

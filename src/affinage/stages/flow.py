@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
+from affinage.stages.plugins import load_plugins
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Store, link, write_json
 
@@ -83,6 +84,7 @@ class Flow:
         Raises:
             UserError: also if another process writes to the same store.
         """
+        load_plugins(self.loaded)
         steps = self.plan()
         if all(step.complete for step in steps):
             self._note(steps)

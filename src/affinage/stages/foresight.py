@@ -9,6 +9,8 @@ from affinage.errors import UserError
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
+from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
+from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
 
@@ -22,6 +24,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         UserError: for files and packages that are not there, and for a model, mesh and batch that do not fit together.
     """
     recipe = loaded.recipe
+    load_plugins(loaded)
     if recipe.sft is not None and "conversations" in stages:
         for index, source in enumerate(recipe.sft.sources):
             _exists(loaded, source.path, ("sft", "sources", index))
@@ -50,7 +53,14 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
-    if recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+    folder = initial_folder(loaded)
+    if folder is not None:
+        from affinage.data.tokenizer import Tokenizer
+
+        with _written(loaded, "init"):
+            initial_params(folder, graph)
+            Tokenizer.load(folder / TOKENIZER).require_fixed_ids("training")
+    elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
             where=loaded.locate(("tokenizer", "vocabulary")),

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
+from affinage.stages.initial import MODEL, TOKENIZER
+from affinage.stages.plugins import load_named_plugins
 from affinage.stages.store import Store, read_request
-from affinage.stages.trainings import MODEL
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
@@ -20,14 +21,15 @@ def open_model(spec: str, runs: Path) -> "LoadedModel":
 
     Args:
         spec: a run (`quickstart`), its folder (`runs/quickstart`), one of its trainings (`runs/quickstart/pretrain`),
-            each with an optional checkpoint (`...@1000`); of a run without a named training, the last one is taken.
+            or the folder of an imported model, each with an optional checkpoint (`...@1000`); of a run without a named
+            training, the last one is taken.
         runs: where runs are that are named without a folder.
 
     Raises:
         UserError: there is no such run, training or checkpoint; the message says what there is.
     """
     folder, step = locate_model(spec, runs)
-    tokenizer = made_from(folder, "tokenizer")
+    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
     return load_trained(folder, tokenizer, step=step, name=spec)
@@ -45,9 +47,12 @@ def made_from(result: Path, stage: str) -> Path | None:
 
 
 def is_chat(training: Path) -> bool:
-    """Whether a training made a chat model."""
+    """Whether a training made a chat model, or an imported model is one."""
     request = read_request(training)
-    return request is not None and request[0].stage == "sft"
+    if request is None:
+        facts = json.loads((training / MODEL).read_text(encoding="utf-8"))
+        return bool(facts.get("imported", {}).get("chat"))
+    return request[0].stage == "sft"
 
 
 def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
@@ -107,6 +112,7 @@ def load_trained(
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
+    load_named_plugins()
     facts = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     graph, precision = parse(facts["graph"]), PrecisionSettings(**facts["precision"])
     devices = acquire()

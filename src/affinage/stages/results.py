@@ -30,7 +30,7 @@ def export(context: StageContext) -> Summary:
     from affinage.hub.export import export
 
     recipe, inputs = context.recipe, context.inputs
-    assert recipe.export is not None and recipe.data is not None
+    assert recipe.export is not None
     training = "sft" if "sft" in inputs else "pretrain"
     model = load_trained(inputs[training], inputs["tokenizer"], name=recipe.name, mesh=dict(recipe.mesh.items()))
     folder = context.folder / "model"
@@ -40,7 +40,7 @@ def export(context: StageContext) -> Summary:
         from affinage.hub.verify import verify
 
         context.progress("comparing with transformers")
-        texts = [text for some in _validation_texts(inputs["split"]).values() for text in some[:_VERIFIED]]
+        texts = [text for some in _validation_texts(inputs.get("split")).values() for text in some[:_VERIFIED]]
         summary["verified"] = verify(folder, model, texts)
     return summary
 
@@ -50,15 +50,16 @@ def _card_facts(context: StageContext) -> "CardFacts":
     from affinage.hub.card import CardFacts
 
     recipe, inputs = context.recipe, context.inputs
-    assert recipe.export is not None and recipe.data is not None
-    licences = {source.name: source.licence for source in recipe.data.sources if source.name}
+    assert recipe.export is not None
+    sources = recipe.data.sources if recipe.data else ()
+    licences = {source.name: source.licence for source in sources if source.name}
     told = {name: (read_manifest(folder) or {})["summary"] for name, folder in inputs.items()}
-    by_source = told["split"].get("by_source", {})
+    by_source = told.get("split", {}).get("by_source", {})
     return CardFacts(
         licence=recipe.export.licence,
         description=recipe.description,
         command=context.loaded.command,
-        languages=recipe.data.languages,
+        languages=recipe.data.languages if recipe.data else (),
         sources=[{"name": name, "licence": licences.get(name, ""), **counts} for name, counts in by_source.items()],
         training={
             f"{label} {what}": told[stage][what]
@@ -93,7 +94,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
         shots=settings.shots,
         batch=settings.batch,
         max_new_tokens=settings.max_new_tokens,
-        texts=_validation_texts(inputs["split"]) if settings.compressors else None,
+        texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         compressors=settings.compressors,
         progress=context.progress,
     )
@@ -103,10 +104,12 @@ def _evaluate(context: StageContext, training: str) -> Summary:
     return results
 
 
-def _validation_texts(split: Path) -> dict[str, list[str]]:
-    """The documents that were never trained on, per source and language."""
+def _validation_texts(split: Path | None) -> dict[str, list[str]]:
+    """The documents that were never trained on, per source and language; none where there is no text."""
     from affinage.data.documents import read_documents
 
+    if split is None:
+        return {}
     texts: dict[str, list[str]] = defaultdict(list)
     for batch in read_documents(split / "validation"):
         columns = [batch.column(name).to_pylist() for name in ("source", "language", "text")]

@@ -9,6 +9,8 @@ from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import SftSettings, TrainSettings
 from affinage.stages import results, texts, trainings
+from affinage.stages.initial import initial_fingerprint
+from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints
 from affinage.stages.stage import Stage, StageContext, Summary
 
@@ -26,11 +28,13 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
     """
     recipe = loaded.recipe
     stages: list[Stage] = []
-    if recipe.data is not None:
-        stages += _data_stages(recipe)
-        if recipe.pretrain is not None:
-            stages += _training_stages(recipe)
-            stages += _result_stages(recipe)
+    initial = initial_fingerprint(loaded)
+    if recipe.data is not None or (initial and recipe.sft is not None):
+        stages += _data_stages(recipe, initial)
+        if _pretrains(recipe) or (initial and recipe.sft is not None):
+            plugins = plugin_fingerprints(loaded)
+            stages += _training_stages(recipe, initial, plugins)
+            stages += _result_stages(recipe, plugins)
     if stages and report is not None:
         read = tuple(stage.name for stage in stages)
         settings = _part(recipe, "name", "description", "report")
@@ -56,13 +60,18 @@ def local_tasks(recipe: Recipe) -> list[str]:
     return [task for task in _tasks(recipe) if task != POCKET_WORLD and _is_local_task(task)]
 
 
-def _data_stages(recipe: Recipe) -> list[Stage]:
+def _pretrains(recipe: Recipe) -> bool:
+    return recipe.data is not None and recipe.pretrain is not None
+
+
+def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     data = recipe.data
-    assert data is not None
     stages = []
     if uses_pocket_world(recipe):
         megabytes = {"data": {"sources": {"megabytes": texts.pocket_megabytes(recipe)}}}
         stages.append(Stage("world", texts.world, {**_part(recipe, "seed"), **megabytes}))
+    if data is None:  # an imported model is only fine-tuned
+        return [*stages, Stage("tokenizer", texts.given_tokenizer, {}, (), initial)]
     local = fingerprints((source.path for source in data.sources), data.root)
     from_world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
     stages.append(
@@ -73,23 +82,28 @@ def _data_stages(recipe: Recipe) -> list[Stage]:
         stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
     last = stages[-1].name
     stages.append(Stage("split", texts.split, {"data": _json(data, "split"), **_part(recipe, "seed")}, (last,)))
-    of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
-    stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
+    if initial:
+        stages.append(Stage("tokenizer", texts.given_tokenizer, {}, ("split",), initial))
+    else:
+        of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
+        stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
     stages.append(Stage("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer")))
     return stages
 
 
-def _training_stages(recipe: Recipe) -> list[Stage]:
-    assert recipe.pretrain is not None
+def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
     stages = []
     if recipe.sft is not None:  # before the long pretraining, so that a mistake in the conversations is found in time
         stages.append(_conversations(recipe, recipe.sft))
-    settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
-    stages.append(Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), continues=True))
+    if recipe.pretrain is not None and _pretrains(recipe):
+        settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
+        begun = initial | plugins
+        stages.append(Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun, continues=True))
     if recipe.sft is not None:
         settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
-        inputs = ("pretrain", "conversations", "tokenizer")
-        stages.append(Stage("sft", trainings.sft, settings, inputs, continues=True))
+        base = _if(_pretrains(recipe), "pretrain")
+        inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
+        stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True))
     return stages
 
 
@@ -102,14 +116,18 @@ def _conversations(recipe: Recipe, sft: SftSettings) -> Stage:
     return Stage("conversations", texts.conversations, settings, ("tokenizer", *from_world), local)
 
 
-def _result_stages(recipe: Recipe) -> list[Stage]:
+def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     stages = []
-    trained = ["pretrain", *_if(recipe.sft is not None, "sft")]
+    trained = [*_if(_pretrains(recipe), "pretrain"), *_if(recipe.sft is not None, "sft")]
     if recipe.evaluate is not None:
         asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
         judged = recipe.evaluate.model_dump(mode="json", exclude={"batch"})
-        local = fingerprints(local_tasks(recipe))
-        read = ("tokenizer", *_if(POCKET_WORLD in _tasks(recipe), "world"), *_if(recipe.evaluate.compressors, "split"))
+        local = fingerprints(local_tasks(recipe)) | plugins
+        read = (
+            "tokenizer",
+            *_if(POCKET_WORLD in _tasks(recipe), "world"),
+            *_if(recipe.evaluate.compressors and recipe.data is not None, "split"),
+        )
         works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft}
         names = {"pretrain": "evaluate-base", "sft": "evaluate-sft"}
         stages += [
@@ -118,8 +136,13 @@ def _result_stages(recipe: Recipe) -> list[Stage]:
         ]
     if recipe.export is not None:
         settings = _part(recipe, "name", "description", "export")
-        inputs = ("split", "tokenizer", *trained, *(stage.name for stage in stages))  # the card has the scores
-        stages.append(Stage("export", results.export, settings, inputs))
+        inputs = (
+            *_if(recipe.data is not None, "split"),
+            "tokenizer",
+            *trained,
+            *(stage.name for stage in stages),
+        )  # the card has the scores
+        stages.append(Stage("export", results.export, settings, inputs, plugins))
     return stages
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from affinage.data.chat import encode_prompt
-from affinage.data.special_tokens import BOS
 from affinage.errors import UserError
 from affinage.generation.decode import Generator, Request
 from affinage.generation.model import LoadedModel
@@ -14,7 +13,7 @@ _TOKENS = 64  # shown of each
 
 def continuations(model: LoadedModel, prompts: Sequence[str]) -> dict[str, Any]:
     """{"prompts": [{"prompt", "text"}]}: the most likely continuations."""
-    rows = [[BOS, *model.tokenizer.encode(prompt)] for prompt in prompts]
+    rows = [[*model.tokenizer.opening, *model.tokenizer.encode(prompt)] for prompt in prompts]
     return {"prompts": [{"prompt": p, "text": t} for p, t in zip(prompts, _generated(model, rows, prompts))]}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from affinage.recipe.data import POCKET_WORLD, DataSettings, SourceSettings
 from affinage.recipe.recipe import Recipe
+from affinage.stages.initial import TOKENIZER, initial_folder
 from affinage.stages.stage import StageContext, Summary
 
 
@@ -55,6 +56,19 @@ def tokenizer(context: StageContext) -> Summary:
     recipe = context.recipe
     languages = _data(context).languages
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
+
+
+def given_tokenizer(context: StageContext) -> Summary:
+    """Take the tokenizer of the model that the recipe begins with."""
+    from affinage.data.fertility import measure
+    from affinage.data.tokenizer import Tokenizer
+
+    folder = initial_folder(context.loaded)
+    assert folder is not None
+    given = Tokenizer.load(folder / TOKENIZER)
+    given.write(context.folder)
+    facts = {"kind": given.kind, "vocabulary": given.vocabulary}
+    return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
 
 
 def rows(context: StageContext) -> Summary:

@@ -8,6 +8,7 @@ import rich
 
 from affinage.errors import UserError
 from affinage.recipe.training import TrainSettings
+from affinage.stages.initial import MODEL, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import write_json
 
@@ -15,21 +16,26 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
     from affinage.model import Graph
 
-MODEL = "model.json"  # beside the checkpoints: what one must know to load them
-
 
 def pretrain(context: StageContext) -> Summary:
-    """Train the model from random weights on rows of documents."""
+    """Train the model, from random weights or those that `init` names, on rows of documents."""
     from affinage.data.tokenizer import Tokenizer
 
     settings = context.recipe.pretrain
     assert settings is not None
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
-    return _train(context, graph, settings, context.inputs["rows"], weights=settings.language_weights)
+    return _train(
+        context,
+        graph,
+        settings,
+        context.inputs["rows"],
+        weights=settings.language_weights,
+        initial_params=_imported(context, graph),
+    )
 
 
 def sft(context: StageContext) -> Summary:
-    """Fine-tune the pretrained model on conversations."""
+    """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
     from affinage.checkpoint import CheckpointStore
     from affinage.data.conversations import show_example
     from affinage.data.tokenizer import Tokenizer
@@ -40,15 +46,22 @@ def sft(context: StageContext) -> Summary:
     graph = graph_of(context, tokenizer)
     rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
     rich.print(show_example(context.inputs["conversations"], tokenizer))
-    base = CheckpointStore(context.inputs["pretrain"] / "checkpoints")
+    pretrained = context.inputs.get("pretrain")
+    base = CheckpointStore(pretrained / "checkpoints") if pretrained else None
     return _train(
         context,
         graph,
         settings,
         context.inputs["conversations"],
-        initial_params=lambda abstract: base.restore_params(None, abstract),
+        initial_params=(lambda abstract: base.restore_params(None, abstract)) if base else _imported(context, graph),
         system_prompt=settings.system_prompt,
     )
+
+
+def _imported(context: StageContext, graph: "Graph") -> Callable[[Any], Any] | None:
+    """The weights that the recipe begins with; None for random ones."""
+    folder = initial_folder(context.loaded)
+    return None if folder is None else initial_params(folder, graph)
 
 
 def graph_of(context: StageContext, tokenizer: "Tokenizer") -> "Graph":

@@ -1,0 +1,108 @@
+"""Verbs for models that come from the Hugging Face Hub or go there: `import`, `export`."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, is_recipe
+from affinage.cli.run import walk
+from affinage.errors import UserError
+
+if TYPE_CHECKING:
+    from affinage.generation.model import LoadedModel
+
+_PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verbs."""
+    app.command("import")(import_)
+    app.command("export")(export)
+
+
+def import_(
+    source: Annotated[str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="Llama, Mistral, Qwen 2 or 3, or GPT-2.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="Where to write; default: its name, here.")
+    ] = None,
+) -> None:
+    """Take in a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
+
+    What its config.json says is computed exactly or refused by name. No code of the model's is loaded or run.
+
+    Example: affinage import gpt2 --to my_gpt2
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
+    folder = to or Path(name)
+    _must_be_new(folder)
+    from affinage.hub.repository import local_copy
+    from affinage.stages.imports import import_model
+
+    found = import_model(local_copy(source), folder, name)
+    typer.echo(
+        f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
+        f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
+    )
+
+
+def export(
+    target: TargetArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="MODEL only: where to write.")] = None,
+    dtype: Annotated[str, typer.Option(help="MODEL only: float32, bfloat16 or float16.")] = "float32",
+    licence: Annotated[str, typer.Option(help="MODEL only: SPDX identifier of the weights.")] = "apache-2.0",
+    shard_gigabytes: Annotated[float, typer.Option(min=1e-6, help="MODEL only: most of one file, in 1e9 bytes.")] = 5.0,
+    check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers makes of it.")] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPO_ID", help="Then upload it to the Hugging Face Hub; needs HF_TOKEN.")
+    ] = None,
+    public: Annotated[bool, typer.Option(help="With --push: a repository that is made is public.")] = False,
+) -> None:
+    """Write the Hugging Face folder of a recipe's last model, as a stage of its run, or of any model.
+
+    Examples: affinage export quickstart --verify
+
+    affinage export runs/quickstart/pretrain@1000 --to my_model --dtype bfloat16 --push me/my_model
+    """
+    offline = "HF_HUB_OFFLINE" in os.environ
+    if is_recipe(target):
+        settings = ["export={verify: true}" if check else "export={}"]
+        folder = walk(target, [*(overrides or ()), *settings], runs, ("export",)) / "export" / "model"
+    elif to is None:
+        raise UserError("where to?", fix="Name a folder: --to my_model")
+    else:
+        folder = to
+        _write(target, runs, folder, dtype=dtype, licence=licence, shard_gigabytes=shard_gigabytes, check=check)
+    if push is not None:
+        if not offline:
+            os.environ.pop("HF_HUB_OFFLINE", None)  # set for the run of a recipe that needs no network
+        from affinage.hub.repository import push as upload
+
+        typer.echo(f"The model is at {upload(folder, push, private=not public)}.")
+
+
+def _write(target: str, runs: Path, to: Path, *, dtype: str, licence: str, shard_gigabytes: float, check: bool) -> None:
+    _must_be_new(to)
+    from affinage.hub.card import CardFacts
+    from affinage.hub.export import DTYPES, export
+    from affinage.stages.models import is_chat, locate_model, open_model
+
+    if dtype not in DTYPES:
+        raise UserError(f"`{dtype}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
+    model: LoadedModel = open_model(target, runs)
+    chat = is_chat(locate_model(target, runs)[0])
+    export(model, to, facts=CardFacts(licence=licence), dtype=dtype, chat=chat, shard_gigabytes=shard_gigabytes)
+    if check:
+        from affinage.hub.verify import verify
+
+        verify(to, model, _PROBES)
+    typer.echo(f"The model is in {to}.")
+
+
+def _must_be_new(folder: Path) -> None:
+    if folder.exists():
+        raise UserError("this is there already", where=str(folder), fix="Name a folder that is not there yet.")

@@ -1,0 +1,136 @@
+"""The tokenizer of a model from elsewhere: a tokenizer.json of Hugging Face's `tokenizers`, with ids of its own."""
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+
+from affinage.data.atomic import write_atomically
+from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
+
+FILE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+_ANCHOR = "a"
+
+
+class HubTokenizer(Tokenizer):
+    """For generating, evaluating and exporting. Text that spells a special token stays text."""
+
+    kind = "hub"
+    fixed_ids: ClassVar[bool] = False
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self._fast = FastTokenizer.from_file(str(folder / FILE))
+        except Exception as error:  # the library raises nothing more special
+            raise UserError(f"this is not a tokenizer: {error}", where=str(folder / FILE)) from error
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._fast.encode_special_tokens = True
+        self._special = {id_ for id_, token in self._fast.get_added_tokens_decoder().items() if token.special}
+        config = folder / CONFIG
+        self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._fast.get_vocab(with_added_tokens=True).values())
+
+    def write(self, folder: Path) -> None:
+        """Copies of the files it was read from."""
+        for name in (FILE, CONFIG):
+            if (self._folder / name).is_file():
+                write_atomically(folder / name, (self._folder / name).read_bytes())
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before a text; nothing for GPT-2 and Qwen."""
+        plain = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
+        whole = self._fast.encode(_ANCHOR).ids
+        return tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+
+    @property
+    def bos(self) -> int:
+        """The token that stands for an empty context: its bos_token, or else its eos_token."""
+        named = self._named("bos_token")
+        return self.eos if named is None else named
+
+    @property
+    def eos(self) -> int:
+        """Its eos_token.
+
+        Raises:
+            UserError: it has none.
+        """
+        named = self._named("eos_token")
+        if named is None:
+            raise UserError("this tokenizer names no eos_token", where=str(self._folder / CONFIG))
+        return named
+
+    @property
+    def pad(self) -> int | None:
+        """Its pad_token."""
+        return self._named("pad_token")
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The end of a text, and of a message where it has ChatML's token."""
+        ends = (self.eos, self._fast.token_to_id("<|im_end|>"))
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
+
+    def _named(self, key: str) -> int | None:
+        token = self._config.get(key)
+        if token is None and key == "eos_token":
+            token = "<|endoftext|>"  # GPT-2's configuration leaves it to the class
+        found: int | None = self._fast.token_to_id(token["content"] if isinstance(token, dict) else token or "")
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of raw text, with nothing put before it."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text."""
+        return [encoded.ids for encoded in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+
+    def id_to_piece(self, token: int) -> str:
+        """How its vocabulary spells one id."""
+        return self._fast.id_to_token(token) or ""
+
+    @property
+    def piece_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of what each id alone decodes to, int64 [vocabulary]; 0 for special tokens."""
+        return np.array([len(self.decode([token]).encode()) for token in range(self.vocabulary)], np.int64)
+
+    def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes.
+
+        Of tokens that share a character, the first one has all its bytes.
+        """
+        ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
+        ends[-1:] = [len(text)] if ends else []
+        bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)
+        reached = np.maximum.accumulate(bytes_before[np.array([0, *ends], np.int64)])
+        return np.diff(reached)
+
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of ids; special tokens are left out, or spelled if `keep_special`."""
+        kept = [token for token in map(int, ids) if keep_special or token not in self._special]
+        return self._decode_text([token for token in kept if token < self.vocabulary])
+
+    def _decode_text(self, ids: list[int]) -> str:
+        # After another token: some decoders drop the space that the first token of a text begins with.
+        anchor = self._anchor
+        text: str = self._fast.decode([*anchor, *ids], skip_special_tokens=False)
+        return text[len(self._fast.decode(anchor, skip_special_tokens=False)) :]
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode(_ANCHOR)

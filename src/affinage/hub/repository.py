@@ -1,0 +1,62 @@
+"""Repositories of the Hugging Face Hub: a copy here of one that is there, and back."""
+
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError, HTTPError
+
+from affinage.errors import UserError
+
+# All that an import reads. Files that can run code (*.py, *.bin, *.pt) never reach the machine.
+_PATTERNS = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json", "*.model"]
+_PATTERNS += ["characters.json", "README.md"]
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def local_copy(folder_or_id: str) -> Path:
+    """The folder itself, or a copy of the repository with this id, from the cache if it is there already.
+
+    Raises:
+        UserError: there is no such folder, and the hub has no such repository or cannot be reached.
+    """
+    folder = Path(folder_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _REPOSITORY.fullmatch(folder_or_id) or folder_or_id.startswith("."):
+        raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
+    try:
+        return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
+    except (HTTPError, OSError, HFValidationError) as error:
+        raise UserError(
+            f"there is no folder `{folder_or_id}`, and no repository of that name could be fetched: {_first(error)}",
+            fix="Without a network, give the folder of a copy. A private repository needs HF_TOKEN to be set.",
+        ) from error
+
+
+def push(folder: Path, repository: str, *, private: bool = True, endpoint: str | None = None) -> str:
+    """Upload an exported folder as a model repository, made if it is not there; returns its address.
+
+    The token is what huggingface_hub finds in the environment (HF_TOKEN) or in its login. `endpoint` is the address
+    of another hub than huggingface.co; HF_ENDPOINT sets it, too.
+    """
+    api = HfApi(endpoint=endpoint)
+    try:
+        made = api.create_repo(repository, repo_type="model", private=private, exist_ok=True)
+        api.upload_folder(
+            folder_path=folder, repo_id=made.repo_id, repo_type="model", commit_message="Export of affinage"
+        )
+    except (HTTPError, OSError, HFValidationError) as error:
+        asked = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
+        raise UserError(
+            f"{folder} is written, but could not be uploaded: {_first(error)}",
+            where=repository,
+            fix=f"Repeat it with `hf upload {repository} {folder}` once the hub can be reached.{asked}",
+        ) from error
+    return str(made)
+
+
+def _first(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,75 @@
+"""The tensors of a Hugging Face folder, read one by one from safetensors files."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from affinage.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+# Buffers that old files hold and that follow from the configuration: GPT-2's masks, Llama's frequencies.
+_BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+
+
+class HubWeights(Mapping[str, NDArray[Any]]):
+    """Name -> tensor, in the dtype of the file. Remembers what was read, so that nothing is left behind unseen."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _files_by_tensor(folder)
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        self._read.add(name)
+        with _opened(self._folder / self._files[name]) as file:
+            tensor: NDArray[Any] = file.get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def left(self) -> list[str]:
+        """Names of tensors that nobody has read, buffers aside."""
+        return [name for name in self._files if name not in self._read and not _BUFFERS.fullmatch(name)]
+
+    def digest(self) -> str:
+        """SHA-256 of the files, hexadecimal."""
+        digest = hashlib.sha256()
+        for name in sorted(set(self._files.values())):
+            with open(self._folder / name, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+
+def _files_by_tensor(folder: Path) -> dict[str, str]:
+    if (folder / INDEX).is_file():
+        listed = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        for file in sorted(set(listed.values())):
+            if Path(file).name != file or not (folder / file).is_file():
+                raise UserError(f"the index names `{file}`, which is not there", where=str(folder / INDEX))
+        return listed
+    if not (folder / WHOLE).is_file():
+        fix = "Only safetensors are read: other files of weights can run code when they are loaded."
+        raise UserError(f"there is neither {WHOLE} nor {INDEX}", where=str(folder), fix=fix)
+    with _opened(folder / WHOLE) as file:
+        return dict.fromkeys(file.keys(), WHOLE)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise UserError(f"this is not a whole safetensors file: {error}", where=str(path)) from error

@@ -1,0 +1,136 @@
+"""Models from elsewhere: a folder of the hub becomes one that every verb takes as MODEL and a recipe can begin with.
+
+The folder holds model.json (as a training's does), checkpoints/0 with the weights, tokenizer/, and recipe.yaml.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from affinage.errors import UserError
+from affinage.stages.initial import MODEL, TOKENIZER
+from affinage.stages.store import write_json
+
+if TYPE_CHECKING:
+    from affinage.hub.read import HubModel
+
+RECIPE = "recipe.yaml"
+
+_HEADER = """\
+# Begins with the weights and the tokenizer of {name}, which lie beside this file. Its graph is what config.json says.
+#
+#   affinage run {file} --set data.sources='[my_text/]'      to train on, on text of yours
+#   affinage run {file} --set data=null --set pretrain=null  to fine-tune only, once there are conversations
+"""
+_TAIL = """
+data:
+  sources: [my_text/]
+  languages: [en]
+
+pretrain:
+  steps: 1000
+  batch: 8
+  schedule: {{peak: 5.0e-5, floor: 5.0e-6, warmup_share: 0.05}}
+
+# sft:
+#   sources: [my_conversations.jsonl]
+#   system_prompt: {system_prompt}
+#   steps: 1000
+#   batch: 8
+#   schedule: {{peak: 2.0e-5, floor: 2.0e-6, warmup_share: 0.05}}
+"""
+
+
+def import_model(source: Path, folder: Path, name: str) -> dict[str, Any]:
+    """Write `folder` from a folder of the Hugging Face Hub; it appears whole or not at all.
+
+    Args:
+        source: config.json, safetensors and the tokenizer's files.
+        folder: where to write; must not be there.
+        name: what the recipe is called.
+
+    Raises:
+        UserError: what is in `source` cannot be honoured exactly.
+    """
+    import jax
+
+    from affinage.data.tokenizer import Tokenizer
+    from affinage.hub.read import read_hub_folder
+
+    model = read_hub_folder(source)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / TOKENIZER).mkdir(parents=True)
+    tokenizer = Tokenizer.load(source)
+    if tokenizer.vocabulary > model.graph.vocabulary:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary} ids, the model {model.graph.vocabulary}", where=str(source)
+        )
+    tokenizer.write(partial / TOKENIZER)
+    system_prompt = _system_prompt(source)
+    facts = {
+        "graph": model.graph.to_dict(),
+        "context": model.architecture.context,
+        "system_prompt": system_prompt or "",
+        "precision": {},
+        "imported": {
+            "sha256": {"weights": model.digest, "tokenizer": _digest(partial / TOKENIZER)},
+            "chat": system_prompt is not None,
+        },
+    }
+    write_json(partial / MODEL, facts)
+    _write_recipe(partial / RECIPE, folder / RECIPE, name, model, system_prompt or "")
+    _write_weights(partial, model)
+    partial.rename(folder)
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        "family": model.architecture.family,
+        "context": model.architecture.context,
+        "vocabulary": model.graph.vocabulary,
+        "tokenizer": tokenizer.kind,
+    }
+
+
+def _write_weights(folder: Path, model: "HubModel") -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from affinage.checkpoint import CheckpointStore
+
+    store = CheckpointStore(folder / "checkpoints")
+    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": model.digest})
+    store.wait()
+
+
+def _digest(folder: Path) -> str:
+    contents = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(folder.iterdir())]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+
+def _system_prompt(source: Path) -> str | None:
+    """What a chat model of ours is told by default; None of any other model."""
+    from affinage.data.chat import system_prompt_in
+
+    config = source / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    return system_prompt_in(template) if isinstance(template, str) else None
+
+
+def _write_recipe(path: Path, shown: Path, name: str, model: "HubModel", system_prompt: str) -> None:
+    settings = {
+        "name": name,
+        "init": ".",
+        "rows": {"context": model.architecture.context},
+        "model": model.graph.to_dict(),
+        "export": {"dtype": model.architecture.dtype},
+    }
+    body = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    quoted = yaml.safe_dump(system_prompt, default_style='"', allow_unicode=True, width=10**6).strip()
+    head, tail = _HEADER.format(name=name, file=shown), _TAIL.format(system_prompt=quoted)
+    path.write_text(head + body + tail, encoding="utf-8")

@@ -1,0 +1,79 @@
+"""The model that a recipe begins with, where it names one with `init`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from affinage.errors import UserError
+from affinage.recipe.load import LoadedRecipe
+
+if TYPE_CHECKING:
+    from affinage.model import Graph
+
+MODEL = "model.json"  # beside the checkpoints: what one must know to load them
+TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is a result of its own
+
+
+def initial_folder(loaded: LoadedRecipe) -> Path | None:
+    """The folder that `init` names, relative to the recipe; None if the recipe begins with random weights.
+
+    Raises:
+        UserError: there is no imported model.
+    """
+    if loaded.recipe.init is None:
+        return None
+    folder = loaded.beside(loaded.recipe.init)
+    if "imported" not in _facts(folder):
+        raise UserError(
+            f"there is no imported model in `{loaded.recipe.init}`",
+            where=loaded.locate(("init",)),
+            fix="Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER",
+        )
+    return folder
+
+
+def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
+    """What the keys of stages hold of it: hashes of its weights and tokenizer, wherever its folder is."""
+    folder = initial_folder(loaded)
+    return (
+        {}
+        if folder is None
+        else {f"init {part}": digest for part, digest in _facts(folder)["imported"]["sha256"].items()}
+    )
+
+
+def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
+    """A function that loads its weights as the parameters of `graph`, given as abstract ones with shardings.
+
+    Raises:
+        UserError: the graph has other parameters than the model.
+    """
+    from affinage.checkpoint import CheckpointStore
+    from affinage.model import parse
+    from affinage.model.parameter import map_parameters
+
+    def shapes(graph: "Graph") -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        map_parameters(lambda path, parameter: found.update({".".join(path): parameter.shape}), graph.parameters)
+        return found
+
+    own, given = shapes(graph), shapes(parse(_facts(folder)["graph"]))
+    for name in sorted(own.keys() | given.keys()):
+        if own.get(name) != given.get(name):
+            raise UserError(
+                f"the recipe's model has {name} {own.get(name, 'not at all')}, "
+                f"the one it begins with {given.get(name, 'not at all')}",
+                where="init",
+                fix="Let `model:` be what the imported model's recipe.yaml says.",
+            )
+    store = CheckpointStore(folder / "checkpoints")
+    return lambda abstract: store.restore_params(0, abstract)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts

@@ -1,0 +1,167 @@
+"""Models of the hub taken in: exactly, or refused by name; and given back bit by bit."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import tiny_graphs
+from affinage.errors import UserError
+from affinage.generation.model import logits_of
+from affinage.hub.architectures import architecture_of
+from affinage.hub.card import CardFacts
+from affinage.hub.export import export
+from affinage.hub.families import family_of
+from affinage.hub.read import read_hub_folder
+from affinage.model import init_params, parse
+from affinage.stages.imports import import_model
+from affinage.stages.models import is_chat, locate_model, open_model
+from tiny_models import LLAMA, tiny_gpt2, tiny_llama
+
+FACTS = CardFacts(licence="apache-2.0")
+_LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
+GRAPHS = {
+    "llama": tiny_graphs.llama(
+        attention={"kv_heads": 2, "dropout": 0.25}, tied=True, norm={"kind": "rms", "eps": 1e-5}
+    ),
+    "llama with biases": tiny_graphs.llama(attention={"bias": True, "head_dim": 12}, init_std=0.01),
+    "llama 3": tiny_graphs.llama(attention={"rope": {"theta": 5e5, "scaling": _LLAMA_3}}),
+    "stretched": tiny_graphs.llama(attention={"rope": {"scaling": {"kind": "linear", "factor": 2.0}}}),
+    "qwen2": tiny_graphs.llama(attention={"kv_heads": 2, "bias": "qkv"}),
+    "qwen3": tiny_graphs.llama(attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
+    "mistral": tiny_graphs.llama(attention={"kv_heads": 2, "window": 9}),
+    "gpt2": tiny_graphs.gpt2(dropout=0.1),
+}
+GRAPHS["llama"]["nodes"]["norm"]["eps"] = 1e-5
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    model = replace(tiny_llama(), system_prompt='Say "oui".\nBe brief.')
+    export(model, folder, facts=FACTS, chat=True, dtype="bfloat16", shard_gigabytes=5e-5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(exported, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported") / "model"
+    import_model(exported, folder, "tiny")
+    return folder
+
+
+def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path):
+    assert len(list(exported.glob("*.safetensors"))) > 1
+    locate_model(str(imported), tmp_path)
+    again, recipe = open_model(str(imported), tmp_path), (imported / "recipe.yaml").read_text()
+    assert is_chat(imported) and "dtype: bfloat16" in recipe
+    export(again, tmp_path / "m", facts=FACTS, chat=True, dtype="bfloat16", shard_gigabytes=5e-5)
+    assert {file.name for file in exported.iterdir()} == {file.name for file in (tmp_path / "m").iterdir()}
+    for file in exported.iterdir():
+        if file.name != "README.md":  # the model has another name
+            assert file.read_bytes() == (tmp_path / "m" / file.name).read_bytes(), file.name
+
+
+def test_gpt2_comes_back_too(tmp_path):
+    export(tiny_gpt2(), tmp_path / "a", facts=FACTS)
+    import_model(tmp_path / "a", tmp_path / "b", "tiny")
+    assert not is_chat(tmp_path / "b")
+    export(open_model(str(tmp_path / "b"), tmp_path), tmp_path / "c", facts=FACTS)
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer.model"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_graph_of_a_configuration_gives_that_configuration(name):
+    graph = parse(GRAPHS[name])
+    config = family_of(graph).hf_config(graph, context=64)
+    read = architecture_of(config, "config.json")
+    assert family_of(parse(read.model)).hf_config(parse(read.model), context=read.context) == config
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_what_transformers_writes_is_read(family, tmp_path):
+    """Logits of a model that transformers made, saved as transformers does, equal ours."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 64}
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 97}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = read_hub_folder(tmp_path / "theirs")
+    tokens = np.random.default_rng(0).integers(0, 97, (1, 24))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    logits, _ = logits_of(ours.graph, ours.params, jnp.asarray(tokens), jnp.arange(24)[None], "float32")
+    np.testing.assert_allclose(logits.array(), expected, atol=1e-5)
+    assert ours.architecture.context == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "`model_type: mamba` is not a known family"),
+        ({"hidden_act": "gelu"}, "`hidden_act: gelu` cannot be honoured"),
+        ({"mlp_bias": True}, "`mlp_bias: True` cannot be honoured"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "`rope_type: yarn`"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "`rope_theta: 5.0 and 10000.0`"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor: 0.5`"),
+        ({"residual_multiplier": 0.2}, "it is not known what these do, so this model is not imported: `residual_mul"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "brings code of its own"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"hidden_size": None}, "`hidden_size` is missing"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(change, message):
+    graph = tiny_llama().graph
+    with pytest.raises(UserError) as caught:
+        architecture_of(family_of(graph).hf_config(graph, context=64) | change, "config.json")
+    assert message in str(caught.value)
+
+
+def test_tensors_without_a_place_and_missing_ones_are_named(tmp_path):
+    export(tiny_llama(), tmp_path / "m", facts=FACTS)
+    file = tmp_path / "m/model.safetensors"
+    tensors = dict(load_file(file))
+    save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}, file)
+    with pytest.raises(UserError, match=r"no place for the tensors model\.layers\.0\.self_attn\.q_proj\.bias"):
+        read_hub_folder(tmp_path / "m")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"no tensor 'model\.norm\.weight'"):
+        read_hub_folder(tmp_path / "m")
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        read_hub_folder(tmp_path / "m")
+    file.unlink()
+    (tmp_path / "m/pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="Only safetensors are read"):
+        read_hub_folder(tmp_path / "m")
+
+
+def test_a_padded_vocabulary_stays_as_it_is(tmp_path):
+    config = json.loads((_padded(tmp_path) / "config.json").read_text())
+    assert config["vocab_size"] == 448
+    import_model(tmp_path / "m", tmp_path / "again", "padded")
+    again = open_model(str(tmp_path / "again"), tmp_path)
+    assert (again.graph.vocabulary, again.tokenizer.vocabulary) == (448, 420)
+
+
+def _padded(tmp_path):
+    """An export of a model that has more token ids than its tokenizer."""
+
+    small = tiny_llama()
+    model = {"inputs": ["tokens"], "nodes": {name: dict(node) for name, node in LLAMA["nodes"].items()}}
+    for node in ("embed", "logits"):
+        model["nodes"][node]["vocab"] = 448
+    graph = parse(model)
+    export(replace(small, graph=graph, params=init_params(graph, jax.random.key(1))), tmp_path / "m", facts=FACTS)
+    return tmp_path / "m"

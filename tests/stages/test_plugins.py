@@ -1,0 +1,87 @@
+"""Node kinds of the user's own, as docs/node_kinds.md tells to write them."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from affinage.errors import UserError
+from affinage.model import Call, apply, init_params, parse
+from affinage.model.kind import KINDS
+from affinage.recipe.load import load_recipe
+from affinage.stages import plugins
+from affinage.stages.flow import Flow, Runs
+from affinage.stages.plugins import load_named_plugins, load_plugins
+from affinage.stages.road import road_of
+from affinage.stages.trainings import with_vocabulary
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "node_kinds.md"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The folder with the files that the document shows."""
+    for name, content in re.findall(r"```\w+ (\S+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL):
+        (tmp_path / name).write_text(content)
+    yield tmp_path
+    KINDS.pop("channel_mix", None)
+    plugins._run.cache_clear()
+
+
+def keys(folder: Path) -> dict[str, str]:
+    loaded = load_recipe(folder / "my_recipe.yaml")
+    return {step.stage.name: step.request.key for step in Flow(loaded, Runs(folder / "runs"), road_of(loaded)).plan()}
+
+
+def test_the_documents_example_computes_what_it_says(written):
+    loaded = load_recipe(written / "my_recipe.yaml")
+    load_plugins(loaded)
+    graph = parse(with_vocabulary(loaded.recipe.model, 300), loaded.locate)
+    assert parse(graph.to_dict()) == graph
+    params = init_params(graph, jax.random.key(0))
+    values = apply(graph, params, {"tokens": jnp.zeros((1, 3), jnp.int32)}, Call()).values
+    mix = 1 / (1 + np.exp(-np.asarray(params["mixed"]["mix"])))[None, None]
+    expected = mix * values["blocks"] + (1 - mix) * values["embed"]
+    np.testing.assert_allclose(values["mixed"], expected, rtol=1e-5)
+
+
+def test_a_changed_plugin_changes_the_model_and_not_the_data(written):
+    before = keys(written)
+    with (written / "my_nodes.py").open("a") as file:
+        file.write("# changed\n")
+    after = keys(written)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"pretrain", "sft", "evaluate-base", "evaluate-sft", "export"}
+
+
+def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
+    (written / "my_nodes.py").write_text("1 / 0")
+    loaded = load_recipe(written / "my_recipe.yaml")
+    with pytest.raises(UserError, match=r"(?s)my_recipe.yaml:3.*my_nodes.py` fails: ZeroDivisionError"):
+        load_plugins(loaded)
+    (written / "my_nodes.py").unlink()
+    with pytest.raises(UserError, match=r"(?s)my_recipe.yaml:3.*there is no plugin"):
+        load_plugins(loaded)
+
+
+def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
+    load_named_plugins()
+    assert "channel_mix" not in KINDS
+    monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
+    load_named_plugins()
+    assert "channel_mix" in KINDS
+
+
+def test_installed_packages_register_theirs(written, monkeypatch):
+    loaded = []
+    point = SimpleNamespace(name="mine", value="my_package.nodes", load=lambda: loaded.append("my_package.nodes"))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "affinage.plugins" else [])
+    plugins._load_installed.cache_clear()
+    load_plugins(load_recipe(written / "my_recipe.yaml"))
+    load_plugins(load_recipe(written / "my_recipe.yaml"))
+    assert loaded == ["my_package.nodes"]
+    plugins._load_installed.cache_clear()
