@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from affinage.errors import UserError
-from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.stages.road import local_tasks
@@ -22,6 +22,9 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         UserError: for files and packages that are not there, and for a model, mesh and batch that do not fit together.
     """
     recipe = loaded.recipe
+    arrays = recipe.data.arrays if recipe.data is not None else None
+    if arrays is not None and arrays.path != DIGITS and "arrays" in stages:
+        _exists(loaded, arrays.path, ("data", "arrays"))
     if recipe.sft is not None and "conversations" in stages:
         for index, source in enumerate(recipe.sft.sources):
             _exists(loaded, source.path, ("sft", "sources", index))
@@ -50,7 +53,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
-    if recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+    is_text = recipe.data is not None and recipe.data.arrays is None
+    if is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
             where=loaded.locate(("tokenizer", "vocabulary")),

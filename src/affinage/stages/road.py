@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import SftSettings, TrainSettings
-from affinage.stages import results, texts, trainings
+from affinage.stages import images, results, texts, trainings
 from affinage.stages.sources import fingerprints
 from affinage.stages.stage import Stage, StageContext, Summary
 
@@ -26,7 +26,9 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
     """
     recipe = loaded.recipe
     stages: list[Stage] = []
-    if recipe.data is not None:
+    if recipe.data is not None and recipe.data.arrays is not None:
+        stages += _array_stages(recipe, recipe.data.arrays)
+    elif recipe.data is not None:
         stages += _data_stages(recipe)
         if recipe.pretrain is not None:
             stages += _training_stages(recipe)
@@ -76,6 +78,18 @@ def _data_stages(recipe: Recipe) -> list[Stage]:
     of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
     stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
     stages.append(Stage("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer")))
+    return stages
+
+
+def _array_stages(recipe: Recipe, arrays: ArraySettings) -> list[Stage]:
+    settings = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
+    local = fingerprints(() if arrays.path == DIGITS else (arrays.path,))
+    stages = [Stage("arrays", images.arrays, settings, (), local)]
+    if recipe.pretrain is not None:
+        settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
+        stages.append(Stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), continues=True))
+        if recipe.probe is not None:
+            stages.append(Stage("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain")))
     return stages
 
 
