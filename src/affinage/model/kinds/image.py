@@ -32,10 +32,11 @@ def _layers_parameters(widths: tuple[int, ...], *, norm_last: bool) -> Tree:
     tree: Tree = {}
     for layer, (inputs, outputs) in enumerate(pairwise(widths)):
         last = layer == len(widths) - 2
-        axes = ("ffn", "embed") if layer % 2 else ("embed", "ffn")
-        tree[f"dense_{layer}"] = dense_parameters((inputs,), (outputs,), axes, bias=True, std=sqrt(2 / inputs))
+        tree[f"dense_{layer}"] = dense_parameters(
+            (inputs,), (outputs,), ("ffn", "embed"), bias=True, std=sqrt(2 / inputs)
+        )
         if not last or norm_last:
-            tree[f"norm_{layer}"] = _NORM.parameters(outputs, axes[1])
+            tree[f"norm_{layer}"] = _NORM.parameters(outputs)
     return tree
 
 
