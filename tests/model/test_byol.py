@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_graphs
 
+import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import Call, apply, first_averages, init_params, moved_averages, parse
 

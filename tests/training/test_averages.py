@@ -1,7 +1,8 @@
-"""Moving averages of weights are part of the state: moved by the one step, split, skipped, saved and resumed with it."""
+"""Moving averages of weights belong to the state: moved by its step, split, skipped, saved and resumed with it."""
 
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-import tiny_graphs
 
+import tiny_graphs
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import Preempted
 from affinage.model import parse
@@ -64,7 +65,7 @@ def one_device() -> tuple[list[TrainState], list[dict[str, float]]]:
 
 def test_every_step_moves_the_averages_by_the_formula(one_device):
     states, _ = one_device
-    for before, after in zip(states[:3], states[1:4], strict=True):
+    for before, after in pairwise(states[:4]):
         for name, tree in after.averages["target"].items():
             jax.tree.map(
                 lambda new, old, p: np.testing.assert_allclose(new, 0.9 * old + 0.1 * p, rtol=1e-5, atol=1e-7),
