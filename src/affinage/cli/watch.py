@@ -124,7 +124,7 @@ def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "model", f"{folder}/export/model"
     if "sft" in names:
         yield "next", f"affinage chat {recipe}{runs}"
-    elif "pretrain" in names:
+    elif {"pretrain", "tokenizer"} <= set(names):
         yield "next", f"affinage generate {recipe}{runs} 'Once upon a time'"
 
 
@@ -136,6 +136,8 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents"
     if isinstance(summary.get("vocabulary"), int):
         yield f"{summary['vocabulary']:,} pieces"
+    if isinstance(summary.get("images"), int):
+        yield f"{summary['images']:,} images"
     if isinstance(summary.get("train"), Mapping) and "rows" in summary["train"]:
         yield f"{summary['train']['rows']:,} rows of {summary['context']:,} tokens"
     if isinstance(summary.get("parameters"), Mapping):

@@ -4,12 +4,16 @@ from affinage.model.call import Call, Logits, Loss, Outputs
 from affinage.model.graph import Graph, parse
 from affinage.model.module import (
     Model,
+    abstract_averages,
     abstract_params,
     apply,
+    average_axes,
     decayed,
+    first_averages,
     init_cache,
     init_params,
     logical_axes,
+    moved_averages,
 )
 from affinage.model.node import Node
 
@@ -21,11 +25,15 @@ __all__ = [
     "Model",
     "Node",
     "Outputs",
+    "abstract_averages",
     "abstract_params",
     "apply",
+    "average_axes",
     "decayed",
+    "first_averages",
     "init_cache",
     "init_params",
     "logical_axes",
+    "moved_averages",
     "parse",
 ]

@@ -158,6 +158,7 @@ def mermaid(graph: Graph) -> str:
         lines += [f"    {source} --> {node.name}" for source in node.inputs]
         if node.kind.shares:
             lines.append(f"    {node.kind.shares} -. weights .-> {node.name}")
+        lines += [f"    {name} -. moving average .-> {node.name}" for name in graph.averages.get(node.name, ())]
     return "\n".join(lines) + "\n"
 
 

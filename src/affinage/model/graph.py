@@ -7,9 +7,10 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.model.node import Node, ancestors
-from affinage.model.parameter import Parameter, Tree, map_parameters, parameters_in
+from affinage.model.parameter import Tree, parameters_in, stacked
 from affinage.model.shape import Shape
 from affinage.model.validation import (
+    INPUTS,
     Locate,
     check_alive,
     check_inputs,
@@ -85,8 +86,26 @@ class Graph:
         for node in self.nodes:
             own = self._own(node)
             if own:
-                tree[node.name] = own if node.repeat is None else _stack(own, node.repeat)
+                tree[node.name] = own if node.repeat is None else stacked(own, node.repeat)
         return tree
+
+    @cached_property
+    def averages(self) -> Tree:
+        """Declarations of all moving averages: {node name: {name of the node followed: its parameters}}.
+
+        They are no parameters: training moves them after its update, towards the parameters they follow.
+        """
+        declared = {node.name: node.kind.averages(self.input_shapes(node)) for node in self.nodes}
+        return {name: tree for name, tree in declared.items() if tree}
+
+    def sizes(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """What the symbols in the inputs' shapes stand for in this batch of arrays: B, and S where there are tokens."""
+        return {
+            symbol: size
+            for name, shape in self.inputs
+            for symbol, size in zip(shape.dims, batch[name].shape, strict=True)
+            if isinstance(symbol, str)
+        }
 
     def needed_for(self, name: str) -> Collection[str]:
         """Names of the node itself and of all that it is computed from."""
@@ -103,14 +122,9 @@ class Graph:
             if node.scan != "auto":
                 entry["scan"] = node.scan
             nodes[node.name] = entry | node.kind.model_dump(mode="json", exclude_defaults=True)
-        return {"inputs": [name for name, _ in self.inputs], "nodes": nodes}
-
-
-def _stack(tree: Tree, layers: int) -> Tree:
-    def stacked(_: tuple[str, ...], parameter: Parameter) -> Parameter:
-        return parameter.stacked(layers)
-
-    return map_parameters(stacked, tree)
+        if all(name in INPUTS for name, _ in self.inputs):
+            return {"inputs": [name for name, _ in self.inputs], "nodes": nodes}
+        return {"inputs": {name: list(shape.dims[1:]) for name, shape in self.inputs}, "nodes": nodes}
 
 
 def parse(model: Mapping[str, Any], locate: Locate = ".".join, *, vocabulary: int | None = None) -> Graph:

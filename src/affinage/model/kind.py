@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from jaxtyping import Array, PRNGKeyArray
 
@@ -10,6 +10,9 @@ from affinage.model.call import Call
 from affinage.model.parameter import Tree
 from affinage.model.shape import Shape
 from affinage.recipe.settings import Settings
+
+if TYPE_CHECKING:
+    from affinage.model.node import Node
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Context:
     layer: int | Array = 0  # index within the repeat; the first index into `cache`
     cache: Mapping[str, Array] | None = None  # this node's arrays [layers, B, ...]
     shared: Tree | None = None  # the parameters of the node that `shares` names
+    averages: Tree | None = None  # what the node's `averages` declares, as it stands at this step
     prepared: Any = None  # what `prepare` returned, the same for all layers
 
 
@@ -65,6 +69,15 @@ class NodeKind(Settings):
         """Fills settings that follow from other nodes of the graph; raises ValueError where they do not."""
         return self
 
+    def bind(self, nodes: Mapping[str, "Node"]) -> Self:
+        """Takes what it needs to know of other nodes, all of them complete; raises ValueError where it cannot."""
+        return self
+
+    @property
+    def average_decay(self) -> float:
+        """How much of its `averages` one step keeps; the rest comes from the parameters they follow."""
+        return 1.0
+
     @property
     def shares(self) -> str | None:
         """Name of another node whose parameters this one reads, or None."""
@@ -76,6 +89,10 @@ class NodeKind(Settings):
 
     def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
         """Nested declarations of the node's own parameters."""
+        return {}
+
+    def averages(self, inputs: tuple[Shape, ...]) -> Tree:
+        """Moving averages that the node reads: {name of the node whose parameters they follow: its declarations}."""
         return {}
 
     def cache(self, inputs: tuple[Shape, ...], batch: int, length: int) -> dict[str, tuple[int, ...]]:

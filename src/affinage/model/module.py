@@ -15,7 +15,7 @@ from affinage.model.graph import Graph
 from affinage.model.kind import Context, Result
 from affinage.model.node import Node
 from affinage.model.parameter import Tree, map_parameters
-from affinage.model.repeat import apply_layers
+from affinage.model.repeat import apply_node
 
 
 def abstract_params(graph: Graph, dtype: Any = jnp.float32) -> Tree:
@@ -40,6 +40,39 @@ def init_params(graph: Graph, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Tr
         return parameter.draw(_named_key(key, "/".join(path)), graph.depth, jnp.dtype(dtype))
 
     return map_parameters(draw, graph.parameters)
+
+
+def first_averages(graph: Graph, params: Tree) -> Tree:
+    """The moving averages at step 0: float32 copies of the parameters they follow. Can be jitted and sharded."""
+    return {
+        name: {followed: jax.tree.map(lambda p: jnp.array(p, jnp.float32), params[followed]) for followed in trees}
+        for name, trees in graph.averages.items()
+    }
+
+
+def moved_averages(graph: Graph, averages: Tree, params: Tree) -> Tree:
+    """The moving averages one step on: decay * average + (1 - decay) * parameter, in float32."""
+
+    def moved(name: str, followed: str) -> Tree:
+        keep = graph[name].kind.average_decay
+        tree: Tree = jax.tree.map(
+            lambda average, p: keep * average + (1 - keep) * p.astype(jnp.float32),
+            averages[name][followed],
+            params[followed],
+        )
+        return tree
+
+    return {name: {followed: moved(name, followed) for followed in trees} for name, trees in graph.averages.items()}
+
+
+def abstract_averages(graph: Graph) -> Tree:
+    """Shapes of all moving averages, as `abstract_params`. Float32 always: bfloat16 cannot hold a step of 1 - decay."""
+    return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, jnp.float32), graph.averages)
+
+
+def average_axes(graph: Graph) -> Tree:
+    """The logical axes of all moving averages: those of the parameters they follow."""
+    return map_parameters(lambda _, p: p.axes, graph.averages)
 
 
 def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> Tree:
@@ -89,14 +122,9 @@ def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapp
         key=None if call.key is None else _named_key(call.key, node.name),
         cache=None if call.cache is None else call.cache.get(node.name),
         shared=params[shared] if shared else None,
+        averages=None if call.averages is None else call.averages.get(node.name),
     )
-    inputs = tuple(values[name] for name in node.inputs)
-    context = replace(context, prepared=node.kind.prepare(inputs, context))
-    own = params.get(node.name, {})
-    if node.repeat is not None:
-        return apply_layers(node, own, inputs[0], context)
-    value = node.kind.apply(own, inputs, context)
-    return value if isinstance(value, Result) else Result(value)
+    return apply_node(node, params.get(node.name, {}), tuple(values[name] for name in node.inputs), context)
 
 
 def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:

@@ -56,6 +56,11 @@ class Parameter:
         return (std * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
 
 
+def stacked(tree: Mapping[str, Any], layers: int) -> Tree:
+    """The declarations of `layers` copies, which stand along a new first axis of every array."""
+    return map_parameters(lambda _, parameter: parameter.stacked(layers), tree)
+
+
 def map_parameters(function: Callable[[tuple[str, ...], Parameter], Any], tree: Mapping[str, Any]) -> Tree:
     """Replaces every declaration in a tree by `function(path, declaration)`."""
 

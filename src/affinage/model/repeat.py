@@ -16,6 +16,15 @@ Carry = tuple[Any, Mapping[str, Array] | None]
 ByProducts = tuple[dict[str, Array], dict[str, tuple[Array, Array]]]
 
 
+def apply_node(node: Node, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
+    """A node's value with its by-products, all its repeats in a row."""
+    context = replace(context, prepared=node.kind.prepare(inputs, context))
+    if node.repeat is not None:
+        return apply_layers(node, params, inputs[0], context)
+    value = node.kind.apply(params, inputs, context)
+    return value if isinstance(value, Result) else Result(value)
+
+
 def apply_layers(node: Node, params: Tree, x: Any, context: Context) -> Result:
     """Layer after layer on one value; parameters and cache have the layers as first axis.
 

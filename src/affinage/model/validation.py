@@ -11,7 +11,7 @@ import affinage.model.kinds  # noqa: F401  registers the kinds of the package
 from affinage.errors import UserError
 from affinage.model.kind import KINDS, NodeKind
 from affinage.model.node import Node, ancestors
-from affinage.model.shape import TOKENS, Shape, ShapeMismatch
+from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
 from affinage.recipe.mistakes import explain
 
 Path = tuple[str, ...]
@@ -40,7 +40,9 @@ def known_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> 
 
 
 def parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
-    """The inputs by name."""
+    """The inputs by name: a list of those that are always the same, or a mapping with the size of an array's rows."""
+    if isinstance(value, Mapping) and value:
+        return {str(name): _array_input(str(name), size, locate) for name, size in value.items()}
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         raise UserError("`inputs` must list what the batch holds, e.g. [tokens]", where=locate(("model", "inputs")))
@@ -50,6 +52,17 @@ def parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
                 f"unknown input `{name}`", where=locate(("model", "inputs")), fix=_suggest(str(name), INPUTS)
             )
     return {name: INPUTS[name] for name in names}
+
+
+def _array_input(name: str, size: Any, locate: Locate) -> Shape:
+    sizes = tuple(size) if isinstance(size, list | tuple) else ()
+    if name in INPUTS and sizes == INPUTS[name].dims[1:]:
+        return INPUTS[name]
+    if not sizes or name in INPUTS or not all(type(n) is int and n > 0 for n in sizes):
+        shown = ", ".join(map(str, INPUTS[name].dims[1:])) if name in INPUTS else "8, 8, 1"
+        what = f"input `{name}` must have the size of one row, not {size!r}"
+        raise UserError(what, where=locate(("model", "inputs", name)), fix=f"Write it like [{shown}].")
+    return Shape((BATCH, *sizes))
 
 
 def parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) -> Node:
@@ -112,7 +125,13 @@ def complete(nodes: Mapping[str, Node], locate: Locate) -> dict[str, Node]:
         except ValueError as error:
             raise UserError(f"node `{name}`: {error}", where=locate(("model", "nodes", name))) from None
         completed[name] = replace(node, kind=kind)
-    return completed
+    bound = {}
+    for name, node in completed.items():
+        try:
+            bound[name] = replace(node, kind=node.kind.bind(completed))
+        except ValueError as error:
+            raise UserError(f"node `{name}`: {error}", where=locate(("model", "nodes", name))) from None
+    return bound
 
 
 def topological(nodes: Mapping[str, Node], locate: Locate) -> dict[str, Node]:

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.recipe.settings import Settings
 
 POCKET_WORLD = "pocket-world"
+DIGITS = "digits"
 
 
 class SourceSettings(Settings):
@@ -54,16 +55,32 @@ class SplitSettings(Settings):
     by: Literal["document", "tail"] = "document"  # tail: the last part of every document (for a single long text)
 
 
-class DataSettings(Settings):
-    """Where the text comes from and what is done to it before it becomes tokens."""
+class ArraySettings(Settings):
+    """Images instead of text. A plain string in a recipe is short for `path`."""
 
-    sources: tuple[Source, ...] = Field(min_length=1)
+    path: str  # .npz, or .npy without labels, or `digits` for scikit-learn's 1,797 handwritten digits of 8 x 8 pixels
+    images: str = "images"  # the array of an .npz that holds them: [N, height, width] or with channels last
+    labels: str = "labels"  # the array that holds their classes; never trained on, only probed for
+    held_out: float = Field(default=0.25, ge=0, lt=1)  # share of images that is never trained on
+
+
+class DataSettings(Settings):
+    """Where the text comes from and what is done to it before it becomes tokens; or `arrays`, and nothing else."""
+
+    sources: tuple[Source, ...] = Field(default=(), min_length=1, validate_default=False)
+    arrays: Annotated[ArraySettings | None, BeforeValidator(_source_from_string)] = None
     damaged_files: Literal["stop", "skip"] = "stop"  # truncated or unreadable: an error, or keep what can be read
     root: str = ""  # a folder or URL that relative source paths start from; default: the working directory
     languages: tuple[str, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed
     clean: CleanSettings = CleanSettings()
     deduplicate: DeduplicateSettings | None = DeduplicateSettings()  # null: keep duplicates
     split: SplitSettings = SplitSettings()
+
+    @model_validator(mode="after")
+    def _text_or_arrays(self) -> "DataSettings":
+        if bool(self.sources) == (self.arrays is not None):
+            raise ValueError("give either `sources` of text, or `arrays`")
+        return self
 
 
 class TokenizerSettings(Settings):

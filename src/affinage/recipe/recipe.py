@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.settings import Settings
@@ -20,6 +20,14 @@ class EvaluateSettings(Settings):
     batch: int = Field(default=64, ge=1)  # rows per forward pass
     compressors: bool = False  # put gzip -9 and xz -9 beside the model's bits per byte on the validation text
     max_new_tokens: int = Field(default=64, ge=1)  # where a task asks for generation and does not say
+
+
+class ProbeSettings(Settings):
+    """Linear probes of an image model: of its features, of the same features untrained, and of the pixels."""
+
+    features: str = "encoder"  # the node whose vectors are probed
+    labels_per_class: tuple[int, ...] = ()  # also with this few labelled images of each class, not only with all
+    draws: int = Field(default=10, ge=1)  # of such few, over which the accuracy is averaged
 
 
 class ExportSettings(Settings):
@@ -56,5 +64,16 @@ class Recipe(Settings):
     pretrain: PretrainSettings | None = None
     sft: SftSettings | None = None
     evaluate: EvaluateSettings | None = None
+    probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
+
+    @model_validator(mode="after")
+    def _sections_fit_the_data(self) -> "Recipe":
+        if self.data is not None:
+            arrays = self.data.arrays is not None
+            wrong = ("sft", "evaluate", "export") if arrays else ("probe",)
+            for section in wrong:
+                if getattr(self, section) is not None:
+                    raise ValueError(f"`{section}` needs {'text' if arrays else 'arrays'}, `data` gives the other")
+        return self

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from affinage.errors import UserError
-from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
@@ -25,6 +25,9 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     """
     recipe = loaded.recipe
     load_plugins(loaded)
+    arrays = recipe.data.arrays if recipe.data is not None else None
+    if arrays is not None and arrays.path != DIGITS and "arrays" in stages:
+        _exists(loaded, arrays.path, ("data", "arrays"))
     if recipe.sft is not None and "conversations" in stages:
         for index, source in enumerate(recipe.sft.sources):
             _exists(loaded, source.path, ("sft", "sources", index))
@@ -53,6 +56,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
+    is_text = recipe.data is None or recipe.data.arrays is None
     folder = initial_folder(loaded)
     if folder is not None:
         from affinage.data.tokenizer import Tokenizer
@@ -60,7 +64,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         with _written(loaded, "init"):
             initial_params(folder, graph)
             Tokenizer.load(folder / TOKENIZER).require_fixed_ids("training")
-    elif recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+    elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
             where=loaded.locate(("tokenizer", "vocabulary")),

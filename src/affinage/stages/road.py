@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import SftSettings, TrainSettings
-from affinage.stages import results, texts, trainings
+from affinage.stages import images, results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints
@@ -28,11 +28,12 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
     """
     recipe = loaded.recipe
     stages: list[Stage] = []
-    initial = initial_fingerprint(loaded)
-    if recipe.data is not None or (initial and recipe.sft is not None):
+    initial, plugins = initial_fingerprint(loaded), plugin_fingerprints(loaded)
+    if recipe.data is not None and recipe.data.arrays is not None:
+        stages += _array_stages(recipe, recipe.data.arrays, plugins)
+    elif recipe.data is not None or (initial and recipe.sft is not None):
         stages += _data_stages(recipe, initial)
         if _pretrains(recipe) or (initial and recipe.sft is not None):
-            plugins = plugin_fingerprints(loaded)
             stages += _training_stages(recipe, initial, plugins)
             stages += _result_stages(recipe, plugins)
     if stages and report is not None:
@@ -88,6 +89,18 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
         of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
     stages.append(Stage("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer")))
+    return stages
+
+
+def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]) -> list[Stage]:
+    settings = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
+    local = fingerprints(() if arrays.path == DIGITS else (arrays.path,))
+    stages = [Stage("arrays", images.arrays, settings, (), local)]
+    if recipe.pretrain is not None:
+        settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
+        stages.append(Stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), plugins, continues=True))
+        if recipe.probe is not None:
+            stages.append(Stage("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain"), plugins))
     return stages
 
 

@@ -1,6 +1,6 @@
 """The work of the training stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import write_json
 
 if TYPE_CHECKING:
+    from affinage.data.feed import RowFeed, ValidationRows
     from affinage.data.tokenizer import Tokenizer
     from affinage.model import Graph
+    from affinage.training import Feed, ValidationSet
 
 
 def pretrain(context: StageContext) -> Summary:
@@ -24,14 +26,35 @@ def pretrain(context: StageContext) -> Summary:
     settings = context.recipe.pretrain
     assert settings is not None
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
+    feed, validation = _token_rows(context, settings, context.inputs["rows"], weights=settings.language_weights)
     return _train(
         context,
         graph,
         settings,
-        context.inputs["rows"],
-        weights=settings.language_weights,
+        feed,
+        validation,
+        facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
     )
+
+
+def pretrain_on_arrays(context: StageContext) -> Summary:
+    """Train the model from random weights on images."""
+    from affinage.data.arrays import TRAIN, ArrayFeed
+    from affinage.model import parse
+
+    settings, recipe = context.recipe.pretrain, context.recipe
+    assert settings is not None
+    graph = parse(recipe.model, context.loaded.locate)
+    feed = ArrayFeed(context.inputs["arrays"] / TRAIN, seed=recipe.seed, batch=_rows_per_step(context, settings))
+    for name, shape in graph.inputs:
+        if name != "images" or shape.dims[1:] != feed.shape:
+            raise UserError(
+                f"the model takes `{name}` {shape}, the data are `images` [B, {', '.join(map(str, feed.shape))}]",
+                where=context.loaded.locate(("model", "inputs")),
+                fix=f"Write `inputs: {{images: {list(feed.shape)}}}`.",
+            )
+    return _train(context, graph, settings, feed, {})
 
 
 def sft(context: StageContext) -> Summary:
@@ -48,13 +71,15 @@ def sft(context: StageContext) -> Summary:
     rich.print(show_example(context.inputs["conversations"], tokenizer))
     pretrained = context.inputs.get("pretrain")
     base = CheckpointStore(pretrained / "checkpoints") if pretrained else None
+    feed, validation = _token_rows(context, settings, context.inputs["conversations"])
     return _train(
         context,
         graph,
         settings,
-        context.inputs["conversations"],
+        feed,
+        validation,
+        facts={"context": feed.context, "system_prompt": settings.system_prompt},
         initial_params=(lambda abstract: base.restore_params(None, abstract)) if base else _imported(context, graph),
-        system_prompt=settings.system_prompt,
     )
 
 
@@ -93,38 +118,55 @@ def with_vocabulary(model: Any, vocabulary: int) -> Any:
     return [with_vocabulary(entry, vocabulary) for entry in model] if isinstance(model, list) else model
 
 
+def _token_rows(
+    context: StageContext, settings: TrainSettings, rows: Path, *, weights: dict[str, float] | None = None
+) -> "tuple[RowFeed, dict[str, ValidationRows]]":
+    from affinage.data.feed import RowFeed, validation_sets
+
+    batch = _rows_per_step(context, settings)
+    feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, weights=weights)
+    # A micro-batch is what fits in memory.
+    held_out = validation_sets(
+        rows / "validation", batch=batch // settings.micro_batches, limit=settings.validation_rows
+    )
+    return feed, held_out
+
+
+def _rows_per_step(context: StageContext, settings: TrainSettings) -> int:
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import make_mesh
+    from affinage.training import rows_per_step
+
+    return rows_per_step(settings, make_mesh(_mesh(context), acquire()).size)
+
+
+def _mesh(context: StageContext) -> dict[str, int | str]:
+    return {str(axis): size for axis, size in context.recipe.mesh.items()}
+
+
 def _train(
     context: StageContext,
     graph: "Graph",
     settings: TrainSettings,
-    rows: Path,
+    feed: "Feed",
+    validation: "Mapping[str, ValidationSet]",
     *,
-    weights: dict[str, float] | None = None,
+    facts: dict[str, Any] | None = None,
     initial_params: Callable[[Any], Any] | None = None,
-    system_prompt: str = "",
 ) -> Summary:
-    from affinage.data.feed import RowFeed, validation_sets
-    from affinage.hardware.devices import acquire
-    from affinage.parallel import make_mesh
-    from affinage.training import TrainJob, rows_per_step, train
+    """Train in the stage's folder; `facts` are what one must know, beside graph and precision, to use the model."""
+    from affinage.training import TrainJob, train
 
-    recipe = context.recipe
-    mesh = {str(axis): size for axis, size in recipe.mesh.items()}
-    batch = rows_per_step(settings, make_mesh(mesh, acquire()).size)
-    feed = RowFeed(rows / "train", seed=recipe.seed, batch=batch, weights=weights)
-    facts = {"graph": graph.to_dict(), "context": feed.context, "system_prompt": system_prompt}
-    write_json(context.folder / MODEL, facts | {"precision": settings.precision.model_dump(mode="json")})
+    told = {"graph": graph.to_dict(), **(facts or {})}
+    write_json(context.folder / MODEL, told | {"precision": settings.precision.model_dump(mode="json")})
     return train(
         TrainJob(
             graph=graph,
             settings=settings,
-            mesh=mesh,
-            seed=recipe.seed,
+            mesh=_mesh(context),
+            seed=context.recipe.seed,
             feed=feed,
-            # A micro-batch is what fits in memory.
-            validation=validation_sets(
-                rows / "validation", batch=batch // settings.micro_batches, limit=settings.validation_rows
-            ),
+            validation=validation,
             folder=context.folder,
             initial_params=initial_params,
             name=context.folder.name.rpartition("-")[0],

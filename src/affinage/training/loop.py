@@ -59,7 +59,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
         if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
-            report.validation(start, run_validation(state.params))  # the stop came before it was done
+            report.validation(start, run_validation(state))  # the stop came before it was done
 
         if stop:
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
@@ -77,14 +77,14 @@ def train(job: TrainJob) -> dict[str, Any]:
             if _due(step, settings.validate_every, steps):
                 report.drain()
                 with ledger.account("validation"):
-                    report.validation(step, run_validation(state.params))
+                    report.validation(step, run_validation(state))
 
             if stop or _due(step, keep.every_steps, steps):
                 # First every line up to here: what a resumed run does not compute again must be in the file.
                 report.drain()
                 with ledger.account("save"):
                     facts = checkpoint_meta(program, ledger, resumed_at)
-                    store.save(step, state._asdict(), facts)
+                    store.save(step, state.named(), facts)
                 report.restart_clock()
 
             if stop:
@@ -108,17 +108,21 @@ def _due(step: int, every: int, steps: int) -> bool:
 
 
 def _resume_or_begin(program: Program, store: CheckpointStore) -> tuple[int, TrainState, dict[str, Any]]:
-    newest = store.restore_newest(program.abstract._asdict())
+    newest = store.restore_newest(program.abstract.named())
     if newest is None:
         return 0, program.begin(), {}
     step, state, meta = newest
     return step, TrainState(**state), meta
 
 
-def _compiled_validation(program: Program, stop: StopRequest) -> Callable[[Any], dict[str, dict[str, float]] | None]:
-    """A function from weights to the scores of all validation sets."""
+def _compiled_validation(
+    program: Program, stop: StopRequest
+) -> Callable[[TrainState], dict[str, dict[str, float]] | None]:
+    """A function from the state to the scores of all validation sets."""
     sets = program.job.validation
     if not sets:
-        return lambda params: None
+        return lambda state: None
     step = program.compile_validation(next(iter(next(iter(sets.values())))))
-    return lambda params: validate(params, sets, step=step, put=program.put, stop=lambda: bool(stop))
+    return lambda state: validate(
+        (state.params, state.averages), sets, step=step, put=program.put, stop=lambda: bool(stop)
+    )

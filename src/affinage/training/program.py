@@ -1,5 +1,6 @@
 """A job on a mesh: the shardings of its state and batches, and its compiled steps."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,8 +12,9 @@ import optax
 from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, abstract_params, decayed, init_params, logical_axes
+from affinage.model import Call, decayed, init_params
 from affinage.model.analysis import analyse
+from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import activation_constraint, batch_sharding
 from affinage.parallel.sharding import check_rows_divide
 from affinage.recipe.training import PrecisionSettings
@@ -42,17 +44,21 @@ class Program:
     @property
     def rows(self) -> int:
         """Rows of a batch."""
-        return len(self.batch["tokens"])
+        return self._sizes[BATCH]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch, those that do not count included."""
-        return self.batch["tokens"].size
+        """Tokens of a batch, those that do not count included; of examples that are no rows of tokens, their number."""
+        return math.prod(self._sizes.values())
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self.job.graph.sizes(self.batch)
 
     @cached_property
     def flops_per_step(self) -> int:
         """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        return analyse(self.job.graph, *self.batch["tokens"].shape).training_flops
+        return analyse(self.job.graph, self.rows, self._sizes.get(SEQUENCE, 1)).training_flops
 
     @property
     def peak_flops(self) -> float | None:
@@ -73,8 +79,8 @@ class Program:
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        graph, dtype = self.job.graph, jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(abstract_params(graph, dtype), logical_axes(graph), self.optimizer, self.mesh)
+        dtype = jnp.dtype(self.job.settings.precision.params)
+        return abstract_state(self.job.graph, dtype, self.optimizer, self.mesh)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
@@ -85,7 +91,7 @@ class Program:
             dtype = jnp.dtype(self.job.settings.precision.params)
             draw = jax.jit(lambda key: init_params(self.job.graph, key, dtype), out_shardings=shardings)
             params = draw(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
-        return begin(self.abstract, params, self.optimizer)
+        return begin(self.job.graph, self.abstract, params, self.optimizer)
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
@@ -103,7 +109,8 @@ class Program:
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
         step = make_validation_step(self.job.graph, call=self._call())
-        return self.job.strategy.compile_evaluation(step, self.abstract.params, self._like(batch))
+        weights = (self.abstract.params, self.abstract.averages)
+        return self.job.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """A batch on the devices, its rows split over the mesh. Every host has the whole batch, and gives its part."""

@@ -1,6 +1,7 @@
 """What a training run knows between two steps, and how it begins."""
 
 import enum
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -9,6 +10,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
+from affinage.model import (
+    Graph,
+    abstract_averages,
+    abstract_params,
+    average_axes,
+    first_averages,
+    logical_axes,
+)
 from affinage.parallel.sharding import param_shardings, replicated
 
 PyTree = Any
@@ -21,11 +30,17 @@ class TrainState(NamedTuple):
         step: int32 scalar, updates made so far, skipped ones included.
         params: nested dict of weights.
         opt_state: the optimizer's, a tree of Optax.
+        averages: moving averages of weights that the graph reads, see `Graph.averages`; None where it has none.
     """
 
     step: Int[Array, ""]
     params: PyTree
     opt_state: PyTree
+    averages: PyTree = None
+
+    def named(self) -> dict[str, PyTree]:
+        """The trees by name, as checkpoints hold them; without averages where there are none."""
+        return {name: tree for name, tree in self._asdict().items() if tree is not None}
 
 
 class Purpose(enum.IntEnum):
@@ -40,32 +55,38 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
 
 
-def abstract_state(
-    abstract_params: PyTree, logical_axes: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
+def abstract_state(graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The optimizer's arrays are split like the parameter they belong to.
+    The optimizer's arrays and the averages are split like the parameter they belong to.
     """
-    shardings = param_shardings(mesh, logical_axes, abstract_params)
-    params = jax.tree.map(_with_sharding, abstract_params, shardings)
+    abstract_weights, axes = abstract_params(graph, dtype), logical_axes(graph)
+    shardings = param_shardings(mesh, axes, abstract_weights)
+    params = jax.tree.map(_with_sharding, abstract_weights, shardings)
     opt_state = optax.tree.map_params(
         optimizer,
         _with_sharding,
-        jax.eval_shape(optimizer.init, abstract_params),
+        jax.eval_shape(optimizer.init, abstract_weights),
         shardings,
         transform_non_params=lambda leaf: _with_sharding(leaf, replicated(mesh)),
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    return TrainState(cast(Any, step), params, opt_state)
+    averages = None
+    if graph.averages:
+        of_averages = abstract_averages(graph)
+        averages = jax.tree.map(_with_sharding, of_averages, param_shardings(mesh, average_axes(graph), of_averages))
+    return TrainState(cast(Any, step), params, opt_state, averages)
 
 
-def begin(abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
+def begin(graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, with the given weights."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    return TrainState(step, params, opt_state)
+    averages = None
+    if graph.averages:
+        averages = jax.jit(partial(first_averages, graph), out_shardings=shardings.averages)(params)
+    return TrainState(step, params, opt_state, averages)
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from affinage.model import Call, Graph, apply
+from affinage.model import Call, Graph, apply, moved_averages
 from affinage.training.schedule import Schedule
 from affinage.training.state import Purpose, TrainState, random_key
 
@@ -17,6 +17,7 @@ PyTree = Any
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Weights = tuple[PyTree, PyTree]  # params, averages
 Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 
 
@@ -33,7 +34,7 @@ def make_train_step(
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
     with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
-    weights and optimizer state stay bit for bit, only the step is counted.
+    weights, their moving averages and optimizer state stay bit for bit, only the step is counted.
 
     Args:
         graph: with a loss node.
@@ -41,25 +42,26 @@ def make_train_step(
         schedule: step -> learning rate.
         call: compute dtype and how the graph is applied; its key is set here.
         micro_batches: parts that a batch goes through one after the other; divides its rows.
-        seed: of the run, for dropout.
+        seed: of the run, for dropout and augmentation.
 
     Returns:
-        The step. Its metrics are float32 scalars: loss (nats per counted token), grad_norm (before clipping),
-        learning_rate, targets (tokens that counted), skipped (0 or 1), and what the graph itself reports.
+        The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
+        example), grad_norm (before clipping), learning_rate, targets (tokens or examples that counted), skipped (0 or
+        1), and what the graph itself reports.
     """
 
-    def loss_sum(params: PyTree, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
-        outputs = apply(graph, params, batch, dataclasses.replace(call, key=key))
+    def loss_sum(params: PyTree, averages: PyTree, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
+        outputs = apply(graph, params, batch, dataclasses.replace(call, key=key, averages=averages))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
-    def gradient(params: PyTree, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        grads, sums = jax.grad(loss_sum, has_aux=True)(params, batch, key)
+    def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
+        grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state.averages, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
-        grads, sums = accumulate(lambda part: gradient(state.params, part, key), batch, micro_batches)
+        grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches)
         _, targets = sums["loss"]
         grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
         means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
@@ -68,11 +70,14 @@ def make_train_step(
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), state.params, direction)
 
+        averages = None if state.averages is None else moved_averages(graph, state.averages, params)
+
         healthy = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         new = TrainState(
             state.step + 1,
             _choose(healthy, params, state.params),
             _choose(healthy, opt_state, state.opt_state),
+            _choose(healthy, averages, state.averages),
         )
         skipped = 1.0 - healthy.astype(jnp.float32)
         return new, {
@@ -86,11 +91,12 @@ def make_train_step(
     return step
 
 
-def make_validation_step(graph: Graph, *, call: Call) -> Callable[[PyTree, Batch], Metrics]:
-    """Build `(params, batch) -> {sum, count}`: nats summed over the counted tokens of a batch, and their number."""
+def make_validation_step(graph: Graph, *, call: Call) -> Callable[[Weights, Batch], Metrics]:
+    """Build `(weights, batch) -> {sum, count}`: nats summed over the counted tokens of a batch, and their number."""
 
-    def step(params: PyTree, batch: Batch) -> Metrics:
-        outputs = apply(graph, params, batch, dataclasses.replace(call, key=None))
+    def step(weights: Weights, batch: Batch) -> Metrics:
+        params, averages = weights
+        outputs = apply(graph, params, batch, dataclasses.replace(call, key=None, averages=averages))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))

@@ -12,7 +12,7 @@ PyTree = Any
 
 
 def validate(
-    params: PyTree,
+    weights: PyTree,
     sets: Mapping[str, ValidationSet],
     *,
     step: Callable[[PyTree, PyTree], dict[str, jax.Array]],
@@ -24,7 +24,7 @@ def validate(
     Bits per byte = total nats / ln 2 / bytes of the text in UTF-8, which does not depend on the tokenizer.
 
     Args:
-        params: weights.
+        weights: parameters and moving averages.
         sets: by name.
         step: compiled; see `make_validation_step`.
         put: host batch -> device batch.
@@ -39,7 +39,7 @@ def validate(
         for batch in rows_of:
             if stop():
                 return None
-            sums.append(jax.block_until_ready(step(params, put(batch))))
+            sums.append(jax.block_until_ready(step(weights, put(batch))))
         # Python's floats: float32 would lose the last digits of a sum over many batches.
         nats = math.fsum(float(s["sum"]) for s in sums)
         count = math.fsum(float(s["count"]) for s in sums)

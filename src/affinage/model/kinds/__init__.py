@@ -1,5 +1,5 @@
 """The kinds of nodes that come with the package; importing this registers them."""
 
-from affinage.model.kinds import block, dropout, embedding, head, loss, norm
+from affinage.model.kinds import augment, block, dropout, ema, embedding, head, image, loss, norm, regression
 
-__all__ = ["block", "dropout", "embedding", "head", "loss", "norm"]
+__all__ = ["augment", "block", "dropout", "ema", "embedding", "head", "image", "loss", "norm", "regression"]

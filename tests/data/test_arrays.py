@@ -1,0 +1,58 @@
+"""Images as training data: split once, then batches as a function of seed and step."""
+
+import numpy as np
+import pytest
+
+from affinage.data.arrays import HELD_OUT, TRAIN, ArrayFeed, prepare_arrays, read_arrays
+from affinage.errors import UserError
+from affinage.recipe.data import ArraySettings
+
+
+@pytest.fixture
+def folder(tmp_path):
+    images = np.arange(40 * 4 * 4, dtype=np.uint16).reshape(40, 4, 4)
+    np.savez(tmp_path / "some.npz", images=images, labels=np.arange(40))
+    summary = prepare_arrays(ArraySettings(path=str(tmp_path / "some.npz")), tmp_path / "out", seed=3)
+    assert summary["train"]["images"] == 30 and summary["shape"] == [4, 4, 1]
+    return tmp_path / "out"
+
+
+def test_the_split_loses_and_doubles_nothing(folder):
+    labels = [read_arrays(folder / name)[1] for name in (TRAIN, HELD_OUT)]
+    assert sorted(np.concatenate(labels)) == list(range(40))
+    images, classes = read_arrays(folder / TRAIN)
+    np.testing.assert_allclose(images[:, 0, 0, 0] * (40 * 16 - 1), classes * 16, rtol=1e-5)
+
+
+def test_a_batch_is_a_function_of_seed_and_step(folder):
+    feed, again = (ArrayFeed(folder / TRAIN, seed=1, batch=8) for _ in range(2))
+    ahead = feed.iterate(5)
+    for step in (5, 6, 7):
+        batch = next(ahead)
+        assert set(batch) == {"images", "rows"} and batch["images"].dtype == np.float32
+        np.testing.assert_array_equal(batch["images"], again.batch(step)["images"])
+    assert not np.array_equal(again.batch(5)["images"], ArrayFeed(folder / TRAIN, seed=2, batch=8).batch(5)["images"])
+
+
+def test_an_epoch_has_every_image_once_and_its_own_order(folder):
+    feed = ArrayFeed(folder / TRAIN, seed=1, batch=10)
+    epochs = [[image for step in range(3 * e, 3 * e + 3) for image in feed.where(step)] for e in range(2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(30))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_digits_come_with_scikit_learn(tmp_path):
+    summary = prepare_arrays(ArraySettings(path="digits"), tmp_path, seed=0)
+    assert (summary["images"], summary["classes"], summary["shape"]) == (1797, 10, [8, 8, 1])
+    images, _ = read_arrays(tmp_path / TRAIN)
+    assert images.min() == 0 and images.max() == 1
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [({"pixels": np.zeros((3, 4, 4))}, "no array `images`"), ({"images": np.zeros((3, 4))}, "not images")],
+)
+def test_files_without_images_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(UserError, match=message):
+        prepare_arrays(ArraySettings(path=str(tmp_path / "x.npz")), tmp_path, seed=0)
