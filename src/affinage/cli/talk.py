@@ -62,24 +62,24 @@ def chat(
     system: Annotated[str | None, typer.Option(help="Another system prompt than the one it was trained with.")] = None,
     runs: RunsOption = RUNS,
 ) -> None:
-    """Talk with a model. An empty line starts over, end of input (Ctrl-D) leaves.
+    """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
-    loaded = _open(model, runs)
-    prompt = loaded.system_prompt if system is None else system
-    request = _request(tokens, temperature, top_p, seed)
-    if question:
-        for text in question:
-            _answer(loaded, [{"role": "user", "content": text}], prompt, request)
+    from affinage.generation.chat import ChatSession, converse
+    from affinage.generation.decode import Generator
+
+    session = ChatSession(Generator(_open(model, runs)), _request(tokens, temperature, top_p, seed))
+    if system is not None:
+        session.set_system(system)
+    if not question:
+        converse(session, _read_line, _write)
         return
-    messages: list[dict[str, str]] = []
-    while (line := _read_line()) is not None:
-        if not line.strip():
-            messages = []
-            continue
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _answer(loaded, messages, prompt, request)})
+    for text in question:
+        session.reset()
+        for piece in session.reply(text):
+            _write(piece)
+        _write("\n")
 
 
 def _open(spec: str, runs: Any) -> "LoadedModel":
@@ -95,22 +95,6 @@ def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Reque
     return Request(max_new_tokens=tokens, sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed))
 
 
-def _answer(model: "LoadedModel", messages: list[dict[str, str]], system: str, request: "Request") -> str:
-    """Print the answer as it comes, and return it. Of a conversation that is too long, the oldest is forgotten."""
-    from affinage.data.chat import encode_prompt
-    from affinage.generation.decode import Generator
-
-    remembered = list(messages)
-    while len(encode_prompt(remembered, model.tokenizer, system)) >= model.context and len(remembered) > 1:
-        remembered = remembered[2:]
-    said = ""
-    for piece in Generator(model).stream(_fitting(encode_prompt(remembered, model.tokenizer, system), model), request):
-        print(piece, end="", flush=True)
-        said += piece
-    print()
-    return said
-
-
 def _fitting(prompt: list[int], model: "LoadedModel") -> list[int]:
     if len(prompt) >= model.context:
         raise UserError(f"the prompt has {len(prompt)} tokens; this model takes at most {model.context - 1}")
@@ -122,3 +106,7 @@ def _read_line() -> str | None:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
         return None
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
