@@ -105,16 +105,23 @@ def _task_manager(named: Sequence[str]) -> TaskManager:
 def _run(
     lm: JaxLM, tasks: list[Any], manager: TaskManager, *, limit: int | None, shots: int, templated: bool
 ) -> dict[str, Any]:
-    results = lm_eval.evaluator.simple_evaluate(
-        model=lm,
-        tasks=tasks,
-        task_manager=manager,
-        num_fewshot=shots or None,  # None leaves a task its own number
-        limit=limit,
-        bootstrap_iters=_BOOTSTRAP,
-        apply_chat_template=templated,
-        torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation
-    )
+    try:
+        results = lm_eval.evaluator.simple_evaluate(
+            model=lm,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=shots or None,  # None leaves a task its own number
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAP,
+            apply_chat_template=templated,
+            torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation
+        )
+    except ConnectionError as error:
+        raise UserError(
+            f"the data of a task cannot be fetched: {error}",
+            where="evaluate.tasks",
+            fix="Check the network, or name tasks whose data are files here, such as `pocket-world`.",
+        ) from error
     assert results is not None
     return dict(results)
 
