@@ -4,6 +4,7 @@ import pytest
 
 from affinage.data.clean import clean, split_text
 from affinage.data.documents import DocumentWriter, read_documents
+from affinage.data.engine import LocalEngine
 from affinage.errors import UserError
 from affinage.recipe.data import CleanSettings
 
@@ -17,7 +18,8 @@ def run(tmp_path, documents, settings=None, languages=("en", "fr"), workers=None
         for i, document in enumerate(documents):
             fields = {"text": document} if isinstance(document, str) else document
             writer.add(**({"id": f"d{i}", "source": "s"} | fields))
-    summary = clean(tmp_path / "in", tmp_path / "out", settings or CleanSettings(), languages, workers=workers)
+    engine = LocalEngine(workers)
+    summary = clean(tmp_path / "in", tmp_path / "out", settings or CleanSettings(), languages, engine=engine)
     return summary, [row for batch in read_documents(tmp_path / "out") for row in batch.to_pylist()]
 
 
@@ -116,7 +118,8 @@ def test_workers_do_not_change_the_result(tmp_path):
                 writer.add(id=f"{part}.{i}", source="s", text=text)
     results = []
     for workers in (1, 2):
-        summary = clean(tmp_path / "in", tmp_path / f"out{workers}", CleanSettings(), ("en", "fr"), workers=workers)
+        engine = LocalEngine(workers)
+        summary = clean(tmp_path / "in", tmp_path / f"out{workers}", CleanSettings(), ("en", "fr"), engine=engine)
         rows = [row for batch in read_documents(tmp_path / f"out{workers}") for row in batch.to_pylist()]
         results.append((rows, summary | {"seconds": 0}))
     assert results[0] == results[1] and len(results[0][0]) == 30

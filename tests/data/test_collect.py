@@ -12,6 +12,7 @@ import zstandard
 from affinage.data import readers
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
+from affinage.data.engine import LocalEngine
 from affinage.data.sources import default_name
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
@@ -25,7 +26,7 @@ def jsonl(records=LINES) -> bytes:
 
 def run(tmp_path, *sources, world=None, workers=None, **settings):
     folder = tmp_path / "collected"
-    summary = collect(DataSettings(sources=sources, **settings), folder, world, workers=workers)
+    summary = collect(DataSettings(sources=sources, **settings), folder, world, engine=LocalEngine(workers))
     return summary, [row for batch in read_documents(folder) for row in batch.to_pylist()]
 
 

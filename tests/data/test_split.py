@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.data.documents import DocumentWriter, read_documents
+from affinage.data.engine import LocalEngine
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
 from affinage.recipe.data import SplitSettings
@@ -63,7 +64,8 @@ def test_order_and_workers_do_not_matter_but_the_seed_does(tmp_path):
     write(tmp_path / "two", rows, files=3)
     chosen = {}
     for name, workers, seed in (("one", 1, 7), ("two", 2, 7), ("one", 1, 8)):
-        split(tmp_path / name, tmp_path / f"{name}{seed}", SplitSettings(validation=0.1), seed, workers=workers)
+        engine = LocalEngine(workers)
+        split(tmp_path / name, tmp_path / f"{name}{seed}", SplitSettings(validation=0.1), seed, engine=engine)
         chosen[name, seed] = names(read(tmp_path / f"{name}{seed}", "validation"))
     assert chosen["one", 7] == chosen["two", 7] != chosen["one", 8]
 

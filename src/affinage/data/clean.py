@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
+from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.funnel import Funnel
 from affinage.data.language import identify_language, known_languages
 from affinage.data.repair import Repaired, repair
-from affinage.data.tasks import Progress, run_in_processes
 from affinage.errors import UserError
 from affinage.recipe.data import CleanSettings
 
@@ -43,7 +43,7 @@ def clean(
     settings: CleanSettings,
     languages: Sequence[str],
     *,
-    workers: int | None = None,
+    engine: Engine = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Repair and filter the documents of one folder into another and return the stage's summary.
@@ -66,7 +66,7 @@ def clean(
     paths = document_files(documents_folder)
     tasks = [_Task(path, folder, settings, tuple(languages)) for path in paths]
     stored = sum(path.stat().st_size for path in paths)
-    results = run_in_processes(_clean_file, tasks, bytes=2 * stored, workers=workers, progress=progress)
+    results = engine.map(_clean_file, tasks, bytes=2 * stored, progress=progress)
     total = Funnel()
     for result in results:
         total.merge(result.funnel)

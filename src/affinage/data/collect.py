@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from affinage.data.documents import DocumentWriter, clear_documents
+from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.funnel import Funnel
 from affinage.data.readers import BadRecord, DamagedFile, Record, read_records
 from affinage.data.sources import ResolvedSource, SourceFile, resolve, safe_name
-from affinage.data.tasks import Progress, run_in_processes
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
 
@@ -34,7 +34,7 @@ def collect(
     folder: Path,
     world_folder: Path | None = None,
     *,
-    workers: int | None = None,
+    engine: Engine = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Read all sources into Parquet files of `documents.SCHEMA` in `folder` and return the stage's summary.
@@ -49,7 +49,7 @@ def collect(
     sources = resolve(settings, world_folder)
     tasks = _tasks(sources, folder, settings.damaged_files == "skip")
     stored = sum(file.bytes for source in sources for file in source.files)
-    results = run_in_processes(_collect_files, tasks, bytes=stored, workers=workers, progress=progress)
+    results = engine.map(_collect_files, tasks, bytes=stored, progress=progress)
 
     total = Funnel()
     for place, source in enumerate(sources):

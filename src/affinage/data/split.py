@@ -16,9 +16,9 @@ from affinage.data.documents import (
     row_groups,
     text_bytes,
 )
+from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.funnel import Funnel
 from affinage.data.order import document_keys
-from affinage.data.tasks import Progress, run_in_threads
 from affinage.errors import UserError
 from affinage.recipe.data import SplitSettings
 
@@ -31,7 +31,7 @@ def split(
     settings: SplitSettings,
     seed: int,
     *,
-    workers: int | None = None,
+    engine: Engine = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the stage's summary.
@@ -58,7 +58,7 @@ def split(
         return _divide(path.stem, mine, folder, held_out)
 
     train, validation = Funnel(), Funnel()
-    for train_part, validation_part in run_in_threads(divide, paths, workers=workers, progress=progress):
+    for train_part, validation_part in engine.map(divide, paths, releases_gil=True, progress=progress):
         train.merge(train_part)
         validation.merge(validation_part)
     if train.documents_in and not train.documents_out:

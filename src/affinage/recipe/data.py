@@ -75,6 +75,11 @@ class DataSettings(Settings):
     clean: CleanSettings = CleanSettings()
     deduplicate: DeduplicateSettings | None = DeduplicateSettings()  # null: keep duplicates
     split: SplitSettings = SplitSettings()
+    # How the work is done, never what comes out: these are in no stage's key.
+    engine: Literal["local", "ray"] = "local"  # the cores of this machine, or Ray's (pip install 'affinage[ray]')
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # tasks at the same time; auto: one a core
+    ray_address: str = ""  # of a running cluster (`auto`, `HOST:6379`); empty: Ray is started on this machine
+    memory_megabytes: float = Field(default=512.0, gt=0)  # what deduplication's sorting and comparing may hold at once
 
     @model_validator(mode="after")
     def _text_or_arrays(self) -> "DataSettings":

@@ -18,18 +18,28 @@ def world(context: StageContext) -> Summary:
 def collect(context: StageContext) -> Summary:
     """Read every source into one form."""
     from affinage.data.collect import collect
+    from affinage.data.engine import open_engine
 
-    return collect(_data(context), context.folder, context.inputs.get("world"), progress=_share(context))
+    settings = _data(context)
+    with open_engine(settings) as engine:
+        return collect(settings, context.folder, context.inputs.get("world"), engine=engine, progress=_share(context))
 
 
 def clean(context: StageContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
     from affinage.data.clean import clean
+    from affinage.data.engine import open_engine
 
     settings = _data(context)
-    return clean(
-        context.inputs["collect"], context.folder, settings.clean, settings.languages, progress=_share(context)
-    )
+    with open_engine(settings) as engine:
+        return clean(
+            context.inputs["collect"],
+            context.folder,
+            settings.clean,
+            settings.languages,
+            engine=engine,
+            progress=_share(context),
+        )
 
 
 def deduplicate(context: StageContext) -> Summary:
@@ -43,10 +53,13 @@ def deduplicate(context: StageContext) -> Summary:
 
 def split(context: StageContext) -> Summary:
     """Set aside the documents that are never trained on."""
+    from affinage.data.engine import open_engine
     from affinage.data.split import split
 
     documents = context.inputs.get("deduplicate") or context.inputs["clean"]
-    return split(documents, context.folder, _data(context).split, context.recipe.seed)
+    settings = _data(context)
+    with open_engine(settings) as engine:
+        return split(documents, context.folder, settings.split, context.recipe.seed, engine=engine)
 
 
 def tokenizer(context: StageContext) -> Summary:

@@ -1,0 +1,125 @@
+"""Who runs the independent parts of a data stage: this machine's cores, or a Ray cluster. No result depends on it."""
+
+import multiprocessing
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TypeVar
+
+from affinage.errors import UserError
+from affinage.recipe.data import DataSettings
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Progress = Callable[[float], None]  # called with the share of the stage that is done, 0 to 1
+
+POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
+
+
+class Engine(ABC):
+    """Runs one function over many tasks.
+
+    Tasks are read from and written to files that all workers see; what travels is small and picklable.
+    """
+
+    @property
+    @abstractmethod
+    def workers(self) -> int:
+        """How many tasks run at the same time."""
+
+    @abstractmethod
+    def map(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        *,
+        bytes: int = POOL_BYTES,
+        releases_gil: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Result]:
+        """`[function(task) for task in tasks]`, in this order.
+
+        `function` must be importable by name. `bytes` of text in all tasks: where they are few, no processes are
+        started for them. `releases_gil`: the work is in kernels and Parquet, so that threads do, and a closure too.
+        """
+
+
+class LocalEngine(Engine):
+    """The cores of this machine: threads where they suffice, else processes."""
+
+    def __init__(self, workers: int | None = None) -> None:
+        """`workers`: None for all cores, where the work is worth starting processes; a number is taken as it is."""
+        self._asked = workers
+
+    @property
+    def workers(self) -> int:
+        """How many tasks run at the same time."""
+        return cores() if self._asked is None else self._asked
+
+    def map(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        *,
+        bytes: int = POOL_BYTES,
+        releases_gil: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Result]:
+        """`[function(task) for task in tasks]`, in this order."""
+        worth = releases_gil or bytes >= POOL_BYTES
+        workers = min(self._asked or (cores() if worth else 1), len(tasks))
+        if workers <= 1:
+            return collected(map(function, tasks), len(tasks), progress)
+        if releases_gil:
+            with ThreadPoolExecutor(workers) as threads:
+                return collected(threads.map(function, tasks), len(tasks), progress)
+        return self._in_processes(function, tasks, workers, progress)
+
+    def _in_processes(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], workers: int, progress: Progress | None
+    ) -> list[Result]:
+        # Spawned, not forked: JAX's threads do not survive a fork.
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            try:
+                return collected(pool.map(function, tasks), len(tasks), progress)
+            except BrokenProcessPool:
+                raise UserError(
+                    "a worker process of the data stage ended without a result",
+                    fix="The usual cause is too little memory; run again with fewer: --set data.workers=1.",
+                ) from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+LOCAL = LocalEngine()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def collected(results: Iterable[Result], total: int, progress: Progress | None) -> list[Result]:
+    """All results, telling `progress` of each."""
+    done = []
+    for result in results:
+        done.append(result)
+        if progress is not None:
+            progress(len(done) / total)
+    return done
+
+
+@contextmanager
+def open_engine(settings: DataSettings) -> Iterator[Engine]:
+    """The engine that a recipe asks for (`data.engine`, `data.workers`), shut down afterwards."""
+    workers = None if settings.workers == "auto" else settings.workers
+    if settings.engine == "local":
+        yield LocalEngine(workers)
+        return
+    from affinage.data.ray_engine import RayEngine  # Ray is an extra
+
+    with RayEngine(workers, settings.ray_address) as engine:
+        yield engine

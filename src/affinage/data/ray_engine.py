@@ -1,0 +1,105 @@
+"""The data stages on Ray: the same functions on the same files, in tasks of a cluster or of this machine."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from affinage.data.engine import POOL_BYTES, Engine, Progress, Result, Task, collected
+from affinage.errors import UserError
+
+_WAITING = 8  # tasks per worker that Ray is given in advance
+# Ray's way to say "this machine only": told 127.0.0.1, it would look for an address that others can reach. Read when
+# Ray is imported. And nothing is reported to its makers.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class RayEngine(Engine):
+    """Ray's workers. On several machines the folder of runs must be one that all of them see."""
+
+    def __init__(self, workers: int | None = None, address: str = "", temporary: Path | None = None) -> None:
+        """Use as a context manager.
+
+        Args:
+            workers: tasks at the same time; None for all CPUs that Ray has.
+            address: of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`); empty starts one on this machine,
+                which listens on the loopback address only and ends with the context.
+            temporary: where a Ray of our own keeps its sockets and logs; its path must be short.
+        """
+        os.environ.update(_LOOPBACK if not address else {"RAY_USAGE_STATS_ENABLED": "0"})
+        try:
+            import ray
+        except ImportError:
+            raise UserError(
+                "data.engine is ray, which is not installed",
+                where="data.engine",
+                fix="pip install 'affinage[ray]', or --set data.engine=local",
+            ) from None
+        self._ray: Any = ray
+        self._asked, self._address, self._temporary = workers, address, temporary
+        self._ours = False
+
+    def __enter__(self) -> "RayEngine":
+        if self._ray.is_initialized():
+            return self
+        self._ours = True
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        try:
+            if self._address:
+                self._ray.init(address=self._address, **quiet)
+                return self
+            temporary = {"_temp_dir": str(self._temporary)} if self._temporary else {}
+            self._ray.init(
+                address="local",
+                num_cpus=self._asked,
+                include_dashboard=False,
+                **temporary,
+                **quiet,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"Ray does not answer: {str(error).splitlines()[0]}",
+                where="data.ray_address",
+                fix="Start a cluster with `ray start --head`, or leave the address empty for this machine alone.",
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ours:
+            self._ray.shutdown()
+
+    @property
+    def workers(self) -> int:
+        """How many tasks run at the same time."""
+        return self._asked or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def map(
+        self,
+        function: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        *,
+        bytes: int = POOL_BYTES,
+        releases_gil: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Result]:
+        """`[function(task) for task in tasks]`, in this order, each as a Ray task."""
+        return collected(self._results(function, tasks), len(tasks), progress)
+
+    def _results(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[Result]:
+        remote = self._ray.remote(num_cpus=1, max_retries=3)(function)
+        ahead = _WAITING * self.workers
+        waiting = [remote.remote(task) for task in tasks[:ahead]]
+        for position in range(len(tasks)):
+            try:
+                result = self._ray.get(waiting[position])
+            except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, UserError):
+                    raise error.cause from None
+                raise
+            waiting[position] = None  # lets Ray forget the result
+            if position + ahead < len(tasks):
+                waiting.append(remote.remote(tasks[position + ahead]))
+            yield result

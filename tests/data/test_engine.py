@@ -1,0 +1,62 @@
+"""Whoever runs the tasks, the results are the same, in order, and a user's mistake stays one message."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from affinage.data.engine import LocalEngine, open_engine
+from affinage.data.ray_engine import RayEngine
+from affinage.errors import UserError
+from affinage.recipe.data import DataSettings
+
+
+def squared(number: int) -> int:
+    if number < 0:
+        raise UserError("a negative number", where="here", fix="leave it")
+    return number * number
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("releases_gil", [False, True])
+def test_results_come_in_order_and_progress_is_told(workers, releases_gil):
+    told = []
+    results = LocalEngine(workers).map(squared, range(7), releases_gil=releases_gil, progress=told.append)
+    assert results == [0, 1, 4, 9, 16, 25, 36]
+    assert told == [pytest.approx(k / 7) for k in range(1, 8)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mistake_of_the_user_comes_out_of_a_worker(workers):
+    with pytest.raises(UserError) as refused:
+        LocalEngine(workers).map(squared, [1, -1])
+    assert (refused.value.where, refused.value.fix) == ("here", "leave it")
+
+
+def test_the_recipe_says_how_many_workers():
+    for workers in (1, 5):
+        with open_engine(DataSettings(sources=("x",), workers=workers)) as engine:
+            assert engine.workers == workers
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'affinage[ray]'")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
+    with (
+        tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary,  # sockets need a short path
+        RayEngine(2, temporary=Path(temporary)) as engine,
+    ):
+        yield engine
+
+
+def test_ray_gives_the_same_results_and_messages(ray):
+    assert ray.workers == 2
+    assert ray.map(squared, range(40)) == [k * k for k in range(40)]
+    shift = np.arange(3)  # a closure, as some tasks are
+    assert [r.tolist() for r in ray.map(lambda k: shift + k, [1, 2], releases_gil=True)] == [[1, 2, 3], [2, 3, 4]]
+    with pytest.raises(UserError) as refused:
+        ray.map(squared, [1, -1])
+    assert (refused.value.where, refused.value.fix) == ("here", "leave it")
