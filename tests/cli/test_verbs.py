@@ -164,7 +164,22 @@ def test_graph_prints_what_a_model_costs():
     assert "transformer_block × 3" in shown and "1,426,304" in shown
     rows = json.loads(CliRunner().invoke(app, ["graph", "quickstart", "--json"]).output)
     assert rows["nodes"][-1]["parameters"] == 1_426_304 and rows["batch"] == 8
+    assert rows["parameters"]["total"] == rows["parameters"]["active"] == 1_426_304
+    assert f"{rows['parameters']['embedding']:,} in embeddings" in shown
+    total, memory = rows["nodes"][-1], rows["memory"]
+    assert f"{total['training_flops_all_pairs']:.4g} if attention counts" in shown
+    assert total["training_flops"] < total["training_flops_all_pairs"]
+    assert "cache of one row" in shown and memory["cache_of_a_row"] > 0
+    assert all(f"({policy})" in shown and memory["activations"][policy] > 0 for policy in ("none", "block", "full"))
     assert CliRunner().invoke(app, ["graph", "quickstart", "--mermaid"]).output.startswith("flowchart TD\n")
+
+
+def test_graph_of_a_model_of_images():
+    shown = CliRunner().invoke(app, ["graph", "byol-digits"]).output
+    assert "256 examples" in shown and "token" not in shown and "cache" not in shown
+    facts = json.loads(CliRunner().invoke(app, ["graph", "byol-digits", "--json"]).output)
+    training = {row["name"]: row["training_flops"] / row["flops"] for row in facts["nodes"] if row["flops"]}
+    assert training["target"] == 1 and training["projector"] == 3 and facts["context"] is None
 
 
 def test_doctor_works_without_a_network(tmp_path):

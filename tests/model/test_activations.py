@@ -1,4 +1,4 @@
-"""Bytes kept for the backward pass, against what differentiating the whole graph hands over."""
+"""Bytes kept for the backward pass, to the byte what differentiating the whole graph hands over."""
 
 import jax
 import jax.extend
@@ -6,27 +6,39 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
-from affinage.model import Call, abstract_params, apply, parse
-from affinage.model.activations import activations
-from affinage.model.parameter import parameters_in
+from affinage.model import Call, abstract_averages, abstract_params, apply, parse
+from affinage.model.activations import POLICIES, activations
 
 ROWS, CONTEXT = 2, 16
+CUTTING = ("split", "squeeze", "slice")  # a layer's weights from those of all layers
+
+
+def batch_of(graph):
+    batch = {"rows": jax.ShapeDtypeStruct((ROWS,), jnp.int32)}
+    for name, shape in graph.inputs:
+        dims = shape.bind({"B": ROWS, "S": CONTEXT})
+        batch[name] = jax.ShapeDtypeStruct(dims, jnp.int32 if name == "tokens" else jnp.float32)
+    if "tokens" in batch:
+        batch |= {"segment_ids": batch["tokens"], "positions": batch["tokens"]}
+        batch["loss_mask"] = jax.ShapeDtypeStruct((ROWS, CONTEXT), jnp.float32)
+    return batch
 
 
 def handed_over(graph, remat=None):
     """Bytes from the forward to the backward pass of the whole graph, weights as they were given left out."""
-    rows = jax.ShapeDtypeStruct((ROWS, CONTEXT), jnp.int32)
-    batch = {"tokens": rows, "segment_ids": rows, "positions": rows}
-    batch["loss_mask"] = jax.ShapeDtypeStruct((ROWS, CONTEXT), jnp.float32)
     call = Call(compute_dtype=jnp.bfloat16, platform="tpu", key=jax.random.key(0), remat=remat)
 
-    def backward(params, batch):
-        return jax.vjp(lambda p: apply(graph, p, batch, call).values[graph.loss].sum, params)[1]
+    def backward(params, averages, batch):
+        with_averages = Call(**{**vars(call), "averages": averages})
+        return jax.vjp(lambda p: apply(graph, p, batch, with_averages).values[graph.loss].sum, params)[1]
 
-    params = abstract_params(graph)
-    jaxpr = jax.make_jaxpr(backward)(params, batch).jaxpr
-    given = {*jaxpr.invars[: len(jax.tree.leaves(params))], *jaxpr.constvars}
-    return sum(size(v.aval) for v in {v for v in jaxpr.outvars if isinstance(v, jax.extend.core.Var)} - given)
+    params, averages = abstract_params(graph), abstract_averages(graph)
+    jaxpr = jax.make_jaxpr(backward)(params, averages, batch_of(graph)).jaxpr
+    weights = {*jaxpr.invars[: len(jax.tree.leaves((params, averages)))], *jaxpr.constvars}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CUTTING and weights.issuperset(equation.invars):
+            weights.update(equation.outvars)
+    return sum(size(v.aval) for v in {v for v in jaxpr.outvars if isinstance(v, jax.extend.core.Var)} - weights)
 
 
 def size(aval):
@@ -37,28 +49,55 @@ def kept(graph, policy):
     return sum(node.kept for node in activations(graph, ROWS, CONTEXT, policy))
 
 
-MODELS = {"llama": tiny_graphs.llama, "gpt2": tiny_graphs.gpt2, "experts": tiny_graphs.moe}
+MODELS = {
+    "llama": (tiny_graphs.llama, 0),
+    "grouped queries": (lambda **kind: tiny_graphs.llama(attention={"heads": 4, "kv_heads": 2}, **kind), 0),
+    "gpt2": (tiny_graphs.gpt2, 0),
+    "experts": (tiny_graphs.moe, 4),  # the number of targets, by which apply multiplies the sum of all nodes' losses
+}
+IMAGES = {"mlp": {"hidden": [24]}, "conv": {"net": "conv", "hidden": [4, 8]}}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_without_recomputation_it_is_what_differentiation_hands_over(name):
-    model = MODELS[name](layers=1)
+    build, of_no_node = MODELS[name]
+    model = build(layers=1)
     del model["nodes"]["blocks"]["repeat"]
     graph = parse(model)
-    assert kept(graph, "none") == pytest.approx(handed_over(graph), rel=0.01)
+    assert kept(graph, "none") + of_no_node == handed_over(graph)
+
+
+def test_layers_in_a_row_keep_each_their_own():
+    model = tiny_graphs.llama(layers=3)
+    block = {key: value for key, value in model["nodes"].pop("blocks").items() if key != "repeat"}
+    chain = {f"block_{i}": {**block, "in": f"block_{i - 1}" if i else "embed"} for i in range(3)}
+    written_out = parse({**model, "nodes": {**model["nodes"], **chain, "norm": {"kind": "rms_norm", "in": "block_2"}}})
+    repeated = {node.name: node.kept for node in activations(parse(tiny_graphs.llama()), ROWS, CONTEXT, "none")}
+    apart = {node.name: node.kept for node in activations(written_out, ROWS, CONTEXT, "none")}
+    # Written out, the three have their mask and their rotary tables each.
+    assert repeated["blocks"] <= sum(apart[name] for name in chain) <= 1.01 * repeated["blocks"]
+    assert sum(apart.values()) == pytest.approx(handed_over(written_out), rel=0.01)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_layers_keep_their_inputs(name):
-    graph = parse(MODELS[name](layers=3))
+    build, of_no_node = MODELS[name]
+    graph = parse(build(layers=3))
     by_name = {node.name: node for node in activations(graph, ROWS, CONTEXT, "block")}
     inputs = 3 * ROWS * CONTEXT * 32 * 2
     assert inputs <= by_name["blocks"].kept < 1.5 * inputs
-    unrolled = MODELS[name](layers=3)
+    unrolled = build(layers=3)
     unrolled["nodes"]["blocks"]["scan"] = False
-    weights = 4 * sum(p.size for p in parameters_in(graph.parameters["blocks"]))  # each layer's are cut from all
-    expected = handed_over(parse(unrolled), jax.checkpoint) - weights
-    assert kept(graph, "block") == pytest.approx(expected, rel=0.03)  # the sum of the layers' losses is no node's
+    assert kept(graph, "block") + of_no_node == handed_over(parse(unrolled), jax.checkpoint)
+
+
+@pytest.mark.parametrize("encoder", IMAGES)
+def test_a_branch_without_gradient_keeps_nothing(encoder):
+    graph = parse(tiny_graphs.byol(**IMAGES[encoder]))
+    by_name = {node.name: node.kept for node in activations(graph, ROWS, CONTEXT, "none")}
+    assert by_name["views"] == by_name["target"] == by_name["constant"] == 0
+    assert sum(by_name.values()) == handed_over(graph)
+    assert all(kept(graph, policy) > 0 for policy in POLICIES)
 
 
 def test_more_recomputation_keeps_less():

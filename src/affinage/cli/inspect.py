@@ -3,6 +3,8 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,8 @@ from affinage.cli import doctor
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from affinage.model.graph import Graph
     from affinage.recipe.recipe import Recipe
 
@@ -40,8 +44,9 @@ def graph(
 
     affinage graph gpt2-124m --svg gpt2.svg
     """
-    from affinage.model.analysis import mermaid, summary_table
+    from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
+    from affinage.model.shape import SEQUENCE
     from affinage.stages.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
 
@@ -57,11 +62,18 @@ def graph(
         as_svg.write_text(svg(model), encoding="utf-8")
         return
     batch, context = _rows_per_step(loaded.recipe), loaded.recipe.rows.context
-    rows, memory = summary_table(model, batch, context), _memory(model, batch, context)
+    of_tokens = any(SEQUENCE in shape.dims for _, shape in model.inputs)
+    facts = {
+        "batch": batch,
+        "context": context if of_tokens else None,
+        "parameters": asdict(parameters(model)),
+        "nodes": summary_table(model, batch, context),
+        "memory": _memory(model, batch, context),
+    }
     if as_json:
-        print(json.dumps({"batch": batch, "context": context, "nodes": rows, "memory": memory}, indent=1))
+        print(json.dumps(facts, indent=1))
     else:
-        _show(rows, batch, context, memory)
+        _show(facts)
 
 
 def _memory(model: "Graph", batch: int, context: int) -> dict[str, Any]:
@@ -80,14 +92,19 @@ def _memory(model: "Graph", batch: int, context: int) -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], batch: int, context: int, memory: dict[str, Any]) -> None:
+def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_COLUMNS
-    wide = console.width >= _WITH_INPUTS
+    console.print(_table(facts["nodes"], wide=console.width >= _WITH_INPUTS), highlight=False, markup=False)
+    console.print("\n" + "\n".join(_facts_in_words(facts)), highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(rows: list[dict[str, Any]], *, wide: bool) -> "Table":
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for title in ("node", "kind", "value"):
         table.add_column(title, no_wrap=True)
@@ -100,25 +117,30 @@ def _show(rows: list[dict[str, Any]], batch: int, context: int, memory: dict[str
         flops = [f"{row[key]:.3g}" for key in ("flops", "training_flops")]
         reads = [", ".join(row["inputs"])] if wide else []
         table.add_row(row["name"], kind, row["shape"], f"{row['parameters']:,}", *flops, *reads)
-    console.print(table, highlight=False, markup=False)
-    console.print(
-        f"\nforward, training: FLOPs of one step of {batch:,} rows of {context:,} tokens; "
-        "matrix products only, 2 m n k each.",
-        highlight=False,
-    )
-    total, kept = rows[-1], memory["activations"]
-    lines = [
-        f"{total['parameters']:,} parameters, {total['active_parameters']:,} of them active for a token",
-        f"{total['training_flops']:.4g} FLOPs to train a step; {total['training_flops_all_pairs']:.4g} if attention "
-        "counts the pairs that causality hides",
-        f"{_gigabytes(memory['cache_of_a_row'])} cache of one row when decoding, in bfloat16",
-        ", ".join(f"{_gigabytes(count)} ({policy})" for policy, count in kept.items())
-        + " kept of a step's forward pass in bfloat16, by what is recomputed",
-    ]
-    console.print("\n".join(lines), highlight=False)
+    return table
+
+
+def _facts_in_words(facts: dict[str, Any]) -> Iterator[str]:
+    total, counts, memory, context = facts["nodes"][-1], facts["parameters"], facts["memory"], facts["context"]
+    rows = f"{facts['batch']:,} rows of {context:,} tokens" if context else f"{facts['batch']:,} examples"
+    yield f"forward, training: FLOPs of one step of {rows}; matrix products only, 2 m n k each."
+    said = f"{counts['total']:,} parameters"
+    if context:
+        said += f", {counts['active']:,} of them active for a token, {counts['embedding']:,} in embeddings"
+    yield said
+    said = f"{total['training_flops']:.4g} FLOPs to train a step"
+    if total["training_flops_all_pairs"] != total["training_flops"]:
+        said += f"; {total['training_flops_all_pairs']:.4g} if attention counts the pairs that causality hides"
+    yield said
+    if memory["cache_of_a_row"]:
+        yield f"{_gigabytes(memory['cache_of_a_row'])} cache of one row when decoding, in bfloat16"
+    kept = ", ".join(f"{_gigabytes(count)} ({policy})" for policy, count in memory["activations"].items())
+    yield f"{kept} kept of a step's forward pass in bfloat16, by what is recomputed"
 
 
 def _gigabytes(count: int) -> str:
+    if count < 1e8:
+        return f"{count / 1e6:.3g} MB"
     return f"{count / 1e9:,.0f} GB" if count >= 1e11 else f"{count / 1e9:.3g} GB"
 
 

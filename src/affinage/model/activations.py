@@ -2,17 +2,19 @@
 
 Kept is what JAX's differentiation hands from one pass to the other and is no parameter: intermediate values, and a
 node's inputs where the gradient reads them. Copies of the weights in the compute dtype are among them, and so are masks
-and rotary tables, once for all layers of a node. XLA may keep less, by computing cheap ones again, never more.
+and rotary tables, once for all layers of a node. Nodes that no gradient goes through keep nothing. XLA may keep less,
+by computing cheap values again, never more.
 
     none    every such value
     block   of a repeated node only the input of every layer (`Call.remat = jax.checkpoint`); of other nodes as in none
     full    of every node its inputs alone, a repeated node's layers included
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from affinage.model.graph import Graph
 from affinage.model.kind import Context, Result
 from affinage.model.node import Node
 from affinage.model.parameter import Parameter, Tree, map_parameters
+from affinage.model.shape import BATCH, SEQUENCE
 
 Policy = Literal["none", "block", "full"]
 POLICIES: tuple[Policy, ...] = ("none", "block", "full")
@@ -44,66 +47,105 @@ class _Residuals:
     shared: int  # the same for all layers
     own: int  # of one layer
 
+    def of(self, layers: int) -> int:
+        """Of so many layers."""
+        return layers * (self.inputs_read + self.own) + self.shared
+
+
+class _Given(NamedTuple):
+    """What a node is applied to, as shapes."""
+
+    params: Tree
+    shared: Tree | None
+    averages: Tree | None
+    inputs: tuple[Any, ...]
+
 
 def activations(
     graph: Graph, batch: int, context: int, policy: Policy, *, dtype: Any = jnp.bfloat16, platform: str = "tpu"
 ) -> tuple[NodeActivations, ...]:
     """Bytes for `batch` rows of `context` tokens, with float32 weights computed with in `dtype`; allocates nothing."""
     call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, key=jax.random.key(0))
-    rows = jax.ShapeDtypeStruct((batch, context), jnp.int32)
-    arrays = {"tokens": rows, "segment_ids": rows, "positions": rows}
-    arrays["loss_mask"] = jax.ShapeDtypeStruct((batch, context), jnp.float32)
+    arrays = _batch(graph, batch, context)
     values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
     found = []
     for node in graph.nodes:
-        values[node.name], residuals = _trace(graph, node, values, arrays, call)
-        found.append(_by_policy(node, residuals, policy))
+        given = _Given(
+            params=_abstract(node.kind.parameters(graph.input_shapes(node))),
+            shared=_abstract(graph.parameters[node.kind.shares]) if node.kind.shares else None,
+            averages=_abstract(graph.averages[node.name]) if node.name in graph.averages else None,
+            inputs=tuple(values[name] for name in node.inputs),
+        )
+        values[node.name] = jax.eval_shape(partial(_value, node, call), given, arrays)
+        if node.name in graph.differentiated:
+            moving = tuple(name in graph.differentiated for name in node.inputs)
+            found.append(_by_policy(node, policy, partial(_residuals, node, call, moving, given, arrays)))
+        else:
+            found.append(NodeActivations(node.name, 0, 0))
     return tuple(found)
 
 
-def _by_policy(node: Node, found: _Residuals, policy: Policy) -> NodeActivations:
-    everything = node.layers * (found.inputs_read + found.own) + found.shared
-    if policy == "none" or (policy == "block" and node.repeat is None):
-        return NodeActivations(node.name, everything, 0)
-    if policy == "block":
-        return NodeActivations(node.name, node.layers * found.inputs + found.shared, found.own)
-    return NodeActivations(node.name, found.inputs, everything - found.inputs_read)
+def _by_policy(node: Node, policy: Policy, residuals: Callable[..., _Residuals]) -> NodeActivations:
+    plain = residuals()
+    if policy == "full":
+        return NodeActivations(node.name, plain.inputs, plain.of(node.layers) - plain.inputs_read)
+    if policy == "block" and node.repeat is not None:
+        return NodeActivations(node.name, residuals(remat=jax.checkpoint).of(node.layers), plain.own)
+    return NodeActivations(node.name, plain.of(node.layers), 0)
 
 
-def _trace(
-    graph: Graph, node: Node, values: Mapping[str, Any], arrays: Mapping[str, Any], call: Call
-) -> tuple[Any, _Residuals]:
-    """The node's value as shapes, and the residuals of one of its layers."""
-    inputs = tuple(values[name] for name in node.inputs)
-    own = _abstract(node.kind.parameters(graph.input_shapes(node)))
-    shared = _abstract(graph.parameters[node.kind.shares]) if node.kind.shares else None
-    given = (own, shared, inputs)
-    value: Any = None
+def _batch(graph: Graph, batch: int, context: int) -> dict[str, Any]:
+    """The arrays of a batch, as shapes: the graph's inputs and what the feed gives beside them."""
+    sizes, dtypes = {BATCH: batch, SEQUENCE: context}, {"float": jnp.float32, "int": jnp.int32}
+    arrays = {name: jax.ShapeDtypeStruct(shape.bind(sizes), dtypes[shape.dtype]) for name, shape in graph.inputs}
+    arrays["rows"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    if "tokens" in arrays:
+        arrays |= dict.fromkeys(("segment_ids", "positions"), arrays["tokens"])
+        arrays["loss_mask"] = jax.ShapeDtypeStruct((batch, context), jnp.float32)
+    return arrays
 
-    def passes(given: Any, arrays: Mapping[str, Any]) -> Any:
-        nonlocal value
-        leaves, structure = jax.tree.flatten(given)
-        differentiable = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
-        context = Context(call, arrays, key=call.key, shared=given[1])
-        prepared = node.kind.prepare(given[2], context)
 
-        def forward(floats: list[Any]) -> Any:
-            rest = iter(floats)
-            filled = [next(rest) if flag else leaf for leaf, flag in zip(leaves, differentiable, strict=True)]
-            params, lent, x = jax.tree.unflatten(structure, filled)
-            result = node.kind.apply(params, x, replace(context, shared=lent, prepared=prepared))
-            result = result if isinstance(result, Result) else Result(result)
+def _value(node: Node, call: Call, given: _Given, arrays: Mapping[str, Any]) -> Any:
+    context = Context(call, arrays, key=call.key, shared=given.shared, averages=given.averages)
+    prepared = node.kind.prepare(given.inputs, context)
+    return _result(node, given, replace(context, prepared=prepared)).value
+
+
+def _result(node: Node, given: _Given, context: Context) -> Result:
+    result = node.kind.apply(given.params, given.inputs, context)
+    return result if isinstance(result, Result) else Result(result)
+
+
+def _residuals(
+    node: Node,
+    call: Call,
+    moving: tuple[bool, ...],
+    given: _Given,
+    arrays: Mapping[str, Any],
+    remat: Callable[..., Any] = lambda function: function,
+) -> _Residuals:
+    """Of one layer; `moving` says which inputs a gradient is due to: nothing is kept for that of a constant."""
+
+    def passes(given: _Given, arrays: Mapping[str, Any]) -> Any:
+        due = _Given(given.params, given.shared, None, tuple(x for x, moves in zip(given.inputs, moving) if moves))
+        leaves, structure = jax.tree.flatten(due)
+        context = Context(call, arrays, key=call.key, averages=given.averages)
+        prepared = node.kind.prepare(given.inputs, context)
+
+        def forward(leaves: list[Any]) -> Any:
+            params, shared, _, moved = jax.tree.unflatten(structure, leaves)
+            rest = iter(moved)
+            inputs = tuple(next(rest) if moves else x for x, moves in zip(given.inputs, moving, strict=True))
+            within = replace(context, shared=shared, prepared=prepared)
+            result = _result(node, _Given(params, shared, given.averages, inputs), within)
             return result.value, result.losses
 
-        floats = [leaf for leaf, flag in zip(leaves, differentiable, strict=True) if flag]
-        (out, _), pullback = jax.vjp(forward, floats)
-        value = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), out)
-        return prepared, pullback
+        return prepared, jax.vjp(remat(forward), leaves)[1]
 
     traced, shapes = jax.make_jaxpr(passes, return_shape=True)(given, arrays)
-    parameters = len(jax.tree.leaves((own, shared)))
+    weights = len(jax.tree.leaves(given[:-1]))
     first_array = len(jax.tree.leaves(given))
-    return value, _sort(traced.jaxpr, parameters, first_array, len(jax.tree.leaves(shapes[0])))
+    return _sort(traced.jaxpr, weights, first_array, len(jax.tree.leaves(shapes[0])))
 
 
 def _sort(jaxpr: Any, parameters: int, first_array: int, prepared: int) -> _Residuals:

@@ -3,8 +3,12 @@
 The convention: a matrix product of [m, k] and [k, n] is 2 m n k operations and nothing else counts. Attention counts
 the pairs of tokens that causality leaves, S (S + 1) / 2 of a row, as if its documents were one; `flops_all_pairs`
 counts S * S, which is what an implementation without block skipping computes and what 6 N + 12 L D S stands for.
-Experts count for the tokens sent to them or, where they have a capacity, for their slots, filled or not. A training
-step is three forward passes (the backward pass has two products for each); recomputation is not counted.
+Experts count for the tokens sent to them or, where they have a capacity, for their slots, filled or not. Of a
+convolution the multiplications with the border of zeros do not count.
+
+The backward pass has two products for each of the forward pass, one for either factor; recomputation is not counted. So
+a language model's training step is three forward passes. A node that no gradient goes through (all that lies upstream
+of a moving average or a stop alone) has no backward pass, and a first layer on a constant input has one product less.
 """
 
 from dataclasses import dataclass
@@ -51,11 +55,18 @@ class NodeCost:
     active_parameters: int
     flops: int
     flops_all_pairs: int
+    backward_flops: int
+    backward_flops_all_pairs: int
 
     @property
     def training_flops(self) -> int:
         """Of a forward and a backward pass."""
-        return (1 + BACKWARD) * self.flops
+        return self.flops + self.backward_flops
+
+    @property
+    def training_flops_all_pairs(self) -> int:
+        """The same with attention over all S * S pairs of tokens."""
+        return self.flops_all_pairs + self.backward_flops_all_pairs
 
 
 @dataclass(frozen=True)
@@ -74,12 +85,12 @@ class Analysis:
     @property
     def training_flops(self) -> int:
         """Of one training step on this batch."""
-        return (1 + BACKWARD) * self.flops
+        return sum(node.training_flops for node in self.nodes)
 
     @property
     def training_flops_all_pairs(self) -> int:
         """The same with attention over all S * S pairs of tokens."""
-        return (1 + BACKWARD) * sum(node.flops_all_pairs for node in self.nodes)
+        return sum(node.training_flops_all_pairs for node in self.nodes)
 
 
 def parameters(graph: Graph) -> ParameterCount:
@@ -96,6 +107,10 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
     rows = []
     for node in graph.nodes:
         cost: Cost = node.kind.cost(graph.input_shapes(node), sizes) * node.layers
+        flops, all_pairs = cost.matmul + cost.attention_causal, cost.matmul + cost.attention
+        products = BACKWARD if node.name in graph.differentiated else 0
+        constant_input = products and graph.differentiated.isdisjoint(node.inputs)
+        not_due = cost.of_input if constant_input else 0
         rows.append(
             NodeCost(
                 name=node.name,
@@ -105,8 +120,10 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
                 shape=str(graph.shapes[node.name]),
                 parameters=_count(graph, node),
                 active_parameters=sum(p.active for p in _declared(graph, node)),
-                flops=cost.matmul + cost.attention_causal,
-                flops_all_pairs=cost.matmul + cost.attention,
+                flops=flops,
+                flops_all_pairs=all_pairs,
+                backward_flops=products * flops - not_due,
+                backward_flops_all_pairs=products * all_pairs - not_due,
             )
         )
     return Analysis(tuple(rows), batch, context)
@@ -126,7 +143,7 @@ def summary_table(graph: Graph, batch: int, context: int) -> list[dict[str, Any]
             "active_parameters": node.active_parameters,
             "flops": node.flops,
             "training_flops": node.training_flops,
-            "training_flops_all_pairs": (1 + BACKWARD) * node.flops_all_pairs,
+            "training_flops_all_pairs": node.training_flops_all_pairs,
         }
         for node in analysis.nodes
     ]

@@ -111,6 +111,20 @@ class Graph:
         """Names of the node itself and of all that it is computed from."""
         return ancestors(self._by_name, name)
 
+    @cached_property
+    def differentiated(self) -> frozenset[str]:
+        """Names of the nodes that the backward pass goes through: between a parameter and the loss."""
+        trained: set[str] = set()  # values that depend on parameters
+        for node in self.nodes:
+            learns = bool(self.parameters.get(node.name)) or bool(node.kind.shares)
+            if not node.kind.constant and (learns or not trained.isdisjoint(node.inputs)):
+                trained.add(node.name)
+        reached = {self.loss}
+        for node in reversed(self.nodes):
+            if node.name in reached and node.name in trained:
+                reached.update(node.inputs)
+        return frozenset(trained & reached)
+
     def to_dict(self) -> dict[str, Any]:
         """The `model:` mapping of a recipe that parses to this graph again."""
         nodes: dict[str, Any] = {}

@@ -22,16 +22,19 @@ class Cost:
     matmul: int = 0  # everything but the attention's two products
     attention: int = 0  # scores and weighted values over all S * S pairs, masked or not
     attention_causal: int = 0  # the same over the pairs that causality (and a window) leaves
+    of_input: int = 0  # of `matmul`, what multiplies the node's input itself: no gradient is due to a constant one
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.matmul + other.matmul,
             self.attention + other.attention,
             self.attention_causal + other.attention_causal,
+            self.of_input + other.of_input,
         )
 
     def __mul__(self, times: int) -> "Cost":
-        return Cost(self.matmul * times, self.attention * times, self.attention_causal * times)
+        # Only the first of several layers has the node's input.
+        return Cost(self.matmul * times, self.attention * times, self.attention_causal * times, self.of_input)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class NodeKind(Settings):
     kind_name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...]] = ("x",)  # names of the inputs, for arity and error messages
     is_loss: ClassVar[bool] = False
+    constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
     def complete(self, others: Mapping[str, "NodeKind"]) -> Self:
         """Fills settings that follow from other nodes of the graph; raises ValueError where they do not."""

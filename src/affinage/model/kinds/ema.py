@@ -31,6 +31,7 @@ class EmaCopy(NodeKind):
     of: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = Field(min_length=1)  # nodes, first to last
     decay: float = Field(default=0.99, ge=0, le=1)  # kept per step; BYOL: 0.996 over 1,000 epochs, less for short runs
     _copied: tuple[Node, ...] = PrivateAttr(default=())
+    constant = True
 
     @override
     def bind(self, nodes: Mapping[str, Node]) -> Self:
@@ -66,6 +67,7 @@ class EmaCopy(NodeKind):
         if context.averages is None:
             raise ValueError("a graph with moving averages is applied with them: Call(averages=...)")
         (x,) = inputs
+        x = jax.lax.stop_gradient(x)
         for node in self._copied:
             key = None if context.key is None else jax.random.fold_in(context.key, zlib.crc32(node.name.encode()))
             within = replace(context, key=key, cache=None, averages=None)
@@ -76,7 +78,7 @@ class EmaCopy(NodeKind):
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:
         given = self._chain(inputs[0])[:-1]
         costs = [node.kind.cost((x,), sizes) * node.layers for node, x in zip(self._copied, given, strict=True)]
-        return sum(costs, Cost())
+        return replace(sum(costs, Cost()), of_input=0)
 
     def _chain(self, x: Shape) -> list[Shape]:
         """Shapes before and after every copied node."""
@@ -89,6 +91,8 @@ class EmaCopy(NodeKind):
 @node_kind("stop_gradient")
 class StopGradient(NodeKind):
     """The value itself, as a constant for whatever is trained."""
+
+    constant = True
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

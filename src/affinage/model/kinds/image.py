@@ -6,6 +6,7 @@ al. (2020); with layer norms alone, all vectors became one within 50 steps.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from math import prod, sqrt
 from typing import Any, Literal
@@ -62,7 +63,8 @@ def _layers(params: Tree, x: Float[Array, "*N D"], context: Context) -> Float[Ar
 
 
 def _layers_cost(widths: tuple[int, ...], rows: int) -> Cost:
-    return Cost(matmul=sum(dense_flops(inputs, outputs, rows) for inputs, outputs in pairwise(widths)))
+    flops = [dense_flops(inputs, outputs, rows) for inputs, outputs in pairwise(widths)]
+    return Cost(matmul=sum(flops), of_input=flops[0])
 
 
 @node_kind("encoder")
@@ -117,11 +119,12 @@ class Encoder(NodeKind):
         rows = prod(inputs[0].bind(sizes)[:-3])
         total = _layers_cost(self._widths(inputs[0]), rows)
         height, width, channels = _image(inputs[0])
+        flops = []
         for layer, after in enumerate(self.hidden if self.net == "conv" else ()):
-            pixels = rows * (height >> layer) * (width >> layer)
-            total += Cost(matmul=dense_flops(_WINDOW**2 * channels, after, pixels))
+            pairs = _taps(height >> layer) * _taps(width >> layer)
+            flops.append(dense_flops(channels, after, rows * pairs))
             channels = after
-        return total
+        return replace(total, matmul=total.matmul + sum(flops), of_input=flops[0]) if flops else total
 
     def _widths(self, images: Shape) -> tuple[int, ...]:
         """Of the dense layers, from the flat image or the last channels to the vector."""
@@ -130,6 +133,11 @@ class Encoder(NodeKind):
             return (height * width * channels, *self.hidden, self.width)
         halvings = len(self.hidden)
         return ((height >> halvings) * (width >> halvings) * (self.hidden or (channels,))[-1], self.width)
+
+
+def _taps(size: int) -> int:
+    """Pairs of a pixel and a place in its window along an axis, those in the border of zeros left out."""
+    return sum(0 <= pixel + tap < size for pixel in range(size) for tap in range(-(_WINDOW // 2), _WINDOW // 2 + 1))
 
 
 def _image(images: Shape) -> tuple[int, int, int]:
