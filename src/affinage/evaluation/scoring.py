@@ -16,6 +16,7 @@ from affinage.generation.shapes import power_of_two
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
 from affinage.model.parameter import Tree
+from affinage.recipe.training import AttentionImplementation
 
 _LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # What a compilation costs, in floating point operations that the machine could have done meanwhile.
@@ -26,7 +27,7 @@ Scores = tuple[Float[Array, "B"], Bool[Array, "B"], Float[Array, "B K"], Bool[Ar
 
 
 @lru_cache(maxsize=8)
-def _compiled(graph: Graph, dtype: str) -> Any:
+def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, mesh: jax.sharding.Mesh | None) -> Any:
     """The jitted scoring function of a graph; jit keeps one executable per shape."""
 
     @partial(jax.jit, static_argnames="span")
@@ -40,7 +41,7 @@ def _compiled(graph: Graph, dtype: str) -> Any:
     ) -> Scores:
         length = tokens.shape[1]
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)
-        lazy, _ = logits_of(graph, params, tokens, positions, dtype)
+        lazy, _ = logits_of(graph, params, tokens, positions, dtype, attention=attention, mesh=mesh)
         # The last `span` inputs of every row; some may lie before what is scored, or before the row's beginning.
         at = lengths[:, None] - span + jnp.arange(span)[None]
         hidden = jnp.take_along_axis(lazy.hidden, jnp.maximum(at, 0)[:, :, None], axis=1)
@@ -87,7 +88,7 @@ class Scorer:
     def __init__(self, model: LoadedModel, *, batch: int = 64) -> None:
         self.model = model
         self._batch = batch
-        self._score = _compiled(model.graph, model.compute_dtype)
+        self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.mesh)
 
     def score(
         self,

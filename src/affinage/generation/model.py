@@ -1,6 +1,6 @@
 """A trained model as everything after training takes it: generation, evaluation, export."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from affinage.model.call import Call, Logits
 from affinage.model.graph import Graph
 from affinage.model.module import apply
 from affinage.model.parameter import Tree
-from affinage.parallel.sharding import batch_sharding, rows_split
+from affinage.parallel.sharding import batch_sharding, per_shard, rows_split
+from affinage.recipe.training import AttentionImplementation
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LoadedModel:
     mesh: jax.sharding.Mesh | None = None  # None: the default device
     system_prompt: str = ""  # what a chat model was told in conversations without a system message; "": nothing
     compute_dtype: str = "float32"
+    attention: AttentionImplementation = "auto"  # what computes it where there is no KV cache
 
     def place(self, array: ArrayLike) -> Array:
         """`array` on the device, its rows over the mesh's data axes where there is a mesh."""
@@ -40,10 +42,28 @@ class LoadedModel:
 
 
 def logits_of(
-    graph: Graph, params: Tree, tokens: Int[Array, "B S"], positions: Int[Array, "B S"], dtype: str, cache: Any = None
+    graph: Graph,
+    params: Tree,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    dtype: str,
+    cache: Any = None,
+    *,
+    attention: AttentionImplementation = "auto",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Logits, Any]:
-    """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given."""
+    """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given.
+
+    `attention` and `mesh`: as of a LoadedModel. With a cache, attention is xla's.
+    """
     batch = {"tokens": tokens, "positions": positions}
-    call = Call(compute_dtype=jnp.dtype(dtype), cache=cache, until=graph.logits)
+    call = Call(
+        compute_dtype=jnp.dtype(dtype),
+        cache=cache,
+        until=graph.logits,
+        attention=attention if cache is None else "xla",
+    )
+    if mesh is not None:
+        call = replace(call, per_shard=per_shard(mesh))
     outputs = apply(graph, params, batch, call)
     return outputs.values[graph.logits], outputs.cache

@@ -84,7 +84,7 @@ def _our_logits(model: LoadedModel, params: Tree, ids: Sequence[int]) -> Float[n
 @partial(jax.jit, static_argnames="graph")
 def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return logits_of(graph, params, tokens, positions, "float32")[0].array()
+    return logits_of(graph, params, tokens, positions, "float32", attention="xla")[0].array()
 
 
 def _rounded(params: Tree, dtype: str) -> Tree:

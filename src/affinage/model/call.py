@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.model.parameter import Axes
-
-AttentionImplementation = Literal["auto", "xla"]
+from affinage.recipe.training import AttentionImplementation
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +52,10 @@ def _no_constraint(x: Array, axes: Axes) -> Array:
     return x
 
 
+def _whole(function: Callable[..., Array], arguments: tuple[Axes, ...], result: Axes) -> Callable[..., Array]:
+    return function
+
+
 @dataclass(frozen=True)
 class Call:
     """How a graph is applied this time. Nothing here changes the result beyond rounding, except key and cache."""
@@ -62,10 +65,13 @@ class Call:
     cache: Any = None  # from `init_cache`: the batch continues the rows it holds
     averages: Any = None  # the state of `graph.averages`, for the nodes that read them
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
-    attention: AttentionImplementation = "auto"
+    attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # wraps each layer; e.g. jax.checkpoint
     constrain: Callable[[Array, Axes], Array] = _no_constraint  # pins activations to the mesh by their logical axes
+    # Makes a function run on each device's part of its arguments, told the logical axes of these and of its result:
+    # for kernels, which XLA cannot split.
+    per_shard: Callable[[Callable[..., Array], tuple[Axes, ...], Axes], Callable[..., Array]] = _whole
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,29 @@ def activation_constraint(
     return lambda x, axes: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(axes, mesh, table)))
 
 
+def per_shard(
+    mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE
+) -> Callable[[Callable[..., jax.Array], tuple[LogicalAxes, ...], LogicalAxes], Callable[..., jax.Array]]:
+    """A function that makes a function of arrays run once on every device, with that device's parts of them.
+
+    For kernels, which XLA's partitioner cannot split. An axis that is None is whole on every device.
+    """
+    if mesh.size == 1:
+        return lambda function, arguments, result: function
+
+    def wrap(
+        function: Callable[..., jax.Array], arguments: tuple[LogicalAxes, ...], result: LogicalAxes
+    ) -> Callable[..., jax.Array]:
+        specs = tuple(partition_spec(axes, mesh, table) for axes in arguments)
+        # A kernel's result does not say over which axes it varies, so that cannot be checked.
+        split = jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=partition_spec(result, mesh, table), check_vma=False
+        )
+        return split
+
+    return wrap
+
+
 def param_shardings(
     mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: Mapping[str, tuple[str, ...]] = TABLE
 ) -> PyTree:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.settings import Settings
-from affinage.recipe.training import PretrainSettings, SftSettings
+from affinage.recipe.training import AttentionImplementation, PretrainSettings, SftSettings
 
 MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
 
@@ -18,6 +18,7 @@ class EvaluateSettings(Settings):
     limit: int | None = Field(default=None, ge=1)  # items per task; default: all
     shots: int = Field(default=0, ge=0)  # examples put before each question
     batch: int = Field(default=64, ge=1)  # rows per forward pass
+    attention: AttentionImplementation = "auto"  # what computes it, as in training; generation has a KV cache: xla
     compressors: bool = False  # put gzip -9 and xz -9 beside the model's bits per byte on the validation text
     max_new_tokens: int = Field(default=64, ge=1)  # where a task asks for generation and does not say
 

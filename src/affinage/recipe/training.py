@@ -6,6 +6,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.recipe.settings import Settings
 
+AttentionImplementation = Literal["auto", "xla", "cudnn", "splash"]
+
 
 class OptimizerSettings(Settings):
     """AdamW with decoupled weight decay on matrices only (Loshchilov and Hutter, 2019)."""
@@ -64,6 +66,9 @@ class TrainSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings
     precision: PrecisionSettings = PrecisionSettings()
+    # What computes attention: splash (a kernel for TPUs), cudnn (for NVIDIA GPUs) or xla (anything). auto: the chip's
+    # own kernel where it honours all that the model asks for, xla otherwise; a named one refuses what it cannot.
+    attention: AttentionImplementation = "auto"
     validate_every: int = Field(default=500, ge=1)  # steps
     validation_rows: int = Field(default=256, ge=1)  # at most, per source and language
     log_every: int = Field(default=10, ge=1)  # steps

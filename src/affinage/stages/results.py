@@ -1,6 +1,7 @@
 """The work of the stages that judge and release what was trained."""
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
     )
     chat = training == "sft"
     results = evaluate(
-        model,
+        replace(model, attention=settings.attention),
         settings.tasks,
         folder=context.folder,
         task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},

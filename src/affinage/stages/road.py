@@ -16,7 +16,7 @@ from affinage.stages.stage import Stage, StageContext, Summary
 
 # How a training is carried out, not what it computes: changing these must not begin a long run from the start.
 # (The mesh is in no key for the same reason.)
-_CARRIED_OUT = {"micro_batches", "log_every", "validate_every", "validation_rows", "checkpoint"}
+_CARRIED_OUT = {"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint"}
 
 
 def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | None = None) -> list[Stage]:
@@ -134,7 +134,7 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     trained = [*_if(_pretrains(recipe), "pretrain"), *_if(recipe.sft is not None, "sft")]
     if recipe.evaluate is not None:
         asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
-        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch"})
+        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention"})
         local = fingerprints(local_tasks(recipe)) | plugins
         read = (
             "tokenizer",

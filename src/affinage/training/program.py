@@ -15,7 +15,7 @@ from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, decayed, init_params
 from affinage.model.analysis import analyse
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import activation_constraint, batch_sharding
+from affinage.parallel import activation_constraint, batch_sharding, per_shard
 from affinage.parallel.sharding import check_rows_divide
 from affinage.recipe.training import PrecisionSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
@@ -135,7 +135,9 @@ class Program:
         return Call(
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
+            attention=self.job.settings.attention,
             constrain=activation_constraint(self.mesh),
+            per_shard=per_shard(self.mesh),
         )
 
 

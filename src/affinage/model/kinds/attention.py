@@ -75,9 +75,10 @@ class AttentionSettings(Settings):
         return {"key": shape, "value": shape}
 
     def prepare(self, x: Float[Array, "B S D"], context: Context) -> Mapping[str, Any]:
-        """The mask and the rotary tables, the same for all layers."""
+        """Positions, segments and the mask, the same for all layers."""
         positions = positions_of(context, x.shape[0], x.shape[1])
-        return {"positions": positions, "mask": self.mask(context, positions)}
+        segments = context.batch.get("segment_ids")
+        return {"positions": positions, "segments": segments, "mask": self.mask(context, positions)}
 
     def mask(self, context: Context, positions: Array) -> Bool[Array, "B S T"]:
         """True where a query [S] sees a key [T]: in its past and its document, or, decoding, in the row so far."""
@@ -102,7 +103,7 @@ class AttentionSettings(Settings):
         if cache is not None:
             cache = _write(cache, key, value, context)
             key, value = cache["key"][context.layer], cache["value"][context.layer]
-        out = attend(query, key, value, context.prepared["mask"], context, dropout=self.dropout, softcap=self.softcap)
+        out = attend(query, key, value, context, dropout=self.dropout, softcap=self.softcap, window=self.window)
         out = jnp.swapaxes(out, 1, 2)
         return dense(params["out"], out, context, contracted=2), cache
 

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from affinage.errors import UserError
 from affinage.model.kind import Context
+from affinage.model.kinds.attention_choice import Need, choose
+from affinage.model.kinds.attention_kernels import cudnn_attention, splash_attention
 from affinage.model.kinds.dropout import drop
 
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
@@ -15,25 +16,48 @@ def attend(
     query: Float[Array, "B H S D"],
     key: Float[Array, "B K T D"],
     value: Float[Array, "B K T D"],
-    mask: Bool[Array, "b S T"],
     context: Context,
     *,
     dropout: float,
     softcap: float | None,
+    window: int | None,
 ) -> Float[Array, "B H S D"]:
-    """Values weighted by the softmax of scaled scores; every implementation honours the mask or refuses."""
-    if context.call.attention not in ("auto", "xla"):
-        raise UserError(
-            f"attention implementation {context.call.attention!r} is not known",
-            fix="`auto` and `xla` are",
-        )
+    """Values weighted by the softmax of scaled scores; every implementation honours the mask or refuses.
+
+    `context.prepared` has the mask bool [b, S, T] of all that a query sees, and the segments int32 [B, S] or None.
+    """
     batch, heads, length, width = query.shape
+    dropped = dropout if context.key is not None else 0.0
+    need = Need(
+        context.call.platform, query.dtype, width, length, context.cache is not None, dropout=dropped, softcap=softcap
+    )
+    chosen = choose(context.call.attention, need)
+    if chosen != "xla":
+        return _by_kernel(chosen, query, key, value, context, softcap=softcap, window=window)
+    mask = context.prepared["mask"]
     grouped = query.reshape(batch, key.shape[1], -1, length, width)
-    if softcap is not None or (dropout and context.key is not None):
+    if softcap is not None or dropped:
         out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
         out = attention(grouped, key, value, mask)
     return out.reshape(batch, heads, length, width)
+
+
+def _by_kernel(
+    name: str, query: Array, key: Array, value: Array, context: Context, *, softcap: float | None, window: int | None
+) -> Array:
+    """The rows and heads of each device by its own run of the kernel; a row's tokens are not split."""
+    segments = context.prepared["segments"]
+    of_query, of_key = ("batch", "heads", None, "head_dim"), ("batch", "kv_heads", None, "head_dim")
+    told = () if segments is None else (segments if name == "splash" else context.prepared["mask"],)
+    of_told = tuple(("batch", *(None,) * (array.ndim - 1)) for array in told)
+
+    def run(query: Array, key: Array, value: Array, told: Array | None = None) -> Array:
+        if name == "splash":
+            return splash_attention(query, key, value, told, window=window, softcap=softcap)
+        return cudnn_attention(query, key, value, told, window=window)
+
+    return context.call.per_shard(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
 
 
 def plain_attention(

@@ -1,0 +1,158 @@
+"""Attention by kernels: the same numbers as the plain formula, on any mesh, or a refusal."""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny_graphs
+from affinage.errors import UserError
+from affinage.model import Call, apply, init_cache, parse
+from affinage.model.kind import Context
+from affinage.model.kinds.attention_choice import Need, choose
+from affinage.model.kinds.attention_kernels import splash_attention
+from affinage.model.kinds.attention_products import plain_attention
+from affinage.parallel import make_mesh, per_shard
+
+LENGTH = 150  # more than one block, and no whole number of them
+SEGMENTS = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([3, 87, 60], [128, 1, 21])] * 2), jnp.int32)
+NEEDS = Need("tpu", jnp.bfloat16, head_dim=64, length=2048, cached=False, dropout=0.0, softcap=None)
+
+
+def heads(kv_heads):
+    """Query, key, value and weights of the result, of 4 rows and 4 query heads."""
+    random = np.random.default_rng(0)
+    counts = (4, kv_heads, kv_heads, 4)
+    return [jnp.asarray(2 * random.normal(size=(4, count, LENGTH, 8)), jnp.float32) for count in counts]
+
+
+def value_and_gradient(product, query, key, value, weights):
+    return jax.jit(jax.value_and_grad(lambda *arrays: jnp.sum(weights * product(*arrays)), (0, 1, 2)))(
+        query, key, value
+    )
+
+
+def plain(query, key, value, segments, *, window=None, softcap=None):
+    """The formula, on scores of all pairs."""
+    before = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    mask = (before >= 0) & (before < (window or LENGTH))
+    mask = jnp.asarray(mask)[None] & (segments[:, :, None] == segments[:, None, :])
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+    out = plain_attention(grouped, key, value, mask, Context(Call(), {}), dropout=0.0, softcap=softcap)
+    return out.reshape(query.shape)
+
+
+def same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize(
+    "kv_heads, settings", [(2, {}), (1, {"window": 20, "softcap": 2.0})], ids=["grouped", "windowed, capped"]
+)
+def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
+    arrays = heads(kv_heads)
+
+    def kernel(*qkv):
+        return splash_attention(*qkv, SEGMENTS, **{"window": None, "softcap": None} | settings, interpret=True)
+
+    same(
+        value_and_gradient(kernel, *arrays),
+        value_and_gradient(lambda *qkv: plain(*qkv, SEGMENTS, **settings), *arrays),
+    )
+
+
+def test_on_a_mesh_every_device_runs_the_kernel_on_its_part():
+    arrays, split = heads(2), per_shard(make_mesh({"data": 2, "context": 2, "tensor": 2}, jax.devices()))
+
+    def kernel(query, key, value, segments):
+        assert query.shape == (2, 2, LENGTH, 8) and key.shape == (2, 1, LENGTH, 8)
+        return splash_attention(query, key, value, segments, window=None, softcap=None, interpret=True)
+
+    of_query, of_key = ("batch", "heads", None, None), ("batch", "kv_heads", None, None)
+    run = split(kernel, (of_query, of_key, of_key, ("batch", None)), of_query)
+    same(
+        value_and_gradient(lambda *qkv: run(*qkv, SEGMENTS), *arrays),
+        value_and_gradient(lambda *qkv: plain(*qkv, SEGMENTS), *arrays),
+    )
+
+
+@pytest.mark.parametrize(
+    "change, wanted",
+    [
+        ({}, "splash"),
+        ({"platform": "cpu"}, "xla"),
+        ({"platform": "gpu"}, "xla"),  # without a GPU there is no cuDNN
+        ({"length": 64}, "xla"),
+        ({"cached": True}, "xla"),
+        ({"dropout": 0.1}, "xla"),
+        ({"softcap": 30.0}, "splash"),
+    ],
+)
+def test_auto_takes_what_can(change, wanted):
+    assert choose("auto", dataclasses.replace(NEEDS, **change)) == wanted
+
+
+@pytest.mark.parametrize(
+    "name, change, what",
+    [
+        ("splash", {"platform": "cpu"}, "cannot honour a cpu: it is a kernel for TPUs"),
+        ("splash", {"dropout": 0.1}, "cannot honour dropout of 0.1"),
+        ("cudnn", {"softcap": 30.0}, "a soft-cap of 30.0"),
+        ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32 .* and heads of 20"),
+    ],
+)
+def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
+    with pytest.raises(UserError, match=what) as raised:
+        choose(name, dataclasses.replace(NEEDS, **change))
+    assert "xla" in raised.value.fix
+
+
+def test_a_cache_is_refused_by_the_graph_too():
+    graph = parse(tiny_graphs.llama(layers=1))
+    call = Call(platform="tpu", attention="splash", cache=init_cache(graph, 1, 8))
+    with pytest.raises(UserError, match="a KV cache"):
+        apply(graph, tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 4), jnp.int32)}, call)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'affinage[tpu]'")
+def test_a_training_step_with_the_kernel_compiles_for_tpus():
+    program = """
+        import jax, jax.numpy as jnp, tiny_graphs
+        from jax.experimental import topologies
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from affinage.model import Call, abstract_params, apply, parse
+        from affinage.parallel import activation_constraint, make_mesh, per_shard
+
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+        mesh = make_mesh({"data": 2, "tensor": 2}, devices)
+        graph = parse(tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "head_dim": 64, "window": 100}))
+        call = Call(jnp.bfloat16, platform="tpu", constrain=activation_constraint(mesh), per_shard=per_shard(mesh))
+
+        def loss(params, tokens, segments):
+            return apply(graph, params, {"tokens": tokens, "segment_ids": segments}, call).values[graph.loss].sum
+
+        def placed(leaf, spec=P()):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        rows = placed(jax.ShapeDtypeStruct((4, 256), jnp.int32), P("data"))
+        step = jax.jit(jax.grad(loss)).lower(jax.tree.map(placed, abstract_params(graph)), rows, rows)
+        print(step.compile().as_text())
+    """
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {
+        "PYTHONPATH": f"{os.path.dirname(tiny_graphs.__file__)}{os.pathsep}{paths}",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another process of this machine may be compiling for TPUs, too
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for kernel in ("fwd_segmented", "dq_segmented", "dkv_segmented"):
+        assert f"splash_mha_{kernel}" in done.stdout
