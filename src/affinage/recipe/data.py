@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from affinage.recipe.cleaning import CleanSettings
 from affinage.recipe.settings import Settings
 
 POCKET_WORLD = "pocket-world"
@@ -26,16 +27,6 @@ def _source_from_string(value: Any) -> Any:
 
 
 Source = Annotated[SourceSettings, BeforeValidator(_source_from_string)]
-
-
-class CleanSettings(Settings):
-    """What a document must be to stay in the corpus (Julian's rules)."""
-
-    min_characters: int = Field(default=100, ge=0)  # shorter ones are removed
-    max_characters: int = Field(default=500_000, gt=0)  # longer ones are removed, or
-    long_documents: Literal["remove", "split"] = "remove"  # ... split into parts at paragraph ends
-    min_alphanumeric: float = Field(default=0.7, ge=0, le=1)  # share of letters and digits among non-space characters
-    min_language_probability: float = Field(default=0.8, ge=0, le=1)  # of lid.176.ftz; 0 turns language id off
 
 
 class DeduplicateSettings(Settings):
