@@ -42,7 +42,7 @@ class Watch:
         self._name, self._began = step.stage.name, time.monotonic()
         if step.reason != "never ran":
             self._line(self._name, _escaped(step.reason))
-        if self._console.is_terminal and not step.stage.continues:
+        if self._console.is_terminal and not step.stage.live:
             self._status = self._console.status(self._name)
             self._status.start()
 

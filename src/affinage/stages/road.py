@@ -78,7 +78,9 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     stages.append(
         Stage("collect", texts.collect, {"data": _json(data, "sources", "root", "damaged_files")}, from_world, local)
     )
-    stages.append(Stage("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",)))
+    stages.append(
+        Stage("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",), continues=True)
+    )
     if data.deduplicate is not None:
         stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
     last = stages[-1].name
@@ -98,7 +100,9 @@ def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]
     stages = [Stage("arrays", images.arrays, settings, (), local)]
     if recipe.pretrain is not None:
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
-        stages.append(Stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), plugins, continues=True))
+        stages.append(
+            Stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), plugins, continues=True, live=True)
+        )
         if recipe.probe is not None:
             stages.append(Stage("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain"), plugins))
     return stages
@@ -111,12 +115,14 @@ def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str,
     if recipe.pretrain is not None and _pretrains(recipe):
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
         begun = initial | plugins
-        stages.append(Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun, continues=True))
+        stages.append(
+            Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun, continues=True, live=True)
+        )
     if recipe.sft is not None:
         settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
         base = _if(_pretrains(recipe), "pretrain")
         inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
-        stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True))
+        stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True, live=True))
     return stages
 
 

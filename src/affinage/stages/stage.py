@@ -38,3 +38,4 @@ class Stage:
     sources: dict[str, str] = field(default_factory=dict)  # the user's files it reads -> fingerprint
     shows: str = ""  # a file of the result that the run's folder links to, for people
     continues: bool = False  # after a kill it goes on from what is in its folder; others start with an empty one
+    live: bool = False  # shows its own progress on a terminal, as a training does
