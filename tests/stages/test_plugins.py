@@ -15,9 +15,12 @@ from affinage.model.kind import KINDS
 from affinage.recipe.load import load_recipe
 from affinage.stages import plugins
 from affinage.stages.flow import Flow, Runs
+from affinage.stages.foresight import check
 from affinage.stages.plugins import load_named_plugins, load_plugins
 from affinage.stages.road import road_of
 from affinage.stages.trainings import with_vocabulary
+from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
+from affinage.training.schedule import SCHEDULES, learning_rate
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "node_kinds.md"
 
@@ -29,6 +32,8 @@ def written(tmp_path):
         (tmp_path / name).write_text(content)
     yield tmp_path
     KINDS.pop("channel_mix", None)
+    OPTIMIZERS._classes.pop("signed_momentum", None)
+    SCHEDULES._classes.pop("staircase", None)
     plugins._run.cache_clear()
 
 
@@ -47,6 +52,26 @@ def test_the_documents_example_computes_what_it_says(written):
     mix = 1 / (1 + np.exp(-np.asarray(params["mixed"]["mix"])))[None, None]
     expected = mix * values["blocks"] + (1 - mix) * values["embed"]
     np.testing.assert_allclose(values["mixed"], expected, rtol=1e-5)
+
+
+def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
+    loaded = load_recipe(written / "own_optimizer.yaml")
+    check(loaded, {"pretrain"})
+    settings = loaded.recipe.pretrain
+    weights = {"w": jnp.zeros((2, 2))}
+    optimizer = make_optimizer(settings.optimizer, Weights({"w": True}, {"w": ((0,), (1,))}))
+    direction, _ = optimizer.update({"w": jnp.array([[3.0, -1.0], [0.5, -2.0]])}, optimizer.init(weights), weights)
+    np.testing.assert_array_equal(direction["w"], [[1, -1], [1, -1]])
+    rates = [float(learning_rate(settings.schedule, 2200)(jnp.int32(step))) for step in (1, 1000, 2199)]
+    np.testing.assert_allclose(rates, [5e-4 * 2 / 110, 2.5e-4, 1.25e-4], rtol=1e-5)
+
+
+def test_an_optimizer_that_nobody_brings_is_told_with_its_line(written):
+    recipe = written / "own_optimizer.yaml"
+    recipe.write_text(recipe.read_text().replace("momentum: 0.95", "momentun: 0.95"))
+    with pytest.raises(UserError, match="Did you mean `momentum`") as caught:
+        check(load_recipe(recipe), {"pretrain"})
+    assert caught.value.where.endswith("own_optimizer.yaml:5")
 
 
 def test_a_changed_plugin_changes_the_model_and_not_the_data(written):

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from affinage.errors import UserError
 from affinage.recipe.training import OptimizerSettings, ScheduleSettings
-from affinage.training.optimizer import make_optimizer
+from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 
 SHAPES = {"weight": (16, 8), "norm": (8,)}
 DECAYED = {"weight": True, "norm": False}
+MATRICES = {"weight": ((0,), (1,)), "norm": None}
 
 
 def _gradients(steps: int) -> list[dict[str, np.ndarray]]:
@@ -21,7 +23,7 @@ def _gradients(steps: int) -> list[dict[str, np.ndarray]]:
 
 
 def _ours(settings: OptimizerSettings, params: dict, gradients: list[dict], rate: float) -> tuple[dict, object]:
-    optimizer = make_optimizer(settings, DECAYED)
+    optimizer = make_optimizer(settings, Weights(DECAYED, MATRICES))
     state = optimizer.init(params)
     for grads in gradients:
         direction, state = optimizer.update(grads, state, params)
@@ -85,7 +87,87 @@ def test_constant_stays_at_the_peak_after_warm_up():
     assert [float(schedule(jnp.int32(s))) for s in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["cosine", "constant"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_a_run_of_one_step_takes_it_at_the_peak(name: str):
     schedule = learning_rate(ScheduleSettings(name=name, peak=1e-2, floor=1e-3), 1)
     assert float(schedule(jnp.int32(0))) == pytest.approx(1e-2)
+
+
+def test_linear_goes_straight_from_the_peak_to_the_floor():
+    schedule = learning_rate(ScheduleSettings(name="linear", peak=1.0, floor=0.1, warmup_steps=2), 11)
+    rates = [float(schedule(jnp.int32(step))) for step in range(11)]
+    np.testing.assert_allclose(rates, [0.5, *np.linspace(1.0, 0.1, 10)], rtol=1e-5)
+
+
+def test_wsd_holds_the_peak_and_then_falls_as_one_minus_the_root():
+    settings = ScheduleSettings(name="wsd", peak=1.0, floor=0.2, warmup_steps=1, settings={"decay_share": 0.25})
+    rates = np.array([learning_rate(settings, 41)(jnp.int32(step)) for step in range(41)])
+    np.testing.assert_allclose(rates[:31], 1.0)
+    np.testing.assert_allclose(rates[30:], 0.2 + 0.8 * (1 - np.sqrt(np.arange(11) / 10)), rtol=1e-5)
+
+
+def test_lion_is_the_sign_of_the_interpolated_momentum():
+    settings = OptimizerSettings(name="lion", b1=0.9, b2=0.99, weight_decay=0.1, clip_norm=1e9)
+    start = {k: np.random.default_rng(1).normal(size=v).astype(np.float32) for k, v in SHAPES.items()}
+    gradients = _gradients(5)
+    ours, _ = _ours(settings, jax.tree.map(jnp.asarray, start), gradients, 1e-2)
+    for name, weight in start.items():
+        momentum = np.zeros_like(weight)
+        for grads in gradients:
+            move = np.sign(0.9 * momentum + 0.1 * grads[name]) + (0.1 if DECAYED[name] else 0.0) * weight
+            momentum = 0.99 * momentum + 0.01 * grads[name]
+            weight = weight - 1e-2 * move
+        np.testing.assert_allclose(ours[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_adafactor_keeps_a_row_and_a_column_for_a_matrix():
+    settings = OptimizerSettings(name="adafactor", weight_decay=0.0, settings={"smallest_factored": 8})
+    optimizer = make_optimizer(settings, Weights(DECAYED, MATRICES))
+    params = {k: jnp.ones(v) for k, v in SHAPES.items()}
+    state = optimizer.init(params)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 2 * (16 + 8) + 8 + 8
+    # With one gradient, the second moment of a matrix of rank 1 is exact: every update has size 1.
+    grads = {"weight": jnp.outer(jnp.arange(1.0, 17), jnp.arange(1.0, 9)), "norm": jnp.arange(1.0, 9)}
+    direction, _ = optimizer.update(grads, state, params)
+    np.testing.assert_allclose(direction["weight"], 1.0, rtol=1e-4)
+    np.testing.assert_allclose(direction["norm"], 1.0, rtol=1e-4)
+
+
+def test_muon_orthogonalises_each_layer_of_a_hidden_matrix_and_gives_the_rest_to_adam():
+    draw = np.random.default_rng(2)
+    shapes = {"hidden": (3, 8, 2, 6), "embedding": (10, 8)}  # layers, input, heads, features
+    grads = {k: jnp.asarray(draw.normal(size=v), jnp.float32) for k, v in shapes.items()}
+    params = jax.tree.map(jnp.zeros_like, grads)
+    weights = Weights(dict.fromkeys(shapes, True), {"hidden": ((1,), (2, 3)), "embedding": None})
+    settings = OptimizerSettings(name="muon", clip_norm=1e9, weight_decay=0.0, settings={"rms": 0.2})
+    optimizer = make_optimizer(settings, weights)
+    direction, _ = optimizer.update(grads, optimizer.init(params), params)
+    for layer in range(3):
+        matrix = np.asarray(direction["hidden"][layer]).reshape(8, 12)
+        left, _, right = np.linalg.svd(np.asarray(grads["hidden"][layer]).reshape(8, 12), full_matrices=False)
+        # Five Newton-Schulz steps bring the singular values to between 0.7 and 1.2, times 0.2 sqrt(larger side).
+        values = np.diag(left.T @ matrix @ right.T) / (0.2 * np.sqrt(12))
+        assert (values > 0.6).all() and (values < 1.3).all()
+        np.testing.assert_allclose(left * values * 0.2 * np.sqrt(12) @ right, matrix, atol=2e-2)
+    np.testing.assert_allclose(jnp.abs(direction["embedding"]), 1.0, rtol=1e-3)
+
+
+def test_bfloat16_moments_leave_what_is_no_moment_alone():
+    weights = Weights({"hidden": True}, {"hidden": ((0,), (1,))})
+    optimizer = make_optimizer(OptimizerSettings(name="muon", moments="bfloat16"), weights)
+    state = optimizer.init({"hidden": jnp.ones((8, 12))})
+    kinds = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state)}
+    assert kinds == {((8, 12), "bfloat16"), ((3,), "float32"), ((), "int32")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "adamv"}, "Did you mean `adamw`"),
+        ({"name": "muon", "settings": {"betta": 0.9}}, "Did you mean `beta`"),
+        ({"name": "muon", "settings": {"beta": "much"}}, "`beta` of optimizer muon"),
+    ],
+)
+def test_what_nobody_knows_is_told(changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        make_optimizer(OptimizerSettings(**changes), Weights(DECAYED, MATRICES))

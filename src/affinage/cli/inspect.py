@@ -37,6 +37,9 @@ def graph(
     as_json: JsonOption = False,
     as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
     as_svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it into an SVG file.")] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Draw the learning rate over the steps instead.")
+    ] = False,
 ) -> None:
     """Print the model graph: the shape, parameters and FLOPs of every node.
 
@@ -52,6 +55,9 @@ def graph(
 
     loaded = load(recipe, overrides)
     load_plugins(loaded)
+    if schedule:
+        _show_schedules(loaded.recipe, as_json)
+        return
     model = parse(with_vocabulary(loaded.recipe.model, _vocabulary(loaded.recipe, runs)), loaded.locate)
     if as_mermaid:
         print(mermaid(model), end="")
@@ -74,6 +80,13 @@ def graph(
         print(json.dumps(facts, indent=1))
     else:
         _show(facts)
+
+
+def _show_schedules(recipe: "Recipe", as_json: bool) -> None:
+    from affinage.cli.schedules import drawn, learning_rates
+
+    rates = learning_rates(recipe)
+    print(json.dumps(rates, indent=1) if as_json else "\n\n".join(drawn(*pair) for pair in rates.items()))
 
 
 def _memory(model: "Graph", batch: int, context: int) -> dict[str, Any]:

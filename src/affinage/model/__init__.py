@@ -13,6 +13,7 @@ from affinage.model.module import (
     init_cache,
     init_params,
     logical_axes,
+    matrices,
     moved_averages,
 )
 from affinage.model.node import Node
@@ -34,6 +35,7 @@ __all__ = [
     "init_cache",
     "init_params",
     "logical_axes",
+    "matrices",
     "moved_averages",
     "parse",
 ]

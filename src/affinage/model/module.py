@@ -33,6 +33,11 @@ def decayed(graph: Graph) -> Tree:
     return map_parameters(lambda _, p: p.decay, graph.parameters)
 
 
+def matrices(graph: Graph) -> Tree:
+    """For every hidden layer's matrix (dimensions of its input, of its output); None for all other parameters."""
+    return map_parameters(lambda _, p: (p.inputs, p.outputs) if p.inputs else None, graph.parameters)
+
+
 def init_params(graph: Graph, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Tree:
     """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
 

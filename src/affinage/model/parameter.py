@@ -24,6 +24,7 @@ class Parameter:
     std: float = 0.02  # of the normal; GPT-2's and Llama's value
     residual: bool = False  # the last projection before a residual sum: std is divided by sqrt(2 * layers) (GPT-2)
     decay: bool = True  # whether weight decay applies: yes for matrices and embeddings, no for norms and biases
+    inputs: tuple[int, ...] = ()  # of a hidden layer's matrix, the dimensions that its input is multiplied along
     used: int | None = None  # of the entries along the axis `experts`, how many a token is multiplied by; None: all
 
     def __post_init__(self) -> None:
@@ -42,9 +43,16 @@ class Parameter:
             return self.size
         return self.size // self.shape[self.axes.index("experts")] * self.used
 
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Of a hidden layer's matrix, the dimensions of its output; the others count layers and experts."""
+        stacked = [i for i, axis in enumerate(self.axes) if axis in ("layers", "experts")]
+        return tuple(i for i in range(len(self.shape)) if i not in (*self.inputs, *stacked)) if self.inputs else ()
+
     def stacked(self, layers: int) -> "Parameter":
         """The same for `layers` copies along a new first axis."""
-        return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes))
+        inputs = tuple(axis + 1 for axis in self.inputs)
+        return replace(self, shape=(layers, *self.shape), axes=("layers", *self.axes), inputs=inputs)
 
     def draw(self, key: PRNGKeyArray, layers: int, dtype: jnp.dtype) -> Array:
         """First values, drawn in float32 and rounded once to `dtype`."""

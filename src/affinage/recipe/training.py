@@ -10,25 +10,27 @@ AttentionImplementation = Literal["auto", "xla", "cudnn", "splash"]
 
 
 class OptimizerSettings(Settings):
-    """AdamW with decoupled weight decay on matrices only (Loshchilov and Hutter, 2019)."""
+    """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
-    name: Literal["adamw"] = "adamw"
+    name: str = "adamw"  # adamw, lion, adafactor, muon, or one of a plug-in
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)  # times the learning rate; not on norms and biases
     clip_norm: float = Field(default=1.0, gt=0)  # global norm of the gradient
-    moments: Literal["float32", "bfloat16"] = "float32"  # dtype the two moments are stored in
+    moments: Literal["float32", "bfloat16"] = "float32"  # dtype the moments are stored in
+    settings: dict[str, Any] = {}  # what only the named optimizer has
 
 
 class ScheduleSettings(Settings):
-    """The learning rate over the run: linear warm-up, then a cosine down to a floor."""
+    """The learning rate over the run: linear warm-up, then by name down to a floor."""
 
-    name: Literal["cosine", "constant"] = "cosine"
+    name: str = "cosine"  # cosine, linear, wsd, constant, or one of a plug-in
     peak: float = Field(gt=0)  # learning rate after warm-up
     floor: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
     warmup_steps: int = Field(default=0, ge=0)
     warmup_share: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
+    settings: dict[str, Any] = {}  # what only the named schedule has
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "ScheduleSettings":
@@ -46,6 +48,9 @@ class PrecisionSettings(Settings):
 
     compute: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the chip multiplies it natively
     params: Literal["float32", "bfloat16"] = "float32"  # dtype the weights are stored and updated in
+    # How an updated weight becomes bfloat16: at random to one of its two neighbours, in proportion, so that small
+    # updates are not lost; or to the nearer one.
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
 
 
 class CheckpointSettings(Settings):

@@ -52,6 +52,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.parallel import make_mesh
     from affinage.parallel.sharding import check_rows_divide
     from affinage.training import rows_per_step
+    from affinage.training.optimizer import OPTIMIZERS
+    from affinage.training.schedule import learning_rate
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
@@ -72,6 +74,10 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         )
     with _written(loaded, "mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
+    with _written(loaded, name, "optimizer"):
+        OPTIMIZERS.build(settings.optimizer.name, settings.optimizer.settings)
+    with _written(loaded, name, "schedule"):
+        learning_rate(settings.schedule, settings.steps)
     with _written(loaded, name, "batch"):
         check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh)
 

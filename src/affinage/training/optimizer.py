@@ -1,17 +1,124 @@
-"""AdamW as Optax has it, with what a recipe adds: decay on matrices only, and moments in bfloat16."""
+"""From the gradient of the mean loss to the direction that the weights move against."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import MuonDimensionNumbers
 
+from affinage.recipe.settings import Settings
 from affinage.recipe.training import OptimizerSettings
+from affinage.training.registry import Registry
 
 PyTree = Any
 
 
-def make_optimizer(settings: OptimizerSettings, decayed: PyTree) -> optax.GradientTransformation:
+@dataclass(frozen=True)
+class Weights:
+    """What an optimizer may know of the parameters, besides their shapes.
+
+    Attributes:
+        decayed: tree of the parameters with True where weight decay applies; see `affinage.model.decayed`.
+        matrices: the same tree with (input dimensions, output dimensions) of the matrices of hidden layers, None
+            elsewhere; see `affinage.model.matrices`.
+    """
+
+    decayed: PyTree
+    matrices: PyTree
+
+
+class Optimizer(Settings):
+    """Base of all optimizers: the fields are what a recipe may put into `optimizer.settings`."""
+
+    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+        """Clipped float32 gradient -> direction; the weights then move by minus the learning rate times it."""
+        raise NotImplementedError
+
+
+OPTIMIZERS: Registry[Optimizer] = Registry("optimizer")
+
+T = TypeVar("T", bound=type[Optimizer])
+
+
+def optimizer(name: str) -> Callable[[T], T]:
+    """Registers an Optimizer under the name that recipes call it by; a taken name is refused."""
+    return OPTIMIZERS.register(name)
+
+
+@optimizer("adamw")
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+        """See `Optimizer.direction`."""
+        return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+
+
+@optimizer("lion")
+class Lion(Optimizer):
+    """The sign of an interpolated momentum (Chen et al., 2023): one moment only. Learning rates are 3 to 10 times
+    smaller than AdamW's, and decay as much larger."""
+
+    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+        """See `Optimizer.direction`."""
+        return optax.scale_by_lion(b1=settings.b1, b2=settings.b2)
+
+
+@optimizer("adafactor")
+class Adafactor(Optimizer):
+    """Second moments kept as a row and a column (Shazeer and Stern, 2018), without momentum.
+
+    Updates are clipped to a root mean square of `clip_rms`; the learning rate is the recipe's, not relative to the
+    weights' size.
+    """
+
+    decay_rate: float = 0.8  # exponent of the second moments' schedule: 1 - step^-decay_rate
+    clip_rms: float = 1.0
+    smallest_factored: int = 128  # matrices with a smaller second-largest side keep their second moments whole
+
+    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+        """See `Optimizer.direction`."""
+        factored = optax.scale_by_factored_rms(
+            decay_rate=self.decay_rate, min_dim_size_to_factor=self.smallest_factored
+        )
+        return optax.chain(factored, optax.clip_by_block_rms(self.clip_rms))
+
+
+@optimizer("muon")
+class Muon(Optimizer):
+    """Orthogonalised momentum for the matrices of hidden layers (Jordan et al., 2024), Adam for everything else.
+
+    The orthogonal updates are scaled to a root mean square of `rms`, about AdamW's, so that one learning rate and one
+    decay serve both (Liu et al., 2025, arXiv:2502.16982). Layers and experts are orthogonalised each on their own.
+    """
+
+    beta: float = 0.95  # of the momentum; b1 and b2 are Adam's
+    newton_schulz_steps: int = 5
+    rms: float = 0.2
+
+    def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+        """See `Optimizer.direction`."""
+        dimensions = _map_matrices(lambda pair: None if pair is None else MuonDimensionNumbers(*pair), weights.matrices)
+        muon = optax.contrib.muon(
+            learning_rate=-1.0,  # Optax moves by minus this: what comes out is the direction
+            beta=self.beta,
+            ns_steps=self.newton_schulz_steps,
+            muon_weight_dimension_numbers=dimensions,
+            consistent_rms=self.rms,
+        )
+        adam = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+        labels = _map_matrices(lambda pair: "adam" if pair is None else "muon", weights.matrices)
+        return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+def _map_matrices(function: Callable[[Any], Any], matrices: PyTree) -> PyTree:
+    return jax.tree.map(function, matrices, is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple))
+
+
+def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
     """Gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
@@ -19,31 +126,61 @@ def make_optimizer(settings: OptimizerSettings, decayed: PyTree) -> optax.Gradie
 
     Args:
         settings: of the recipe.
-        decayed: tree of the parameters with True where weight decay applies; see `affinage.model.decayed`.
+        weights: what is known of the parameters.
+
+    Raises:
+        UserError: an optimizer or a setting of it that nobody knows.
     """
-    moments = optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)
+    chosen = OPTIMIZERS.build(settings.name, settings.settings)
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
-        _stored_in(jnp.dtype(settings.moments), moments),
-        optax.add_decayed_weights(settings.weight_decay, decayed),
+        _stored_in(jnp.dtype(settings.moments), chosen.direction(settings, weights)),
+        optax.add_decayed_weights(settings.weight_decay, weights.decayed),
     )
 
 
+def map_like_params(
+    function: Callable[..., Any], state: PyTree, params: PyTree, *rest: PyTree, others: Callable[[Any], Any]
+) -> PyTree:
+    """Maps the arrays of an optimizer's state that stand for a parameter: same path at the end, same shape.
+
+    Args:
+        function: (array of the state, parameter, leaves of `rest`) -> new leaf.
+        state: the optimizer's.
+        params: the parameters, or their shapes.
+        rest: trees like `params`.
+        others: applied to every other array of the state: counts, factored moments.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    found = {path: (leaf, *more) for (path, leaf), *more in zip(leaves, *map(jax.tree.leaves, rest), strict=True)}
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        for start in range(len(path)):
+            like = found.get(path[start:])
+            if like is not None and like[0].shape == leaf.shape:
+                return function(leaf, *like)
+        return others(leaf)
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
 def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner`, computed in float32, with its state kept in `dtype` between steps.
+    """`inner`, computed in float32, with its moments kept in `dtype` between steps.
 
     A bfloat16 moment follows its average as long as one step moves it by more than half a unit in the last place,
     2^-9 of its value: true for b2 up to about 0.99.
     """
+    float32 = jnp.dtype("float32")
 
-    def cast(tree: PyTree, to: jnp.dtype) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.astype(to) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+    def cast(state: PyTree, params: PyTree, to: jnp.dtype) -> PyTree:
+        return map_like_params(lambda leaf, _: leaf.astype(to), state, params, others=lambda leaf: leaf)
 
     def init(params: PyTree) -> PyTree:
-        return cast(inner.init(params), dtype)
+        return cast(inner.init(params), params, dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        updates, state = inner.update(cast(grads, jnp.dtype("float32")), cast(state, jnp.dtype("float32")), params)
-        return updates, cast(state, dtype)
+        grads = jax.tree.map(lambda g: g.astype(float32), grads)
+        updates, state = inner.update(grads, cast(state, grads, float32), params)
+        return updates, cast(state, grads, dtype)
 
     return optax.GradientTransformation(init, update)

@@ -12,14 +12,14 @@ import optax
 from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, decayed, init_params
+from affinage.model import Call, decayed, init_params, matrices
 from affinage.model.analysis import analyse
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import activation_constraint, batch_sharding, per_shard
 from affinage.parallel.sharding import check_rows_divide
 from affinage.recipe.training import PrecisionSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
-from affinage.training.optimizer import make_optimizer
+from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
 from affinage.training.step import make_train_step, make_validation_step
@@ -74,7 +74,7 @@ class Program:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The job's optimizer."""
-        return make_optimizer(self.job.settings.optimizer, decayed(self.job.graph))
+        return make_optimizer(self.job.settings.optimizer, Weights(decayed(self.job.graph), matrices(self.job.graph)))
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -103,6 +103,7 @@ class Program:
             call=self._call(),
             micro_batches=settings.micro_batches,
             seed=self.job.seed,
+            stochastic_rounding=settings.precision.rounding == "stochastic",
         )
         return self.job.strategy.compile_training(step, self.abstract, self._like(self.batch))
 

@@ -19,6 +19,7 @@ from affinage.model import (
     logical_axes,
 )
 from affinage.parallel.sharding import param_shardings, replicated
+from affinage.training.optimizer import map_like_params
 
 PyTree = Any
 
@@ -48,6 +49,7 @@ class Purpose(enum.IntEnum):
 
     INITIAL_WEIGHTS = 0
     DROPOUT = 1
+    ROUNDING = 2
 
 
 def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> jax.Array:
@@ -63,12 +65,12 @@ def abstract_state(graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTran
     abstract_weights, axes = abstract_params(graph, dtype), logical_axes(graph)
     shardings = param_shardings(mesh, axes, abstract_weights)
     params = jax.tree.map(_with_sharding, abstract_weights, shardings)
-    opt_state = optax.tree.map_params(
-        optimizer,
-        _with_sharding,
+    opt_state = map_like_params(
+        lambda leaf, _, sharding: _with_sharding(leaf, sharding),
         jax.eval_shape(optimizer.init, abstract_weights),
+        abstract_weights,
         shardings,
-        transform_non_params=lambda leaf: _with_sharding(leaf, replicated(mesh)),
+        others=lambda leaf: _with_sharding(leaf, replicated(mesh)),
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     averages = None

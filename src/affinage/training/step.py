@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from affinage.model import Call, Graph, apply, moved_averages
+from affinage.training.rounding import stored_like
 from affinage.training.schedule import Schedule
 from affinage.training.state import Purpose, TrainState, random_key
 
@@ -29,6 +30,7 @@ def make_train_step(
     call: Call,
     micro_batches: int,
     seed: int,
+    stochastic_rounding: bool = True,
 ) -> Step:
     """Build the step of a graph.
 
@@ -42,7 +44,8 @@ def make_train_step(
         schedule: step -> learning rate.
         call: compute dtype and how the graph is applied; its key is set here.
         micro_batches: parts that a batch goes through one after the other; divides its rows.
-        seed: of the run, for dropout and augmentation.
+        seed: of the run, for dropout, augmentation and rounding.
+        stochastic_rounding: of weights that are stored in bfloat16; else to the nearest.
 
     Returns:
         The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
@@ -68,7 +71,9 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         rate = schedule(state.step).astype(jnp.float32)
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), state.params, direction)
+        moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
+        rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
+        params = stored_like(state.params, moved, rounding)
 
         averages = None if state.averages is None else moved_averages(graph, state.averages, params)
 

@@ -19,7 +19,8 @@ def dense_parameters(
     residual: bool = False,
 ) -> Tree:
     """Kernel [*inputs, *outputs] with its logical axes and, if asked for, a bias [*outputs] that starts at zero."""
-    tree: Tree = {"kernel": Parameter((*inputs, *outputs), axes, std=std, residual=residual)}
+    contracted = tuple(range(len(inputs)))
+    tree: Tree = {"kernel": Parameter((*inputs, *outputs), axes, std=std, residual=residual, inputs=contracted)}
     if bias:
         tree["bias"] = Parameter(outputs, axes[len(inputs) :], init="zeros", decay=False)
     return tree

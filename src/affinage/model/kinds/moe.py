@@ -71,12 +71,12 @@ class MoeSettings(Settings):
     def parameters(self, width: int, std: float) -> Tree:
         """Router [D, E], kernels [E, D, F] and [E, F, D], and those of the shared experts."""
         shape, axes = (self.experts, width, self.width), ("experts", "embed", "ffn")
-        inward = {"kernel": Parameter(shape, axes, std=std, used=self.top_k)}
+        inward = {"kernel": Parameter(shape, axes, std=std, used=self.top_k, inputs=(1,))}
         shape, axes = (self.experts, self.width, width), ("experts", "ffn", "embed")
         tree: Tree = {
             "router": {"kernel": Parameter((width, self.experts), ("embed", None), std=std)},
             "up": inward,
-            "down": {"kernel": Parameter(shape, axes, std=std, residual=True, used=self.top_k)},
+            "down": {"kernel": Parameter(shape, axes, std=std, residual=True, used=self.top_k, inputs=(1,))},
         }
         if self.activation in GATED:
             tree["gate"] = inward
