@@ -18,7 +18,8 @@ from pathlib import Path
 import grain
 import numpy as np
 
-from affinage.data.feed import RowFeed, make_batch, segments
+from affinage.data.batch import make_batch, segments
+from affinage.data.feed import RowFeed
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows, write_facts, write_rows
 from affinage.data.special_tokens import BOS
 
@@ -96,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         folder = Path(name)
         write_sources(folder, 4_000 if quick else 40_000)
-        feed = RowFeed(folder, seed=1, batch=BATCH, weights=WEIGHTS)
+        feed = RowFeed(folder, seed=1, batch=BATCH, mixture=[(0, WEIGHTS)])
         ours = rate(feed.batch, steps, rounds)
         peers = {"grain": by_grain(find_row_folders(folder)), "loader": by_loader(find_row_folders(folder))}
         results = []

@@ -14,10 +14,11 @@ from rich.console import Console
 from affinage.data.chat import encode_conversation
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversations import prepare_conversations, show_example
-from affinage.data.feed import RowFeed, validation_sets
+from affinage.data.feed import RowFeed
 from affinage.data.packing import best_fit
 from affinage.data.special_tokens import BOS, IM_END, PAD
 from affinage.data.tokenizer import Tokenizer
+from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError
 from affinage.recipe.training import SftSettings
 

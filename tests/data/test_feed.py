@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.feed import MIXTURE_BLOCK, RowFeed, segments, validation_sets
+from affinage.data.batch import segments
+from affinage.data.feed import RowFeed
+from affinage.data.mixture import SLOTS
 from affinage.data.permutation import permuted
 from affinage.data.row_files import write_facts, write_rows
-from affinage.data.special_tokens import BOS
+from affinage.data.special_tokens import BOS, EOS
+from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError
 
 CONTEXT = 8
@@ -71,7 +74,7 @@ def test_permutations_stay_as_they_are():
 
 def test_a_batch_depends_on_seed_and_step_only(folder: Path):
     for weights in (None, {"en": 0.5, "fr": 0.5}):
-        one, other = (RowFeed(folder, seed=5, batch=6, weights=weights) for _ in range(2))
+        one, other = (RowFeed(folder, seed=5, batch=6, mixture=weights and [(0, weights)]) for _ in range(2))
         list(zip(range(3), one.iterate(0)))
         for step in (1000, 0, 17):
             for key, value in one.batch(step).items():
@@ -80,7 +83,7 @@ def test_a_batch_depends_on_seed_and_step_only(folder: Path):
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 6])
 def test_hosts_divide_the_global_batch(folder: Path, hosts: int):
-    feed = RowFeed(folder, seed=0, batch=6, weights={"en": 2, "fr": 1})
+    feed = RowFeed(folder, seed=0, batch=6, mixture=[(0, {"en": 2, "fr": 1})])
     for step in (0, 3):
         parts = [feed.batch(step, host, hosts) for host in range(hosts)]
         for key, whole in feed.batch(step).items():
@@ -89,8 +92,8 @@ def test_hosts_divide_the_global_batch(folder: Path, hosts: int):
 
 
 def test_weights_hold_in_every_block_and_epochs_are_per_folder(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=64, weights={"en": 0.7, "fr": 0.25, "code": 0.05})
-    seen = np.array(first_tokens(feed, 2 * MIXTURE_BLOCK))
+    feed = RowFeed(folder, seed=0, batch=64, mixture=[(0, {"en": 0.7, "fr": 0.25, "code": 0.05})])
+    seen = np.array(first_tokens(feed, 2 * SLOTS))
     for block in np.split(seen // 1000, 2):
         assert Counter(block.tolist()) == {1: 717, 2: 256, 3: 51}
     for number, rows in ((1, 70), (2, 30), (3, 5)):
@@ -102,18 +105,25 @@ def test_weights_hold_in_every_block_and_epochs_are_per_folder(folder: Path):
 
 
 def test_a_weight_may_be_zero_and_folders_left_out(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=32, weights={"en": 1, "fr": 0})
+    feed = RowFeed(folder, seed=0, batch=32, mixture=[(0, {"en": 1, "fr": 0})])
     assert set(np.array(first_tokens(feed, 256)) // 1000) == {1}
     assert feed.rows == 70
 
 
 @pytest.mark.parametrize(
     ("weights", "complaint"),
-    [({"de": 1}, "no rows of it"), ({"en": -1}, "is -1"), ({"en": 0.0}, "all weights are zero"), ({}, "all weights")],
+    [
+        ({"de": 1}, "no rows of it"),
+        ({"cod": 1}, "did you mean 'code'"),
+        ({"en": -1}, "is -1"),
+        ({"en": 0.0}, "all weights are zero"),
+        ({}, "all weights"),
+    ],
 )
 def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float], complaint: str):
-    with pytest.raises(UserError, match=complaint):
-        RowFeed(folder, seed=0, batch=4, weights=weights)
+    with pytest.raises(UserError) as raised:
+        RowFeed(folder, seed=0, batch=4, mixture=[(0, weights)])
+    assert complaint in str(raised.value)
 
 
 def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
@@ -128,7 +138,7 @@ def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
 
 def test_where_names_the_rows_of_a_batch(folder: Path):
     for weights in (None, {"en": 1, "code": 1}):
-        feed = RowFeed(folder, seed=0, batch=16, weights=weights)
+        feed = RowFeed(folder, seed=0, batch=16, mixture=weights and [(0, weights)])
         first = {"en": 1000, "fr": 2000, "code": 3000}
         places = feed.where(7)
         assert [first[name] + row for name, row in places] == feed.batch(7)["tokens"][:, 0].tolist()
@@ -161,7 +171,7 @@ def obvious_segments(row: list[int]) -> tuple[list[int], list[int]]:
     segment = position = 0
     segment_ids, positions = [], []
     for t, token in enumerate(row):
-        if token == BOS:
+        if token == BOS or (t and row[t - 1] == EOS):
             segment += 1
             position = 0
         elif t:

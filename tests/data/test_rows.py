@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from affinage.data.batch import make_batch
 from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.feed import ValidationRows, make_batch
 from affinage.data.row_files import file_safe, open_rows, write_rows
 from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.tokenizer import Tokenizer
+from affinage.data.validation_rows import ValidationRows
 from affinage.errors import UserError
 from affinage.recipe.data import RowsSettings
 from tiny_corpus import write_split
@@ -25,7 +26,14 @@ CONTEXT = 32
 @pytest.fixture(scope="module")
 def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
-    pack_rows(split_folder, bpe, folder, RowsSettings(context=CONTEXT, shards=3), seed=0)
+    pack_rows(split_folder, bpe, folder, RowsSettings(context=CONTEXT, shards=8), seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    pack_rows(split_folder, bpe, folder, RowsSettings(context=CONTEXT, packing="best-fit"), seed=0)
     return folder
 
 
@@ -33,9 +41,9 @@ def documents_by_group(split_folder: Path, part: str) -> dict[str, dict[tuple[st
     groups: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
     for batch in read_documents(split_folder / part):
         for document in batch.to_pylist():
-            language = document["language"]
-            group = language if part == "train" else f"{file_safe(document['source'])}.{language}"
-            groups[group][document["source"], document["id"]] = document["text"]
+            groups[f"{file_safe(document['source'])}.{document['language']}"][document["source"], document["id"]] = (
+                document["text"]
+            )
     return groups
 
 
@@ -108,8 +116,11 @@ def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: Path):
     assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
 
 
-@pytest.mark.parametrize("part", ["train", "validation"])
-def test_lineage_names_the_document_of_every_token(packed: Path, split_folder: Path, bpe: Tokenizer, part: str):
+@pytest.mark.parametrize(("packing", "part"), [("concat", "train"), ("concat", "validation"), ("best-fit", "train")])
+def test_lineage_names_the_document_of_every_token(
+    packed: Path, whole: Path, split_folder: Path, bpe: Tokenizer, packing: str, part: str
+):
+    packed = packed if packing == "concat" else whole
     for group, documents in documents_by_group(split_folder, part).items():
         rows = read_all(packed / part / group)
         spans = pq.read_table(packed / part / group / "documents.parquet").to_pylist()
@@ -117,9 +128,10 @@ def test_lineage_names_the_document_of_every_token(packed: Path, split_folder: P
         for span in spans:
             covered[span["row"], span["start"] : span["stop"]] += 1
             said = rows[span["row"], span["start"] : span["stop"]].tolist()
-            whole = [BOS, *bpe.encode(documents[span["source"], span["id"]]), EOS]
-            assert any(whole[i : i + len(said)] == said for i in range(len(whole)))
+            tokens = [BOS, *bpe.encode(documents[span["source"], span["id"]]), EOS]
+            assert tokens[span["offset"] : span["offset"] + len(said)] == said
             assert span["url"] == f"file:///{span['source']}"
+        assert [span["row"] for span in spans] == sorted(span["row"] for span in spans)
         assert (covered == (rows != PAD)).all()
 
 
@@ -128,17 +140,17 @@ def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, 
     settings = RowsSettings(context=CONTEXT)
     for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
         pack_rows(split, bpe, tmp_path / name, settings, seed=seed)
-    a, b, c = (read_all(tmp_path / name / "train" / "en") for name in "abc")
+    a, b, c = (read_all(tmp_path / name / "train" / "tales.en") for name in "abc")
     assert (a == b).all()
     assert a.shape == c.shape and (a != c).any()
-    ids = pq.read_table(tmp_path / "a" / "train" / "en" / "documents.parquet").column("id").to_pylist()
+    ids = pq.read_table(tmp_path / "a" / "train" / "tales.en" / "documents.parquet").column("id").to_pylist()
     assert ids != sorted(ids)
 
 
 def test_shards_are_counted_hashed_and_nearly_equal(packed: Path):
-    folder = packed / "train" / "en"
+    folder = packed / "train" / "tales.en"
     facts = json.loads((folder / "rows.json").read_text())
-    assert list(facts["files"]) == [f"rows-{i:05d}-of-00003.npy" for i in range(3)]
+    assert list(facts["files"]) == [f"rows-{i:05d}-of-00002.npy" for i in range(2)]
     heights = []
     for name, counted in facts["files"].items():
         content = (folder / name).read_bytes()
@@ -146,7 +158,9 @@ def test_shards_are_counted_hashed_and_nearly_equal(packed: Path):
         assert counted["bytes"] == len(content)
         heights.append(counted["rows"])
     assert sum(heights) == facts["rows"] and max(heights) - min(heights) <= 1
+    assert len(list(packed.glob("train/*/rows-*.npy"))) == 8  # over four groups, by their size
     assert not list(packed.rglob("*.partial")) and not (packed / "scratch").exists()
+    assert not list(packed.rglob("*.npy.json"))
 
 
 @given(
@@ -166,7 +180,7 @@ def test_a_large_vocabulary_is_written_in_32_bits(bpe: Tokenizer, tmp_path: Path
     monkeypatch.setattr(type(bpe), "dtype", property(lambda self: np.uint32))
     summary = pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT), seed=0)
     assert summary["dtype"] == "uint32"
-    assert read_all(tmp_path / "train" / "fr").dtype == np.uint32
+    assert read_all(tmp_path / "train" / "tales.fr").dtype == np.uint32
 
 
 def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
@@ -183,8 +197,10 @@ def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_
 def test_what_a_killed_run_left_is_replaced(split_folder: Path, bpe: Tokenizer, packed: Path, tmp_path: Path):
     for stale in ("train/xx", "validation/yy", "scratch"):
         (tmp_path / stale).mkdir(parents=True)
-        (tmp_path / stale / "rows.json").write_text("{}")
-    pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT, shards=3), seed=0)
+        (tmp_path / stale / "anything.json").write_text("{}")
+    pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT, shards=8), seed=0)
+    for folder in (tmp_path, packed):
+        (folder / "packed.json").unlink(missing_ok=True)  # which has the seconds
     written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     expected = {path.relative_to(packed): path.read_bytes() for path in packed.rglob("*") if path.is_file()}
     assert written == expected
@@ -194,11 +210,11 @@ def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path:
     with DocumentWriter(tmp_path / "split" / "train"):
         pass
     with pytest.raises(UserError, match="no text to train on"):
-        pack_rows(tmp_path / "split", bpe, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
+        pack_rows(tmp_path / "split", bpe, tmp_path / "none", RowsSettings(context=CONTEXT), seed=0)
     with pytest.raises(UserError, match="no rows here"):
         open_rows(tmp_path)
     pack_rows(split_folder, bpe, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
-    shard = tmp_path / "rows" / "train" / "en" / "rows-00000-of-00001.npy"
+    shard = tmp_path / "rows" / "train" / "tales.en" / "rows-00000-of-00001.npy"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot be read"):
         open_rows(shard.parent)

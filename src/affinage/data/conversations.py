@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from rich.text import Text
 
 from affinage.data.atomic import write_array
 from affinage.data.chat import encode_conversation
 from affinage.data.conversation_files import read_conversations
-from affinage.data.lineage import spans_table, write_lineage
+from affinage.data.lineage import spans, write_lineage
 from affinage.data.order import shuffle_keys
-from affinage.data.packing import best_fit
+from affinage.data.packing import Read, best_fit, in_bins
 from affinage.data.row_files import file_safe, find_row_folders, open_rows, write_facts, write_rows
 from affinage.data.special_tokens import BOS, PAD
 from affinage.data.spool import Spool, Stream
@@ -26,8 +25,6 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.training import ConversationSettings, SftSettings
-
-_ROWS_PER_BLOCK = 1024
 
 
 def prepare_conversations(
@@ -139,53 +136,32 @@ def _held_out(sources: np.ndarray, keys: np.ndarray, share: float) -> dict[str, 
 def _write_part(folder: Path, stream: Stream, chosen: np.ndarray, context: int) -> dict[str, int]:
     """Pack the chosen conversations into rows; gives what rows.json counts of them."""
     folder.mkdir(parents=True)
-    lengths = np.diff(stream.starts)[chosen]
-    bins = [[int(chosen[i]) for i in members] for members in best_fit(lengths.tolist(), context)]
-    write = functools.partial(write_rows, folder, rows=len(bins), context=context, shards=1)
-    files = write(_rows(stream.read, stream, bins, context), dtype=stream.tokens.dtype.type)
-    masks = (np.minimum(extra, 1) for extra in _rows(stream.read_extra, stream, bins, context))
+    lengths = stream.lengths
+    bins = [[int(chosen[i]) for i in members] for members in best_fit(lengths[chosen], context)]
+    layout = in_bins(bins, lengths)
+
+    def blocks(read: Read, dtype: type[np.generic]) -> Iterator[np.ndarray]:
+        return layout.blocks(read, 0, layout.rows, context, dtype)
+
+    write = functools.partial(write_rows, folder, rows=layout.rows, context=context, shards=1)
+    files = write(blocks(stream.read, stream.dtype), dtype=stream.dtype)
+    masks = (np.minimum(extra, 1) for extra in blocks(stream.read_extra, np.uint8))
     files |= write(masks, dtype=np.uint8, kind="mask")
     trained, text_bytes = 0, []
-    for extra in _rows(stream.read_extra, stream, bins, context):
+    for extra in blocks(stream.read_extra, np.uint8):
         trained += int(np.count_nonzero(extra))
         text_bytes.append((extra - np.minimum(extra, 1)).sum(axis=1, dtype=np.int64))
     write_array(folder / "bytes.npy", np.concatenate(text_bytes))
-    write_lineage(folder / "documents.parquet", [_lineage(stream, bins)])
+    write_lineage(folder / "documents.parquet", spans(layout, stream.names))
     counted = {
-        "rows": len(bins),
-        "tokens": int(lengths.sum()),
+        "rows": layout.rows,
+        "tokens": int(layout.length.sum()),
         "trained_tokens": trained,
         "conversations": len(chosen),
         "bytes": sum(int(block.sum()) for block in text_bytes),
     }
     write_facts(folder, {"context": context, **counted, "files": files})
     return counted
-
-
-def _rows(
-    read: Callable[[int, int], np.ndarray], stream: Stream, bins: list[list[int]], context: int
-) -> Iterator[np.ndarray]:
-    """The conversations of every bin end to end, filled up with <pad>, in blocks [b, context]."""
-    for first in range(0, len(bins), _ROWS_PER_BLOCK):
-        block = bins[first : first + _ROWS_PER_BLOCK]
-        out = np.full((len(block), context), PAD, stream.tokens.dtype)
-        for row, members in zip(out, block):
-            at = 0
-            for i in members:
-                piece = read(int(stream.starts[i]), int(stream.starts[i + 1]))
-                row[at : at + len(piece)] = piece
-                at += len(piece)
-        yield out
-
-
-def _lineage(stream: Stream, bins: list[list[int]]) -> pa.Table:
-    document = np.concatenate([np.array(members) for members in bins])
-    row = np.repeat(np.arange(len(bins)), [len(members) for members in bins])
-    lengths = np.diff(stream.starts)[document]
-    end = np.cumsum(lengths)
-    first = np.concatenate([[True], row[1:] != row[:-1]])
-    row_begins = np.maximum.accumulate(np.where(first, end - lengths, 0))
-    return spans_table(stream.names, document, row, end - lengths - row_begins, end - row_begins)
 
 
 def _nothing_to_train(counts: Counter[str]) -> UserError:

@@ -1,30 +1,39 @@
 """Which document every token of every row comes from."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Integer
 
-_ORIGIN = (("id", pa.string()), ("source", pa.string()), ("url", pa.string()))
-SCHEMA = pa.schema([*_ORIGIN, ("row", pa.int64()), ("start", pa.int32()), ("stop", pa.int32())])
+from affinage.data.packing import Layout
+
+DOCUMENTS = "documents.parquet"  # in every folder of rows
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("source", pa.string()),
+        ("url", pa.string()),
+        ("row", pa.int64()),
+        ("start", pa.int32()),  # tokens [start, stop) of the row ...
+        ("stop", pa.int32()),
+        ("offset", pa.int64()),  # ... are the document's, <s> included, from this one on
+    ]
+)
+_SPANS_PER_TABLE = 65_536
 
 
-def spans_table(
-    origins: pa.Table,
-    document: Integer[np.ndarray, " spans"],
-    row: Integer[np.ndarray, " spans"],
-    start: Integer[np.ndarray, " spans"],
-    stop: Integer[np.ndarray, " spans"],
-) -> pa.Table:
-    """Lines of documents.parquet: tokens [start, stop) of `row` are of `document`, a line of `origins`."""
-    table = origins.take(pa.array(document))
-    for name, column in (("row", row), ("start", start), ("stop", stop)):
-        table = table.append_column(name, pa.array(column))
-    return table.cast(SCHEMA)
+def spans(layout: Layout, names: pa.Table) -> Iterator[pa.Table]:
+    """Lines of documents.parquet, one for each piece of a document, sorted by row; `names` has id, source, url."""
+    for first in range(0, len(layout.row), _SPANS_PER_TABLE):
+        piece = slice(first, first + _SPANS_PER_TABLE)
+        table = names.take(pa.array(layout.document[piece]))
+        start = layout.start[piece]
+        columns = {"row": layout.row[piece], "start": start, "stop": start + layout.length[piece]}
+        for name, column in (columns | {"offset": layout.offset[piece]}).items():
+            table = table.append_column(name, pa.array(column))
+        yield table.cast(SCHEMA)
 
 
 def write_lineage(path: Path, tables: Iterable[pa.Table]) -> None:

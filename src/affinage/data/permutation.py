@@ -35,3 +35,17 @@ def _table(size: int, purpose: tuple[int | str, ...]) -> np.ndarray:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.argsort(state ^ (state >> np.uint64(31)), kind="stable")
+
+
+def unpermuted(place: int, size: int, *purpose: int | str) -> int:
+    """The index that `permuted` takes to `place`."""
+    return int(_inverse(size, purpose)[place])
+
+
+@lru_cache(maxsize=64)
+def _inverse(size: int, purpose: tuple[int | str, ...]) -> np.ndarray:
+    # Grain has no inverse of its cipher; all indices once are a few microseconds each.
+    table = _table(size, purpose) if size < _TABLE_BELOW else [permuted(index, size, *purpose) for index in range(size)]
+    inverse = np.empty(size, np.int64)
+    inverse[table] = np.arange(size)
+    return inverse

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from affinage.data.atomic import HashingFile, atomic_file, write_json
+from affinage.data.atomic import write_json
+from affinage.data.shards import RemoteShard, file_sizes, open_url, told, write_array_of_blocks
 from affinage.errors import UserError
 
+FACTS = "rows.json"
 _BLOCK = 4_000_000  # tokens handled at once, about 40 MB
 
 
@@ -32,7 +34,7 @@ class RowFiles:
 
     folder: Path
     facts: dict[str, Any]  # the content of rows.json
-    shards: tuple[np.ndarray, ...]  # memory-mapped, uint16 or uint32 [rows of the shard, context]
+    shards: tuple[np.ndarray | RemoteShard, ...]  # memory-mapped, or elsewhere; uint16, uint32 [rows, context]
     masks: tuple[np.ndarray, ...]  # memory-mapped, uint8, the same shapes; empty where every token is trained
     starts: np.ndarray  # int64 [shards + 1], the first row of every shard
 
@@ -46,13 +48,27 @@ class RowFiles:
         """Tokens in a row."""
         return int(self.facts["context"])
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows are read over a network, so that reading them one by one would be slow."""
+        return any(isinstance(shard, RemoteShard) for shard in self.shards)
+
+    def read_range(self, first: int, last: int) -> Integer[np.ndarray, "rows S"]:
+        """Rows [first, last), read at once."""
+        parts = []
+        for shard, start in zip(self.shards, self.starts.tolist()):
+            low, high = max(first - start, 0), min(last - start, len(shard))
+            if low < high:
+                parts.append(shard[low:high])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def read(
         self, rows: Integer[np.ndarray, " B"], tokens: Integer[np.ndarray, "B S"], mask: Integer[np.ndarray, "B S"]
     ) -> None:
         """Copy rows by their numbers into `tokens`, and 1 or 0 into `mask` where there are mask files."""
         shards = np.searchsorted(self.starts, rows, side="right") - 1
         for i, (shard, row) in enumerate(zip(shards.tolist(), (rows - self.starts[shards]).tolist())):
-            tokens[i] = self.shards[shard][row]
+            tokens[i] = self.shards[shard][row : row + 1]
             if self.masks:
                 mask[i] = self.masks[shard][row]
 
@@ -60,12 +76,15 @@ class RowFiles:
 def open_rows(folder: Path) -> RowFiles:
     """Open what `write_rows` wrote. Raises UserError where files are missing or not of the counted size."""
     try:
-        facts = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(
             "there are no rows here", where=str(folder), fix="run the stage that packs rows again"
         ) from error
-    shards = [_open(folder, name) for name in facts["files"] if name.startswith("rows-")]
+    if facts.get("url"):
+        shards: list[Any] = _remote(facts)
+    else:
+        shards = [_open(folder, name) for name in facts["files"] if name.startswith("rows-")]
     masks = [_open(folder, name) for name in facts["files"] if name.startswith("mask-")]
     starts = np.cumsum([0, *(len(shard) for shard in shards)])
     shapes = [shard.shape for shard in shards]
@@ -76,6 +95,24 @@ def open_rows(folder: Path) -> RowFiles:
             fix="the folder was changed after it was written; run the stage that packs rows again",
         )
     return RowFiles(folder, facts, tuple(shards), tuple(masks), starts)
+
+
+def _remote(facts: dict[str, Any]) -> list[RemoteShard]:
+    """The shards at a URL, after a look at whether they have the sizes that were written."""
+    filesystem, path = open_url(facts["url"])
+    with told(facts["url"]):
+        sizes = file_sizes(filesystem, path)
+    for name, counted in facts["files"].items():
+        if sizes.get(name) != counted["bytes"]:
+            raise UserError(
+                f"{name} has {sizes[name]} bytes instead of {counted['bytes']}" if name in sizes else f"{name} is gone",
+                where=facts["url"],
+                fix="make the rows anew: --force rows",
+            )
+    return [
+        RemoteShard(filesystem, f"{path}/{name}", (each["rows"], facts["context"]), facts["dtype"], each["bytes"])
+        for name, each in facts["files"].items()
+    ]
 
 
 def _open(folder: Path, name: str) -> np.ndarray:
@@ -91,7 +128,7 @@ def _open(folder: Path, name: str) -> np.ndarray:
 
 def find_row_folders(folder: Path) -> dict[str, Path]:
     """Folders of rows by name: the sub-folders of `folder` that hold rows, or `folder` itself as the only one."""
-    if (folder / "rows.json").is_file():
+    if (folder / FACTS).is_file():
         return {folder.name: folder}
     return {path.parent.name: path.parent for path in sorted(folder.glob("*/rows.json"))}
 
@@ -116,11 +153,7 @@ def write_rows(
     for shard in range(shards):
         height = rows * (shard + 1) // shards - rows * shard // shards
         name = shard_name(kind, shard, shards)
-        with atomic_file(folder / name) as file:
-            _write_header(file, (height, context), dtype)
-            for block in queue.take(height):
-                file.write(np.ascontiguousarray(block, dtype).data.cast("B"))
-            files[name] = {"rows": height, "bytes": file.bytes, "sha256": file.sha256}
+        files[name] = write_array_of_blocks(folder / name, queue.take(height), (height, context), dtype)
     return files
 
 
@@ -140,18 +173,13 @@ class _Rows:
             height -= min(height, len(block))
 
 
-def _write_header(file: HashingFile, shape: tuple[int, int], dtype: type[np.generic]) -> None:
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-
-
-def blocks_of_rows(rows: int, context: int) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of rows that cover `rows`, each small enough to hold in memory."""
+def blocks_of_rows(first: int, last: int, context: int) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of rows that cover [first, last), each small enough to hold in memory."""
     height = max(1, _BLOCK // context)
-    for start in range(0, rows, height):
-        yield start, min(start + height, rows)
+    for start in range(first, last, height):
+        yield start, min(start + height, last)
 
 
 def write_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Write rows.json, last: a folder that has it is complete."""
-    write_json(folder / "rows.json", facts)
+    write_json(folder / FACTS, facts)

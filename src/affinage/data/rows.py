@@ -1,33 +1,35 @@
-"""Documents to rows of tokens: `<s> text </s>`, laid end to end in a shuffled order, cut at the context length.
+"""Documents to rows of tokens: `<s> text </s>` in a shuffled order, packed into rows of the context length.
 
-Training rows are cut side by side. A validation row that continues a document begins with the last token of the row
-before it, so that every token of the validation text is predicted exactly once and bits per byte are exact.
+Training rows are packed as the recipe says. A validation row that continues a document begins with the last token of
+the row before it, so that every token of the validation text is predicted exactly once and bits per byte are exact.
+
+A run that was killed goes on: files of documents that are encoded and shards that are written are not made again.
 """
 
+import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from affinage.data.atomic import write_array
-from affinage.data.documents import read_documents
-from affinage.data.lineage import spans_table, write_lineage
-from affinage.data.order import document_keys
-from affinage.data.row_files import blocks_of_rows, file_safe, write_facts, write_rows
-from affinage.data.special_tokens import BOS, EOS, PAD
-from affinage.data.spool import Spool, Stream
+from affinage.data.atomic import write_array, write_json
+from affinage.data.documents import document_files
+from affinage.data.encoded import EncodeTask, encode_file, encoded_groups, group_tokens, read_group
+from affinage.data.lineage import DOCUMENTS, spans, write_lineage
+from affinage.data.packing import Layout, end_to_end, whole_where_they_fit
+from affinage.data.row_files import FACTS, shard_name, write_facts
+from affinage.data.shards import ShardFolder
+from affinage.data.spool import Stream
+from affinage.data.tasks import run_in_processes
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.data import RowsSettings
 
-UNDETERMINED = "und"  # ISO 639 for a language that is not known
-_TEXT_PER_BATCH = 4_000_000  # characters encoded at once
-_DOCUMENTS_PER_TABLE = 65_536
+_COUNTS = ("rows", "tokens", "documents", "bytes")
+_SUMMARY = "packed.json"  # what was counted, once all is written
 
 
 def pack_rows(
@@ -38,147 +40,164 @@ def pack_rows(
     seed: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write `train/<language>/` and `validation/<source>.<language>/` folders of rows into `folder`.
+    """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of rows into `folder`.
 
-    The order of documents depends on `seed` and their ids alone. Tokens pass through a scratch file beside the
-    result, so memory grows with the number of documents (about 100 bytes each), not with their length.
+    With `settings.url`, the shards of training rows go to `<url>/<name of folder>/train/...` instead, with a copy of
+    what else numpy needs. The order of documents depends on `seed` and their ids alone. Tokens pass through scratch
+    files beside the result, so memory grows with the number of documents (about 150 bytes each), not with their length.
+    `folder` may hold what a killed call with the same arguments left, and nothing else: that is gone on with.
     Raises UserError if there is no training text.
     """
     started = time.monotonic()
-    for part in ("train", "validation", "scratch"):
-        shutil.rmtree(folder / part, ignore_errors=True)  # left by a run that was killed
-    train = _pack_part(split_folder, tokenizer, folder, settings, seed, "train", progress)
+    scratch = folder / "scratch"
+    if (folder / _SUMMARY).is_file():  # killed after the last row was written
+        shutil.rmtree(scratch, ignore_errors=True)
+        summary: dict[str, Any] = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
+        return summary
+    writer = _Writer(folder, settings, tokenizer.dtype, progress)
+    train = writer.write("train", _encode(split_folder, "train", tokenizer, scratch, seed, progress))
     if not train:
         raise UserError("there is no text to train on", where=str(split_folder / "train"))
-    validation = _pack_part(split_folder, tokenizer, folder, settings, seed, "validation", progress)
-    total = {key: sum(facts[key] for facts in train.values()) for key in ("rows", "tokens", "documents", "bytes")}
-    return {
+    validation = writer.write("validation", _encode(split_folder, "validation", tokenizer, scratch, seed, progress))
+    total = _total(train.values())
+    slots = total["rows"] * settings.context
+    summary = {
         "train": total,
-        "by_language": train,
-        "validation": validation,
+        "by_language": _by(train, "language"),
+        "by_source": _by(train, "source"),
+        "groups": {
+            name: {key: facts[key] for key in ("source", "language", *_COUNTS)} for name, facts in train.items()
+        },
+        "validation": {name: {key: facts[key] for key in _COUNTS} for name, facts in validation.items()},
+        "packing": settings.packing,
+        "padding": (slots - total["tokens"]) / slots,
+        "cut": sum(facts["cut"] for facts in train.values()),
         "dtype": np.dtype(tokenizer.dtype).name,
         "context": settings.context,
-        "shards": settings.shards,
+        "shards": sum(len(facts["files"]) for facts in train.values()),
+        "url": writer.url,
         "seconds": time.monotonic() - started,
     }
-
-
-def _pack_part(
-    split_folder: Path,
-    tokenizer: Tokenizer,
-    folder: Path,
-    settings: RowsSettings,
-    seed: int,
-    part: str,
-    progress: Callable[[str], None],
-) -> dict[str, dict[str, int]]:
-    """Encode one part of the split into a spool per group, then lay each group out as rows."""
-    scratch = folder / "scratch"
-    validation = part == "validation"
-    counts = {}
-    with ExitStack() as stack:
-        spools: dict[str, Spool] = {}
-        for group, document in _documents(split_folder / part, tokenizer, seed, part):
-            if group not in spools:
-                path = scratch / f"{part}.{group}"
-                spools[group] = stack.enter_context(Spool(path, tokenizer.dtype, extra=validation))
-            spools[group].append(**document)
-        for group, spool in sorted(spools.items()):
-            progress(f"writing {part}/{group}")
-            shards = 1 if validation else settings.shards
-            facts = _write_group(folder / part / group, spool, settings.context, shards, overlap=int(validation))
-            counts[group] = {key: facts[key] for key in ("rows", "tokens", "documents", "bytes")}
+    write_json(folder / _SUMMARY, summary)
     shutil.rmtree(scratch, ignore_errors=True)
-    return counts
+    return summary
 
 
-def _documents(folder: Path, tokenizer: Tokenizer, seed: int, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every document as its group and the arguments of `Spool.append`."""
-    for batch in read_documents(folder):
-        keys = document_keys(batch, seed, "rows")
-        columns = [batch.column(name).to_pylist() for name in ("id", "source", "language", "url", "text")]
-        for chosen in _slices(columns[4]):
-            ids, sources, languages, urls, texts = (column[chosen] for column in columns)
-            flat, ends = tokenizer.encode_flat(texts)
-            start = 0
-            for i, end in enumerate(ends.tolist()):
-                language = file_safe(languages[i] or UNDETERMINED)
-                group = language if part == "train" else f"{file_safe(sources[i])}.{language}"
-                lengths = None
-                if part == "validation":
-                    lengths = np.concatenate([[0], tokenizer.byte_lengths(texts[i], flat[start:end]), [0]])
-                yield (
-                    group,
-                    {
-                        "tokens": np.concatenate([[BOS], flat[start:end], [EOS]]),
-                        "key": int(keys[chosen.start + i]),
-                        "text_bytes": len(texts[i].encode()),
-                        "names": (ids[i], sources[i] or "", urls[i] or ""),
-                        "extra": lengths,
-                    },
-                )
-                start = end
+def _total(groups: Any) -> dict[str, int]:
+    counted = list(groups)
+    return {key: sum(facts[key] for facts in counted) for key in _COUNTS}
 
 
-def _slices(texts: Sequence[str]) -> Iterator[slice]:
-    """Slices of `texts` with a bounded number of characters in each."""
-    start = size = 0
-    for i, text in enumerate(texts):
-        size += len(text)
-        if size >= _TEXT_PER_BATCH or i + 1 == len(texts):
-            yield slice(start, i + 1)
-            start, size = i + 1, 0
+def _by(groups: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str, int]]:
+    names = sorted({facts[key] for facts in groups.values()})
+    return {name: _total(facts for facts in groups.values() if facts[key] == name) for name in names}
 
 
-def _write_group(folder: Path, spool: Spool, context: int, shards: int, overlap: int) -> dict[str, Any]:
-    """Write the rows of one spool; every row begins with the last `overlap` tokens of the one before."""
-    folder.mkdir(parents=True)
-    stream = spool.shuffled()
-    stride = context - overlap
-    rows = max(1, -(-(len(stream) - overlap) // stride))
-    blocks = _row_blocks(stream.read, len(stream), rows, context, stride)
-    files = write_rows(folder, blocks, rows=rows, context=context, shards=shards, dtype=spool.dtype)
-    if spool.extra:
-        # Position 0 of a row is never predicted: it is <s>, or was predicted by the row before.
-        lengths = _row_blocks(stream.read_extra, len(stream), rows, context, stride)
-        predicted = np.concatenate([block[:, 1:].sum(axis=1, dtype=np.int64) for block in lengths])
-        write_array(folder / "bytes.npy", predicted)
-    write_lineage(folder / "documents.parquet", _lineage(stream, rows, context, stride))
-    facts = {
-        "rows": rows,
-        "context": context,
-        "overlap": overlap,
-        "tokens": len(stream),
-        "documents": len(spool),
-        "bytes": spool.text_bytes,
-        "files": files,
-    }
-    write_facts(folder, facts)
-    return facts
+def _encode(
+    split_folder: Path,
+    part: str,
+    tokenizer: Tokenizer,
+    scratch: Path,
+    seed: int,
+    progress: Callable[[str], None],
+) -> list[Path]:
+    """Encode one part of the split; gives the folders that hold it."""
+    model, folder = scratch / "tokenizer", scratch / part
+    if not model.is_dir():
+        unfinished = scratch / "tokenizer.partial"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        tokenizer.write(unfinished)
+        unfinished.rename(model)
+    paths = document_files(split_folder / part)
+    tasks = [EncodeTask(path, model, folder, seed, byte_lengths=part == "validation") for path in paths]
+    stored = sum(path.stat().st_size for path in paths)
+    run_in_processes(encode_file, tasks, bytes=2 * stored, progress=lambda share: progress(f"encoding {share:.0%}"))
+    return [folder / path.stem for path in paths]
 
 
-def _row_blocks(
-    read: Callable[[int, int], np.ndarray], length: int, rows: int, context: int, stride: int
-) -> Iterator[np.ndarray]:
-    """Rows of a stream of `length` tokens in blocks [b, context], the last row filled up with <pad>."""
-    for first, last in blocks_of_rows(rows, context):
-        start, stop = first * stride, (last - 1) * stride + context
-        flat = read(start, min(stop, length))
-        flat = np.pad(flat, (0, stop - start - len(flat)), constant_values=PAD)
-        yield np.lib.stride_tricks.sliding_window_view(flat, context)[::stride]
+class _Writer:
+    """Writes groups of encoded documents as folders of rows."""
+
+    def __init__(
+        self, folder: Path, settings: RowsSettings, dtype: type[np.generic], progress: Callable[[str], None]
+    ) -> None:
+        self._folder, self._settings, self._dtype, self._progress = folder, settings, dtype, progress
+        self.url = f"{settings.url.rstrip('/')}/{folder.name}" if settings.url else ""
+
+    def write(self, part: str, encoded: Sequence[Path]) -> dict[str, dict[str, Any]]:
+        """Write all groups of one part; gives what rows.json says of each."""
+        groups = encoded_groups(encoded)
+        for stale in (self._folder / part).glob("*"):
+            if stale.name not in groups:
+                shutil.rmtree(stale)
+        sizes = {name: group_tokens(encoded, name) for name in groups}
+        shards = _shares(sizes, self._settings.shards) if part == "train" else dict.fromkeys(groups, 1)
+        found = {}
+        for name, names in groups.items():
+            folder = self._folder / part / name
+            if (folder / FACTS).is_file():
+                found[name] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+                continue
+            stream, text_bytes = read_group(encoded, name, self._dtype)
+            told = {**names, "documents": len(stream.files), "bytes": text_bytes, "tokens": len(stream)}
+            found[name] = self._write_group(part, name, stream, shards[name], told)
+        return found
+
+    def _write_group(self, part: str, name: str, stream: Stream, shards: int, told: dict[str, Any]) -> dict[str, Any]:
+        context, dtype, folder = self._settings.context, self._dtype, self._folder / part / name
+        overlap = int(part == "validation")
+        if part == "train" and self._settings.packing == "best-fit":
+            layout = whole_where_they_fit(stream.lengths, context)
+        else:
+            layout = end_to_end(stream.lengths, context, overlap)
+        folder.mkdir(parents=True, exist_ok=True)
+        url = f"{self.url}/{part}/{name}" if self.url and part == "train" else ""
+        place = ShardFolder(url or str(folder), scratch=self._folder / "scratch" / "upload")
+        files = self._write_shards(place, layout, stream, max(1, min(shards, layout.rows)), f"{part}/{name}")
+        if stream.extra:
+            # Position 0 of a row is never predicted: it is <s>, or was predicted by the row before.
+            lengths = layout.blocks(stream.read_extra, 0, layout.rows, context, np.uint8)
+            predicted = np.concatenate([block[:, 1:].sum(axis=1, dtype=np.int64) for block in lengths])
+            write_array(folder / "bytes.npy", predicted)
+        write_lineage(folder / DOCUMENTS, spans(layout, stream.names))
+        whole = stream.lengths <= context
+        facts = {
+            "rows": layout.rows,
+            "context": context,
+            "overlap": overlap,
+            **told,
+            "cut": int(np.count_nonzero(layout.cut[whole])),
+            "dtype": np.dtype(dtype).name,
+            "url": url,
+            "files": files,
+        }
+        write_facts(folder, facts)
+        if url:
+            place.copy([folder / DOCUMENTS, folder / FACTS])
+        place.forget_records(files)
+        return facts
+
+    def _write_shards(
+        self, place: ShardFolder, layout: Layout, stream: Stream, shards: int, name: str
+    ) -> dict[str, dict[str, Any]]:
+        context, dtype = self._settings.context, self._dtype
+        files = {}
+        for shard in range(shards):
+            file = shard_name("rows", shard, shards)
+            first, last = (layout.rows * edge // shards for edge in (shard, shard + 1))
+            self._progress(f"writing {name}, file {shard + 1} of {shards}")
+            blocks = layout.blocks(stream.read, first, last, context, dtype)
+            files[file] = place.record(file) or place.write(file, blocks, (last - first, context), dtype)
+        return files
 
 
-def _lineage(stream: Stream, rows: int, context: int, stride: int) -> Iterator[pa.Table]:
-    """Where every document lies: one span per document and row that holds some of it."""
-    for first in range(0, len(stream.names), _DOCUMENTS_PER_TABLE):
-        names = stream.names.slice(first, _DOCUMENTS_PER_TABLE)
-        starts = stream.starts[first : first + len(names)]
-        stops = stream.starts[first + 1 : first + len(names) + 1]
-        from_row = np.maximum(0, -(-(starts - context + 1) // stride))
-        to_row = np.minimum(rows - 1, (stops - 1) // stride)
-        spans = to_row - from_row + 1
-        document = np.repeat(np.arange(len(names)), spans)
-        row = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans - from_row, spans)
-        start = np.maximum(starts[document] - row * stride, 0)
-        stop = np.minimum(stops[document] - row * stride, context)
-        yield spans_table(names, document, row, start, stop)
+def _shares(sizes: dict[str, int], shards: int) -> dict[str, int]:
+    """`shards` divided over groups in proportion to their sizes, by largest remainder, at least one for each."""
+    if not sizes:
+        return {}
+    exact = np.array(list(sizes.values())) * shards / sum(sizes.values())
+    counts = np.maximum(1, np.floor(exact).astype(int))
+    for number in np.argsort(counts - exact, kind="stable")[: max(0, shards - counts.sum())]:
+        counts[number] += 1
+    return dict(zip(sizes, counts.tolist()))

@@ -1,4 +1,4 @@
-"""Documents as tokens in a scratch file, so that they can be laid out in another order without being held in memory."""
+"""Documents as tokens in scratch files, so that they can be laid out in another order without being held in memory."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +92,9 @@ class Spool:
         keys = np.array(self._keys, np.uint64)
         order = np.argsort(keys, kind="stable")
         return Stream(
-            tokens=_mapped(self.path, self.dtype),
-            extra=_mapped(self._extra_path, np.uint8) if self.extra else None,
+            tokens=(mapped(self.path, self.dtype),),
+            extra=(mapped(self._extra_path, np.uint8),) if self.extra else (),
+            files=np.zeros(len(order), np.int32),
             sources=(np.cumsum(lengths) - lengths)[order],
             keys=keys[order],
             starts=np.concatenate([[0], np.cumsum(lengths[order])]),
@@ -101,7 +102,8 @@ class Spool:
         )
 
 
-def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+def mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    """The file as an array that is read where it is looked at."""
     # An empty file cannot be mapped.
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
@@ -110,9 +112,10 @@ def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
 class Stream:
     """Documents laid end to end; document i has the tokens [starts[i], starts[i + 1])."""
 
-    tokens: np.ndarray
-    extra: np.ndarray | None
-    sources: Integer[np.ndarray, " documents"]  # where each document begins in the scratch file
+    tokens: tuple[np.ndarray, ...]  # of each scratch file
+    extra: tuple[np.ndarray, ...]  # beside them; empty where nothing goes beside tokens
+    files: Integer[np.ndarray, " documents"]  # which scratch file each document is in
+    sources: Integer[np.ndarray, " documents"]  # where it begins there
     keys: Integer[np.ndarray, " documents"]  # ascending
     starts: Integer[np.ndarray, " documents+1"]
     names: pa.Table  # id, source, url of each document
@@ -120,23 +123,25 @@ class Stream:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream."""
-        return self._gather(self.tokens, start, stop)
+    @property
+    def dtype(self) -> type[np.generic]:
+        """Of the tokens."""
+        return self.tokens[0].dtype.type
 
-    def read_extra(self, start: int, stop: int) -> np.ndarray:
-        """The extra bytes of tokens [start, stop)."""
-        assert self.extra is not None
-        return self._gather(self.extra, start, stop)
+    @property
+    def lengths(self) -> Integer[np.ndarray, " documents"]:
+        """Tokens of every document."""
+        return np.diff(self.starts)
 
-    def _gather(self, store: np.ndarray, start: int, stop: int) -> np.ndarray:
-        out = np.empty(stop - start, store.dtype)
-        at = start
-        document = int(np.searchsorted(self.starts, start, side="right")) - 1
-        while at < stop:
-            end = min(int(self.starts[document + 1]), stop)
-            source = int(self.sources[document]) + at - int(self.starts[document])
-            out[at - start : end - start] = store[source : source + end - at]
-            at = end
-            document += 1
-        return out
+    def read(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens [start, stop) of a document."""
+        return self._piece(self.tokens, document, start, stop)
+
+    def read_extra(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The extra bytes of tokens [start, stop) of a document."""
+        return self._piece(self.extra, document, start, stop)
+
+    def _piece(self, stores: tuple[np.ndarray, ...], document: int, start: int, stop: int | None) -> np.ndarray:
+        begin = int(self.sources[document])
+        end = begin + (int(self.starts[document + 1] - self.starts[document]) if stop is None else stop)
+        return stores[self.files[document]][begin + start : end]

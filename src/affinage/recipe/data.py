@@ -95,4 +95,8 @@ class RowsSettings(Settings):
     """How documents are packed into rows of tokens."""
 
     context: int = Field(default=2048, ge=8)  # tokens in a row
-    shards: int = Field(default=1, ge=1)  # files that the training rows are spread over
+    shards: int = Field(
+        default=1, ge=1
+    )  # files that the training rows are spread over, at least 1 a source and language
+    packing: Literal["concat", "best-fit"] = "concat"  # best-fit keeps documents whole where they fit into a row
+    url: str = ""  # where training rows are written to and read from (gs://bucket/rows); default: the stage's folder

@@ -90,10 +90,43 @@ class TrainSettings(Settings):
         return self
 
 
+class MixtureSettings(Settings):
+    """Shares of rows that hold from a step on."""
+
+    from_step: int = Field(default=0, ge=0)
+    weights: dict[str, Annotated[float, Field(ge=0)]]  # of a source, a language or `source.language`; others get none
+
+    @model_validator(mode="after")
+    def _some_weight(self) -> "MixtureSettings":
+        if not any(self.weights.values()):
+            raise ValueError("at least one weight must be above zero")
+        return self
+
+
+def _mixture_from_weights(value: Any) -> Any:
+    stages = [value] if isinstance(value, dict) else value
+    if not isinstance(stages, list | tuple):
+        return value
+    keys = {"from_step", "weights"}
+    return [{"weights": each} if isinstance(each, dict) and not keys & set(each) else each for each in stages]
+
+
+Mixture = Annotated[tuple[MixtureSettings, ...], BeforeValidator(_mixture_from_weights)]
+
+
 class PretrainSettings(TrainSettings):
     """Training from random weights on packed rows of documents."""
 
-    language_weights: dict[str, float] | None = None  # share of rows per language; default: as many as there are
+    mixture: Mixture | None = None  # {name: weight}, or a list of {from_step, weights}; default: all rows as they come
+
+    @model_validator(mode="after")
+    def _stages_in_order(self) -> "PretrainSettings":
+        begins = [stage.from_step for stage in self.mixture or ()]
+        if self.mixture is not None and (begins[:1] != [0] or begins != sorted(set(begins))):
+            raise ValueError(
+                f"the stages of `mixture` begin at steps {begins}: the first must be 0, and each a later one"
+            )
+        return self
 
 
 class ConversationSettings(Settings):

@@ -90,7 +90,8 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     else:
         of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
         stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
-    stages.append(Stage("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer")))
+    settings = _part(recipe, "rows", "seed")
+    stages.append(Stage("rows", texts.rows, settings, ("split", "tokenizer"), continues=True))
     return stages
 
 

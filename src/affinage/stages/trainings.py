@@ -1,6 +1,6 @@
 """The work of the training stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,14 @@ from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import write_json
 
 if TYPE_CHECKING:
-    from affinage.data.feed import RowFeed, ValidationRows
+    from affinage.data.feed import RowFeed
+    from affinage.data.mixture import Weights
     from affinage.data.tokenizer import Tokenizer
+    from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
     from affinage.training import Feed, ValidationSet
+
+FEED = "feed.json"
 
 
 def pretrain(context: StageContext) -> Summary:
@@ -26,8 +30,9 @@ def pretrain(context: StageContext) -> Summary:
     settings = context.recipe.pretrain
     assert settings is not None
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
-    feed, validation = _token_rows(context, settings, context.inputs["rows"], weights=settings.language_weights)
-    return _train(
+    mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
+    feed, validation = _token_rows(context, settings, context.inputs["rows"], mixture=mixture)
+    summary = _train(
         context,
         graph,
         settings,
@@ -36,6 +41,7 @@ def pretrain(context: StageContext) -> Summary:
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
     )
+    return summary | {"epochs": feed.epochs(settings.steps)}
 
 
 def pretrain_on_arrays(context: StageContext) -> Summary:
@@ -119,12 +125,20 @@ def with_vocabulary(model: Any, vocabulary: int) -> Any:
 
 
 def _token_rows(
-    context: StageContext, settings: TrainSettings, rows: Path, *, weights: dict[str, float] | None = None
+    context: StageContext,
+    settings: TrainSettings,
+    rows: Path,
+    *,
+    mixture: "Sequence[tuple[int, Weights]] | None" = None,
 ) -> "tuple[RowFeed, dict[str, ValidationRows]]":
-    from affinage.data.feed import RowFeed, validation_sets
+    from affinage.data.feed import RowFeed
+    from affinage.data.validation_rows import validation_sets
 
     batch = _rows_per_step(context, settings)
-    feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, weights=weights)
+    feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
+    # How to find the rows of a step again; the number of devices may have a part in the batch.
+    told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
+    write_json(context.folder / FEED, told)
     # A micro-batch is what fits in memory.
     held_out = validation_sets(
         rows / "validation", batch=batch // settings.micro_batches, limit=settings.validation_rows

@@ -1,0 +1,201 @@
+"""Which part of the rows each row of training is drawn from: weights, in stages, as a function of the step alone."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from affinage.errors import UserError
+
+SLOTS = 1024  # rows over which weights hold, rounded to whole rows: to a tenth of a percent
+ALL = "all"
+_KEY = "pretrain.mixture"  # of the recipe
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one source in one language; "" where rows have none."""
+
+    source: str
+    language: str
+    rows: int
+
+
+Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`
+Pool = tuple[str, ...]  # names of the groups that are shuffled together
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Where one row of training comes from: the row at a position of a pool's endless sequence of epochs."""
+
+    pool: Pool
+    position: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Pools that take turns in a fixed pattern of `SLOTS` rows, from a row of training on."""
+
+    first: int  # row of training, counted over all steps
+    pools: tuple[Pool, ...]
+    turns: tuple[int, ...]  # pool of every slot
+    ranks: tuple[int, ...]  # how many slots of the same pool come before, in the pattern
+    counts: tuple[int, ...]  # slots of every pool
+    begun: tuple[int, ...]  # rows that earlier stages took of every pool
+
+    def draw(self, row: int) -> Draw:
+        """What the row `row` of training is."""
+        turn, slot = divmod(row - self.first, SLOTS)
+        pool = self.turns[slot]
+        return Draw(self.pools[pool], self.begun[pool] + turn * self.counts[pool] + self.ranks[slot])
+
+    def taken(self, pool: int, row: int) -> int:
+        """Rows taken of a pool before the row `row` of training, in this stage."""
+        turn, slot = divmod(row - self.first, SLOTS)
+        return turn * self.counts[pool] + sum(1 for each in self.turns[:slot] if each == pool)
+
+    def row_of(self, pool: int, position: int) -> int:
+        """The row of training that draws a position of a pool's sequence: the inverse of `draw`."""
+        turn, rank = divmod(position - self.begun[pool], self.counts[pool])
+        return self.first + turn * SLOTS + self._slots[pool][rank]
+
+    @cached_property
+    def _slots(self) -> list[list[int]]:
+        return [[slot for slot, turn in enumerate(self.turns) if turn == pool] for pool in range(len(self.pools))]
+
+
+class Mixture:
+    """Stages of weights over groups of rows.
+
+    Groups that one weight stands for are shuffled together, so that all of them are in the same epoch. A pool that a
+    later stage has too goes on where it was.
+    """
+
+    def __init__(self, groups: Mapping[str, Group], stages: Sequence[tuple[int, Weights]] | None, batch: int) -> None:
+        """`stages` are (first step, weights), the first from step 0; None takes all rows as they come.
+
+        Raises UserError for weights that name nothing, or leave nothing.
+        """
+        self.groups = dict(groups)
+        self.stages: list[Stage] = []
+        taken: dict[Pool, int] = {}
+        for number, (step, weights) in enumerate(stages or [(0, {ALL: 1.0})]):
+            if self.stages:
+                for pool, begun in zip(self.stages[-1].pools, self._taken_at(number - 1, step * batch)):
+                    taken[pool] = begun
+            pools = pools_of(weights, groups) if stages else {tuple(groups): 1.0}
+            turns, ranks, counts = _pattern(list(pools.values()))
+            begun_at = tuple(taken.get(pool, 0) for pool in pools)
+            self.stages.append(Stage(step * batch, tuple(pools), turns, ranks, counts, begun_at))
+        self._firsts = [stage.first for stage in self.stages]
+
+    @property
+    def pools(self) -> list[Pool]:
+        """All pools of all stages."""
+        return list(dict.fromkeys(pool for stage in self.stages for pool in stage.pools))
+
+    def draw(self, row: int) -> Draw:
+        """Where the row `row` of training, counted over all steps, comes from."""
+        return self._stage_at(row).draw(row)
+
+    def uses(self, pool: Pool, rows: int) -> list[tuple[Stage, int, int, int]]:
+        """The stages before the row `rows` of training that draw from a pool: (stage, its number there, from, to)."""
+        found = []
+        for number, stage in enumerate(self.stages):
+            if stage.first < rows and pool in stage.pools:
+                index = stage.pools.index(pool)
+                found.append((stage, index, stage.begun[index], self._taken_at(number, rows)[index]))
+        return found
+
+    def drawn(self, rows: int) -> dict[str, float]:
+        """How many rows of each group the first `rows` rows of training draw; of a pool's begun epoch its share."""
+        found = dict.fromkeys(self.groups, 0.0)
+        for pool in self.pools:
+            taken = max((stop for _, _, _, stop in self.uses(pool, rows)), default=0)
+            total = sum(self.groups[name].rows for name in pool)
+            for name in pool:
+                found[name] += taken * self.groups[name].rows / total
+        return found
+
+    def _stage_at(self, row: int) -> Stage:
+        number = len(self._firsts) - 1
+        while self._firsts[number] > row:
+            number -= 1
+        return self.stages[number]
+
+    def _taken_at(self, number: int, row: int) -> list[int]:
+        """Positions that the pools of a stage have come to at a row of training, or at the stage's end before it."""
+        stage = self.stages[number]
+        if number + 1 < len(self.stages):
+            row = min(row, self.stages[number + 1].first)
+        return [begun + stage.taken(pool, row) for pool, begun in enumerate(stage.begun)]
+
+
+def pools_of(weights: Weights, groups: Mapping[str, Group]) -> dict[Pool, float]:
+    """The groups that each weight above zero stands for, and the weight; groups that none stands for are left out.
+
+    A name is a source, a language or `<source>.<language>`; the last goes before the other two.
+    Raises UserError for a name that there is not, a group that two names stand for, and weights that are all zero.
+    """
+    owner = {name: name for name in weights if name in groups}
+    for name, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            raise UserError(f"the weight of {name!r} is {weight}", where=_KEY, fix="weights are numbers from 0 up")
+        for group in _meant(name, groups):
+            other = owner.setdefault(group, name)
+            if other not in (name, group):
+                raise UserError(
+                    f"both {other!r} and {name!r} stand for the rows of {group!r}",
+                    where=_KEY,
+                    fix=f"give {group!r} a weight of its own, or give weights to sources alone or to languages alone",
+                )
+    pools = {
+        tuple(sorted(group for group, by in owner.items() if by == name)): weight
+        for name, weight in weights.items()
+        if weight > 0
+    }
+    pools.pop((), None)
+    if not pools:
+        raise UserError("all weights are zero", where=_KEY)
+    return dict(sorted(pools.items()))
+
+
+def _meant(name: str, groups: Mapping[str, Group]) -> list[str]:
+    if name in groups:
+        return [name]
+    found = [each for each, group in groups.items() if name in (group.source, group.language)]
+    if found:
+        return found
+    refuse_unknown(name, {part for each, group in groups.items() for part in (each, group.source, group.language)})
+    return []
+
+
+def refuse_unknown(name: str, known: set[str]) -> None:
+    """Raise the UserError for a weight of something that there is not."""
+    names = sorted(known - {""})
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UserError(
+        f"a weight for {name!r}, but there are no rows of it",
+        where=_KEY,
+        fix=f"{hint}rows there are: {', '.join(names)}",
+    )
+
+
+def _pattern(weights: list[float]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The order in which pools take turns in `SLOTS` rows: pool and rank of every slot, slots of every pool.
+
+    A pool's slots are spread evenly. Their numbers are rounded by largest remainder, to at least one.
+    """
+    shares = np.array(weights) / sum(weights) * SLOTS
+    counts = np.maximum(np.floor(shares).astype(np.int64), 1)
+    missing = SLOTS - int(counts.sum())
+    counts[np.argsort(counts - shares, kind="stable")[: max(missing, 0)]] += 1
+    counts[np.argmax(counts)] += min(missing, 0)
+    pools = np.repeat(np.arange(len(counts)), counts)
+    ranks = np.concatenate([np.arange(count) for count in counts])
+    order = np.argsort((ranks + 0.5) / counts[pools], kind="stable")
+    return tuple(pools[order].tolist()), tuple(ranks[order].tolist()), tuple(counts.tolist())

@@ -1,0 +1,76 @@
+"""The order in which rows are trained on: another one in each epoch, block by block, found and inverted by arithmetic.
+
+Rows that follow each other on disk form blocks. Blocks are shuffled; then the rows of each window of blocks are shuffled
+among each other. So a batch needs rows of a few blocks only, each read at once, and a window at a time is enough to
+have near. Rows that all fit into one window are shuffled without blocks. The documents of a source were shuffled before
+they were packed: what a window adds is company of other places on disk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from affinage.data.permutation import permuted, unpermuted
+
+BLOCK = 512  # rows; 2 MB of 2,048 tokens in 16 bits, a good size for one request to an object store
+WINDOW = 32  # blocks; 16,384 rows, or 34M tokens of context 2,048, are shuffled among each other
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """An endless sequence of epochs of `rows` rows."""
+
+    rows: int
+    purpose: tuple[int | str, ...]  # what makes this order differ from others: the seed, and what is shuffled
+    block: int = BLOCK
+    window: int = WINDOW
+
+    def row(self, position: int) -> int:
+        """The row at a position of the endless sequence."""
+        epoch, index = divmod(position, self.rows)
+        window, offset = divmod(index, self.window * self.block)
+        first, height = self._extent(window)
+        if height == self.rows:
+            return permuted(offset, height, *self.purpose, epoch)
+        at, within = divmod(first + permuted(offset, height, *self.purpose, epoch, window), self.block)
+        return self._block(at, epoch) * self.block + within
+
+    def position(self, row: int, epoch: int) -> int:
+        """Where a row stands in an epoch: the inverse of `row`."""
+        if self.window * self.block >= self.rows:
+            return epoch * self.rows + unpermuted(row, self.rows, *self.purpose, epoch)
+        block, within = divmod(row, self.block)
+        whole = self.rows // self.block
+        at = unpermuted(block, whole, *self.purpose, epoch, "blocks") if block < whole else block
+        window, shuffled = divmod(at * self.block + within, self.window * self.block)
+        first, height = self._extent(window)
+        return epoch * self.rows + first + unpermuted(shuffled, height, *self.purpose, epoch, window)
+
+    def window_of(self, position: int) -> int:
+        """The number of the window that holds a position, counted over all epochs."""
+        epoch, index = divmod(position, self.rows)
+        windows = -(-self.rows // (self.window * self.block))
+        return epoch * windows + index // (self.window * self.block)
+
+    def blocks_from(self, position: int) -> Iterator[list[int]]:
+        """The blocks of the window that holds a position, then those of the windows after it, without end."""
+        epoch, index = divmod(position, self.rows)
+        window = index // (self.window * self.block)
+        while True:
+            first, height = self._extent(window)
+            last = -(-(first + height) // self.block)
+            yield [self._block(at, epoch) for at in range(first // self.block, last)]
+            window += 1
+            if window * self.window * self.block >= self.rows:
+                epoch, window = epoch + 1, 0
+
+    def _extent(self, window: int) -> tuple[int, int]:
+        """First index and number of rows of a window."""
+        first = window * self.window * self.block
+        return first, min(self.window * self.block, self.rows - first)
+
+    def _block(self, at: int, epoch: int) -> int:
+        """The block that stands at a place of an epoch. The last one, if it is shorter, keeps its place."""
+        whole = self.rows // self.block
+        if self.window * self.block >= self.rows or at >= whole:
+            return at
+        return permuted(at, whole, *self.purpose, epoch, "blocks")
