@@ -112,11 +112,13 @@ class _GroupFiles:
     """The scratch files of one group and one file of documents."""
 
     def __init__(self, path: Path, byte_lengths: bool) -> None:
-        self._path = path
-        self._files = ExitStack()
-        self._tokens = self._files.enter_context(open(f"{path}.tokens", "wb"))
-        self._extra = self._files.enter_context(open(f"{path}.extra", "wb")) if byte_lengths else None
+        self._path, self._byte_lengths = path, byte_lengths
         self._lines: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> "_GroupFiles":
+        self._tokens = open(f"{self._path}.tokens", "wb")
+        self._extra = open(f"{self._path}.extra", "wb") if self._byte_lengths else None
+        return self
 
     def append(self, tokens: np.ndarray, extra: np.ndarray | None, line: tuple[Any, ...]) -> None:
         self._tokens.write(tokens.data.cast("B"))
@@ -124,11 +126,10 @@ class _GroupFiles:
             self._extra.write(extra.data)
         self._lines.append(line)
 
-    def __enter__(self) -> "_GroupFiles":
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._files.close()
+        for file in (self._tokens, self._extra):
+            if file is not None:
+                file.close()
         if kind is None:
             table = pa.table(list(zip(*self._lines)), schema=_SCHEMA)
             pq.write_table(table, f"{self._path}.parquet", compression="zstd")

@@ -36,7 +36,7 @@ class PoolRows:
         tokens: Integer[np.ndarray, "B S"],
         mask: Integer[np.ndarray, "B S"],
     ) -> None:
-        """Copy the rows at positions of the sequence into lines `at` of `tokens`, and what is trained of them of `mask`."""
+        """Copy the rows at positions of the sequence into lines `at` of `tokens`, and what is trained into `mask`."""
         rows = np.array([self.shuffle.row(position) for position in positions])
         if self._blocks is not None:
             numbers, within = np.divmod(rows, self.shuffle.block)

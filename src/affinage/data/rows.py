@@ -6,6 +6,7 @@ the row before it, so that every token of the validation text is predicted exact
 A run that was killed goes on: files of documents that are encoded and shards that are written are not made again.
 """
 
+import functools
 import json
 import shutil
 import time
@@ -18,12 +19,12 @@ import numpy as np
 from affinage.data.atomic import write_array, write_json
 from affinage.data.documents import document_files
 from affinage.data.encoded import EncodeTask, encode_file, encoded_groups, group_tokens, read_group
+from affinage.data.engine import LOCAL, Engine
 from affinage.data.lineage import DOCUMENTS, spans, write_lineage
 from affinage.data.packing import Layout, end_to_end, whole_where_they_fit
 from affinage.data.row_files import FACTS, shard_name, write_facts
 from affinage.data.shards import ShardFolder
 from affinage.data.spool import Stream
-from affinage.data.tasks import run_in_processes
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.data import RowsSettings
@@ -38,6 +39,8 @@ def pack_rows(
     folder: Path,
     settings: RowsSettings,
     seed: int,
+    *,
+    engine: Engine = LOCAL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of rows into `folder`.
@@ -55,10 +58,11 @@ def pack_rows(
         summary: dict[str, Any] = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
         return summary
     writer = _Writer(folder, settings, tokenizer.dtype, progress)
-    train = writer.write("train", _encode(split_folder, "train", tokenizer, scratch, seed, progress))
+    encode = functools.partial(_encode, split_folder, tokenizer, scratch, seed, engine=engine, progress=progress)
+    train = writer.write("train", encode("train"))
     if not train:
         raise UserError("there is no text to train on", where=str(split_folder / "train"))
-    validation = writer.write("validation", _encode(split_folder, "validation", tokenizer, scratch, seed, progress))
+    validation = writer.write("validation", encode("validation"))
     total = _total(train.values())
     slots = total["rows"] * settings.context
     summary = {
@@ -95,10 +99,12 @@ def _by(groups: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str, int]
 
 def _encode(
     split_folder: Path,
-    part: str,
     tokenizer: Tokenizer,
     scratch: Path,
     seed: int,
+    part: str,
+    *,
+    engine: Engine,
     progress: Callable[[str], None],
 ) -> list[Path]:
     """Encode one part of the split; gives the folders that hold it."""
@@ -112,7 +118,7 @@ def _encode(
     paths = document_files(split_folder / part)
     tasks = [EncodeTask(path, model, folder, seed, byte_lengths=part == "validation") for path in paths]
     stored = sum(path.stat().st_size for path in paths)
-    run_in_processes(encode_file, tasks, bytes=2 * stored, progress=lambda share: progress(f"encoding {share:.0%}"))
+    engine.map(encode_file, tasks, bytes=2 * stored, progress=lambda share: progress(f"encoding {share:.0%}"))
     return [folder / path.stem for path in paths]
 
 

@@ -1,9 +1,9 @@
-"""The order in which rows are trained on: another one in each epoch, block by block, found and inverted by arithmetic.
+"""The order in which rows are trained on: another one in each epoch, found and inverted by arithmetic.
 
-Rows that follow each other on disk form blocks. Blocks are shuffled; then the rows of each window of blocks are shuffled
-among each other. So a batch needs rows of a few blocks only, each read at once, and a window at a time is enough to
-have near. Rows that all fit into one window are shuffled without blocks. The documents of a source were shuffled before
-they were packed: what a window adds is company of other places on disk.
+Rows that follow each other on disk form blocks. Blocks are shuffled; then the rows of each window of blocks are
+shuffled among each other. So a batch needs rows of a few blocks only, each read at once, and a window at a time is
+enough to have near. Rows that all fit into one window are shuffled without blocks. The documents of a source were
+shuffled before they were packed: what a window adds is company of other places on disk.
 """
 
 from collections.abc import Iterator

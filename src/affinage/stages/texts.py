@@ -86,12 +86,14 @@ def given_tokenizer(context: StageContext) -> Summary:
 
 def rows(context: StageContext) -> Summary:
     """Pack the documents' tokens into rows."""
+    from affinage.data.engine import open_engine
     from affinage.data.rows import pack_rows
     from affinage.data.tokenizer import Tokenizer
 
-    recipe = context.recipe
-    trained = Tokenizer.load(context.inputs["tokenizer"])
-    return pack_rows(context.inputs["split"], trained, context.folder, recipe.rows, recipe.seed, context.progress)
+    recipe, progress = context.recipe, context.progress
+    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["tokenizer"])
+    with open_engine(_data(context)) as engine:
+        return pack_rows(split, trained, context.folder, recipe.rows, recipe.seed, engine=engine, progress=progress)
 
 
 def conversations(context: StageContext) -> Summary:
