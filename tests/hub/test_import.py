@@ -1,6 +1,7 @@
 """Models of the hub taken in: exactly, or refused by name; and given back bit by bit."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -10,17 +11,22 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tiny_graphs
+from affinage.checkpoint import CheckpointStore
+from affinage.cli.program import main
+from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
+from affinage.generation.decode import Generator, Request
 from affinage.generation.model import logits_of
 from affinage.hub.architectures import architecture_of
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.families import family_of
 from affinage.hub.read import read_hub_folder
+from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.stages.imports import import_model
 from affinage.stages.models import is_chat, locate_model, open_model
-from tiny_models import LLAMA, tiny_gpt2, tiny_llama
+from tiny_models import LLAMA, tiny_gpt2, tiny_llama, tiny_mixtral
 
 FACTS = CardFacts(licence="apache-2.0")
 _LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
@@ -34,6 +40,7 @@ GRAPHS = {
     "qwen2": tiny_graphs.llama(attention={"kv_heads": 2, "bias": "qkv"}),
     "qwen3": tiny_graphs.llama(attention={"kv_heads": 2, "qk_norm": True, "rope": {"theta": 1e6}}),
     "mistral": tiny_graphs.llama(attention={"kv_heads": 2, "window": 9}),
+    "mixtral": tiny_graphs.moe(attention={"kv_heads": 2}, z_loss_weight=0.0, load_balance_weight=0.02),
     "gpt2": tiny_graphs.gpt2(dropout=0.1),
 }
 GRAPHS["llama"]["nodes"]["norm"]["eps"] = 1e-5
@@ -66,13 +73,41 @@ def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path
             assert file.read_bytes() == (tmp_path / "m" / file.name).read_bytes(), file.name
 
 
-def test_gpt2_comes_back_too(tmp_path):
-    export(tiny_gpt2(), tmp_path / "a", facts=FACTS)
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_mixtral])
+def test_other_families_come_back_too(make, tmp_path):
+    export(make(), tmp_path / "a", facts=FACTS)
     import_model(tmp_path / "a", tmp_path / "b", "tiny")
     assert not is_chat(tmp_path / "b")
     export(open_model(str(tmp_path / "b"), tmp_path), tmp_path / "c", facts=FACTS)
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer.model"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes(), name
+
+
+def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path):
+    ours, read = open_model(str(imported), tmp_path), open_model(str(exported), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, ours.params, read.params)
+    assert (read.system_prompt, read.context, is_chat(exported)) == ('Say "oui".\nBe brief.', ours.context, True)
+    prompt = [encode_prompt([{"role": "user", "content": "Où ?"}], read.tokenizer, read.system_prompt)]
+    said = [Generator(model).generate(prompt, Request(8))[0].tokens for model in (ours, read)]
+    assert said[0] == said[1] and len(said[0]) > 0
+    with pytest.raises(UserError, match="has no checkpoints"):
+        open_model(f"{exported}@3", tmp_path)
+
+
+def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
+    pretrain = tmp_path / "run" / "pretrain"
+    shutil.copytree(imported, pretrain)
+    first = open_model("run/pretrain@0", tmp_path)
+    store = CheckpointStore(pretrain / "checkpoints")
+    store.save(7, {"params": jax.tree.map(lambda p: -p, first.params)}, {})
+    store.wait()
+    for step, sign in ((0, 1), (7, -1)):
+        to = tmp_path / f"step-{step}"
+        with pytest.raises(SystemExit) as ended:
+            main(["export", f"run/pretrain@{step}", "--runs", str(tmp_path), "--to", str(to)])
+        assert ended.value.code == 0
+        written = load_file(to / "model.safetensors")["model.norm.weight"]
+        np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -83,7 +118,7 @@ def test_the_graph_of_a_configuration_gives_that_configuration(name):
     assert family_of(parse(read.model)).hf_config(parse(read.model), context=read.context) == config
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2"])
 def test_what_transformers_writes_is_read(family, tmp_path):
     """Logits of a model that transformers made, saved as transformers does, equal ours."""
     import torch
@@ -91,6 +126,8 @@ def test_what_transformers_writes_is_read(family, tmp_path):
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 64}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4, "sliding_window": 9}
     if family == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 97}
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
@@ -153,6 +190,14 @@ def test_a_padded_vocabulary_stays_as_it_is(tmp_path):
     import_model(tmp_path / "m", tmp_path / "again", "padded")
     again = open_model(str(tmp_path / "again"), tmp_path)
     assert (again.graph.vocabulary, again.tokenizer.vocabulary) == (448, 420)
+
+
+def test_a_padded_vocabulary_is_trimmed_if_that_is_asked_for(tmp_path):
+    model = open_model(str(_padded(tmp_path)), tmp_path)
+    export(model, tmp_path / "trimmed", facts=FACTS, trim_vocabulary=True)
+    again = read_hub_folder(tmp_path / "trimmed")
+    assert again.graph.vocabulary == 420 and again.params["embed"]["embedding"].shape == (420, 32)
+    assert verify(tmp_path / "trimmed", model, ["The capital"])["largest_logit_difference"] <= 1e-4
 
 
 def _padded(tmp_path):

@@ -40,6 +40,7 @@ def test_every_node_stands_there_once_and_edges_pass_by(model):
             assert not any(left <= float(x) <= left + BOX and abs(float(top) - y) < HEIGHT for left, y in boxes)
 
 
-def test_shared_weights_are_dotted():
+def test_shared_and_followed_weights_are_dotted():
+    assert svg(parse(tiny_graphs.byol())).count('class="weights"') == 2
     drawn = svg(parse(tiny_graphs.gpt2()))
     assert drawn.count('class="weights"') == 1 and svg(parse(tiny_graphs.llama())).count('class="weights"') == 0

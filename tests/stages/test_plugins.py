@@ -101,6 +101,19 @@ def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
     assert "channel_mix" in KINDS
 
 
+def test_an_upgraded_package_changes_the_model_and_not_the_data(written, tmp_path, monkeypatch):
+    installed = tmp_path / "site" / "my_package-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "entry_points.txt").write_text("[affinage.plugins]\nmine = my_package.nodes\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    found = []
+    for version in ("1.0", "1.1"):
+        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: my-package\nVersion: {version}\n")
+        found.append(keys(written))
+    changed = {name for name in found[0] if found[0][name] != found[1][name]}
+    assert changed == {"pretrain", "sft", "evaluate-base", "evaluate-sft", "export"}
+
+
 def test_installed_packages_register_theirs(written, monkeypatch):
     loaded = []
     point = SimpleNamespace(name="mine", value="my_package.nodes", load=lambda: loaded.append("my_package.nodes"))

@@ -16,7 +16,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), an import.",
+        help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), "
+        "an import, a Hugging Face folder.",
         show_default=False,
     ),
 ]

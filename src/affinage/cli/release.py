@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +24,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def import_(
-    source: Annotated[str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="Llama, Mistral, Qwen 2 or 3, or GPT-2.")],
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")
+    ],
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="Where to write; default: its name, here.")
     ] = None,
@@ -56,6 +58,9 @@ def export(
     dtype: Annotated[str, typer.Option(help="MODEL only: float32, bfloat16 or float16.")] = "float32",
     licence: Annotated[str, typer.Option(help="MODEL only: SPDX identifier of the weights.")] = "apache-2.0",
     shard_gigabytes: Annotated[float, typer.Option(min=1e-6, help="MODEL only: most of one file, in 1e9 bytes.")] = 5.0,
+    trim: Annotated[
+        bool, typer.Option("--trim-vocabulary", help="MODEL only: leave out ids that the tokenizer does not have.")
+    ] = False,
     check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers makes of it.")] = False,
     push: Annotated[
         str | None, typer.Option(metavar="REPO_ID", help="Then upload it to the Hugging Face Hub; needs HF_TOKEN.")
@@ -76,7 +81,8 @@ def export(
         raise UserError("where to?", fix="Name a folder: --to my_model")
     else:
         folder = to
-        _write(target, runs, folder, dtype=dtype, licence=licence, shard_gigabytes=shard_gigabytes, check=check)
+        written = {"dtype": dtype, "shard_gigabytes": shard_gigabytes, "trim_vocabulary": trim}
+        _write(target, runs, folder, written, licence=licence, check=check)
     if push is not None:
         if not offline:
             os.environ.pop("HF_HUB_OFFLINE", None)  # set for the run of a recipe that needs no network
@@ -85,17 +91,17 @@ def export(
         typer.echo(f"The model is at {upload(folder, push, private=not public)}.")
 
 
-def _write(target: str, runs: Path, to: Path, *, dtype: str, licence: str, shard_gigabytes: float, check: bool) -> None:
+def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licence: str, check: bool) -> None:
     _must_be_new(to)
     from affinage.hub.card import CardFacts
     from affinage.hub.export import DTYPES, export
     from affinage.stages.models import is_chat, locate_model, open_model
 
-    if dtype not in DTYPES:
-        raise UserError(f"`{dtype}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
+    if written["dtype"] not in DTYPES:
+        raise UserError(f"`{written['dtype']}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
     model: LoadedModel = open_model(target, runs)
     chat = is_chat(locate_model(target, runs)[0])
-    export(model, to, facts=CardFacts(licence=licence), dtype=dtype, chat=chat, shard_gigabytes=shard_gigabytes)
+    export(model, to, facts=CardFacts(licence=licence), chat=chat, **written)
     if check:
         from affinage.hub.verify import verify
 

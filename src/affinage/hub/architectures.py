@@ -21,7 +21,9 @@ class Architecture:
 
 
 def architecture_of(values: Mapping[str, Any], where: str) -> Architecture:
-    """Read a config.json of Llama, Mistral, Qwen 2, Qwen 3 or GPT-2; where it is silent, transformers' defaults hold.
+    """Read a config.json of Llama, Mistral, Mixtral, Qwen 2, Qwen 3 or GPT-2.
+
+    Where it is silent, transformers' defaults hold.
 
     Raises:
         UserError: for other families, and for every value that the graph would not compute with.
@@ -50,13 +52,13 @@ def _llama_family(config: HfConfig) -> tuple[int, dict[str, Any]]:
     config.expect("hidden_act", "silu", default="silu")
     config.expect("mlp_bias", False, default=False)
     config.expect("pretraining_tp", 1, default=1)
-    eps = config.get("rms_norm_eps", 1e-6)
+    eps = config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)
     heads = config.need("num_attention_heads")
     attention: dict[str, Any] = {
         "heads": heads,
         "kv_heads": _kv_heads(config, family, heads),
         "head_dim": config.get("head_dim") or (128 if family == "qwen3" else width // heads),
-        "rope": _rope(config),
+        "rope": _rope(config, theta=1e6 if family == "mixtral" else 1e4),
         "dropout": config.get("attention_dropout", 0.0),
         **_FORMS[family](config),
     }
@@ -65,7 +67,7 @@ def _llama_family(config: HfConfig) -> tuple[int, dict[str, Any]]:
         "in": "embed",
         "repeat": config.need("num_hidden_layers"),
         "attention": attention,
-        "ffn": {"kind": "swiglu", "width": config.need("intermediate_size")},
+        "ffn": _experts(config) if family == "mixtral" else _feed_forward(config),
         "norm": {"kind": "rms", "eps": eps},
         "init_std": std,
     }
@@ -77,6 +79,24 @@ def _llama_family(config: HfConfig) -> tuple[int, dict[str, Any]]:
         "norm": {"kind": "rms_norm", "in": "blocks", "eps": eps},
         "logits": {"kind": "unembed", "in": "norm", "tied": tied, "init_std": std},
         "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+    }
+
+
+def _feed_forward(config: HfConfig) -> dict[str, Any]:
+    return {"kind": "swiglu", "width": config.need("intermediate_size")}
+
+
+def _experts(config: HfConfig) -> dict[str, Any]:
+    """Dropless, with gates that add up to 1. Their loss has no z-term, so training it further has none either."""
+    config.expect("router_jitter_noise", 0.0, default=0.0)
+    config.get("output_router_logits")  # whether the balance is reported
+    return {
+        "kind": "moe",
+        "experts": config.get("num_local_experts", 8),
+        "top_k": config.get("num_experts_per_tok", 2),
+        "width": config.need("intermediate_size"),
+        "load_balance_weight": config.get("router_aux_loss_coef", 0.001),
+        "z_loss_weight": 0.0,
     }
 
 
@@ -98,6 +118,10 @@ def _mistral(config: HfConfig) -> dict[str, Any]:
     return {"window": window}
 
 
+def _mixtral(config: HfConfig) -> dict[str, Any]:
+    return {"window": config.get("sliding_window")}
+
+
 def _qwen2(config: HfConfig) -> dict[str, Any]:
     _no_window(config)
     return {"bias": "qkv"}
@@ -109,9 +133,10 @@ def _qwen3(config: HfConfig) -> dict[str, Any]:
     return {"qk_norm": True}
 
 
-_FORMS: dict[Any, Callable[[HfConfig], dict[str, Any]]] = {
+_FORMS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
 }
@@ -129,8 +154,11 @@ def _same_layers(config: HfConfig, kind: str) -> None:
         raise config.refused("layer_types", layers)
 
 
-def _rope(config: HfConfig) -> dict[str, Any]:
-    """Transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling; files may have both."""
+def _rope(config: HfConfig, *, theta: float) -> dict[str, Any]:
+    """Transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling; files may have both.
+
+    `theta` holds where a file has neither.
+    """
     older = dict(config.get("rope_scaling") or {})
     given = dict(config.get("rope_parameters") or older)
     thetas = {float(theta) for theta in (config.get("rope_theta"), given.pop("rope_theta", None)) if theta is not None}
@@ -141,7 +169,7 @@ def _rope(config: HfConfig) -> dict[str, Any]:
     config.expect("partial_rotary_factor", None, 1.0)
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise config.refused("partial_rotary_factor", "less than 1")
-    rope: dict[str, Any] = {"theta": thetas.pop() if thetas else 10_000.0}
+    rope: dict[str, Any] = {"theta": thetas.pop() if thetas else theta}
     if kind not in _SCALINGS:
         raise config.refused("rope_type", kind)
     names = _SCALINGS[kind]
@@ -199,6 +227,6 @@ def _gpt2(config: HfConfig) -> tuple[int, dict[str, Any]]:
 
 
 _FAMILIES: dict[str, Callable[[HfConfig], tuple[int, dict[str, Any]]]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama_family),
+    **dict.fromkeys(_FORMS, _llama_family),
     "gpt2": _gpt2,
 }

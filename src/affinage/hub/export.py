@@ -16,6 +16,7 @@ from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import family_of
 from affinage.hub.tokenizer import write_hf_tokenizer
+from affinage.hub.vocabulary import trimmed
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -28,13 +29,17 @@ def export(
     dtype: str = "float32",
     chat: bool = False,
     shard_gigabytes: float = 5.0,
+    trim_vocabulary: bool = False,
 ) -> dict[str, Any]:
     """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
 
     The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes.
-    `shard_gigabytes` is the most that one weight file holds, in 1e9 bytes. Returns the files with their sizes.
+    `shard_gigabytes` is the most that one weight file holds, in 1e9 bytes. A vocabulary that is larger than the
+    tokenizer's stays so, unless `trim_vocabulary` leaves the ids above it out. Returns the files with their sizes.
     Raises UserError for graphs that no architecture of transformers computes.
     """
+    if trim_vocabulary:
+        model = trimmed(model)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

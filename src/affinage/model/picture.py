@@ -14,7 +14,7 @@ BOX, HEIGHT = 200, 52  # pixels
 LANE = 64  # width of the place where an edge passes a layer
 GAP, ROW = 28, 100  # between places of a layer; between the tops of two layers
 MARGIN = 24
-SWEEPS = 8
+SWEEPS = 9  # odd: the last one goes down, and so keeps chains straight
 
 _STYLE = """\
 text{font:13px system-ui,sans-serif;fill:#1f2430;text-anchor:middle}.kind{font-size:11px;fill:#5b6472}
@@ -40,7 +40,10 @@ class _Place:
 
 
 def svg(graph: Graph) -> str:
-    """The drawing; a repeated node is a stack with the number of its layers, dotted lines are shared parameters."""
+    """The drawing; a repeated node is a stack with the number of its layers.
+
+    A dotted line leads from parameters to a node that shares them, or that follows them with a moving average.
+    """
     boxes, edges = _places(graph)
     layers = _layers(boxes, edges)
     for sweep in range(SWEEPS):
@@ -55,8 +58,10 @@ def svg(graph: Graph) -> str:
     height = 2 * MARGIN + (len(layers) - 1) * ROW + HEIGHT
     parts = [_edge(edge) for edge in edges]
     parts += [_weights(boxes[node.kind.shares], boxes[node.name]) for node in graph.nodes if node.kind.shares]
+    parts += [_weights(boxes[followed], boxes[name]) for name, trees in graph.averages.items() for followed in trees]
     parts += [_box(graph, place) for place in boxes.values()]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" role="img">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
+    head += f'height="{height}" role="img">'
     arrow = '<defs><marker id="a" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     arrow += '<path d="M0 0L8 4L0 8z" style="fill:#5b6472;stroke:none"/></marker></defs>'
     return "\n".join([head, f"<title>The model as a graph</title><style>{_STYLE}</style>", arrow, *parts, "</svg>\n"])
@@ -122,9 +127,12 @@ def _edge(edge: list[_Place]) -> str:
 
 
 def _weights(start: _Place, end: _Place) -> str:
-    """From the left side of one box to that of another."""
-    x, y, end_x, end_y = start.x - BOX / 2, _top(start) + HEIGHT / 2, end.x - BOX / 2, _top(end) + HEIGHT / 2
-    bend = min(x, end_x) - MARGIN
+    """Between the sides of two boxes that face each other; of boxes one above the other, between their left sides."""
+    y, end_y = _top(start) + HEIGHT / 2, _top(end) + HEIGHT / 2
+    beside = abs(start.x - end.x) >= BOX
+    side = BOX / 2 if beside and start.x < end.x else -BOX / 2
+    x, end_x = start.x + side, end.x - side if beside else end.x + side
+    bend = (x + end_x) / 2 if beside else min(x, end_x) - MARGIN
     curve = f"M{x:.0f} {y:.0f}C{bend:.0f} {y:.0f} {bend:.0f} {end_y:.0f} {end_x:.0f} {end_y:.0f}"
     return f'<path class="weights" d="{curve}"/>'
 

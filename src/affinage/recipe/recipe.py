@@ -35,6 +35,8 @@ class ExportSettings(Settings):
     """The Hugging Face folder that is released."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    shard_gigabytes: float = Field(default=5.0, gt=0)  # the most that one weight file holds, in 1e9 bytes
+    trim_vocabulary: bool = False  # leave out ids above the tokenizer's, which round a vocabulary up in training
     verify: bool = False  # load it with transformers and compare logits and tokens (needs `affinage[verify]`)
     licence: str = "apache-2.0"  # SPDX identifier of the weights, for the model card
 

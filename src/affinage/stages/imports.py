@@ -16,6 +16,7 @@ from affinage.stages.initial import MODEL, TOKENIZER
 from affinage.stages.store import write_json
 
 if TYPE_CHECKING:
+    from affinage.data.tokenizer import Tokenizer
     from affinage.hub.read import HubModel
 
 RECIPE = "recipe.yaml"
@@ -58,20 +59,15 @@ def import_model(source: Path, folder: Path, name: str) -> dict[str, Any]:
     """
     import jax
 
-    from affinage.data.tokenizer import Tokenizer
     from affinage.hub.read import read_hub_folder
 
     model = read_hub_folder(source)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
-    tokenizer = Tokenizer.load(source)
-    if tokenizer.vocabulary > model.graph.vocabulary:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocabulary} ids, the model {model.graph.vocabulary}", where=str(source)
-        )
+    tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
     tokenizer.write(partial / TOKENIZER)
-    system_prompt = _system_prompt(source)
+    system_prompt = system_prompt_of(source)
     facts = {
         "graph": model.graph.to_dict(),
         "context": model.architecture.context,
@@ -95,6 +91,16 @@ def import_model(source: Path, folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
+    """The tokenizer of a folder of the hub; UserError where it has ids that a model of `vocabulary` ids has not."""
+    from affinage.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(source)
+    if tokenizer.vocabulary > vocabulary:
+        raise UserError(f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}", where=str(source))
+    return tokenizer
+
+
 def _write_weights(folder: Path, model: "HubModel") -> None:
     import jax
     import jax.numpy as jnp
@@ -111,7 +117,7 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
-def _system_prompt(source: Path) -> str | None:
+def system_prompt_of(source: Path) -> str | None:
     """What a chat model of ours is told by default; None of any other model."""
     from affinage.data.chat import system_prompt_in
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
+from affinage.stages.imports import fitting_tokenizer, system_prompt_of
 from affinage.stages.initial import MODEL, TOKENIZER
 from affinage.stages.plugins import load_named_plugins
 from affinage.stages.store import Store, read_request
@@ -13,6 +14,7 @@ from affinage.stages.store import Store, read_request
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
 
+HUB_CONFIG = "config.json"  # of a Hugging Face folder
 TRAININGS = ("sft", "pretrain")  # the last one that a run has is the run's model
 
 
@@ -22,13 +24,15 @@ def open_model(spec: str, runs: Path) -> "LoadedModel":
     Args:
         spec: a run (`quickstart`), its folder (`runs/quickstart`), one of its trainings (`runs/quickstart/pretrain`),
             or the folder of an imported model, each with an optional checkpoint (`...@1000`); of a run without a named
-            training, the last one is taken.
+            training, the last one is taken. Or a folder as Hugging Face's libraries load it.
         runs: where runs are that are named without a folder.
 
     Raises:
         UserError: there is no such run, training or checkpoint; the message says what there is.
     """
     folder, step = locate_model(spec, runs)
+    if is_hub_folder(folder):
+        return _load_hub_folder(folder, name=spec)
     tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
@@ -48,6 +52,8 @@ def made_from(result: Path, stage: str) -> Path | None:
 
 def is_chat(training: Path) -> bool:
     """Whether a training made a chat model, or an imported model is one."""
+    if is_hub_folder(training):
+        return system_prompt_of(training) is not None
     request = read_request(training)
     if request is None:
         facts = json.loads((training / MODEL).read_text(encoding="utf-8"))
@@ -65,9 +71,16 @@ def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
         known = sorted(entry.parent.name for entry in runs.glob("*/pretrain")) if runs.is_dir() else []
         hint = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no trained models in {runs}."
         raise UserError(f"there is no model `{name}`", fix=hint)
-    if not (folder / MODEL).is_file():
+    if is_hub_folder(folder) and step:
+        raise UserError("a Hugging Face folder has no checkpoints", where=spec, fix=f"Write `{name}`.")
+    if not (folder / MODEL).is_file() and not is_hub_folder(folder):
         folder = _last_training(folder)
     return folder.resolve(), int(step) if step else None
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Whether it is a model as Hugging Face's libraries load it, such as an export, and none of affinage's."""
+    return (folder / HUB_CONFIG).is_file() and not (folder / MODEL).is_file()
 
 
 def _last_training(run: Path) -> Path:
@@ -135,4 +148,31 @@ def load_trained(
         mesh=grid if grid.size > 1 else None,
         system_prompt=facts["system_prompt"],
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
+    )
+
+
+def _load_hub_folder(folder: Path, *, name: str) -> "LoadedModel":
+    """Read a Hugging Face folder as `affinage import` does, into the memory of all devices; nothing is written."""
+    import jax
+
+    from affinage.generation.model import LoadedModel
+    from affinage.hardware.chips import chip
+    from affinage.hardware.devices import acquire
+    from affinage.hub.read import read_hub_folder
+    from affinage.parallel import make_mesh, replicated
+    from affinage.recipe.training import PrecisionSettings
+    from affinage.training.program import compute_dtype
+
+    devices = acquire()
+    grid = make_mesh({"data": "auto"}, devices)
+    model = read_hub_folder(folder)
+    return LoadedModel(
+        graph=model.graph,
+        params=jax.device_put(model.params, replicated(grid)),
+        tokenizer=fitting_tokenizer(folder, model.graph.vocabulary),
+        name=name,
+        context=model.architecture.context,
+        mesh=grid if grid.size > 1 else None,
+        system_prompt=system_prompt_of(folder) or "",
+        compute_dtype=compute_dtype(PrecisionSettings(), chip(devices[0].device_kind)).name,
     )

@@ -38,8 +38,10 @@ def load_named_plugins() -> None:
 
 
 def plugin_fingerprints(loaded: LoadedRecipe) -> dict[str, str]:
-    """Name -> hash of every plugin file: what the keys of stages hold that use the model."""
-    return {f"plugin {path}": _digest(loaded.beside(path)) for path in loaded.recipe.plugins}
+    """Name -> hash of every plugin file, and version of every package with plugins: for keys of stages with a model."""
+    files = {f"plugin {path}": _digest(loaded.beside(path)) for path in loaded.recipe.plugins}
+    packages = {point.dist for point in entry_points(group=GROUP) if point.dist is not None}
+    return files | {f"plugins of {package.name}": package.version for package in packages}
 
 
 def _load_file(file: Path, where: str) -> None:

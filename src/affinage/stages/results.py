@@ -36,7 +36,15 @@ def export(context: StageContext) -> Summary:
     model = load_trained(inputs[training], inputs["tokenizer"], name=recipe.name, mesh=dict(recipe.mesh.items()))
     folder = context.folder / "model"
     facts = _card_facts(context)
-    summary = export(model, folder, facts=facts, dtype=recipe.export.dtype, chat=training == "sft")
+    summary = export(
+        model,
+        folder,
+        facts=facts,
+        dtype=recipe.export.dtype,
+        chat=training == "sft",
+        shard_gigabytes=recipe.export.shard_gigabytes,
+        trim_vocabulary=recipe.export.trim_vocabulary,
+    )
     if recipe.export.verify:
         from affinage.hub.verify import verify
 
