@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from affinage.data.documents import DocumentWriter
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import BpeTokenizer, Tokenizer, train_tokenizer
-from affinage.data.tokenizer_training import balanced_sample, fair_shares, train_bpe
+from affinage.data.tokenizer_training import balanced_sample, fair_shares
 from affinage.errors import UserError
 from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import TRICKY, write_split
@@ -67,24 +67,6 @@ def test_batches_equal_single_texts(tokenizer: Tokenizer):
     assert flat.dtype == tokenizer.dtype
     assert [part.tolist() for part in np.split(flat, ends[:-1])] == expected
     assert tokenizer.encode_flat([])[1].tolist() == []
-
-
-@given(texts=st.lists(texts, max_size=4))
-def test_word_by_word_equals_whole_texts_however_a_vocabulary_was_split(texts: list[str], split_freely: Tokenizer):
-    plain = [text.replace("\u2581", " ") for text in texts]
-    assert split_freely.encode_batch(plain) == [split_freely.encode(text) for text in plain]
-
-
-@pytest.fixture(scope="module", params=[{}, {"split_by_unicode_script": False}, {"split_by_whitespace": False}])
-def split_freely(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer whose pieces may cross from letters to other signs, or from one word to the next."""
-    train = sentencepiece.SentencePieceTrainer.train
-    folder = tmp_path_factory.mktemp("free")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentencepiece.SentencePieceTrainer, "train", lambda **options: train(**options, **request.param))
-        model = train_bpe(["it's l'été: (a  b) -- of the, of the. " * 5], TokenizerSettings(vocabulary=306))
-    (folder / "tokenizer.model").write_bytes(model)
-    return Tokenizer.load(folder)
 
 
 def test_digits_are_split_only_if_asked(split_folder: Path, tmp_path: Path):

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from affinage.data.compiled import kernel
 
@@ -100,6 +101,13 @@ def word_table() -> np.ndarray:
     return kinds << np.uint32(24) | lower
 
 
+@cache
+def letters_table() -> np.ndarray:
+    """Which code points are letters, or numbers other than decimal digits, bool [CODE_POINTS]."""
+    characters = _characters()
+    return np.strings.isalnum(characters) & ~np.strings.isdecimal(characters)
+
+
 @kernel
 def decode(data: np.ndarray, i: np.int64) -> tuple[np.int64, int]:
     """The code point at byte `i` of valid UTF-8 and its length in bytes."""
@@ -115,9 +123,13 @@ def decode(data: np.ndarray, i: np.int64) -> tuple[np.int64, int]:
 
 
 def text_buffers(text: Any) -> tuple[np.ndarray, np.ndarray]:
-    """UTF-8 bytes (uint8) and offsets (int32 [N + 1]) of a pyarrow string array without nulls; nothing is copied."""
+    """UTF-8 bytes (uint8) and offsets [N + 1] of a pyarrow string array without nulls; nothing is copied.
+
+    Offsets are int32, or int64 of a large_string array.
+    """
     _, offsets, data = text.buffers()
-    bounds = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
+    width = np.int64 if pa.types.is_large_string(text.type) else np.int32
+    bounds = np.frombuffer(offsets, width)[text.offset : text.offset + len(text) + 1]
     content = np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
     for view in (content, bounds):
         view.flags.writeable = False  # Arrow's buffers differ in this, and a kernel is compiled for each kind
