@@ -1,19 +1,23 @@
 """Duplicates: found as planted, nothing else removed, whatever the order, the parts and the workers."""
 
 import random
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
 
 from affinage.data.deduplicate import deduplicate
 from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.duplicates import Duplicates, find_duplicates
+from affinage.data.duplicates import find_duplicates
+from affinage.data.engine import LocalEngine
 from affinage.data.minhash import jaccard, sign, sort_hashes, write_shingle_sets
 from affinage.recipe.data import DeduplicateSettings
 
@@ -21,17 +25,39 @@ SETTINGS = DeduplicateSettings()
 
 
 class InMemory:
-    def __init__(self, texts: list[str]) -> None:
-        self.texts, self.rows = texts, len(texts)
+    """Texts with their names, some 100 read at a time."""
 
-    def text(self) -> pa.Array:
-        return pa.array(self.texts, pa.string())
+    def __init__(self, texts: list[str], ids: list[str]) -> None:
+        self.texts, self.ids, self.rows = texts, ids, len(texts)
+
+    def read(self, columns):
+        for start in range(0, self.rows, 100):
+            here = slice(start, start + 100)
+            every = {"id": self.ids[here], "source": ["s"] * len(self.ids[here]), "text": self.texts[here]}
+            yield pa.record_batch({name: pa.array(every[name], pa.string()) for name in columns})
 
 
-def find(texts: list[str], ids: list[str] | None = None, part: int = 10_000, **options) -> Duplicates:
-    parts = [InMemory(texts[i : i + part]) for i in range(0, len(texts), part)]
-    names = pa.table({"id": pa.array(ids or [f"{i:06d}" for i in range(len(texts))])})
-    return find_duplicates(parts, names, options.pop("settings", SETTINGS), **options)
+@dataclass
+class Found:
+    """What is found, once the scratch files are gone."""
+
+    kept: np.ndarray
+    similarity: np.ndarray
+    exact: np.ndarray
+    counts: tuple[int, int, int]
+
+    @property
+    def compared(self) -> int:
+        return self.counts[1]
+
+
+def find(texts: list[str], ids: list[str] | None = None, part: int = 10_000, **options) -> Found:
+    ids = ids or [f"{i:06d}" for i in range(len(texts))]
+    shards = [InMemory(texts[i : i + part], ids[i : i + part]) for i in range(0, len(texts), part)]
+    with tempfile.TemporaryDirectory() as scratch:
+        found = find_duplicates(shards, options.pop("settings", SETTINGS), Path(scratch), **options)
+        arrays = [np.array(array) for array in (found.kept, found.similarity, found.exact)]
+        return Found(*arrays, (found.candidates, found.compared, found.capped))
 
 
 def sets(texts: list[str], ngram: int = 5) -> list[np.ndarray]:
@@ -120,18 +146,56 @@ def test_the_longer_copy_stays_then_the_smaller_id(planted):
         assert (-len(texts[kept].encode()), kept) < (-len(texts[i].encode()), i)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_order_parts_and_workers_do_not_matter(planted, workers):
+@pytest.mark.parametrize(("workers", "memory"), [(1, 10**9), (2, 100_000), (3, 20_000)])
+def test_order_parts_workers_and_memory_do_not_matter(planted, workers, memory):
     texts, _ = planted
     texts = texts[:600] + texts[:50] + [text.upper() for text in texts[50:80]]
     ids = [f"{i:06d}" for i in range(len(texts))]
     first = find(texts, ids)
     shuffled = list(range(len(texts)))
     random.Random(9).shuffle(shuffled)
-    second = find([texts[i] for i in shuffled], [ids[i] for i in shuffled], part=97, workers=workers)
+    engine = LocalEngine(workers)
+    second = find([texts[i] for i in shuffled], [ids[i] for i in shuffled], part=97, engine=engine, memory=memory)
     kept = {ids[shuffled[i]]: ids[shuffled[k]] for i, k in enumerate(second.kept)}
     assert kept == {ids[i]: ids[k] for i, k in enumerate(first.kept)}
-    assert (first.exact.sum(), first.compared) == (second.exact.sum(), second.compared)
+    assert (first.exact.sum(), first.counts) == (second.exact.sum(), second.counts)
+    assert sorted(first.similarity) == sorted(second.similarity)
+
+
+def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
+    """From the best text to the worst, every one is compared with every kept one that it shares a band with."""
+    keys = sign(pa.array(texts, pa.string()), ngram=5, bands=SETTINGS.bands, rows=SETTINGS.rows).keys
+    kept: list[int] = []
+    contents: set[str] = set()
+    for i in sorted(range(len(texts)), key=lambda i: (-len(texts[i].encode()), ids[i])):
+        content = " ".join(texts[i].lower().split())
+        if content in contents:
+            continue
+        contents.add(content)
+        rivals = [k for k in kept if (keys[:, i] == keys[:, k]).any()]
+        if not any(jaccard_of(texts[i], texts[k]) >= SETTINGS.jaccard for k in rivals):
+            kept.append(i)
+    return {ids[k] for k in kept}
+
+
+CORPORA = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 30), st.sampled_from(["", " ", "!", "x"])), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=25)
+@given(CORPORA, st.integers(1, 9), st.sampled_from([1_000, 30_000, 10**8]), st.randoms(use_true_random=False))
+def test_what_stays_is_what_the_rule_says(corpus, part, memory, rng):
+    # Few originals, each often: chains of alike texts, exact copies, and copies that differ in case or an ending.
+    stories = [[f"w{story}x{position}" for position in range(60)] for story in range(4)]
+    texts = []
+    for story, cut, ending in corpus:
+        text = " ".join(stories[story][cut // 2 :]) + ending
+        texts.append(text.upper() if ending == "x" else text)
+    ids = [f"{i:03d}" for i in range(len(texts))]
+    rng.shuffle(ids)
+    found = find(texts, ids, part=part, memory=memory, engine=LocalEngine(rng.randint(1, 3)))
+    assert {ids[k] for k in found.kept} == kept_by_the_rule(texts, ids)
 
 
 def test_exact_copies_differ_in_case_and_white_space_only():
@@ -211,8 +275,9 @@ def test_the_stage_keeps_the_same_documents_of_shuffled_files(tmp_path, planted)
     random.Random(1).shuffle(order)
     write(tmp_path / "two", texts, order, files=4)
     kept = []
-    for name, workers in (("one", 1), ("two", 2)):
-        summary = deduplicate(tmp_path / name, tmp_path / f"out-{name}", SETTINGS, workers=workers)
+    for name, workers, memory in (("one", 1, 10**9), ("two", 2, 20_000)):
+        engine = LocalEngine(workers)
+        summary = deduplicate(tmp_path / name, tmp_path / f"out-{name}", SETTINGS, memory=memory, engine=engine)
         rows = sorted(row["id"] for batch in read_documents(tmp_path / f"out-{name}") for row in batch.to_pylist())
         clusters = pq.read_table(tmp_path / f"out-{name}" / "clusters" / "clusters.parquet")
         kept.append((rows, clusters, summary["removed"], summary["clusters"]))

@@ -1,16 +1,22 @@
 """Whoever runs the tasks, the results are the same, in order, and a user's mistake stays one message."""
 
+import random
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from planted_copies import lexicon, near_copy, random_text, written
 
+from affinage.data.clean import clean
+from affinage.data.deduplicate import deduplicate
+from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine, open_engine
 from affinage.data.ray_engine import RayEngine
 from affinage.errors import UserError
-from affinage.recipe.data import DataSettings
+from affinage.recipe.data import CleanSettings, DataSettings, DeduplicateSettings
 
 
 def squared(number: int) -> int:
@@ -60,3 +66,25 @@ def test_ray_gives_the_same_results_and_messages(ray):
     with pytest.raises(UserError) as refused:
         ray.map(squared, [1, -1])
     assert (refused.value.where, refused.value.fix) == ("here", "leave it")
+
+
+def test_ray_cleans_and_deduplicates_as_this_machine_does(ray, tmp_path):
+    rng = random.Random(0)
+    words = lexicon(800, rng)
+    originals = [random_text(words, rng.randint(60, 200), rng) for _ in range(60)]
+    copies = [near_copy(text, rng.uniform(0.7, 1), words, rng) for text in originals]
+    texts = [written(text) for text in [*originals, *copies, *originals[:20]]] + ["short"]
+    for file in range(4):
+        with DocumentWriter(tmp_path / "raw", f"file-{file}") as writer:
+            for i in range(file, len(texts), 4):
+                writer.add(id=f"{i:03d}", source="s", language="en", text=texts[i])
+    results = []
+    for name, engine in (("here", LocalEngine(1)), ("ray", ray)):
+        cleaned, unique = tmp_path / f"clean-{name}", tmp_path / f"unique-{name}"
+        counts = clean(tmp_path / "raw", cleaned, CleanSettings(), ("en",), engine=engine)
+        summary = deduplicate(cleaned, unique, DeduplicateSettings(), memory=50_000, engine=engine)
+        documents = [row for batch in read_documents(unique) for row in batch.to_pylist()]
+        clusters = pq.read_table(unique / "clusters" / "clusters.parquet")
+        results.append((documents, clusters, counts | {"seconds": 0}, summary | {"seconds": 0}))
+    assert results[0] == results[1]
+    assert results[0][3]["removed"]["near duplicate"] > 10 and results[0][2]["removed"] == {"too short": 1}

@@ -1,43 +1,50 @@
-"""Which texts are copies of which: exact ones by hash, near ones by MinHash-LSH with the Jaccard similarity checked."""
+"""Which texts are copies of which: exact ones by hash, near ones by MinHash-LSH with the Jaccard similarity checked.
+
+Everything that grows with the corpus is on disk: signatures per shard; then one band at a time, in ranges of keys, is
+sorted and leaves its pairs; the pairs' connected components, in batches, are compared. In memory is what the settings
+allow. Numbers per document (about 50 bytes) are mapped files, which the system takes out of memory as it needs to.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from affinage.data.code_points import text_buffers
-from affinage.data.compiled import kernel
-from affinage.data.minhash import jaccard, sign, write_shingle_sets
-from affinage.data.tasks import run_in_threads
+from affinage.data.engine import LOCAL, Engine, Progress
+from affinage.data.exchange import read_part, write_parts
+from affinage.data.near_duplicates import find_near_duplicates
+from affinage.data.signatures import (
+    BYTES,
+    CHUNK,
+    CONTENT,
+    CONTENT_2,
+    NAMES,
+    Corpus,
+    Shard,
+    in_range,
+    ranges,
+    sign_corpus,
+)
 from affinage.recipe.data import DeduplicateSettings
 
-MAX_COMPARED = 256  # kept texts of one bucket that a text is compared with, the nearest in size first
-
-
-class TextPart(Protocol):
-    """Some texts that are read at once. Parts are read twice, possibly in several threads."""
-
-    @property
-    def rows(self) -> int:
-        """How many texts."""
-
-    def text(self) -> pa.Array:
-        """The texts, a pyarrow string array."""
+MEMORY = 512_000_000  # bytes
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What is known of N texts, in their order.
+    """What is known of N texts, in their order; the arrays are mapped files in the scratch folder.
 
     kept: int64 [N], the text that stays in place of this one: itself if it is kept.
     similarity: float64 [N], the Jaccard similarity to the kept text; 1 for the kept.
     exact: bool [N], removed for the same content as another text.
     candidates: texts that shared a band with another. compared: pairs whose similarity was computed.
-    capped: texts that were not compared with every kept text of a bucket (see MAX_COMPARED).
+    capped: texts that were not compared with every kept text of a bucket (see near_duplicates.MAX_COMPARED).
     """
 
+    corpus: Corpus
     kept: np.ndarray
     similarity: np.ndarray
     exact: np.ndarray
@@ -47,179 +54,135 @@ class Duplicates:
 
 
 @dataclass(frozen=True)
-class _Signed:
-    content: np.ndarray
-    keys: np.ndarray
-    shingles: np.ndarray
-    bytes: np.ndarray
+class _Range:
+    """One of `count` ranges of a hash."""
+
+    corpus: Corpus
+    part: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Members:
+    """A shard, and how many ranges have texts to be named."""
+
+    corpus: Corpus
+    shard: int
+    ranges: int
 
 
 def find_duplicates(
-    parts: Sequence[TextPart], names: pa.Table, settings: DeduplicateSettings, workers: int | None = None
+    shards: Sequence[Shard],
+    settings: DeduplicateSettings,
+    scratch: Path,
+    *,
+    memory: int = MEMORY,
+    engine: Engine = LOCAL,
+    progress: Progress | None = None,
 ) -> Duplicates:
-    """Find the exact and near duplicates among the texts of all parts.
+    """Find the exact and near duplicates among the texts of all shards, with at most `memory` bytes for comparing.
 
-    `names` ranks texts of equal length by its columns, in their order, ascending; it has one row per text.
-    Of texts with the same content (case and white space apart) the best stays: the longest in bytes, then by name.
-    Then, from the best text to the worst: a text with J >= `settings.jaccard` to a text that was kept is removed, any
-    other is kept. So every removed text has a kept one this near, and no two kept ones are known to be this near. A
-    union of all near pairs would not say so much: along a chain of small changes it removes texts unlike all that stay.
-    The result does not depend on the number of workers; with the texts in another order it is the same texts.
+    Of texts with the same content (case and white space apart) the best stays: the longest in bytes, then the one with
+    the smallest id, then source. Then, from the best text to the worst: a text with J >= `settings.jaccard` to a text
+    that was kept is removed, any other is kept. So every removed text has a kept one this near, and no two kept ones
+    are known to be this near. A union of all near pairs would not say so much: along a chain of small changes it
+    removes texts unlike all that stay.
+    The result depends neither on the engine nor on `memory`; with the texts in another order it is the same texts.
+    `scratch`, an empty folder that all workers see, is the caller's to remove.
     """
-    signed = _sign_all(parts, settings, workers)
-    rank = _ranks(signed, names)
-    kept, exact = _exact(signed.content, rank)
-    survivors = np.flatnonzero(~exact)
-    candidates, buckets, bucket_count = _buckets(signed.keys[:, survivors])
-    candidates = survivors[candidates]
-    order = np.argsort(rank[candidates], kind="stable")
-    candidates, buckets = candidates[order], buckets[order]
-    sets, starts, sizes = _shingle_sets(parts, candidates, signed.shingles, settings.ngram, workers)
-    match, near, compared, capped = _match(buckets, bucket_count, sets, starts, sizes, settings.jaccard, MAX_COMPARED)
-    similarity = np.ones(kept.size)
-    removed = match >= 0
-    kept[candidates[removed]] = candidates[match[removed]]
-    similarity[candidates[removed]] = near[removed]
-    # An exact copy follows its original, which may itself be a near copy of another.
-    similarity[exact] = similarity[kept[exact]]
-    kept[exact] = kept[kept[exact]]
-    return Duplicates(kept, similarity, exact, candidates.size, compared, capped)
+    share = None if progress is None else (lambda done: progress(0.5 * done))
+    corpus = sign_corpus(shards, settings, scratch, engine, share)
+    kept = corpus.per_document("kept", np.int64)
+    exact = corpus.per_document("exact", np.bool_, 0)
+    similarity = corpus.per_document("similarity", np.float64, 1)
+    _remove_exact(corpus, kept, exact, memory, engine)
+    if progress is not None:
+        progress(0.6)
+    near = find_near_duplicates(corpus, settings, memory, engine)
+    if progress is not None:
+        progress(0.9)
+    for path in near.found:
+        found = np.load(path)
+        kept[found["document"]], similarity[found["document"]] = found["kept"], found["similarity"]
+    for start in range(0, corpus.size, CHUNK):
+        here = start + np.flatnonzero(exact[start : start + CHUNK])
+        # An exact copy follows its original, which may itself be a near copy of another.
+        similarity[here] = similarity[kept[here]]
+        kept[here] = kept[kept[here]]
+    return Duplicates(corpus, kept, similarity, exact, near.candidates, near.compared, near.capped)
 
 
-def _sign_all(parts: Sequence[TextPart], settings: DeduplicateSettings, workers: int | None) -> _Signed:
-    starts = np.concatenate([[0], np.cumsum([part.rows for part in parts], dtype=np.int64)])
-    total = int(starts[-1])
-    signed = _Signed(
-        np.empty((2, total), np.uint64),
-        np.empty((settings.bands, total), np.uint64),
-        np.empty(total, np.int64),
-        np.empty(total, np.int64),
-    )
-
-    def sign_part(index: int) -> None:
-        text = parts[index].text()
-        signature = sign(text, ngram=settings.ngram, bands=settings.bands, rows=settings.rows)
-        here = slice(starts[index], starts[index + 1])
-        signed.content[:, here], signed.keys[:, here] = signature.content, signature.keys
-        signed.shingles[here] = signature.shingles
-        signed.bytes[here] = np.diff(text_buffers(text)[1])
-
-    run_in_threads(sign_part, range(len(parts)), workers=workers)
-    return signed
+def _remove_exact(corpus: Corpus, kept: np.ndarray, exact: np.ndarray, memory: int, engine: Engine) -> None:
+    """Note for every text with the same content as a better one which that is."""
+    count = ranges(corpus.size, memory, engine.workers)
+    tasks = [_Range(corpus, part, count) for part in range(count)]
+    engine.map(_group_by_content, tasks, releases_gil=True)
+    engine.map(_name_members, [_Members(corpus, k, count) for k in range(len(corpus.shards))], releases_gil=True)
+    engine.map(_best_of_groups, tasks, releases_gil=True)
+    for task in tasks:
+        removed, keepers = np.load(_removed(corpus, task.part))
+        kept[removed], exact[removed] = keepers, True
 
 
-def _ranks(signed: _Signed, names: pa.Table) -> np.ndarray:
-    """Place of every text from best (0) to worst, int64 [N]. The content settles what length and names leave open."""
-    table = names.append_column("_content", pa.array(signed.content[0])).append_column("_bytes", pa.array(signed.bytes))
-    keys = [("_bytes", "descending"), *((name, "ascending") for name in names.column_names), ("_content", "ascending")]
-    order = pa.compute.sort_indices(table, sort_keys=keys).to_numpy()
-    rank = np.empty(order.size, np.int64)
-    rank[order] = np.arange(order.size)
-    return rank
+def _members(corpus: Corpus, part: int) -> Path:
+    return corpus.folder / f"same-content-{part:05d}.npy"
 
 
-def _exact(content: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The best text with the same content, int64 [N], and whether that is another one, bool [N]."""
-    order = np.lexsort((rank, content[1], content[0]))
-    first = np.ones(order.size, bool)
-    first[1:] = (content[:, order[1:]] != content[:, order[:-1]]).any(0)
-    kept = np.empty(order.size, np.int64)
-    kept[order] = order[np.flatnonzero(first)][np.cumsum(first) - 1]
-    return kept, kept != np.arange(kept.size)
+def _removed(corpus: Corpus, part: int) -> Path:
+    return corpus.folder / f"same-content-removed-{part:05d}.npy"
 
 
-def _buckets(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Texts that share a band key with another text, and the buckets they are in.
-
-    Returns the texts, int64 [C], their bucket for each band or -1, int32 [C, bands], and how many buckets there are.
-    """
-    members: list[np.ndarray] = []
-    numbers: list[np.ndarray] = []
-    total = 0
-    for band in keys:
-        order = np.argsort(band, kind="stable")
-        ordered = band[order]
-        new, last = np.ones(order.size, bool), np.ones(order.size, bool)
-        new[1:] = last[:-1] = ordered[1:] != ordered[:-1]
-        shared, new = ~(new & last), new & ~last
-        members.append(order[shared])
-        numbers.append(np.cumsum(new)[shared] - 1 + total)
-        total += int(new.sum())
-    texts = np.unique(np.concatenate(members)) if members else np.zeros(0, np.int64)
-    buckets = np.full((texts.size, len(keys)), -1, np.int32)
-    for band, (member, number) in enumerate(zip(members, numbers)):
-        buckets[np.searchsorted(texts, member), band] = number
-    return texts, buckets, total
+def _named(corpus: Corpus, shard: int) -> Path:
+    return corpus.folder / f"same-content-names-{shard:06d}.arrow"
 
 
-def _shingle_sets(
-    parts: Sequence[TextPart], texts: np.ndarray, shingles: np.ndarray, ngram: int, workers: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The shingle set k of `texts[k]` is `out[starts[k] : starts[k] + sizes[k]]`; in that order returned."""
-    room = np.concatenate([[0], np.cumsum(shingles[texts])])
-    out = np.empty(int(room[-1]), np.uint64)
-    sizes = np.zeros(texts.size, np.int64)
-    bounds = np.concatenate([[0], np.cumsum([part.rows for part in parts], dtype=np.int64)])
-    by_position = np.argsort(texts, kind="stable")
-    cuts = np.searchsorted(texts[by_position], bounds)
-
-    def fill(index: int) -> None:
-        mine = by_position[cuts[index] : cuts[index + 1]]
-        if mine.size:
-            found = np.empty(mine.size, np.int64)
-            rows = texts[mine] - bounds[index]
-            write_shingle_sets(parts[index].text(), rows, ngram=ngram, out=out, starts=room[mine], sizes=found)
-            sizes[mine] = found
-
-    run_in_threads(fill, range(len(parts)), workers=workers)
-    return out, room[:-1], sizes
+def _group_by_content(task: _Range) -> None:
+    """Write the texts of one range that share their content: their numbers, ascending, and those of their groups."""
+    first, second, documents = [], [], []
+    for shard, start in enumerate(task.corpus.starts[:-1].tolist()):
+        signatures = task.corpus.signatures(shard)
+        here = in_range(signatures[CONTENT], task.part, task.count)
+        first.append(signatures[CONTENT][here])
+        second.append(signatures[CONTENT_2][here])
+        documents.append(start + here)
+    content = np.array([np.concatenate(second), np.concatenate(first)]) if documents else np.zeros((2, 0), np.uint64)
+    order = np.lexsort(content)
+    new = np.ones(order.size, bool)
+    new[1:] = (content[:, order[1:]] != content[:, order[:-1]]).any(0)
+    last = np.append(new[1:], True)
+    shared = ~(new & last)
+    members = np.array([np.concatenate(documents)[order][shared], np.cumsum(new)[shared]]) if order.size else order
+    members = members.reshape(2, -1).astype(np.int64)
+    np.save(_members(task.corpus, task.part), members[:, np.argsort(members[0])])
 
 
-@kernel
-def _match(
-    buckets: np.ndarray,
-    bucket_count: int,
-    sets: np.ndarray,
-    starts: np.ndarray,
-    sizes: np.ndarray,
-    threshold: float,
-    most: int,
-) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """From the first text to the last: the kept text it is a copy of, or -1, and their similarity.
+def _name_members(task: _Members) -> None:
+    """Hand the names of a shard's texts that share their content to the ranges they are in."""
+    corpus, (start, stop) = task.corpus, task.corpus.starts[task.shard : task.shard + 2]
+    rows, groups, parts = [], [], []
+    for part in range(task.ranges):
+        documents, group = np.load(_members(corpus, part), mmap_mode="r")
+        mine = slice(*np.searchsorted(documents, [start, stop]))
+        rows.append(documents[mine] - start)
+        groups.append(group[mine])
+        parts.append(np.full(rows[-1].size, part))
+    row = np.concatenate(rows)
+    names = corpus.names(task.shard) if row.size else corpus.names(task.shard).slice(0, 0)
+    table = names.take(pa.array(row))
+    sizes = np.asarray(corpus.signatures(task.shard)[BYTES][row])
+    for name, column in (("document", start + row), ("group", np.concatenate(groups)), ("bytes", sizes)):
+        table = table.append_column(name, pa.array(column))
+    write_parts(_named(corpus, task.shard), table, np.concatenate(parts), task.ranges)
 
-    A text is compared with the kept texts of its buckets, the latest first: they are the nearest in length, and a text
-    less than `threshold` times as large cannot be a copy. Kept texts of a bucket form a linked list (`head`, `link`).
-    """
-    texts, bands = buckets.shape
-    match, similarity = np.full(texts, -1, np.int64), np.zeros(texts)
-    head, link = np.full(bucket_count, -1, np.int64), np.full((texts, bands), -1, np.int64)
-    asked = np.full(texts, -1, np.int64)  # the text that a kept one was last compared with
-    compared, capped = 0, 0
-    for text in range(texts):
-        mine = sets[starts[text] : starts[text] + sizes[text]]
-        cut = False
-        for band in range(bands):
-            other = head[buckets[text, band]] if buckets[text, band] >= 0 else -1
-            steps = 0
-            while other >= 0 and match[text] < 0:
-                if steps == most:
-                    cut = True
-                    break
-                small, large = min(sizes[text], sizes[other]), max(sizes[text], sizes[other])
-                if asked[other] != text and small >= threshold * large:
-                    asked[other] = text
-                    compared += 1
-                    near = jaccard(mine, sets[starts[other] : starts[other] + sizes[other]], threshold)
-                    if near >= 0:
-                        match[text], similarity[text] = other, near
-                steps += 1
-                other = link[other, band]
-            if match[text] >= 0:
-                break
-        if match[text] < 0:
-            capped += cut
-            for band in range(bands):
-                if buckets[text, band] >= 0:
-                    link[text, band] = head[buckets[text, band]]
-                    head[buckets[text, band]] = text
-    return match, similarity, compared, capped
+
+def _best_of_groups(task: _Range) -> None:
+    """Write the texts of one range that go for their content, and the best of their groups, which stay."""
+    corpus = task.corpus
+    table = read_part([_named(corpus, shard) for shard in range(len(corpus.shards))], task.part)
+    order = [("group", "ascending"), ("bytes", "descending"), *((name, "ascending") for name in NAMES)]
+    ordered = table.take(pc.sort_indices(table, sort_keys=[*order, ("document", "ascending")]))
+    documents, group = ordered["document"].to_numpy(), ordered["group"].to_numpy()
+    best = np.ones(documents.size, bool)
+    best[1:] = group[1:] != group[:-1]
+    keepers = documents[best][np.cumsum(best) - 1]
+    np.save(_removed(corpus, task.part), np.array([documents[~best], keepers[~best]]))

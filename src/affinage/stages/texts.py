@@ -45,10 +45,19 @@ def clean(context: StageContext) -> Summary:
 def deduplicate(context: StageContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.deduplicate import deduplicate
+    from affinage.data.engine import open_engine
 
-    settings = _data(context).deduplicate
-    assert settings is not None
-    return deduplicate(context.inputs["clean"], context.folder, settings, progress=_share(context))
+    settings = _data(context)
+    assert settings.deduplicate is not None
+    with open_engine(settings) as engine:
+        return deduplicate(
+            context.inputs["clean"],
+            context.folder,
+            settings.deduplicate,
+            memory=round(settings.memory_megabytes * 1e6),
+            engine=engine,
+            progress=_share(context),
+        )
 
 
 def split(context: StageContext) -> Summary:
