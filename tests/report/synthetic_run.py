@@ -33,6 +33,7 @@ def build_run(folder: Path, *, language: str = "en", steps: int = STEPS, name: s
         ("pretrain", 206.0, {}),
         ("conversations", 1.1, conversations_summary()),
         ("sft", 31.0, {}),
+        ("probe", 4.0, probe_summary()),
         ("evaluate-base", 9.0, {}),
         ("evaluate-sft", 9.5, {}),
         ("export", 2.2, {"files": 6}),
@@ -192,6 +193,16 @@ def conversations_summary() -> dict[str, Any]:
     return {"conversations": 2400, "truncated": 12, "dropped": 3, "context": 128, "train": train}
 
 
+def probe_summary() -> dict[str, Any]:
+    def scores(*accuracies: float) -> dict[str, Any]:
+        named = zip(("trained", "random", "pixels"), accuracies, strict=True)
+        return {name: {"accuracy": accuracy, "stderr": 0.007} for name, accuracy in named}
+
+    compared = [(None, scores(0.991, 0.982, 0.973)), (10, scores(0.92, 0.886, 0.885)), (5, scores(0.886, 0.81, 0.806))]
+    probe = [{"labels_per_class": labels, "scores": found} for labels, found in compared]
+    return {"features": "encoder", "held_out": 449, "draws": 10, "probe": probe}
+
+
 def training_summary(steps: int) -> dict[str, Any]:
     return {
         "parameters": {"total": 1_443_968},
@@ -227,6 +238,8 @@ def write_metrics(path: Path, steps: int, seed: int) -> None:
             "grad_norm": 0.6 + 2.5 * math.exp(-step / 200) + abs(noise.gauss(0, 0.15)) + (4 if step == 900 else 0),
             "learning_rate": 4e-3 * warm * decay,
             "tokens": step * 1024,
+            "expert_load_max": 1.4 + abs(noise.gauss(0, 0.1)),
+            "dropped_share": abs(noise.gauss(0, 0.01)),
             "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
             "mfu": None,
             "seconds": step / 22,

@@ -50,7 +50,8 @@ def compare(
         seed: of the draws.
 
     Returns:
-        {name: {accuracy, stderr}}; stderr is the binomial standard error over the held-out images.
+        {name: {accuracy, stderr}}; stderr is the standard error of the mean over draws, or of a single accuracy the
+        binomial one over the held-out images.
     """
     (images, labels), (held_out_images, held_out_labels) = train, held_out
     random = np.random.default_rng(seed)
@@ -60,7 +61,8 @@ def compare(
         seen, unseen = function(images), function(held_out_images)
         scores = [linear_probe(seen[rows], labels[rows], unseen, held_out_labels) for rows in subsets]
         accuracy = float(np.mean(scores))
-        error = float(np.sqrt(accuracy * (1 - accuracy) / len(held_out_labels)))
+        of_images = float(np.sqrt(accuracy * (1 - accuracy) / len(held_out_labels)))
+        error = float(np.std(scores, ddof=1) / np.sqrt(len(scores))) if len(scores) > 1 else of_images
         results[name] = {"accuracy": accuracy, "stderr": error}
     return results
 

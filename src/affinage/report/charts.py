@@ -158,17 +158,21 @@ def _series(series: Series, across: Scale, up: Scale) -> list[Markup]:
     return parts
 
 
-def interval_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Markup:
+def interval_chart(
+    rows: Sequence[Row], x: Axis, label: str, width: float, *, low: float = 0.0, hollow: bool = True
+) -> Markup:
     """One row per task: values as points with bars of one standard error, chance as a dashed tick.
 
-    The intervals of a row stand under each other, so that their bars can be compared; the first is hollow.
+    The intervals of a row stand under each other, so that their bars can be compared; the first is hollow if `hollow`.
+    The axis goes from `low` to 1.
     On narrow pages labels stand above their rows instead of beside them.
     """
     beside = width > 600
     left, right = (_label_width(rows) if beside else 8.0), width - 18.0
-    pitch, first = (36.0, 22.0) if beside else (52.0, 38.0)
+    more = BESIDE * max(0, max((len(row.intervals) for row in rows), default=0) - 2)
+    pitch, first = (36.0 + more, 22.0 + more / 2) if beside else (52.0 + more, 38.0 + more / 2)
     bottom = first + pitch * len(rows) - (12.0 if beside else 30.0)
-    across = Scale(0.0, 1.0, left, right)
+    across = Scale(low, 1.0, left, right)
     parts = []
     ticks = across.ticks(5 if beside else 4)
     for tick, written in zip(ticks, x.write(ticks), strict=True):
@@ -180,23 +184,22 @@ def interval_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Ma
         if beside:
             parts.append(text(left - 14, middle + 4, _fitting(row.label, beside), "name", "end"))
         else:
-            parts.append(text(left, middle - 18, _fitting(row.label, beside), "name"))
-        parts += _interval_row(row, across, middle)
+            parts.append(text(left, middle - 18 - more / 2, _fitting(row.label, beside), "name"))
+        parts += _interval_row(row, across, middle, hollow=hollow and len(row.intervals) > 1)
     return drawing(width, bottom + 42, label, *parts, class_="chart")
 
 
-def _interval_row(row: Row, across: Scale, middle: float) -> list[Markup]:
+def _interval_row(row: Row, across: Scale, middle: float, *, hollow: bool) -> list[Markup]:
     parts = []
     if row.chance is not None:
         at, guess = across(row.chance), element("title", row.chance_title)
         parts.append(element("line", guess, x1=at, x2=at, y1=middle - 11, y2=middle + 11, class_="chance"))
-    several = len(row.intervals) > 1
     for i, one in enumerate(row.intervals):
         at = middle + BESIDE * (i - (len(row.intervals) - 1) / 2)
-        low, high = (across(min(1.0, max(0.0, one.value + sign * one.error))) for sign in (-1, 1))
+        low, high = (across(min(1.0, max(across.low, one.value + sign * one.error))) for sign in (-1, 1))
         parts.append(line(low, at, high, at, f"error s{one.colour % 6}"))
         title = f"{row.label}: {one.title}"
-        parts.append(marker(across(one.value), at, one.colour, 4.5, title=title, hollow=several and i == 0))
+        parts.append(marker(across(one.value), at, one.colour, 4.5, title=title, hollow=hollow and i == 0))
     return parts
 
 

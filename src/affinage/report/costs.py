@@ -23,16 +23,22 @@ class Node:
 
 
 def node_costs(folder: Path) -> tuple[tuple[Node, ...], int | None]:
-    """The nodes of the model that was trained in `folder`, and the tokens of a row; nothing if it does not say."""
+    """The nodes of the model that was trained in `folder`, and the tokens of a row, None for a model of images.
+
+    Nothing if the folder does not say.
+    """
     from affinage.model import parse
     from affinage.model.analysis import analyse
 
     written = json_file(folder / "model.json")
     context = whole(written.get("context"))
-    if not context or not mapping(written.get("graph")):
+    if not mapping(written.get("graph")):
         return (), None
     try:
-        analysis = analyse(parse(mapping(written["graph"])), 1, context)
+        graph = parse(mapping(written["graph"]))
+        if not context and any(name == "tokens" for name, _ in graph.inputs):
+            return (), None
+        analysis = analyse(graph, 1, context or 1)
     except UserError:  # written by another version, whose kinds of nodes this one does not have
         return (), None
     nodes = [Node(n.name, n.kind, n.inputs, n.repeat, n.shape, n.parameters, n.flops) for n in analysis.nodes]

@@ -9,6 +9,7 @@ from typing import Any
 
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.neighbours import NearDuplicate, near_duplicates
+from affinage.report.probes import Probe, read_probe
 from affinage.report.reading import json_file, mapping, mappings, number, string, whole
 from affinage.report.trainings import Training, read_training
 
@@ -18,7 +19,9 @@ ORDER = (
     *FLOW,
     "tokenizer",
     "rows",
+    "arrays",
     "pretrain",
+    "probe",
     "conversations",
     "sft",
     "evaluate-base",
@@ -156,6 +159,8 @@ class Facts:
     conversations: Conversations | None
     trainings: tuple[Training, ...]
     evaluations: tuple[Evaluation, ...]
+    images: int | None = None  # that are trained on
+    probe: Probe | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -210,6 +215,8 @@ def collect_facts(run_folder: Path) -> Facts:
             for name in ("evaluate-base", "evaluate-sft")
             if name in by_name
         ),
+        images=whole(mapping(by_name["arrays"].summary.get("train")).get("images")) if "arrays" in by_name else None,
+        probe=read_probe(by_name["probe"].summary) if "probe" in by_name else None,
         versions={k: str(v) for stage in stages for k, v in stage.versions.items()},
     )
 

@@ -1,6 +1,7 @@
 """The charts of a report: which facts go into which picture, with which words."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,10 +23,16 @@ from affinage.report.charts import (
 )
 from affinage.report.curves import smoothed, thinned
 from affinage.report.evaluations import Evaluation, Score
+from affinage.report.probes import Probe
 from affinage.report.quantities import Quantities
+from affinage.report.sections import labels_in_words
 from affinage.report.trainings import Training
 
-SMALL = ("learning_rate", "tokens_per_second", "grad_norm", "mfu")  # the small charts beside the loss
+SMALL = (  # the small charts beside the loss
+    *("learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
+    *("expert_load_max", "dropped_share"),
+)
+SHARES = ("mfu", "dropped_share")  # of them, those in percent
 WIDE_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to see its end
 
 
@@ -69,13 +76,16 @@ class Artist:
             return None
         values = [y for one in series for _, y in one.points if y > 0]
         log = max(values, default=1.0) > WIDE_RANGE * min(values, default=1.0)
-        axis = Axis(self.words["loss_log_axis" if log else "loss_axis"], self.quantities.ticks, log)
+        kind = "image_loss" if training.images else "loss"
+        axis = Axis(self.words[f"{kind}_log_axis" if log else f"{kind}_axis"], self.quantities.ticks, log)
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
 
     def small(self, training: Training) -> list[Figure]:
         """Learning rate, throughput, gradient norm and MFU, where they were logged."""
         shown = [metric for metric in SMALL if training.curves.get(metric)]
+        if not any(share for _, share in training.curves.get("dropped_share", ())):
+            shown = [metric for metric in shown if metric != "dropped_share"]
         wide = THIRD if len(shown) == 3 else HALF
         return [self._small(training, metric, wide) for metric in shown]
 
@@ -89,7 +99,7 @@ class Artist:
                 Series(self.words["raw"], thinned(points), 0, "faint"),
                 Series(self.words["smoothed"], thinned(smoothed(points)), 0, "line"),
             ]
-        write = self.quantities.percent_ticks if metric == "mfu" else self.quantities.ticks
+        write = self.quantities.percent_ticks if metric in SHARES else self.quantities.ticks
         axis = Axis(self.words[f"{metric}_axis"], write)
         return self._curves(title, series, axis, title, wide, 200.0, training.resumed_at)
 
@@ -136,6 +146,35 @@ class Artist:
     def _score_title(self, evaluation: Evaluation, score: Score) -> str:
         value = self.quantities.with_error(score.value, score.stderr, as_percent=True)
         return f"{self.model_name(evaluation.model)} {score.metric} {value}"
+
+    def probe(self, probe: Probe) -> Figure:
+        """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""
+        rows = []
+        for one in probe.compared:
+            label = labels_in_words(one.labels_per_class, self.words, self.quantities)
+            written = [self.quantities.with_error(s.accuracy, s.error, as_percent=True) for s in one.scores]
+            rows.append(
+                Row(
+                    label,
+                    [
+                        Interval(score.accuracy, score.error or 0.0, i, f"{self.feature_name(score.features)} {value}")
+                        for i, (score, value) in enumerate(zip(one.scores, written, strict=True))
+                    ],
+                )
+            )
+        lowest = min(one.value - one.error for row in rows for one in row.intervals)
+        legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.features)]
+        axis = Axis(self.words["probe_axis"], self.quantities.percent_ticks)
+        low = max(0.0, math.floor(lowest * 10) / 10)
+        picture = responsive(
+            lambda width: interval_chart(rows, axis, self.words["probe_label"], width, low=low, hollow=False)
+        )
+        return Figure(self.words["probe"], "", picture, tuple(legend))
+
+    def feature_name(self, features: str) -> str:
+        """What the page calls the features that a probe compares."""
+        names = {"trained": "features_trained", "random": "features_untrained", "pixels": "features_pixels"}
+        return self.words[names[features]] if features in names else features
 
     def model_name(self, model: str) -> str:
         """What the page calls the base and the fine-tuned model."""

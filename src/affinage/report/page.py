@@ -80,6 +80,7 @@ def render(facts: Facts) -> str:
             epochs=sections.epochs(facts),
             graph=sections.graph(facts),
             score_rows=sections.score_rows(facts.evaluations, words, quantities),
+            probe_rows=sections.probe_rows(facts, words, quantities),
             samples=sections.samples(facts),
             comparisons=_comparisons(facts, words, quantities),
             strip=sections.strip(facts),
@@ -166,6 +167,7 @@ def _comparisons(facts: Facts, words: dict[str, str], quantities: Quantities) ->
         "flops": quantities.flops,
         "flops_per_second": partial(quantities.flops, unit="FLOP/s"),
         "tokens_per_second": quantities.count,
+        "images_per_second": quantities.count,
         "seconds": quantities.duration,
         "mfu": quantities.percent,
     }

@@ -27,6 +27,7 @@ def present(facts: Facts) -> list[str]:
         "pretrain": "pretrain" in trained,
         "sft": "sft" in trained,
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
+        "probe": facts.probe is not None,
         "scores": any(evaluation.scores for evaluation in facts.evaluations),
         "samples": any(evaluation.samples for evaluation in facts.evaluations),
         "predicted": any(training.compared for training in facts.trainings),
@@ -121,6 +122,8 @@ def graph(facts: Facts) -> GraphFacts:
 def epochs(facts: Facts) -> float | None:
     """How often pretraining read the training set."""
     pretrain = facts.training("pretrain")
+    if pretrain and pretrain.images and facts.images:
+        return pretrain.images / facts.images
     tokens = facts.rows.train.tokens if facts.rows else None
     return pretrain.tokens / tokens if pretrain and pretrain.tokens and tokens else None
 
@@ -177,6 +180,22 @@ def _change(scores: Sequence[Score], words: dict[str, str], quantities: Quantiti
     return sign + written, size > SIGNIFICANT * math.hypot(first.stderr, last.stderr)
 
 
+def probe_rows(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[tuple[str, list[str]]]:
+    """Number of labels and accuracies of all features, written out."""
+    return [
+        (
+            labels_in_words(one.labels_per_class, words, quantities),
+            [quantities.with_error(score.accuracy, score.error, as_percent=True) for score in one.scores],
+        )
+        for one in (facts.probe.compared if facts.probe else ())
+    ]
+
+
+def labels_in_words(per_class: int | None, words: dict[str, str], quantities: Quantities) -> str:
+    """How many labelled images a probe has learned from."""
+    return words["all_labels"] if per_class is None else words["labels_each"].format(count=quantities.count(per_class))
+
+
 @dataclass(frozen=True)
 class ShownSample:
     """A prompt and what followed. `continuation` is the text without the prompt, if the model repeated it."""
@@ -211,6 +230,7 @@ _GROUPS = {
     "pretrain": "training",
     "conversations": "training",
     "sft": "training",
+    "probe": "evaluation",
     "evaluate-base": "evaluation",
     "evaluate-sft": "evaluation",
     "export": "release",

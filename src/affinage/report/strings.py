@@ -8,6 +8,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "verdict_model": ("A model of {parameters} parameters", "Un modèle de {parameters} paramètres"),
     "verdict_data": ("Text made ready for training", "Du texte préparé pour l’entraînement"),
     "verdict_tokens": ("trained on {tokens} tokens", "entraîné sur {tokens} tokens"),
+    "verdict_images": ("shown {images} images", "à qui {images} images ont été montrées"),
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),
     "verdict_time": ("in {time}", "en {time}"),
     "verdict_devices": ("on {devices}", "sur {devices}"),
@@ -21,6 +22,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "finished": ("Last stage started {date} UTC", "Dernière étape commencée le {date} UTC"),
     "parameters": ("Parameters", "Paramètres"),
     "tokens_trained": ("Tokens trained on", "Tokens d’entraînement"),
+    "images_seen": ("Images seen", "Images vues"),
     "epochs": ("{epochs} epochs of {unique}", "{epochs} époques de {unique}"),
     "whole_run": ("Whole run", "Durée totale"),
     "of_which_training": ("{time} of it training", "dont {time} d’entraînement"),
@@ -108,6 +110,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         "FLOPs are of the matrix products in a forward pass of one row of {context} tokens, with causal attention.",
         "Les FLOP sont ceux des produits de matrices, passe avant d’une ligne de {context} tokens, attention causale.",
     ),
+    "model_lead_flops_image": (
+        "FLOPs are of the matrix products in a forward pass of one image with all its views.",
+        "Les FLOP sont ceux des produits de matrices, passe avant d’une image avec toutes ses vues.",
+    ),
     "model_lead_nodes": ("{count} nodes.", "{count} nœuds."),
     # training
     "pretrain": ("Pretraining", "Préentraînement"),
@@ -116,9 +122,15 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{steps} steps over {tokens} tokens in {time}: the loss went from {first} to {last} nats per token.",
         "{steps} pas sur {tokens} tokens en {time} : la perte passe de {first} à {last} nats par token.",
     ),
+    "training_lead_images": (
+        "{steps} steps over {images} images in {time}: the loss went from {first} to {last} per image.",
+        "{steps} pas sur {images} images en {time} : la perte passe de {first} à {last} par image.",
+    ),
     "loss": ("Loss", "Perte"),
     "loss_axis": ("nats per token", "nats par token"),
     "loss_log_axis": ("nats per token, logarithmic", "nats par token, échelle logarithmique"),
+    "image_loss_axis": ("loss per image", "perte par image"),
+    "image_loss_log_axis": ("loss per image, logarithmic", "perte par image, échelle logarithmique"),
     "loss_label": (
         "Loss against steps: training, smoothed and raw, and validation sets",
         "Perte selon les pas : entraînement, lissé et brut, et jeux de validation",
@@ -131,6 +143,12 @@ _WORDS: dict[str, tuple[str, str]] = {
     "learning_rate_axis": ("per update", "par mise à jour"),
     "tokens_per_second": ("Throughput", "Débit"),
     "tokens_per_second_axis": ("tokens per second", "tokens par seconde"),
+    "images_per_second": ("Throughput", "Débit"),
+    "images_per_second_axis": ("images per second", "images par seconde"),
+    "expert_load_max": ("Fullest expert", "Expert le plus chargé"),
+    "expert_load_max_axis": ("its load over the even share", "sa charge sur la part égale"),
+    "dropped_share": ("Choices dropped", "Choix abandonnés"),
+    "dropped_share_axis": ("share of the choices of experts", "part des choix d’experts"),
     "grad_norm": ("Gradient norm", "Norme du gradient"),
     "grad_norm_axis": ("global L2 norm before clipping", "norme L2 globale avant écrêtage"),
     "mfu": ("Model FLOPs utilisation", "Utilisation des FLOP (MFU)"),
@@ -172,6 +190,25 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "compression_label": ("Bits per byte by model and compressor", "Bits par octet, modèle et compresseurs"),
     "compression_axis": ("bits per byte of held-out text", "bits par octet de texte mis de côté"),
+    # probe
+    "probe": ("Linear probe", "Sonde linéaire"),
+    "probe_lead": (
+        "Accuracy on {held_out} held-out images of a logistic regression on the vectors of node {node}, beside the "
+        "same network untrained and the pixels. With few labels: mean of {draws} draws of them and its standard "
+        "error; with all labels the standard error is over images.",
+        "Exactitude, sur {held_out} images mises de côté, d’une régression logistique sur les vecteurs du nœud "
+        "{node}, à côté du même réseau non entraîné et des pixels. Avec peu d’étiquettes : moyenne de {draws} tirages "
+        "et son erreur type ; avec toutes, l’erreur type porte sur les images.",
+    ),
+    "probe_label": ("Accuracy by number of labels", "Exactitude selon le nombre d’étiquettes"),
+    "probe_axis": ("accuracy on held-out images", "exactitude sur des images mises de côté"),
+    "probe_caption": ("Accuracy ± standard error", "Exactitude ± erreur type"),
+    "labels": ("Labels", "Étiquettes"),
+    "all_labels": ("all labels", "toutes"),
+    "labels_each": ("{count} of each class", "{count} par classe"),
+    "features_trained": ("trained", "entraîné"),
+    "features_untrained": ("untrained", "non entraîné"),
+    "features_pixels": ("pixels", "pixels"),
     # scores
     "scores": ("Scores", "Scores"),
     "scores_lead": (
@@ -231,6 +268,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "q_seconds": ("time of all steps", "durée de tous les pas"),
     "q_tokens": ("tokens", "tokens"),
     "q_tokens_per_second": ("tokens per second", "tokens par seconde"),
+    "q_images_per_second": ("images per second", "images par seconde"),
     "q_steps": ("steps", "pas"),
     # settings and stages
     "settings": ("Settings", "Réglages"),

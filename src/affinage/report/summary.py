@@ -26,7 +26,10 @@ def verdict(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
         opening = [words["verdict_data"]]
     else:
         opening = [words["verdict_model"].format(parameters=quantities.short(pretrain.parameters))]
-        opening.append(words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens)))
+        if pretrain.images:
+            opening.append(words["verdict_images"].format(images=quantities.short(pretrain.images)))
+        else:
+            opening.append(words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens)))
         if facts.training("sft"):
             opening.append(words["verdict_sft"])
     ending = []
@@ -98,6 +101,10 @@ def _of_training(facts: Facts, words: dict[str, str], quantities: Quantities) ->
         seen, unique = epochs(facts), facts.rows.train.tokens if facts.rows else None
         note = words["epochs"].format(epochs=quantities.number(seen), unique=quantities.short(unique)) if seen else ""
         found.append(Headline(words["tokens_trained"], quantities.short(pretrain.tokens), note))
+    if pretrain.images:
+        seen, many = epochs(facts), quantities.count(facts.images)
+        note = words["epochs"].format(epochs=quantities.number(seen), unique=many) if seen else ""
+        found.append(Headline(words["images_seen"], quantities.short(pretrain.images), note))
     bits = [(v.name, v.bits_per_byte) for v in pretrain.validated if v.bits_per_byte is not None]
     if bits:
         one = words["on_one_validation"].format(name=bits[0][0])

@@ -9,7 +9,10 @@ from affinage.report.costs import Node, node_costs
 from affinage.report.curves import Point
 from affinage.report.reading import json_file, json_lines, listing, mapping, number, string, whole
 
-CURVES = ("loss", "learning_rate", "tokens_per_second", "grad_norm", "mfu")
+CURVES = (
+    *("loss", "learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
+    *("expert_load_max", "dropped_share"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Training:
     parameters: int | None
     flops_per_step: float | None
     tokens: int | None
+    images: int | None  # instead of tokens, where the model sees images
     steps: int | None
     seconds: Mapping[str, float]  # by account: compile, restore, train, validation, save, total
     tokens_per_second: float | None
@@ -67,6 +71,7 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
         parameters=whole(mapping(parameters).get("total")) if isinstance(parameters, Mapping) else whole(parameters),
         flops_per_step=number(summary.get("flops_per_step")),
         tokens=whole(summary.get("tokens")),
+        images=whole(summary.get("images")),
         steps=whole(summary.get("steps")),
         seconds={
             k: v for k, v in ((k, number(v)) for k, v in mapping(summary.get("seconds")).items()) if v is not None
@@ -132,6 +137,7 @@ def _compared(summary: Mapping[str, Any]) -> tuple[Compared, ...]:
         "seconds": seconds,
         "flops_per_second": per_step * steps / seconds if per_step and steps and seconds else None,
         "tokens_per_second": number(summary.get("tokens_per_second")),
+        "images_per_second": number(summary.get("images_per_second")),
         "mfu": number(summary.get("mfu")),
     }
     predicted = {name: number(value) for name, value in mapping(summary.get("predicted")).items()}

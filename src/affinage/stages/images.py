@@ -35,11 +35,11 @@ def probe(context: StageContext) -> Summary:
     if labels is None or unseen_labels is None or not len(unseen):
         raise UserError("a probe needs labels, and images held out", where="probe")
     features = _features(context, settings.features)
-    results = {}
+    results = []
     for count in (None, *settings.labels_per_class):
         name = "all labels" if count is None else f"{count} labels per class"
         context.progress(name)
-        results[name] = compare(
+        scores = compare(
             features,
             (images, labels),
             (unseen, unseen_labels),
@@ -47,9 +47,10 @@ def probe(context: StageContext) -> Summary:
             draws=settings.draws,
             seed=recipe.seed,
         )
-        shown = ", ".join(f"{who} {score['accuracy']:.1%}" for who, score in results[name].items())
+        results.append({"labels_per_class": count, "scores": scores})
+        shown = ", ".join(f"{who} {s['accuracy']:.1%} ± {s['stderr']:.1%}" for who, s in scores.items())
         rich.print(f"probe: accuracy with {name}: {shown}")
-    return {"features": settings.features, "held_out": len(unseen), "probe": results}
+    return {"features": settings.features, "held_out": len(unseen), "draws": settings.draws, "probe": results}
 
 
 def _features(context: StageContext, node: str) -> dict[str, Callable[[Any], Any]]:

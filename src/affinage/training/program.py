@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,13 @@ class Program:
         return self._sizes[BATCH]
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a batch, those that do not count included; of examples that are no rows of tokens, their number."""
+    def unit(self) -> Literal["tokens", "images"]:
+        """What training is counted in: images where the batches are no rows of tokens."""
+        return "tokens" if SEQUENCE in self._sizes else "images"
+
+    @property
+    def units(self) -> int:
+        """Tokens of a batch, those that do not count included, or images."""
         return math.prod(self._sizes.values())
 
     @cached_property

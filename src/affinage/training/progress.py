@@ -71,9 +71,10 @@ class StepDisplay:
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:
-    """Loss, tokens/s, MFU where the peak is known, gradient norm, learning rate and time left, for people."""
-    speed = row["tokens_per_second"]
-    parts = [f"loss {_number(row['loss'], '.4f')}", f"{_number(speed, ',.0f')} tok/s"]
+    """Loss, tokens/s or images/s, MFU where the peak is known, gradient norm, learning rate, time left, for people."""
+    unit, short = ("images", "images") if "images" in row else ("tokens", "tok")
+    speed = row[f"{unit}_per_second"]
+    parts = [f"loss {_number(row['loss'], '.4f')}", f"{_number(speed, ',.0f')} {short}/s"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts.append(f"grad {_number(row['grad_norm'], '.2f')}")
@@ -81,8 +82,7 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     if row.get("skipped"):
         parts.append("UPDATE SKIPPED: loss or gradient not finite")
     if speed and row["step"] < steps:
-        tokens_per_step = row["tokens"] / row["step"]
-        parts.append(f"ETA {_duration((steps - row['step']) * tokens_per_step / speed)}")
+        parts.append(f"ETA {_duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
     return "  ".join(parts)
 
 

@@ -72,8 +72,8 @@ class Reporter:
         row = {
             "step": step,
             **values,
-            "tokens": step * self._program.tokens,
-            "tokens_per_second": round(self._program.tokens / per_step, 1),
+            self._program.unit: step * self._program.units,
+            f"{self._program.unit}_per_second": round(self._program.units / per_step, 1),
             "mfu": None if self._peak is None else self._flops / per_step / self._peak,
             "seconds": round(self._ledger.seconds["train"], 3),
         }

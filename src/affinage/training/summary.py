@@ -33,11 +33,11 @@ def checkpoint_meta(program: Program, ledger: Ledger, resumed_at: Sequence[int])
 def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at: Sequence[int]) -> dict[str, Any]:
     """The JSON-able summary of a finished run.
 
-    `tokens_per_second` and `mfu` are over the whole run, from the seconds of training alone.
+    `tokens_per_second` (of a model of images `images_per_second`) and `mfu` are over the whole run, from the seconds of
+    training alone.
     """
     lines, steps = metrics.training(), program.job.settings.steps
-    seconds, tokens = ledger.rounded(), steps * program.tokens
-    speed = tokens / seconds["train"] if seconds["train"] else None
+    seconds, seen = ledger.rounded(), steps * program.units
     peak, flops = program.peak_flops, program.flops_per_step
     count = parameters(program.job.graph)
     device = program.mesh.devices.flat[0]
@@ -46,9 +46,9 @@ def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at:
         "parameters": {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding},
         "flops_per_step": flops,
         "steps": steps,
-        "tokens": tokens,
+        program.unit: seen,
         "seconds": seconds,
-        "tokens_per_second": speed,
+        f"{program.unit}_per_second": seen / seconds["train"] if seconds["train"] else None,
         "mfu": flops * steps / seconds["train"] / peak if peak and seconds["train"] else None,
         "first_loss": lines[0]["loss"] if lines else None,
         "final_loss": lines[-1]["loss"] if lines else None,
