@@ -96,7 +96,8 @@ def test_accumulation_on_a_mesh_is_the_same_step(one_device):
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
     settings = {"adafactor": {"smallest_factored": 8}}.get(name, {})
-    changes = json.dumps({"optimizer": {"name": name, "settings": settings}})
+    optimizer = {"name": name, "settings": settings}
+    changes = json.dumps({"optimizer": optimizer, "schedule": {"name": "constant", "peak": 1e-2, "floor": 0.0}})
     runs = []
     for mesh in ("data1", "fsdp2-tensor2"):
         of_mesh = compiled(mesh, changes)

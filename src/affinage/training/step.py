@@ -69,7 +69,7 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
         means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
         grad_norm = optax.tree.norm(grads)
-        rate = schedule(state.step).astype(jnp.float32)
+        rate = jnp.asarray(schedule(state.step), jnp.float32)
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
         moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
         rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None

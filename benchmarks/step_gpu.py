@@ -1,0 +1,96 @@
+"""Tokens per second and MFU of our train step and of PyTorch's on one GPU: GPT-2 124M at 1,024, Julian-600M at 2,048.
+
+    python benchmarks/step_gpu.py [--quick] [--rounds 3] [--seconds 10]
+
+Ours: bfloat16 products, float32 weights, the attention kernel that `auto` chooses, chunked loss. PyTorch: transformers'
+GPT2LMHeadModel and LlamaForCausalLM under torch.compile, bfloat16 autocast, SDPA, fused AdamW. MFU counts causal
+attention as what is computed, against the datasheet's peak; the measured bfloat16 product rate stands beside it. The
+loss after the same steps in float32 is compared as well. Without a GPU it runs tiny sizes on the CPU to the end.
+"""
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+
+import jax
+from twins import Contender, Size, matmul_rate
+
+GPT2 = Size(768, 3072, 12, 12, 50257, 1024, 16)
+JULIAN = Size(1280, 5120, 20, 18, 50000, 2048, 8)
+CASES = [("GPT-2 124M", "gpt2", GPT2, 0.45), ("Julian-600M", "llama", JULIAN, 0.55)]
+
+
+def race(name: str, family: str, size: Size, rounds: int, seconds: float, peak: float | None) -> dict[str, object]:
+    """One line of the table. The contenders run one after the other: both want the device's memory."""
+    seen: dict[str, list[dict[str, float]]] = {}
+    flops, device = 0.0, ""
+    for who in ("ours", "torch-compile"):
+        contender = Contender(who, family, size, "bfloat16")
+        seen[who] = [contender.run(seconds) for _ in range(rounds)]
+        if who == "ours":
+            flops, device = contender.facts["flops"] / size.tokens, contender.facts["device"]
+        contender.close()
+    rates = {who: statistics.median(each["rate"] for each in answers) for who, answers in seen.items()}
+    result: dict[str, object] = {
+        "name": name,
+        "ours": rates["ours"],
+        "peer": rates["torch-compile"],
+        "unit": "tok/s",
+        "ratio": rates["ours"] / rates["torch-compile"],
+        "device": device,
+        "flops": rates["ours"] * flops,
+    }
+    if peak is not None:
+        result |= {"mfu": rates["ours"] * flops / peak, "peer_mfu": rates["torch-compile"] * flops / peak}
+    return result
+
+
+def loss_difference(family: str, size: Size, seconds: float) -> float:
+    """Relative difference of the third step's loss between bfloat16 and float32 products."""
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        contender = Contender("ours", family, size, precision)
+        losses.append(float(contender.facts["loss"]))
+        contender.close()
+    return abs(losses[1] - losses[0]) / losses[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, for seconds")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of every contender in every round")
+    arguments = parser.parse_args()
+    device = jax.devices()[0]
+    tiny = arguments.quick or device.platform == "cpu"
+    rounds, seconds = (1, 1.0) if tiny else (arguments.rounds, arguments.seconds)
+    from affinage.hardware.chips import chip
+
+    peak = chip(device.device_kind).flops_per_device if device.platform != "cpu" else None
+    measured = matmul_rate("bfloat16", 512 if tiny else 8192, 0.5 if tiny else 2.0)
+    results = []
+    for name, family, size, _ in CASES:
+        if tiny:
+            name, size = f"{name}, tiny", replace(size, width=128, ffn=256, heads=4, layers=2, vocabulary=512)
+            size = replace(size, context=64, batch=2)
+        result = race(name, family, size, rounds, seconds, peak)
+        result |= {
+            "matmul_flops": measured,
+            "loss_difference": loss_difference(family, replace(size, batch=2), seconds),
+        }
+        results.append(result)
+        share = f"MFU {result['mfu']:.1%} (peer {result['peer_mfu']:.1%})   " if peak is not None else ""
+        print(
+            f"{name:20s} ours {result['ours']:10,.0f} tok/s   peer {result['peer']:10,.0f}   {result['ratio']:.2f}x   "
+            f"{share}bfloat16 loss off by {result['loss_difference']:.1e}",
+            flush=True,
+        )
+    print(
+        f"bfloat16 products: {measured / 1e12:.3g} TFLOP/s measured" + (f", {peak / 1e12:.0f} stated" if peak else "")
+    )
+    print(json.dumps({"benchmark": "step_gpu", "results": results}))
+
+
+if __name__ == "__main__":
+    main()
