@@ -1,16 +1,21 @@
 """The validation split: the right share of every group, the same for any order, and never a document in both."""
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
+from affinage.data.clean import clean
+from affinage.data.deduplicate import deduplicate
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
-from affinage.recipe.data import SplitSettings
+from affinage.recipe.cleaning import CleanSettings
+from affinage.recipe.data import DeduplicateSettings, SplitSettings
 
 GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]
 
@@ -18,7 +23,12 @@ GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books"
 def documents():
     for source, language, count in GROUPS:
         for i in range(count):
-            yield {"id": f"{language}{i}", "source": source, "language": language, "text": f"text {i} of {source}"}
+            yield {
+                "id": f"{language}{i}",
+                "source": source,
+                "language": language,
+                "text": f"text {i} of {source} in {language}",
+            }
 
 
 def write(folder, rows, files=1):
@@ -118,3 +128,60 @@ def test_sections_of_a_book_stay_together(tmp_path):
     books = [{row["id"].split("#")[0] for row in read(tmp_path / "out", part)} for part in ("train", "validation")]
     assert not books[0] & books[1]
     assert len(books[1]) == 2  # 24 documents of 200 are asked for: a whole book of 20 and the next one whole
+
+
+def planted(seed: int):
+    """Texts of which many are near copies of others, at similarities around 0.8."""
+    rng = random.Random(seed)
+    words = lexicon(2000, rng)
+    rows = []
+    for i in range(60):
+        text = random_text(words, rng.randint(30, 150), rng)
+        for k in range(5):
+            copy = near_copy(text, rng.uniform(0.6, 1.0), words, rng) if k else text
+            rows.append({"id": f"{i}.{k}", "source": f"s{k % 2}", "language": "en", "text": written(copy)})
+    return rows
+
+
+def nearness(shown, row):
+    """The Jaccard similarity to the nearest of some sets of shingles."""
+    mine = shingles_of(row["text"])
+    return max(len(mine & other) / len(mine | other) for other in shown)
+
+
+@pytest.mark.parametrize("deduplicated", [True, False])
+def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplicated):
+    write(tmp_path / "in", planted(1), files=3)
+    source = tmp_path / "in"
+    if deduplicated:
+        deduplicate(source, tmp_path / "unique", DeduplicateSettings())
+        source = tmp_path / "unique"
+    summary = split(source, tmp_path / "out", SplitSettings(validation=0.1), seed=1, engine=LocalEngine(2))
+    train, validation = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
+    shown = [shingles_of(row["text"]) for row in validation]
+    assert max(map(partial(nearness, shown), train)) < 0.8 and len(validation) > 5
+    left_out = summary["removed"].get("near copy of a validation document", 0)
+    assert summary["documents_in"] == len(train) + len(validation) + left_out
+    split(source, tmp_path / "copies", SplitSettings(validation=0.1, max_similarity=0), seed=1)
+    everything = read(tmp_path / "copies", "train")
+    lost = [row for row in everything if row["id"] not in {other["id"] for other in train}]
+    assert read(tmp_path / "copies", "validation") == validation and len(lost) == left_out
+    for row in lost:  # and nothing else is left out
+        assert nearness(shown, row) >= 0.8
+    if not deduplicated:
+        assert left_out > 10
+        sample = summary["samples"]["near copy of a validation document"][0]
+        original = sample["detail"].split(" to ")[1].split(" of ")[0]
+        assert sample["detail"].startswith("Jaccard ") and original in {row["id"] for row in validation}
+
+
+def test_parts_of_a_document_stay_together_though_their_languages_differ(tmp_path):
+    text = "\n\n".join(f"paragraph {i} " + "word " * 30 for i in range(100))
+    write(tmp_path / "in", [{"id": f"d{i}", "source": "s", "language": "en", "text": f"{i} {text}"} for i in range(30)])
+    settings = CleanSettings(max_characters=2_000, long_documents="split", min_language_probability=0)
+    clean(tmp_path / "in", tmp_path / "clean", settings, ("en",))
+    rows = [row for batch in read_documents(tmp_path / "clean") for row in batch.to_pylist()]
+    write(tmp_path / "mixed", [row | {"language": ["en", "fr"][int(row["id"][-1]) % 2]} for row in rows])
+    split(tmp_path / "mixed", tmp_path / "out", SplitSettings(validation=0.05, max_similarity=0), seed=1)
+    whole = [{row["id"].split("~")[0] for row in read(tmp_path / "out", part)} for part in ("train", "validation")]
+    assert not whole[0] & whole[1] and whole[1] and len(rows) > 200

@@ -1,6 +1,9 @@
 """Stage `split`: the part of the corpus that is never trained on."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.data.copies import NearCopies, ShingleSets, joined, shingle_sets
 from affinage.data.documents import (
     DocumentWriter,
     RowGroup,
@@ -15,6 +19,7 @@ from affinage.data.documents import (
     document_files,
     row_groups,
     text_bytes,
+    whole_id,
 )
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.funnel import Funnel
@@ -23,6 +28,9 @@ from affinage.errors import UserError
 from affinage.recipe.data import SplitSettings
 
 LARGE_GROUP = 20  # documents; a group of so many gives at least one to validation
+NEAR_COPY = "near copy of a validation document"  # the reason in the funnel
+Divided = tuple[pa.RecordBatch, pa.RecordBatch]  # documents to train on, and to validate on
+Divide = Callable[[RowGroup, pa.RecordBatch, Funnel], Divided]  # counts what is in neither in the funnel
 
 
 def split(
@@ -37,11 +45,16 @@ def split(
     """Divide documents into `folder/train` and `folder/validation` and return the stage's summary.
 
     By document: of every source and language the share `settings.validation`, rounded, and at least one of 20, goes to
-    validation: the documents whose hashes with the seed are smallest, whatever their order in the files. With
-    `settings.group_separator` the hash is of the id up to there, and a group goes whole.
+    validation: the documents whose hashes with the seed are smallest, whatever their order in the files. The
+    parts of a document that was cut up stay together, and with `settings.group_separator` so do documents whose ids
+    agree up to there: the hash is of what they share. A training document with a Jaccard similarity of
+    `settings.max_similarity` or more to any validation document is in neither part, and counts as `near copy of a
+    validation document`. So no near copy of a validation document is trained on, whatever was deduplicated before.
+    This is exact, and needs memory for the validation documents: about twice their text.
     By tail: of every document the last share of its characters, from the next line (or word) on, becomes a validation
-    document; its id ends in `/tail`. In the summary, `documents_out` counts the training documents and `validation`
-    has the others by `<source>.<language>`. Raises UserError if a share was asked for and nothing is left to train on.
+    document; its id ends in `/tail`. Near copies are not looked for.
+    In the summary, `documents_out` counts the training documents and `validation` has the others by
+    `<source>.<language>`. Raises UserError if a share was asked for and nothing is left to train on.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -49,16 +62,17 @@ def split(
         clear_documents(folder / part)
     paths = document_files(documents_folder)
     groups = [group for path in paths for group in row_groups(path)]
-    held_out = _held_out(groups, settings, seed) if settings.by == "document" else {}
+    if settings.by == "tail":
+        divide: Divide = partial(_by_tail, settings.validation)
+    else:
+        held_out = _held_out(groups, settings, seed)
+        divide = partial(_by_document, held_out, _known_copies(held_out, settings.max_similarity, engine))
 
-    def divide(path: Path) -> tuple[Funnel, Funnel]:
-        mine = [group for group in groups if group.path == path]
-        if settings.by == "tail":
-            return _cut_tails(path.stem, mine, folder, settings.validation)
-        return _divide(path.stem, mine, folder, held_out)
+    def write(path: Path) -> tuple[Funnel, Funnel]:
+        return _write(path.stem, [group for group in groups if group.path == path], folder, divide)
 
     train, validation = Funnel(), Funnel()
-    for train_part, validation_part in engine.map(divide, paths, releases_gil=True, progress=progress):
+    for train_part, validation_part in engine.map(write, paths, releases_gil=True, progress=progress):
         train.merge(train_part)
         validation.merge(validation_part)
     if train.documents_in and not train.documents_out:
@@ -82,31 +96,74 @@ def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dic
         return {group: np.zeros(group.rows, bool) for group in groups}
     keys = np.concatenate([document_keys(batch, seed, "validation") for batch in columns])
     names = pa.Table.from_batches(columns).select(["source", "language"])
-    joined = pc.binary_join_element_wise(names["source"], names["language"], "\n").combine_chunks()
-    group_of = joined.dictionary_encode().indices.to_numpy()
+    both = pc.binary_join_element_wise(names["source"], names["language"], "\n").combine_chunks()
+    group_of = both.dictionary_encode().indices.to_numpy()
     chosen = np.zeros(keys.size, bool)
     for number in range(group_of.max() + 1):
         members = np.flatnonzero(group_of == number)
         count = max(round(share * members.size), 1 if members.size >= LARGE_GROUP else 0)
-        smallest = members[np.argsort(keys[members], kind="stable")[:count]]
-        if separator:
-            smallest = members[np.isin(keys[members], keys[smallest])]
-        chosen[smallest] = True
+        chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
+    chosen = np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
     ends = np.cumsum([group.rows for group in groups])
     return {group: chosen[end - group.rows : end] for group, end in zip(groups, ends)}
 
 
 def _with_group_ids(batch: pa.RecordBatch, separator: str) -> pa.RecordBatch:
-    """The batch with every id cut at the separator; unchanged without one."""
-    if not separator:
-        return batch
-    ids = [document.split(separator, 1)[0] for document in batch["id"].to_pylist()]
+    """The batch with the id of every document cut to what it shares with those that stay with it."""
+    ids = [whole_id(document) for document in batch["id"].to_pylist()]
+    if separator:
+        ids = [document.split(separator, 1)[0] for document in ids]
     return batch.set_column(batch.schema.get_field_index("id"), "id", pa.array(ids, pa.string()))
 
 
-def _divide(
-    stem: str, groups: list[RowGroup], folder: Path, held_out: dict[RowGroup, np.ndarray]
-) -> tuple[Funnel, Funnel]:
+@dataclass(frozen=True)
+class _Copies:
+    """The validation documents, to tell near copies of them by."""
+
+    near: NearCopies
+    names: pa.Table  # their ids and sources
+
+
+def _known_copies(held_out: dict[RowGroup, np.ndarray], threshold: float, engine: Engine) -> _Copies | None:
+    chosen = [(group, rows) for group, rows in held_out.items() if rows.any()]
+    if threshold == 0 or not chosen:
+        return None
+
+    def read(task: tuple[RowGroup, np.ndarray]) -> tuple[ShingleSets, pa.RecordBatch]:
+        batch = task[0].read(["id", "source", "text"]).filter(pa.array(task[1]))
+        return shingle_sets(batch.column("text")), batch.select(["id", "source"])
+
+    sets, names = zip(*engine.map(read, chosen, releases_gil=True))
+    return _Copies(NearCopies(joined(list(sets)), threshold), pa.Table.from_batches(names))
+
+
+def _by_document(
+    held_out: dict[RowGroup, np.ndarray], copies: _Copies | None, group: RowGroup, batch: pa.RecordBatch, train: Funnel
+) -> Divided:
+    validating = held_out[group]
+    training = ~validating
+    if copies is not None:
+        rows = np.flatnonzero(training)
+        nearest, similarity = copies.near.find(batch.column("text").take(pa.array(rows)))
+        for row, other, near in zip(rows[nearest >= 0].tolist(), nearest[nearest >= 0], similarity[nearest >= 0]):
+            training[row] = False
+            id, source, text = (batch.column(name)[row].as_py() for name in ("id", "source", "text"))
+            detail = f"Jaccard {near:.3f} to {copies.names['id'][int(other)]} of {copies.names['source'][int(other)]}"
+            train.remove(NEAR_COPY, id=id, source=source, text=text, detail=detail)
+    return batch.filter(pa.array(training)), batch.filter(pa.array(validating))
+
+
+def _by_tail(share: float, group: RowGroup, batch: pa.RecordBatch, train: Funnel) -> Divided:
+    heads, tails = [], []
+    for document in batch.to_pylist():
+        head, tail = cut_tail(document["text"], share)
+        heads.append(document | {"text": head})
+        if tail:
+            tails.append(document | {"text": tail, "id": f"{document['id']}/tail"})
+    return pa.RecordBatch.from_pylist(heads, batch.schema), pa.RecordBatch.from_pylist(tails, batch.schema)
+
+
+def _write(stem: str, groups: list[RowGroup], folder: Path, divide: Divide) -> tuple[Funnel, Funnel]:
     train, validation = Funnel(), Funnel()
     with (
         DocumentWriter(folder / "train", stem, observe=train.leave) as training,
@@ -115,26 +172,8 @@ def _divide(
         for group in groups:
             batch = group.read()
             train.enter(batch.num_rows, text_bytes(batch))
-            training.write(batch.filter(pa.array(~held_out[group])))
-            validating.write(batch.filter(pa.array(held_out[group])))
-    return train, validation
-
-
-def _cut_tails(stem: str, groups: list[RowGroup], folder: Path, share: float) -> tuple[Funnel, Funnel]:
-    train, validation = Funnel(), Funnel()
-    with (
-        DocumentWriter(folder / "train", stem, observe=train.leave) as training,
-        DocumentWriter(folder / "validation", stem, observe=validation.leave) as validating,
-    ):
-        for group in groups:
-            batch = group.read()
-            train.enter(batch.num_rows, text_bytes(batch))
-            for document in batch.to_pylist():
-                head, tail = cut_tail(document.pop("text"), share)
-                training.add(text=head, **document)
-                if tail:
-                    document["id"] = f"{document['id']}/tail"
-                    validating.add(text=tail, **document)
+            for writer, part in zip((training, validating), divide(group, batch, train)):
+                writer.write(part)
     return train, validation
 
 

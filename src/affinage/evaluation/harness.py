@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partialmethod
 from unittest.mock import patch
@@ -11,6 +11,9 @@ import datasets
 import lm_eval.evaluator
 import lm_eval.utils
 import tqdm
+from lm_eval.tasks import TaskManager
+
+from affinage.errors import UserError
 
 _LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
 
@@ -45,3 +48,19 @@ def _level(logger: logging.Logger, level: int) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def task_manager(named: Sequence[str]) -> TaskManager:
+    """The harness's index of tasks; reading its own 13,000 task files takes seconds, so only if one is asked for.
+
+    Raises UserError for a name it does not know.
+    """
+    manager = TaskManager(include_defaults=bool(named))
+    for name in named:
+        if name not in manager.all_tasks:
+            raise UserError(
+                f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
+                where="evaluate.tasks",
+                fix="`lm-eval ls tasks` lists the names it knows",
+            )
+    return manager

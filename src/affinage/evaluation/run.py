@@ -16,7 +16,7 @@ from affinage.data.atomic import write_atomically, write_json
 from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
-from affinage.evaluation.harness import tamed_harness
+from affinage.evaluation.harness import tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
 from affinage.generation.model import LoadedModel
 
@@ -58,7 +58,7 @@ def evaluate(
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     with tamed_harness():
-        manager = _task_manager(found.named)
+        manager = task_manager(found.named)
         for chosen, templated in rounds:
             if chosen:
                 raw = _run(lm, chosen, manager, limit=limit, shots=shots, templated=templated)
@@ -87,19 +87,6 @@ def evaluate(
     if folder is not None:
         _write(results, items, folder)
     return results
-
-
-def _task_manager(named: Sequence[str]) -> TaskManager:
-    """The harness's index of tasks; reading its own 13,000 task files takes seconds, so only if one is asked for."""
-    manager = TaskManager(include_defaults=bool(named))
-    for name in named:
-        if name not in manager.all_tasks:
-            raise UserError(
-                f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
-                where="evaluate.tasks",
-                fix="`lm-eval ls tasks` lists the names it knows",
-            )
-    return manager
 
 
 def _run(

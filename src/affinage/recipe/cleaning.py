@@ -60,3 +60,17 @@ class CleanSettings(Settings):
     gopher: GopherSettings | None = None  # rules against repetition; `{}` for the published thresholds
     c4: C4Settings | None = None  # rules for lines of web pages; `{}` for the published ones
     mask: MaskSettings | None = None  # e-mail and IP addresses; `{}` replaces them by addresses that are nobody's
+
+
+class DecontaminateSettings(Settings):
+    """Documents that hold an item of a benchmark are found by runs of words in common."""
+
+    # Look for the items of what `evaluate.tasks` names; never for the pocket world, whose facts are its text.
+    benchmarks: bool = True
+    against: tuple[str, ...] = ()  # files of yours: .jsonl (.gz, .zst), .parquet, .txt (an item a line), task files
+    ngram: int = Field(default=13, ge=1)  # words in common that count as a match (GPT-3, appendix C)
+    min_words: int = Field(default=8, ge=1)  # items shorter than `ngram` are looked for whole, down to this many words
+    # A run of words in more items of a benchmark than this, or in more documents, is no match: an instruction such as
+    # "choose the answer that best completes the sentence", a famous quotation. GPT-3 takes 10 documents.
+    boilerplate: int = Field(default=10, ge=1)
+    action: Literal["remove", "cut"] = "remove"  # the document, or the match with 200 characters on both sides of it

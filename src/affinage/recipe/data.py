@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from affinage.recipe.cleaning import CleanSettings
+from affinage.recipe.cleaning import CleanSettings, DecontaminateSettings
 from affinage.recipe.settings import Settings
 
 POCKET_WORLD = "pocket-world"
@@ -43,6 +43,8 @@ class SplitSettings(Settings):
 
     validation: float = Field(default=0.01, ge=0, lt=1)  # share of documents, per source and language
     group_separator: str = ""  # documents whose ids agree up to it stay together: "#" keeps the sections of a book so
+    # Training documents as near to a validation document (Jaccard of word 5-grams), or nearer, are left out; 0: none.
+    max_similarity: float = Field(default=0.8, ge=0, le=1)
     by: Literal["document", "tail"] = "document"  # tail: the last part of every document (for a single long text)
 
 
@@ -65,6 +67,7 @@ class DataSettings(Settings):
     languages: tuple[str, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed
     clean: CleanSettings = CleanSettings()
     deduplicate: DeduplicateSettings | None = DeduplicateSettings()  # null: keep duplicates
+    decontaminate: DecontaminateSettings | None = DecontaminateSettings()  # null: benchmarks may be trained on
     split: SplitSettings = SplitSettings()
     # How the work is done, never what comes out: these are in no stage's key.
     engine: Literal["local", "ray"] = "local"  # the cores of this machine, or Ray's (pip install 'affinage[ray]')

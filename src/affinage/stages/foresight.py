@@ -31,6 +31,9 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.sft is not None and "conversations" in stages:
         for index, source in enumerate(recipe.sft.sources):
             _exists(loaded, source.path, ("sft", "sources", index))
+    if recipe.data is not None and recipe.data.decontaminate is not None and "decontaminate" in stages:
+        for index, path in enumerate(recipe.data.decontaminate.against):
+            _exists(loaded, path, ("data", "decontaminate", "against", index))
     if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft"} & set(stages):
         for task in local_tasks(recipe):
             _exists(loaded, task, ("evaluate", "tasks", recipe.evaluate.tasks.index(task)))

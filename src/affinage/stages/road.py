@@ -11,7 +11,7 @@ from affinage.recipe.training import SftSettings, TrainSettings
 from affinage.stages import images, results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
-from affinage.stages.sources import fingerprints
+from affinage.stages.sources import fingerprints, task_files
 from affinage.stages.stage import Stage, StageContext, Summary
 
 # How a training is carried out, not what it computes: changing these must not begin a long run from the start.
@@ -61,6 +61,19 @@ def local_tasks(recipe: Recipe) -> list[str]:
     return [task for task in _tasks(recipe) if task != POCKET_WORLD and _is_local_task(task)]
 
 
+def looked_for(recipe: Recipe) -> list[str]:
+    """What documents must not hold: benchmarks and files by name.
+
+    The pocket world is never among them. It is closed: its facts are its text and its benchmarks' answers by design,
+    and what must not be seen in training is kept out of the text where the world is generated.
+    """
+    decontaminate = recipe.data.decontaminate if recipe.data else None
+    if decontaminate is None:
+        return []
+    benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
+    return [*benchmarks, *decontaminate.against]
+
+
 def _pretrains(recipe: Recipe) -> bool:
     return recipe.data is not None and recipe.pretrain is not None
 
@@ -83,6 +96,8 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     )
     if data.deduplicate is not None:
         stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
+    if looked_for(recipe):
+        stages.append(_decontamination(recipe, stages[-1].name))
     last = stages[-1].name
     stages.append(Stage("split", texts.split, {"data": _json(data, "split"), **_part(recipe, "seed")}, (last,)))
     if initial:
@@ -93,6 +108,17 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     settings = _part(recipe, "rows", "seed")
     stages.append(Stage("rows", texts.rows, settings, ("split", "tokenizer"), continues=True))
     return stages
+
+
+def _decontamination(recipe: Recipe, last: str) -> Stage:
+    data = recipe.data
+    assert data is not None and data.decontaminate is not None
+    settings: dict[str, Any] = {"data": _json(data, "decontaminate")}
+    if data.decontaminate.benchmarks:
+        settings["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
+    files = fingerprints(task_files(name for name in looked_for(recipe) if _is_local_task(name)))
+    files |= fingerprints(data.decontaminate.against)
+    return Stage("decontaminate", texts.decontaminate, settings, (last,), files, continues=True)
 
 
 def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]) -> list[Stage]:
@@ -142,7 +168,7 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     if recipe.evaluate is not None:
         asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
         judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention"})
-        local = fingerprints(local_tasks(recipe)) | plugins
+        local = fingerprints(task_files(local_tasks(recipe))) | plugins
         read = (
             "tokenizer",
             *_if(POCKET_WORLD in _tasks(recipe), "world"),

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import yaml
+
 from affinage.recipe.data import POCKET_WORLD
 
 # What is larger, or one of more files, is told apart by size and time of change: a plan must not take longer than that.
@@ -33,6 +35,30 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
         files = _files(os.path.expanduser(full))
         found |= {str(file): _fingerprint(file, by_content=len(files) <= _READ_FILES) for file in files}
     return found
+
+
+def task_files(paths: Iterable[str]) -> list[str]:
+    """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
+    found = []
+    for path in paths:
+        place = Path(path).expanduser()
+        found.append(path)
+        for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
+            found += _named_in(file)
+    return list(dict.fromkeys(found))
+
+
+def _named_in(file: Path) -> list[str]:
+    try:
+        task = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []  # said where the task is read
+    if not isinstance(task, dict):
+        return []
+    data = (task.get("dataset_kwargs") or {}).get("data_files") or []
+    data = list(data.values()) if isinstance(data, dict) else [data]
+    names = [name for one in [*data, task.get("include") or []] for name in ([one] if isinstance(one, str) else one)]
+    return [str(file.parent / name) for name in names]
 
 
 def _files(path: str) -> list[Path]:

@@ -60,12 +60,34 @@ def deduplicate(context: StageContext) -> Summary:
         )
 
 
+def decontaminate(context: StageContext) -> Summary:
+    """Remove documents that hold an item of a benchmark."""
+    from affinage.data.benchmark_items import read_items
+    from affinage.data.decontaminate import decontaminate
+    from affinage.data.engine import open_engine
+    from affinage.evaluation.items import benchmark_items
+
+    data = _data(context)
+    settings, evaluated = data.decontaminate, context.recipe.evaluate
+    assert settings is not None
+    tasks = [name for name in settings.against if name.endswith((".yaml", ".yml"))]
+    if settings.benchmarks and evaluated is not None:
+        tasks += [task for task in evaluated.tasks if task != POCKET_WORLD]
+    items = list(benchmark_items(tasks)) if tasks else []
+    for path in settings.against:
+        items += read_items(path) if path not in tasks else ()
+    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
+    with open_engine(data) as engine:
+        return decontaminate(documents, context.folder, settings, items, engine=engine, progress=_share(context))
+
+
 def split(context: StageContext) -> Summary:
     """Set aside the documents that are never trained on."""
     from affinage.data.engine import open_engine
     from affinage.data.split import split
 
-    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
+    inputs = context.inputs
+    documents = inputs.get("decontaminate") or inputs.get("deduplicate") or inputs["clean"]
     settings = _data(context)
     with open_engine(settings) as engine:
         return split(documents, context.folder, settings.split, context.recipe.seed, engine=engine)

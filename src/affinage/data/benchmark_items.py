@@ -1,0 +1,74 @@
+"""Items of benchmarks as decontamination looks for them: who they are, and the texts that must not be trained on."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from affinage.errors import UserError
+
+
+@dataclass(frozen=True)
+class BenchmarkItem:
+    """One question of a benchmark. Each of its texts is looked for by itself."""
+
+    benchmark: str
+    id: str
+    texts: tuple[str, ...]
+
+
+def read_items(path: str) -> Iterator[BenchmarkItem]:
+    """The items in a file of the user's: every string of a JSONL line or a Parquet row, or every line of a text file.
+
+    The benchmark has the file's name; an item has the `id` of its line or row, or else its number from 1. Files may be
+    compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
+    """
+    name = path.rstrip("/").rsplit("/", 1)[-1]
+    kind = name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst").rsplit(".", 1)[-1].lower()
+    reader = {"jsonl": _lines, "parquet": _table, "txt": _text}.get(kind)
+    if reader is None:
+        fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
+        raise UserError(f"`{path}` is no file of benchmark items", where="data.decontaminate.against", fix=fix)
+    number = 0
+    try:
+        for number, value in enumerate(reader(path), 1):
+            id = value.get("id") if isinstance(value, dict) else None
+            yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
+    except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+        where = f"data.decontaminate.against, {path}" + (f" after item {number}" if number else "")
+        raise UserError(f"the benchmark's items cannot be read: {error}", where=where) from error
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, wherever they are; of an object the values, not the keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from strings_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from strings_in(one)
+
+
+def _text(path: str) -> Iterator[Any]:
+    with fsspec.open(str(Path(path).expanduser()) if "://" not in path else path, "rb", compression="infer") as file:
+        for line in file:
+            if text := line.decode("utf-8-sig").strip():
+                yield text
+
+
+def _lines(path: str) -> Iterator[Any]:
+    for line in _text(path):
+        yield json.loads(line)
+
+
+def _table(path: str) -> Iterator[Any]:
+    with fsspec.open(str(Path(path).expanduser()) if "://" not in path else path, "rb") as file:
+        for batch in pq.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()

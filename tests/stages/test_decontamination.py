@@ -1,0 +1,106 @@
+"""When documents are cleared of benchmarks, of which, and what makes the stage run again."""
+
+import json
+
+import pytest
+import yaml
+
+from affinage.data.decontaminate import read_matches
+from affinage.data.documents import read_documents
+from affinage.errors import UserError
+from affinage.recipe.load import load_recipe
+from affinage.stages.flow import Flow, Runs
+from affinage.stages.foresight import check
+from affinage.stages.road import road_of
+
+RECIPE = """\
+name: small
+model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
+data: {sources: [texts.jsonl], clean: {min_characters: 3, min_language_probability: 0}}
+pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+evaluate: {tasks: [%s]}
+"""
+QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm, and by whom was it done?"
+TASK = {
+    "task": "harbours",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "items.jsonl"}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{q}}",
+    "doc_to_choice": ["a", "b"],
+    "doc_to_target": 0,
+}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [
+        f"I was asked: {QUESTION.lower()} I did not know.",
+        "Something else entirely.",
+        "The answer is in the book.",
+    ]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(TASK))
+    (tmp_path / "items.jsonl").write_text(json.dumps({"q": QUESTION}) + "\n")
+
+    def load(tasks: str, *overrides: str):
+        (tmp_path / "r.yaml").write_text(RECIPE % tasks)
+        return load_recipe("r.yaml", overrides)
+
+    return load
+
+
+class Quiet:
+    def began(self, step, folder): ...
+
+    def progressed(self, what): ...
+
+    def ended(self, step, manifest): ...
+
+
+def stage_of(loaded):
+    return next((stage for stage in road_of(loaded) if stage.name == "decontaminate"), None)
+
+
+def test_the_stage_is_there_if_there_is_something_to_look_for(load):
+    assert stage_of(load("pocket-world")) is None  # its facts are its text
+    assert stage_of(load("")) is None
+    assert stage_of(load("pocket-world, task.yaml", "data.decontaminate=null")) is None
+    assert stage_of(load("task.yaml", "data.decontaminate.benchmarks=false")) is None
+    named = stage_of(load("pocket-world, hellaswag, task.yaml"))
+    assert named.settings["evaluate"] == {"tasks": ["hellaswag", "task.yaml"]}
+    only = stage_of(load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.against=[mine.txt]"))
+    assert "evaluate" not in only.settings
+    split = next(stage for stage in road_of(load("task.yaml")) if stage.name == "split")
+    assert split.inputs == ("decontaminate",)
+
+
+def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
+    (tmp_path / "mine.txt").write_text(
+        "The answer is in the book, and the book is on the table.\nThe answer is in the book."
+    )
+    asked = "pocket-world, task.yaml", "data.decontaminate={against: [mine.txt], min_words: 6}"
+    stage = stage_of(load(*asked))
+    assert next(iter(stage.sources)) == "task.yaml" and len(stage.sources) == 3
+
+    def flow():
+        loaded = load(*asked)
+        return Flow(loaded, Runs(tmp_path / "runs"), road_of(loaded), until=["decontaminate"])
+
+    flow().run(Quiet())
+    folder = tmp_path / "runs" / "small" / "decontaminate"
+    kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
+    assert kept == ["Something else entirely."]
+    found = [(match["benchmark"], match["item"], match["text"]) for match in read_matches(folder)]
+    assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
+    assert all(step.complete for step in flow().plan())
+    (tmp_path / "items.jsonl").write_text(json.dumps({"q": "Another question"}) + "\n")
+    reasons = {step.stage.name: step.reason for step in flow().plan()}
+    assert reasons["deduplicate"] == "complete" and "items.jsonl" in reasons["decontaminate"]
+
+
+def test_a_file_that_is_not_there_is_said_before_anything_runs(load):
+    with pytest.raises(UserError, match="there is no `none"):
+        check(load("", "data.decontaminate.against=[none.txt]"), ["decontaminate"])
