@@ -1,7 +1,7 @@
 """The same model, batch and optimizer twice: as our train step, and in PyTorch by transformers. Used by step_*.py.
 
-Each contender lives in a process of its own (`python twins.py --worker ...`), is told when to run, and answers with what
-it measured, so that contenders take turns in one session and no library's threads or allocator touch another's.
+Each contender lives in a process of its own (`python twins.py --worker ...`), is told when to run, and answers with
+what it measured: contenders take turns in one session, and no library's threads or allocator touch another's.
 """
 
 import argparse
