@@ -24,7 +24,7 @@ from affinage.data.bpe_kernels import (
 from affinage.data.code_points import CODE_POINTS, letters_table, text_buffers
 
 _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
-_WORTH_COMPILING = 4_000_000  # characters: less, SentencePiece has done in a second
+_WORTH_COMPILING = 1_000_000  # characters: fewer, SentencePiece has done in a quarter of a second
 
 
 class WordEncoder:
@@ -33,7 +33,7 @@ class WordEncoder:
     Seven times as fast on one core from the start, eleven once the words are known, and threads run side by side
     (benchmarks/data_encode.py). kitoken, in Rust, is
     4 times as fast as SentencePiece with the same ids, but has a single author; Hugging Face's `tokenizers` with the
-    same vocabulary is as fast as SentencePiece a core. Up to 4 MB are left to SentencePiece itself.
+    same vocabulary is as fast as SentencePiece a core. The first megabyte is left to SentencePiece itself.
     """
 
     def __init__(
