@@ -21,6 +21,7 @@ from affinage.model import (
     logical_axes,
     parse,
 )
+from affinage.model.layout import Layout
 
 LLAMA = parse(tiny_graphs.llama(attention={"kv_heads": 2}))
 GPT2 = parse(tiny_graphs.gpt2())
@@ -217,9 +218,10 @@ def test_an_unknown_attention_implementation_is_refused():
 def test_remat_and_constraints_change_nothing():
     seen = []
 
-    def constrain(x, axes):
-        seen.append((x.ndim, axes))
-        return x
+    class Watched(Layout):
+        def constrain(self, x, axes):
+            seen.append((x.ndim, axes))
+            return x
 
     batch, params = {"tokens": random_tokens(1, 8)}, tiny_graphs.random_params(LLAMA)
 
@@ -227,10 +229,19 @@ def test_remat_and_constraints_change_nothing():
         return apply(LLAMA, params, batch, call).values[LLAMA.loss].sum
 
     plain = jax.jit(jax.grad(partial(loss, call=Call())))(params)
-    pinned = jax.jit(jax.grad(partial(loss, call=Call(remat=jax.checkpoint, constrain=constrain))))(params)
+    pinned = jax.jit(jax.grad(partial(loss, call=Call(remat=jax.checkpoint, layout=Watched()))))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, pinned)
     assert all(ndim == len(axes) for ndim, axes in seen)
-    assert {name for _, axes in seen for name in axes} >= {"batch", "sequence", "embed", "heads", "kv_heads", "ffn"}
+    assert {name for _, axes in seen for name in axes} >= {
+        "batch",
+        "sequence",
+        "residual",
+        "keys",
+        "width",
+        "heads",
+        "kv_heads",
+        "ffn",
+    }
 
 
 def test_the_nnx_module_is_the_same_function():

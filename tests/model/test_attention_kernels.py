@@ -19,7 +19,7 @@ from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import splash_attention
 from affinage.model.kinds.attention_products import plain_attention
-from affinage.parallel import make_mesh, per_shard
+from affinage.parallel import MeshLayout, make_mesh
 
 LENGTH = 150  # more than one block, and no whole number of them
 SEGMENTS = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([3, 87, 60], [128, 1, 21])] * 2), jnp.int32)
@@ -69,7 +69,7 @@ def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
 
 
 def test_on_a_mesh_every_device_runs_the_kernel_on_its_part():
-    arrays, split = heads(2), per_shard(make_mesh({"data": 2, "context": 2, "tensor": 2}, jax.devices()))
+    arrays, split = heads(2), MeshLayout(make_mesh({"data": 2, "context": 2, "tensor": 2}, jax.devices())).mapped
 
     def kernel(query, key, value, segments):
         assert query.shape == (2, 2, LENGTH, 8) and key.shape == (2, 1, LENGTH, 8)
@@ -128,12 +128,12 @@ def test_a_training_step_with_the_kernel_compiles_for_tpus():
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec as P
         from affinage.model import Call, abstract_params, apply, parse
-        from affinage.parallel import activation_constraint, make_mesh, per_shard
+        from affinage.parallel import MeshLayout, make_mesh
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
         mesh = make_mesh({"data": 2, "tensor": 2}, devices)
         graph = parse(tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "head_dim": 64, "window": 100}))
-        call = Call(jnp.bfloat16, platform="tpu", constrain=activation_constraint(mesh), per_shard=per_shard(mesh))
+        call = Call(jnp.bfloat16, platform="tpu", layout=MeshLayout(mesh))
 
         def loss(params, tokens, segments):
             return apply(graph, params, {"tokens": tokens, "segment_ids": segments}, call).values[graph.loss].sum

@@ -14,8 +14,9 @@ import tiny_graphs
 from affinage.errors import UserError
 from affinage.model import Call, abstract_params, apply, logical_axes, parse
 from affinage.model.kind import Context
+from affinage.parallel import MeshLayout
 from affinage.parallel.mesh import make_mesh
-from affinage.parallel.sharding import activation_constraint, batch_sharding, param_shardings
+from affinage.parallel.sharding import batch_sharding, param_shardings
 
 KEY = jax.random.key(0)
 
@@ -197,7 +198,7 @@ def test_a_mesh_changes_nothing(sizes, capacity_factor):
     if "expert" in sizes:
         up = shardings["blocks"]["ffn"]["up"]["kernel"]
         assert up.spec[1] == "expert"
-    call = Call(key=KEY, platform="tpu", constrain=activation_constraint(mesh))
+    call = Call(key=KEY, platform="tpu", layout=MeshLayout(mesh))
     found = jax.jit(jax.value_and_grad(partial(value, call=call), has_aux=True))(*spread)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4), found, expected)
 

@@ -13,7 +13,8 @@ from affinage.model.call import Call, Logits
 from affinage.model.graph import Graph
 from affinage.model.module import apply
 from affinage.model.parameter import Tree
-from affinage.parallel.sharding import batch_sharding, per_shard, rows_split
+from affinage.parallel import MeshLayout
+from affinage.parallel.sharding import batch_sharding, rows_split
 from affinage.recipe.training import AttentionImplementation
 
 
@@ -64,6 +65,6 @@ def logits_of(
         attention=attention if cache is None else "xla",
     )
     if mesh is not None:
-        call = replace(call, per_shard=per_shard(mesh))
+        call = replace(call, layout=MeshLayout(mesh))
     outputs = apply(graph, params, batch, call)
     return outputs.values[graph.logits], outputs.cache

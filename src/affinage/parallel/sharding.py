@@ -1,23 +1,28 @@
 """The sharding table: which mesh axes each logical axis of an array is split over."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from affinage.errors import UserError
+from affinage.recipe.parallel import LogicalAxis, MeshAxis
 
 PyTree = Any
 LogicalAxes = tuple[str | None, ...]
 
-# Logical axis -> mesh axes. This is the whole policy; a strategy or a recipe that wants another replaces the table.
+# Logical axis -> mesh axes. This is the whole policy; a recipe that wants another replaces lines of it.
 TABLE: Mapping[str, tuple[str, ...]] = {
     # activations
-    "batch": ("data", "fsdp"),
-    "sequence": ("context",),
-    # weights
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("context",),  # of what goes through the matrices
+    "residual": ("context",),  # the sequence between them; with "tensor" norms are sequence-sharded, too
+    "keys": (),  # the sequence of keys and values: whole, as every query may look at all of them
+    "width": (),
+    "expert_rows": ("data", "fsdp"),  # rows of the experts' buffers: the axis "expert" splits these by expert
+    # weights, and the activations that have their axes
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -28,13 +33,34 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
 }
 
-# Mesh axes that exist in order to split the weights.
-WEIGHT_AXES = ("fsdp", "tensor", "expert", "pipeline")
+# Mesh axes that exist in order to split all weights; "expert" and "pipeline" split what has experts and layers.
+WEIGHT_AXES = ("fsdp", "tensor")
 
 UNSHARDED_TOLERANCE = 0.02  # share of the parameters that may be whole on every device although the mesh splits weights
 
 
-def partition_spec(axes: LogicalAxes, mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> PartitionSpec:
+Table = Mapping[str, tuple[str, ...]]
+
+
+def table_with(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> Table:
+    """The sharding table with the lines that a recipe replaces.
+
+    Raises:
+        UserError: where the rows or the positions of an activation would be split twice over one mesh axis.
+    """
+    table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replacements.items()}}
+    for other in ("sequence", "residual"):
+        shared = set(table["batch"]) & set(table[other])
+        if shared:
+            raise UserError(
+                f"both `batch` and `{other}` are split over {sorted(shared)[0]}",
+                where="parallel.sharding",
+                fix="A mesh axis splits either the rows of a batch or the positions of its sequences.",
+            )
+    return table
+
+
+def partition_spec(axes: LogicalAxes, mesh: Mesh, table: Table = TABLE) -> PartitionSpec:
     """The split of an array with the given logical axes; None in `axes` is never split.
 
     A mesh axis splits an array once: where two logical axes claim it, the one further left has it. Mesh axes of size 1
@@ -58,54 +84,17 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> NamedSharding:
+def batch_sharding(mesh: Mesh, table: Table = TABLE) -> NamedSharding:
     """The split of a batch's arrays along their first axis, the rows."""
     return NamedSharding(mesh, partition_spec(("batch",), mesh, table))
 
 
-def rows_split(mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE) -> int:
+def rows_split(mesh: Mesh, table: Table = TABLE) -> int:
     """Into how many parts a batch's rows are split."""
     return math.prod(mesh.shape[axis] for axis in table["batch"])
 
 
-def activation_constraint(
-    mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE
-) -> Callable[[jax.Array, LogicalAxes], jax.Array]:
-    """A function that pins an activation, by its logical axes, to the split that the table gives it.
-
-    Without such pins XLA may gather the rows instead of the weights, and hold every device's activations on each.
-    """
-    if mesh.size == 1:
-        return lambda x, axes: x
-    return lambda x, axes: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(axes, mesh, table)))
-
-
-def per_shard(
-    mesh: Mesh, table: Mapping[str, tuple[str, ...]] = TABLE
-) -> Callable[[Callable[..., jax.Array], tuple[LogicalAxes, ...], LogicalAxes], Callable[..., jax.Array]]:
-    """A function that makes a function of arrays run once on every device, with that device's parts of them.
-
-    For kernels, which XLA's partitioner cannot split. An axis that is None is whole on every device.
-    """
-    if mesh.size == 1:
-        return lambda function, arguments, result: function
-
-    def wrap(
-        function: Callable[..., jax.Array], arguments: tuple[LogicalAxes, ...], result: LogicalAxes
-    ) -> Callable[..., jax.Array]:
-        specs = tuple(partition_spec(axes, mesh, table) for axes in arguments)
-        # A kernel's result does not say over which axes it varies, so that cannot be checked.
-        split = jax.shard_map(
-            function, mesh=mesh, in_specs=specs, out_specs=partition_spec(result, mesh, table), check_vma=False
-        )
-        return split
-
-    return wrap
-
-
-def param_shardings(
-    mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: Mapping[str, tuple[str, ...]] = TABLE
-) -> PyTree:
+def param_shardings(mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
     """A NamedSharding for every parameter.
 
     Args:
@@ -174,19 +163,40 @@ def _check_enough_is_sharded(mesh: Mesh, abstract: PyTree, shardings: PyTree) ->
         )
 
 
-def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh) -> None:
+def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = TABLE) -> None:
     """Refuse a batch whose rows, or whose micro-batches' rows, cannot be split evenly over the mesh.
 
     Raises:
         UserError: naming the nearest batches that work.
     """
-    pieces = rows_split(mesh) * micro_batches
+    pieces = rows_split(mesh, table) * micro_batches
     if rows % pieces:
         lower, upper = rows // pieces * pieces, (rows // pieces + 1) * pieces
-        parts = f"data x fsdp = {rows_split(mesh)}"
+        axes = [axis for axis in table["batch"] if mesh.shape[axis] > 1] or [table["batch"][0]]
+        parts = f"{' x '.join(axes)} = {rows_split(mesh, table)}"
         parts += f" times {micro_batches} micro_batches" if micro_batches > 1 else ""
-        raise UserError(
-            f"batch {rows} does not divide over {parts}",
-            where="batch",
-            fix=f"The nearest batches that work: {f'{lower}, ' if lower else ''}{upper}.",
-        )
+        rest = [axis for axis in table["batch"] if axis != "fsdp"]
+        hint = f"The nearest batches that work: {f'{lower}, ' if lower else ''}{upper}."
+        if "fsdp" in axes and rows % (pieces // mesh.shape["fsdp"]) == 0:
+            hint += (
+                f" Or let fsdp split the sequence: `parallel: {{sharding: {{batch: [{', '.join(rest)}], "
+                "sequence: [fsdp, context], residual: [fsdp, context]}}`."
+            )
+        raise UserError(f"batch {rows} does not divide over {parts}", where="batch", fix=hint)
+
+
+def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> None:
+    """Refuse rows whose positions cannot be split evenly over the mesh.
+
+    Raises:
+        UserError: naming the nearest lengths that work.
+    """
+    for axis in ("sequence", "residual"):
+        pieces = math.prod(mesh.shape[name] for name in table[axis])
+        if length % pieces:
+            lower, upper = length // pieces * pieces, (length // pieces + 1) * pieces
+            raise UserError(
+                f"a context of {length} does not divide over {' x '.join(table[axis])} = {pieces}",
+                where="rows.context",
+                fix=f"The nearest lengths that work: {f'{lower}, ' if lower else ''}{upper}.",
+            )

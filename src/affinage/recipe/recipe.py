@@ -5,10 +5,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
+from affinage.recipe.parallel import MeshAxis, ParallelSettings
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import AttentionImplementation, PretrainSettings, SftSettings
-
-MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
 
 
 class EvaluateSettings(Settings):
@@ -64,6 +63,7 @@ class Recipe(Settings):
     rows: RowsSettings = RowsSettings()
     model: dict[str, Any]  # the graph, parsed by affinage.model; see there for the node kinds
     mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}  # devices along each axis; one may be auto
+    parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None
     sft: SftSettings | None = None
     evaluate: EvaluateSettings | None = None

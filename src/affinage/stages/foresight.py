@@ -52,8 +52,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
     from affinage.hardware.devices import acquire
     from affinage.model import parse
-    from affinage.parallel import make_mesh
-    from affinage.parallel.sharding import check_rows_divide
+    from affinage.parallel import make_mesh, table_with
+    from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
     from affinage.training.optimizer import OPTIMIZERS
     from affinage.training.schedule import learning_rate
@@ -81,8 +81,13 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         OPTIMIZERS.build(settings.optimizer.name, settings.optimizer.settings)
     with _written(loaded, name, "schedule"):
         learning_rate(settings.schedule, settings.steps)
+    with _written(loaded, "parallel", "sharding"):
+        table = table_with(recipe.parallel.sharding)
     with _written(loaded, name, "batch"):
-        check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh)
+        check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
+    if is_text:
+        with _written(loaded, "rows", "context"):
+            check_positions_divide(recipe.rows.context, mesh, table)
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ def _train(
             graph=graph,
             settings=settings,
             mesh=_mesh(context),
+            parallel=context.recipe.parallel,
             seed=context.recipe.seed,
             feed=feed,
             validation=validation,

@@ -9,6 +9,7 @@ import numpy as np
 
 from affinage.model import Graph
 from affinage.parallel import Spmd, Strategy
+from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
 from affinage.training.state import TrainState
 
@@ -58,6 +59,7 @@ class TrainJob:
         initial_params: given the abstract parameters with shardings, the weights to begin with; None: random ones.
         name: how messages call the run, e.g. "pretrain".
         on_step: called in turn after every step.
+        parallel: how a step is split over the mesh.
         strategy: how the step is compiled.
     """
 
@@ -71,6 +73,7 @@ class TrainJob:
     initial_params: Callable[[PyTree], PyTree] | None = None
     name: str = "train"
     on_step: tuple[Hook, ...] = ()
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     strategy: Strategy = field(default_factory=Spmd)
 
 

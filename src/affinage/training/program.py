@@ -15,8 +15,8 @@ from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, decayed, init_params, matrices
 from affinage.model.analysis import analyse
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import activation_constraint, batch_sharding, per_shard
-from affinage.parallel.sharding import check_rows_divide
+from affinage.parallel import MeshLayout, batch_sharding, table_with
+from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
 from affinage.training.optimizer import Weights, make_optimizer
@@ -39,7 +39,9 @@ class Program:
         rows, wanted = self.rows, rows_per_step(self.job.settings, self.mesh.size)
         if rows != wanted:
             raise ValueError(f"the feed yields {rows} rows a step, the settings say {wanted}")
-        check_rows_divide(rows, self.job.settings.micro_batches, self.mesh)
+        check_rows_divide(rows, self.job.settings.micro_batches, self.mesh, self.layout.table)
+        if SEQUENCE in self._sizes:
+            check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
 
     @property
     def rows(self) -> int:
@@ -77,6 +79,11 @@ class Program:
         return chip(self.mesh.devices.flat[0].device_kind)
 
     @cached_property
+    def layout(self) -> MeshLayout:
+        """The mesh with the job's sharding table."""
+        return MeshLayout(self.mesh, table_with(self.job.parallel.sharding))
+
+    @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The job's optimizer."""
         return make_optimizer(self.job.settings.optimizer, Weights(decayed(self.job.graph), matrices(self.job.graph)))
@@ -85,7 +92,7 @@ class Program:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         dtype = jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(self.job.graph, dtype, self.optimizer, self.mesh)
+        return abstract_state(self.job.graph, dtype, self.optimizer, self.layout)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
@@ -129,7 +136,7 @@ class Program:
 
     @cached_property
     def _batch_sharding(self) -> jax.sharding.NamedSharding:
-        return batch_sharding(self.mesh)
+        return batch_sharding(self.mesh, self.layout.table)
 
     def _like(self, batch: HostBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {
@@ -142,8 +149,8 @@ class Program:
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
             attention=self.job.settings.attention,
-            constrain=activation_constraint(self.mesh),
-            per_shard=per_shard(self.mesh),
+            layout=self.layout,
+            ring_attention=self.job.parallel.context_attention == "ring",
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
 from affinage.model import (
@@ -18,6 +18,7 @@ from affinage.model import (
     first_averages,
     logical_axes,
 )
+from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
 from affinage.training.optimizer import map_like_params
 
@@ -57,13 +58,16 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
 
 
-def abstract_state(graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTransformation, layout: MeshLayout
+) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     The optimizer's arrays and the averages are split like the parameter they belong to.
     """
+    mesh, table = layout.mesh, layout.table
     abstract_weights, axes = abstract_params(graph, dtype), logical_axes(graph)
-    shardings = param_shardings(mesh, axes, abstract_weights)
+    shardings = param_shardings(mesh, axes, abstract_weights, table)
     params = jax.tree.map(_with_sharding, abstract_weights, shardings)
     opt_state = map_like_params(
         lambda leaf, _, sharding: _with_sharding(leaf, sharding),
@@ -76,7 +80,8 @@ def abstract_state(graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTran
     averages = None
     if graph.averages:
         of_averages = abstract_averages(graph)
-        averages = jax.tree.map(_with_sharding, of_averages, param_shardings(mesh, average_axes(graph), of_averages))
+        splits = param_shardings(mesh, average_axes(graph), of_averages, table)
+        averages = jax.tree.map(_with_sharding, of_averages, splits)
     return TrainState(cast(Any, step), params, opt_state, averages)
 
 

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from pydantic import Field, model_validator
 
+from affinage.errors import UserError
 from affinage.model.kind import Context, Cost
 from affinage.model.kinds.attention_products import attend
 from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
 from affinage.model.kinds.embedding import positions_of
 from affinage.model.kinds.norm import NormSettings
+from affinage.model.kinds.ring_attention import ring_attention
 from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
 from affinage.model.parameter import Tree
 from affinage.model.shape import ShapeMismatch
@@ -103,7 +105,15 @@ class AttentionSettings(Settings):
         if cache is not None:
             cache = _write(cache, key, value, context)
             key, value = cache["key"][context.layer], cache["value"][context.layer]
-        out = attend(query, key, value, context, dropout=self.dropout, softcap=self.softcap, window=self.window)
+        if cache is None and context.call.rings:
+            if self.dropout and context.key is not None:
+                raise UserError(
+                    "ring attention has no dropout of probabilities",
+                    fix="Set the attention's `dropout: 0`, or `parallel: {context_attention: all_gather}`.",
+                )
+            out = ring_attention(query, key, value, context, window=self.window, softcap=self.softcap)
+        else:
+            out = attend(query, key, value, context, dropout=self.dropout, softcap=self.softcap, window=self.window)
         out = jnp.swapaxes(out, 1, 2)
         return dense(params["out"], out, context, contracted=2), cache
 
@@ -119,8 +129,9 @@ class AttentionSettings(Settings):
             query, key = rotate(query, tables), rotate(key, tables)
         constrain = context.call.constrain
         query = constrain(query, ("batch", "heads", "sequence", "head_dim"))
-        key = constrain(key, ("batch", "kv_heads", "sequence", "head_dim"))
-        return query, key, constrain(value, ("batch", "kv_heads", "sequence", "head_dim"))
+        # Where sequences are split and no ring passes them on, this gathers the keys and values of the whole row.
+        axes = ("batch", "kv_heads", "sequence" if context.call.rings else "keys", "head_dim")
+        return query, constrain(key, axes), constrain(value, axes)
 
     def cost(self, width: int, batch: int, length: int) -> Cost:
         """Four projections, and two products over pairs of tokens."""

@@ -57,7 +57,7 @@ def _by_kernel(
             return splash_attention(query, key, value, told, window=window, softcap=softcap)
         return cudnn_attention(query, key, value, told, window=window)
 
-    return context.call.per_shard(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
+    return context.call.layout.mapped(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
 
 
 def plain_attention(

@@ -59,20 +59,27 @@ class TransformerBlock(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
         (x,) = inputs
+        constrain = context.call.constrain
         before = self._norm(params, "attention_norm", x) if self.placement != "post" else x
+        # Where the table splits the residual stream further than what goes through the matrices (Korthikanti et al.,
+        # 2022), the parts are gathered here and each half's sum is scattered.
+        before = constrain(before, ("batch", "sequence", "width"))
         attended, cache = self.attention.apply(params["attention"], before, context, self.norm.eps)
+        attended = constrain(attended, ("batch", "residual", "width"))
         attended = x + drop(attended, self.dropout, context, site=2)
         if self.placement == "pre":
             before = self._norm(params, "ffn_norm", attended)
         elif self.placement == "post":
             before = attended = self._norm(params, "attention_norm", attended)
+        if self.placement != "parallel":
+            before = constrain(before, ("batch", "sequence", "width"))
         fed = self.ffn.apply(params["ffn"], before, context)
         products = fed if isinstance(fed, Result) else Result(fed)
-        y = attended + drop(products.value, self.dropout, context, site=3)
+        y = constrain(products.value, ("batch", "residual", "width"))
+        y = attended + drop(y, self.dropout, context, site=3)
         if self.placement == "post":
             y = self._norm(params, "ffn_norm", y)
-        y = context.call.constrain(y, ("batch", "sequence", "embed"))
-        return Result(y, cache, products.losses, products.metrics)
+        return Result(constrain(y, ("batch", "residual", "width")), cache, products.losses, products.metrics)
 
     def _norm(self, params: Tree, name: str, x: Array) -> Array:
         return self.norm.apply(params[name], x)

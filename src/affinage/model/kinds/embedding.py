@@ -37,7 +37,7 @@ class Embedding(NodeKind):
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Array:
         x = jnp.take(params["embedding"], inputs[0], axis=0, mode="clip").astype(context.call.compute_dtype)
         x = x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
-        return context.call.constrain(x, ("batch", "sequence", "embed"))
+        return context.call.constrain(x, ("batch", "residual", "width"))
 
 
 @node_kind("learned_positions")

@@ -62,7 +62,8 @@ class Unembed(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Logits:
         kernel = context.shared["embedding"] if context.shared is not None else params["kernel"]
-        return Logits(inputs[0], kernel.astype(context.call.compute_dtype), self.softcap)
+        hidden = context.call.constrain(inputs[0], ("batch", "sequence", "width"))
+        return Logits(hidden, kernel.astype(context.call.compute_dtype), self.softcap)
 
     @override
     def cost(self, inputs: tuple[Shape, ...], sizes: Mapping[str, int]) -> Cost:

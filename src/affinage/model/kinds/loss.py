@@ -72,7 +72,7 @@ class NextTokenLoss(NodeKind):
             return chunked_cross_entropy(
                 logits.hidden, logits.kernel, targets, weights, logits.softcap, objective, chunk
             )
-        if context.call.platform == "cpu":  # as in `dense`
+        if context.call.flattens:
             flat = replace(logits, hidden=logits.hidden.reshape(-1, logits.hidden.shape[-1]))
             return cross_entropy(flat.array(), targets.reshape(-1), weights.reshape(-1), objective)
         return cross_entropy(logits.array(), targets, weights, objective)

@@ -118,13 +118,16 @@ class MoeSettings(Settings):
         """With a buffer of equal size for every expert and row."""
         constrain = context.call.constrain
         buffers = to_slots(x, slots).reshape(x.shape[0], self.experts, -1, x.shape[2])
-        buffers = constrain(buffers, ("batch", "experts", None, "embed"))
+        # Filled where the row is, then sent to where the expert is, and back: an all-to-all each.
+        buffers = constrain(buffers, ("batch", None, None, "width"))
+        buffers = constrain(buffers, ("expert_rows", "experts", None, "width"))
 
         def product(name: str, values: Array) -> Array:
             return jnp.einsum("becd,edf->becf", values, params[name]["kernel"].astype(x.dtype))
 
-        hidden = constrain(self._activate(buffers, product), ("batch", "experts", None, "ffn"))
-        answers = constrain(product("down", hidden), ("batch", "experts", None, "embed"))
+        hidden = constrain(self._activate(buffers, product), ("expert_rows", "experts", None, "ffn"))
+        answers = constrain(product("down", hidden), ("expert_rows", "experts", None, "width"))
+        answers = constrain(answers, ("batch", None, None, "width"))
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(

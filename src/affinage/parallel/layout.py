@@ -1,0 +1,90 @@
+"""A mesh with its sharding table, as the nodes of a graph see them."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from affinage.model.layout import Layout
+from affinage.parallel.sharding import TABLE, LogicalAxes, Table, partition_spec
+
+
+@dataclass(frozen=True, eq=False)
+class MeshLayout(Layout):
+    """Arrays split over a mesh as the table says.
+
+    Without pins XLA may gather the rows instead of the weights, and hold every device's activations on each.
+    """
+
+    mesh: Mesh
+    table: Table = field(default_factory=lambda: TABLE)
+
+    def constrain(self, x: Array, axes: LogicalAxes) -> Array:
+        """See `Layout.constrain`."""
+        if self.mesh.size == 1:
+            return x
+        manual = self._taken_apart()
+        spec = _without(partition_spec(axes, self.mesh, self.table), manual)
+        mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """See `Layout.mesh_axes`."""
+        return tuple(name for name in self.table[axis] if self.mesh.shape[name] > 1)
+
+    def parts(self, axis: str) -> int:
+        """See `Layout.parts`."""
+        return math.prod(self.mesh.shape[name] for name in self.table[axis])
+
+    def mapped(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[LogicalAxes],
+        outputs: Any,
+        *,
+        over: Collection[str] | None = None,
+    ) -> Callable[..., Any]:
+        """See `Layout.mapped`; may be used inside another one that takes other mesh axes apart."""
+        if self.mesh.size == 1:
+            return function
+        outer = self._taken_apart()
+        if over is None:
+            apart = set(self.mesh.axis_names) - outer
+        else:
+            apart = {name for axis in over for name in self.mesh_axes(axis)} - outer
+        left = set(self.mesh.axis_names) - apart
+
+        def spec(axes: LogicalAxes) -> PartitionSpec:
+            return _without(partition_spec(axes, self.mesh, self.table), left)
+
+        return jax.shard_map(
+            function,
+            mesh=None if outer else self.mesh,
+            in_specs=tuple(spec(axes) for axes in inputs),
+            out_specs=jax.tree.map(spec, outputs, is_leaf=_is_axes),
+            axis_names=apart,
+            check_vma=over is not None,  # a kernel's result does not say over which axes it varies
+        )
+
+    def _taken_apart(self) -> set[str]:
+        """Mesh axes that an enclosing `jax.shard_map`, such as a pipeline's, has taken apart already."""
+        around = jax.sharding.get_abstract_mesh()
+        return set() if around.empty else set(around.manual_axes)
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
+
+
+def _without(spec: PartitionSpec, left: Collection[str]) -> PartitionSpec:
+    """The spec with some mesh axes struck out."""
+
+    def kept(part: Any) -> Any:
+        names = tuple(n for n in ((part,) if isinstance(part, str) else part or ()) if n not in left)
+        return names[0] if len(names) == 1 else names or None
+
+    return PartitionSpec(*(kept(part) for part in spec))

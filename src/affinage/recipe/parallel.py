@@ -1,0 +1,53 @@
+"""How one training step is laid out over the devices of the mesh."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from affinage.recipe.settings import Settings
+
+MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
+
+# What the arrays of a model have along their dimensions; `affinage.parallel.sharding` says where each one is used.
+LogicalAxis = Literal[
+    "batch",
+    "sequence",
+    "residual",
+    "keys",
+    "width",
+    "expert_rows",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab",
+    "experts",
+    "layers",
+]
+
+
+class RematSettings(Settings):
+    """Which activations of a block wait for the backward pass, by name; all others are computed again there."""
+
+    keep: tuple[str, ...] = ()  # stay in the accelerator's memory
+    offload: tuple[str, ...] = ()  # wait in the host's memory
+
+    @model_validator(mode="after")
+    def _once(self) -> "RematSettings":
+        twice = set(self.keep) & set(self.offload)
+        if twice:
+            raise ValueError(f"`{sorted(twice)[0]}` cannot be both kept and offloaded")
+        return self
+
+
+class ParallelSettings(Settings):
+    """Beside the mesh, how the work is split. Nothing here changes what a step computes beyond rounding."""
+
+    sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}  # replaces lines of the sharding table
+    context_attention: Literal["all_gather", "ring"] = "all_gather"  # how the parts of a sequence see each other's keys
+    pipeline_micro_batches: int | None = Field(default=None, ge=1)  # in the pipeline at once; default: 4 x its stages
+    pipeline_rounds: int = Field(default=1, ge=1)  # times each goes round the stages; more: smaller bubble, more talk
+    # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
+    # of its matrix products; block: all but a block's input; full: all but every node's inputs.
+    remat: Literal["none", "dots", "block", "full"] | RematSettings = "none"
