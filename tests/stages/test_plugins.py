@@ -11,7 +11,9 @@ import pytest
 
 from affinage.errors import UserError
 from affinage.model import Call, apply, init_params, parse
-from affinage.model.kind import KINDS
+from affinage.model.kind import KINDS, Context
+from affinage.model.kinds.ffn import GATED, activation
+from affinage.model.kinds.norm import NORMS
 from affinage.recipe.load import load_recipe
 from affinage.stages import plugins
 from affinage.stages.flow import Flow, Runs
@@ -32,6 +34,8 @@ def written(tmp_path):
         (tmp_path / name).write_text(content)
     yield tmp_path
     KINDS.pop("channel_mix", None)
+    GATED.pop("reglu", None)
+    NORMS.pop("l1", None)
     OPTIMIZERS._classes.pop("signed_momentum", None)
     SCHEDULES._classes.pop("staircase", None)
     plugins._run.cache_clear()
@@ -72,6 +76,30 @@ def test_an_optimizer_that_nobody_brings_is_told_with_its_line(written):
     with pytest.raises(UserError, match="Did you mean `momentum`") as caught:
         check(load_recipe(recipe), {"pretrain"})
     assert caught.value.where.endswith("own_optimizer.yaml:5")
+
+
+def test_an_activation_and_a_norm_are_one_function_each(written):
+    loaded = load_recipe(written / "my_blocks.yaml")
+    model = with_vocabulary(loaded.recipe.model, 300)
+    with pytest.raises(UserError, match=r"`ffn\.kind` is `reglu`, and must be one of: swiglu, geglu, gelu, relu2"):
+        parse(model, loaded.locate)
+    load_plugins(loaded)
+    graph = parse(model, loaded.locate)
+    assert parse(graph.to_dict()) == graph
+    params, tokens = init_params(graph, jax.random.key(0)), {"tokens": jnp.arange(5)[None]}
+    assert params["blocks"]["ffn"]["gate"]["kernel"].shape == params["blocks"]["ffn"]["up"]["kernel"].shape
+    assert set(params["blocks"]["ffn_norm"]) == {"scale"}
+    block, first = graph["blocks"].kind, jax.tree.map(lambda leaf: leaf[0], params["blocks"])
+    x = np.asarray(apply(graph, params, tokens, Call()).values["embed"])
+    kernels = {name: np.asarray(first["ffn"][name]["kernel"]) for name in ("gate", "up", "down")}
+    expected = (np.maximum(x @ kernels["gate"], 0) * (x @ kernels["up"])) @ kernels["down"]
+    got = block.ffn.apply(first["ffn"], jnp.asarray(x), Context(Call(), tokens))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    normed = x / (np.abs(x).mean(-1, keepdims=True) + block.norm.eps)
+    np.testing.assert_allclose(block.norm.apply(first["ffn_norm"], jnp.asarray(x)), normed, rtol=1e-5)
+    taken = type("Other", (), {"__qualname__": "other"})
+    with pytest.raises(ValueError, match="`swiglu` is already registered"):
+        activation("swiglu", gated=True)(taken)
 
 
 def test_a_changed_plugin_changes_the_model_and_not_the_data(written):

@@ -76,8 +76,10 @@ def _written(loc: Sequence[str | int], raw: Any) -> tuple[str | int, ...]:
 
 
 def _is_tag(key: str | int, value: Any) -> bool:
-    """Whether a part of a location names the member of a union that `kind` chose, and no key."""
-    return isinstance(value, dict) and key not in value and value.get("kind") == key
+    """Whether a part of a location names the member of a union, by its `kind` or its class, and no key."""
+    if not isinstance(value, dict) or key in value:
+        return False
+    return value.get("kind") == key or (isinstance(key, str) and key.endswith(Settings.__name__))
 
 
 def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[tuple[str | int, ...], str, str]:
@@ -105,7 +107,7 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
         words = [word.strip(" '\"") for word in context["expected"].replace(" or ", ", ").split(",")]
         if loc[-1] == "[key]":
             return path, f"`{dotted}` is not a setting", _suggestion(str(path[-1]), words)
-        also = "a whole number, or " if len(loc) > len(path) else ""
+        also = "a whole number, or " if loc[-1:] != path[-1:] else ""  # the last part is then a member of a union
         return (
             path,
             f"`{dotted}` is {given}, and must be {also}one of: {', '.join(words)}",
@@ -167,7 +169,7 @@ def settings_at(model: type[Settings], loc: Sequence[str | int]) -> type[Setting
     for key in loc:
         if isinstance(key, int):
             continue  # an entry of a list is described by the list's annotation
-        chosen = [member for member in current if _has_kind(member, key)]
+        chosen = [member for member in current if _has_kind(member, key) or member.__name__ == key]
         if chosen and len(current) > 1:
             current = chosen
             continue

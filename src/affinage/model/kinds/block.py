@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from jaxtyping import Array
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
 from affinage.model.kind import Context, Cost, NodeKind, Result, node_kind
@@ -17,12 +17,21 @@ from affinage.model.parameter import Tree
 from affinage.model.shape import Shape, expect_sequence, sequence_of
 
 
+def _ffn_or_moe(value: Any) -> str:
+    """The class of settings that a `kind` belongs to; any other kind than moe is an activation's name."""
+    kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+    return (MoeSettings if kind == "moe" else FfnSettings).__name__
+
+
 @node_kind("transformer_block")
 class TransformerBlock(NodeKind):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     attention: AttentionSettings
-    ffn: Annotated[FfnSettings | MoeSettings, Field(discriminator="kind")]
+    ffn: Annotated[
+        Annotated[FfnSettings, Tag(FfnSettings.__name__)] | Annotated[MoeSettings, Tag(MoeSettings.__name__)],
+        Discriminator(_ffn_or_moe),
+    ]
     norm: NormSettings = NormSettings()
     # Where the norms stand. pre: x + f(norm(x)) (GPT-2, Llama); post: norm(x + f(x)) (Vaswani et al., 2017);
     # parallel: both halves of one norm(x), added together (GPT-J, PaLM).

@@ -1,7 +1,7 @@
 """Position-wise feed-forward layers."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,11 @@ from pydantic import Field
 
 from affinage.model.kind import Context
 from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
+from affinage.model.kinds.registry import add, one_of
 from affinage.model.parameter import Tree
 from affinage.recipe.settings import Settings
+
+Elementwise = Callable[[Array], Array]
 
 
 def _gelu(x: Array) -> Array:
@@ -19,11 +22,19 @@ def _gelu(x: Array) -> Array:
 
 
 # Kinds with a gate have three matrices: down(activation(gate(x)) * up(x)) (Shazeer, 2020); the others two.
-GATED: dict[str, Callable[[Array], Array]] = {"swiglu": jax.nn.silu, "geglu": _gelu}
-PLAIN: dict[str, Callable[[Array], Array]] = {"gelu": _gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
+GATED: dict[str, Elementwise] = {"swiglu": jax.nn.silu, "geglu": _gelu}
+PLAIN: dict[str, Elementwise] = {"gelu": _gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
+Activation = Annotated[str, one_of(GATED, PLAIN)]
 
 
-Activation = Literal["swiglu", "geglu", "gelu", "relu2"]
+def activation(name: str, *, gated: bool = False) -> Callable[[Elementwise], Elementwise]:
+    """Registers a function of every element as the feed-forward layer's `kind: name`, with a gate or without."""
+
+    def register(function: Elementwise) -> Elementwise:
+        add(GATED if gated else PLAIN, name, function)
+        return function
+
+    return register
 
 
 class FfnSettings(Settings):

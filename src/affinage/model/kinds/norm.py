@@ -1,7 +1,7 @@
 """Normalisations, computed in float32."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from affinage.model.kind import Context, NodeKind, node_kind
+from affinage.model.kinds.registry import add, one_of
 from affinage.model.parameter import Parameter, Tree
 from affinage.model.shape import Shape
 from affinage.recipe.settings import Settings
@@ -37,20 +38,34 @@ def _along_last(vector: Float[Array, "D"], x: Float[Array, "*N D"]) -> Float[Arr
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-NORMS: dict[str, Callable[[Tree, Array, float], Array]] = {"rms": rms, "layer": layer}
+Normalisation = Callable[[Tree, Array, float], Array]  # of the last axis, with a scale, on request an offset, and eps
+NORMS: dict[str, Normalisation] = {"rms": rms, "layer": layer}
+WITH_OFFSET = {"layer"}  # those that `bias` applies to
+
+
+def norm(name: str, *, offset: bool = False) -> Callable[[Normalisation], Normalisation]:
+    """Registers a function as the norm's `kind: name`; with `offset` it is given a bias beside the scale."""
+
+    def register(function: Normalisation) -> Normalisation:
+        add(NORMS, name, function)
+        if offset:
+            WITH_OFFSET.add(name)
+        return function
+
+    return register
 
 
 class NormSettings(Settings):
     """Which normalisation stands inside a block."""
 
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Annotated[str, one_of(NORMS)] = "rms"
     eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
     bias: bool = True  # layer only: with an offset
 
     def parameters(self, width: int, axis: str | None = "embed") -> Tree:
         """Scale [width], and for a layer norm with bias also an offset."""
         tree: Tree = {"scale": Parameter((width,), (axis,), init="ones", decay=False)}
-        if self.kind == "layer" and self.bias:
+        if self.kind in WITH_OFFSET and self.bias:
             tree["bias"] = Parameter((width,), (axis,), init="zeros", decay=False)
         return tree
 
