@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from affinage.recipe.load import LoadedRecipe
     from affinage.stages.stage import StageContext, Summary
 
-DATA = ("rows", "conversations")  # the last of the data stages
-
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
     app.command("run")(run)
-    app.command("data")(data)
     app.command("train")(train)
     app.command("sft")(sft)
     app.command("world")(world)
@@ -64,22 +61,6 @@ def run(
         as_json=as_json,
         strict=True,
     )
-
-
-def data(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    force: ForceOption = None,
-    any_code: AnyCodeOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Run the data stages: from the sources to rows of tokens.
-
-    Example: affinage data quickstart --set data.sources='[my_folder/]'
-    """
-    walk(recipe, overrides, runs, DATA, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
 
 
 def train(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,3 +44,18 @@ def write_lineage(path: Path, tables: Iterable[pa.Table]) -> None:
         for table in tables:
             writer.write_table(table)
     os.replace(partial, path)
+
+
+def spans_of_rows(folder: Path, rows: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+    """What lies in rows of a folder: for each of them its lines of documents.parquet, from left to right."""
+    wanted = sorted(set(rows))
+    table = pq.read_table(folder / DOCUMENTS, filters=[("row", "in", wanted)])
+    found: dict[int, list[dict[str, Any]]] = {row: [] for row in wanted}
+    for span in table.sort_by([("row", "ascending"), ("start", "ascending")]).to_pylist():
+        found[span["row"]].append(span)
+    return found
+
+
+def spans_of_document(folder: Path, id: str, source: str) -> pa.Table:
+    """The lines of documents.parquet of one document of a folder."""
+    return pq.read_table(folder / DOCUMENTS, filters=[("id", "==", id), ("source", "==", source)])

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from affinage.data.row_files import RowFiles
-from affinage.data.shuffle import Shuffle
+from affinage.data.row_order import Shuffle
 
 _REQUESTS = 8  # at the same time
 _WINDOWS = 3  # held in memory: the one that is read, the one before it for a thread that is late, the next one

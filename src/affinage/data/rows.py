@@ -178,10 +178,11 @@ class _Writer:
             "url": url,
             "files": files,
         }
-        write_facts(folder, facts)
         if url:
-            place.copy([folder / DOCUMENTS, folder / FACTS])
+            place.copy(folder / DOCUMENTS)
+            place.put(FACTS, facts)
         place.forget_records(files)
+        write_facts(folder, facts)
         return facts
 
     def _write_shards(

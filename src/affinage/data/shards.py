@@ -7,7 +7,7 @@ record are left as they are; the records go when rows.json, which holds the same
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from affinage.data.atomic import atomic_file, write_json
 from affinage.errors import UserError
+
+_CHUNK = 16_000_000  # bytes
 
 
 def is_local(place: str) -> bool:
@@ -81,24 +83,30 @@ class ShardFolder:
         here = self._scratch if self._local is None else self._local
         facts = write_array_of_blocks(here / name, blocks, shape, dtype)
         if self._local is not None:
-            write_json(self._local / f"{name}.json", facts)
+            self.put(f"{name}.json", facts)
             return facts
-        self.copy([here / name])
+        self.copy(here / name)
         (here / name).unlink()
-        with told(self._place):
-            self._filesystem.pipe_file(f"{self._path}/{name}.json", json.dumps(facts).encode())
+        self.put(f"{name}.json", facts)
         return facts
 
-    def copy(self, files: Sequence[Path]) -> None:
-        """Put finished files here too. An object store shows an upload when it is complete, not before."""
+    def copy(self, file: Path) -> None:
+        """Put a finished file here too. An object store shows an upload when it is complete, not before."""
         if self._local is not None:
-            for file in files:
-                with atomic_file(self._local / file.name) as copy:
-                    copy.write(file.read_bytes())
+            with atomic_file(self._local / file.name) as copy, file.open("rb") as original:
+                while chunk := original.read(_CHUNK):
+                    copy.write(chunk)
             return
         with told(self._place):
-            for file in files:
-                self._filesystem.put_file(str(file), f"{self._path}/{file.name}")
+            self._filesystem.put_file(str(file), f"{self._path}/{file.name}")
+
+    def put(self, name: str, facts: dict[str, Any]) -> None:
+        """Write facts as a JSON file."""
+        if self._local is not None:
+            write_json(self._local / name, facts)
+            return
+        with told(self._place):
+            self._filesystem.pipe_file(f"{self._path}/{name}", json.dumps(facts, ensure_ascii=False, indent=2).encode())
 
     def forget_records(self, names: Iterable[str]) -> None:
         """Remove the records of shards."""

@@ -1,0 +1,59 @@
+"""Where a text occurs: in which documents, and in which tokens of them."""
+
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from affinage.data.documents import read_documents
+from affinage.data.tokenizer import Tokenizer
+
+_COLUMNS = ("id", "source", "language", "url", "text")
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """A document that holds a text, and at which characters the text begins in it."""
+
+    id: str
+    source: str
+    language: str
+    url: str
+    text: str
+    at: tuple[int, ...]
+
+
+def occurrences(folder: Path, wanted: str) -> Iterator[Occurrences]:
+    """The documents of a folder that hold `wanted`, in Unicode's NFC as cleaned text is, letter case included."""
+    wanted = unicodedata.normalize("NFC", wanted)
+    for batch in read_documents(folder, _COLUMNS):
+        for document in batch.filter(pc.match_substring(batch.column("text"), wanted)).to_pylist():
+            at, found = [], document["text"].find(wanted)
+            while found >= 0:
+                at.append(found)
+                found = document["text"].find(wanted, found + 1)
+            yield Occurrences(**document, at=tuple(at))
+
+
+def token_ranges(found: Occurrences, length: int, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """The tokens [start, stop) of `<s> text </s>` that hold each occurrence of a text of `length` characters."""
+    ids, _ = tokenizer.encode_flat([found.text])
+    ends = np.cumsum(tokenizer.byte_lengths(found.text, ids))
+    ranges = []
+    for at in found.at:
+        first = len(found.text[:at].encode())
+        last = first + len(found.text[at : at + length].encode())
+        start, stop = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
+        ranges.append((int(start) + 1, int(stop) + 1))  # <s> is token 0
+    return ranges
+
+
+def rows_of(spans: pa.Table, tokens: tuple[int, int]) -> list[int]:
+    """The rows that hold some of the tokens [start, stop) of a document, of which `spans` are the lines of lineage."""
+    columns = (spans.column(name).to_numpy() for name in ("row", "start", "stop", "offset"))
+    row, start, stop, offset = columns
+    return np.unique(row[(offset < tokens[1]) & (offset + stop - start > tokens[0])]).tolist()
