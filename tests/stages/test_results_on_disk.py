@@ -2,17 +2,21 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from affinage.cli.program import main
 from affinage.errors import UserError
 from affinage.stages.store import Request, Store, link, read_manifest, read_request
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 REQUEST = Request(
     "clean", {"data": {"clean": {"min_characters": 3}}}, {"collect": "abc"}, {"a.txt": "1"}, {"c.py": "2"}
 )
@@ -138,3 +142,25 @@ def test_two_processes_cannot_write_to_one_store(tmp_path):
     process.wait()
     with Store(tmp_path).lock("me"):
         pass  # a killed process holds nothing
+
+
+FULL = """
+import resource, sys
+from affinage.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+main(sys.argv[1:])
+"""
+
+
+def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    """Files may not become larger than a limit, which a writer meets as it meets a full disk."""
+    text = random.Random(0).randbytes(100_000).hex()
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "collect"]
+    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=120)
+    assert full.returncode == 2, full.stderr
+    assert "there is no room to write here" in full.stderr and "Traceback" not in full.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 0

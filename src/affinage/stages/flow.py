@@ -1,6 +1,7 @@
 """Run a recipe: what is complete is left alone, what is not is made, one stage after the other."""
 
 import contextlib
+import errno
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from affinage.stages.plugins import load_plugins
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Store, link, write_json
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit on the size of files
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 
 
@@ -110,9 +112,9 @@ class Flow:
         inputs = {name: store.find(name, key) for name, key in step.request.inputs.items()}
         watcher.began(step, folder)
         started, clock = time.time(), time.monotonic()
-        with self._located_errors():
+        with self._located_errors(), _told_full_disk(folder):
             summary = stage.work(StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed))
-        manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
+            manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
         watcher.ended(step, manifest)
 
     @contextlib.contextmanager
@@ -150,3 +152,18 @@ class Flow:
 def _leads_into(entry: Path, folder: Path) -> bool:
     target = Path(os.path.normpath(entry.parent / os.readlink(entry)))
     return target.is_relative_to(os.path.normpath(folder))
+
+
+@contextlib.contextmanager
+def _told_full_disk(folder: Path) -> Iterator[None]:
+    """Say in one message that there is no room to write."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise UserError(
+            f"there is no room to write here: {error.strerror or error}",
+            where=str(folder),
+            fix="Free some space, or use another disk with --runs. What is complete is kept; run again to go on.",
+        ) from error

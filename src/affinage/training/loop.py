@@ -2,14 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import Preempted
 from affinage.hardware.devices import acquire
 from affinage.parallel import make_mesh
-from affinage.training.job import TrainJob
+from affinage.training.job import HostBatch, TrainJob
 from affinage.training.ledger import Ledger
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
@@ -69,8 +70,9 @@ def train(job: TrainJob) -> dict[str, Any]:
         batch = program.put(next(batches)) if start < steps else None
         for step in range(start + 1, steps + 1):
             state, step_metrics = train_step(state, batch)
-            batch = program.put(next(batches))  # while the devices compute
-            report.training(step, step_metrics)
+            upcoming, waited = _next(batches)  # while the devices compute
+            batch = program.put(upcoming)
+            report.training(step, step_metrics, waited)
             for hook in job.on_step:
                 hook(step, state)
 
@@ -101,6 +103,13 @@ def train(job: TrainJob) -> dict[str, Any]:
     written.write_text(json.dumps(summary, indent=1))
     written.replace(job.folder / "summary.json")
     return summary
+
+
+def _next(batches: Iterator[HostBatch]) -> tuple[HostBatch, float]:
+    """The next batch, and for how many seconds it was waited for."""
+    asked = time.perf_counter()
+    batch = next(batches)
+    return batch, time.perf_counter() - asked
 
 
 def _due(step: int, every: int, steps: int) -> bool:

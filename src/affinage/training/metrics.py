@@ -11,10 +11,12 @@ class MetricsLog:
     """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
 
     Training lines have `step, loss, grad_norm, learning_rate, targets, skipped, tokens, tokens_per_second, mfu,
-    seconds` and what the graph reports: cross_entropy and accuracy, and of a mixture of experts load_balance, router_z,
-    expert_load_max (the fullest expert's share over the even one, mean of the layers) and dropped_share (of the choices
-    of experts). A model of images has `images, images_per_second` and a loss per image. Validation lines have
-    `step, validation: {name: {loss, bits_per_byte}}`. A number that is not finite is written as null.
+    data_wait, seconds` and what the graph reports: cross_entropy and accuracy, and of a mixture of experts
+    load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and
+    dropped_share (of the choices of experts). `data_wait` is for how many seconds a step waited for the next batch,
+    which costs nothing as long as the devices compute longer. A model of images has `images, images_per_second` and a
+    loss per image. Validation lines have `step, validation: {name: {loss, bits_per_byte}}`. A number that is not
+    finite is written as null.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:

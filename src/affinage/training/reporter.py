@@ -24,15 +24,16 @@ class Reporter:
         self._program, self._metrics, self._display, self._ledger = program, metrics, display, ledger
         many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
         self._ahead = 0 if many_on_cpu else 2
-        self._pending: deque[tuple[int, Mapping[str, jax.Array]]] = deque()
+        self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._flops = program.flops_per_step
         self._peak = program.peak_flops
         self._clock_step = self._done = start
         self._clock = self._ledger_clock = time.perf_counter()
+        self._waited = 0.0  # seconds since the clock
 
-    def training(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Take the metrics of a step that was just dispatched."""
-        self._pending.append((step, metrics))
+    def training(self, step: int, metrics: Mapping[str, jax.Array], waited: float = 0.0) -> None:
+        """Take the metrics of a step that was just dispatched, and the seconds that the next batch was waited for."""
+        self._pending.append((step, metrics, waited))
         while len(self._pending) > self._ahead:
             self._finish_oldest()
 
@@ -52,9 +53,11 @@ class Reporter:
         """Leave the time since the last step out of the speed: it was spent on something else."""
         self._clock_step, self._clock = self._done, time.perf_counter()
         self._ledger_clock = self._clock
+        self._waited = 0.0
 
     def _finish_oldest(self) -> None:
-        step, metrics = self._pending.popleft()
+        step, metrics, waited = self._pending.popleft()
+        self._waited += waited
         jax.block_until_ready(metrics)
         self._done = step
         now = time.perf_counter()
@@ -67,14 +70,16 @@ class Reporter:
 
     def _write(self, step: int, metrics: Mapping[str, jax.Array], now: float) -> None:
         values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
-        per_step = (now - self._clock) / max(step - self._clock_step, 1)
-        self._clock_step, self._clock = step, now
+        steps = max(step - self._clock_step, 1)
+        per_step, waited = (now - self._clock) / steps, self._waited / steps
+        self._clock_step, self._clock, self._waited = step, now, 0.0
         row = {
             "step": step,
             **values,
             self._program.unit: step * self._program.units,
             f"{self._program.unit}_per_second": round(self._program.units / per_step, 1),
             "mfu": None if self._peak is None else self._flops / per_step / self._peak,
+            "data_wait": round(waited, 6),
             "seconds": round(self._ledger.seconds["train"], 3),
         }
         self._metrics.write(row)

@@ -2,7 +2,7 @@
 
 import datetime
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at:
     """The JSON-able summary of a finished run.
 
     `tokens_per_second` (of a model of images `images_per_second`) and `mfu` are over the whole run, from the seconds of
-    training alone.
+    training alone; `data_wait` are the seconds of them in which the next batch was waited for.
     """
     lines, steps = metrics.training(), program.job.settings.steps
     seconds, seen = ledger.rounded(), steps * program.units
@@ -49,6 +49,7 @@ def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at:
         program.unit: seen,
         "seconds": seconds,
         f"{program.unit}_per_second": seen / seconds["train"] if seconds["train"] else None,
+        "data_wait": round(_data_wait(lines), 3),
         "mfu": flops * steps / seconds["train"] / peak if peak and seconds["train"] else None,
         "first_loss": lines[0]["loss"] if lines else None,
         "final_loss": lines[-1]["loss"] if lines else None,
@@ -59,6 +60,12 @@ def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at:
         "resumed_at": list(resumed_at),
         "versions": versions(),
     }
+
+
+def _data_wait(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds: every line has the mean of the steps since the line before."""
+    steps = [0, *(line["step"] for line in lines)]
+    return sum(line.get("data_wait", 0.0) * (step - before) for line, before, step in zip(lines, steps, steps[1:]))
 
 
 def versions() -> dict[str, str]:
