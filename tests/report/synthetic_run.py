@@ -145,10 +145,21 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
         },
         "round_trip": {"documents": 10_690, "exact": 10_690},
     }
+    kept = {"documents": 800, "bytes": 9000, "documents_kept": [799, 640], "bytes_kept": [8999, 6300]}
+    thresholds = {
+        "thresholds": {"grid": [0.5, 0.8], "costs": [{"source": "pocket-world", "language": "fr"} | kept]},
+        "masked": {"e-mail": 3},
+    }
+    match = {"document": "world/9", "source": "pocket-world", "benchmark": "quiz", "item": "17", "words": 13}
+    found = {
+        "benchmarks": {"quiz": {"items": 1234, "too_short": 5, "found": 1, "documents": 1}},
+        "matches": [match | {"text": HOSTILE}],
+        "boilerplate": {"in_items": 40, "in_documents": 2},
+    }
     return [
         ("world", 2.4, {"documents": 13_100}),
         ("collect", 0.9, _flow((13_100, 13_100), (3_050_000, 3_050_000), {}, {})),
-        ("clean", 1.6, _flow((13_100, 12_219), (3_050_000, 2_730_000), removed, samples)),
+        ("clean", 1.6, _flow((13_100, 12_219), (3_050_000, 2_730_000), removed, samples) | thresholds),
         (
             "deduplicate",
             1.2,
@@ -156,6 +167,7 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
                 (12_219, 10_847), (2_730_000, 2_337_000), {"near duplicate": 930, "exact duplicate": 442}, duplicates
             ),
         ),
+        ("decontaminate", 0.4, _flow((10_847, 10_846), (2_337_000, 2_336_000), {"in a benchmark": 1}, {}) | found),
         (
             "split",
             0.4,

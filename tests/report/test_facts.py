@@ -22,6 +22,9 @@ SUMMARY_KEYS = (
         "bytes_out",
         "removed",
         "samples",
+        "thresholds",
+        "benchmarks",
+        "matches",
         "by_language",
         "languages",
         "round_trip",
@@ -35,10 +38,14 @@ SUMMARY_KEYS = (
 
 def test_a_whole_run_is_read(tmp_path: Path) -> None:
     facts = collect_facts(build_run(tmp_path))
-    assert [flow.stage for flow in facts.flows] == ["collect", "clean", "deduplicate", "split"]
+    assert [flow.stage for flow in facts.flows] == ["collect", "clean", "deduplicate", "decontaminate", "split"]
     assert facts.flows[1].removals[0].reason == "too short" and facts.flows[1].removals[0].count == 412
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
+    assert facts.thresholds and facts.thresholds.costs[0].documents_kept == (799 / 800, 0.8)
+    assert (
+        facts.contamination and facts.contamination.benchmarks[0].found == 1 and facts.contamination.boilerplate == 42
+    )
     assert facts.tokenizer and facts.tokenizer.vocabulary == 3072
     pretrain = facts.training("pretrain")
     assert pretrain and pretrain.parameters == 1_443_968 and pretrain.broken_steps == (900,)
@@ -77,7 +84,17 @@ def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
 @given(summary=st.dictionaries(st.sampled_from(SUMMARY_KEYS), anything, max_size=8), other=anything)
 def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, summary: dict, other: object) -> None:
     run = tmp_path_factory.mktemp("run")
-    for stage in ("collect", "clean", "deduplicate", "tokenizer", "rows", "pretrain", "evaluate-base", "conversations"):
+    for stage in (
+        "collect",
+        "clean",
+        "deduplicate",
+        "decontaminate",
+        "tokenizer",
+        "rows",
+        "pretrain",
+        "evaluate-base",
+        "conversations",
+    ):
         write_json(
             run / stage / "manifest.json", {"stage": stage, "summary": summary, "started": other, "seconds": other}
         )

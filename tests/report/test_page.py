@@ -183,6 +183,14 @@ def test_facts_are_on_the_page(tmp_path: Path) -> None:
             "similarity 0.81",
         ),
         *("Resumed at step 700", "not a finite number at step 900", "61.0k of 150k tokens are trained", "97.0% of 300"),
+        *(
+            "What a threshold",
+            "80.0% 70.0%",
+            "Benchmarks found in the text",
+            "1,234",
+            "· quiz · 17",
+            "42 runs of words",
+        ),
         *("Linear probe", "5 of each class", "88.6 ± 0.7%", "449 held-out images", "Fullest expert", "Choices dropped"),
     ):
         assert expected in shown, expected

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from affinage.stages.plan import Step
 
 _NAME = 14  # columns for the names of stages
+REASONS = 3  # for which documents were left out, named per stage
 
 
 class Watch:
@@ -133,7 +134,10 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
     if "documents_out" in summary:
         came = summary.get("documents_in", summary["documents_out"])
         left = summary["documents_out"]
-        yield f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents"
+        reasons = _reasons(summary.get("removed"))
+        yield (f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents") + reasons
+    for what in ("masked", "benchmarks"):
+        yield from _found(what, summary.get(what))
     if isinstance(summary.get("vocabulary"), int):
         yield f"{summary['vocabulary']:,} pieces"
     if isinstance(summary.get("images"), int):
@@ -146,6 +150,26 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"loss {summary['final_loss']:.3f}"
     if isinstance(summary.get("tasks"), Mapping):
         yield f"{len(summary['tasks'])} tasks"
+
+
+def _reasons(removed: Any) -> str:
+    """Why documents, and files, were left out: the reasons that count most."""
+    if not isinstance(removed, Mapping) or not removed:
+        return ""
+    ranked = sorted(removed.items(), key=lambda reason: -reason[1])
+    rest = sum(count for _, count in ranked[REASONS:])
+    shown = [f"{count:,} {reason}" for reason, count in ranked[:REASONS]]
+    return f" ({', '.join([*shown, f'{rest:,} for other reasons'] if rest else shown)})"
+
+
+def _found(what: str, facts: Any) -> Iterator[str]:
+    if not isinstance(facts, Mapping) or not facts:
+        return
+    if what == "masked":
+        yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in facts.items())
+    else:
+        found = [f"{one['found']:,} of {one['items']:,} items of {name}" for name, one in facts.items() if one["found"]]
+        yield "found " + (", ".join(found[:REASONS]) or "no item of a benchmark")
 
 
 def duration(seconds: float) -> str:

@@ -26,19 +26,22 @@ _HANDED_OUT = ipaddress.ip_network("2000::/3")
 
 @kernel
 def _suspects(data: np.ndarray, offsets: np.ndarray, kinds: np.ndarray) -> None:
-    """Bits of the kinds of address that a text may hold: by an @ in a word, three dots or two colons among digits."""
+    """Bits of the kinds of address that a text may hold: by an @ in a word, three dots after digits, or two colons."""
     for text in range(offsets.size - 1):
         start, end = np.int64(offsets[text]), np.int64(offsets[text + 1])
         dots, colons, found = 0, 0, 0
+        digit = False
         for i in range(start, end):
             byte = data[i]
             if byte >= 0x30 and byte <= 0x39:
+                digit = True
                 continue
             if byte == 0x2E:
-                dots += 1
+                dots = dots + 1 if digit else 0
                 found |= _IPV4_BIT * (dots >= 3)
+                digit = False
                 continue
-            dots = 0
+            dots, digit = 0, False
             if byte == 0x3A:
                 colons += 1
                 found |= _IPV6_BIT * (colons >= 2)

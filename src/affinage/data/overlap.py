@@ -238,6 +238,7 @@ class Scanner:
     def __init__(self, items: Items) -> None:
         size = 1 << max(4, (2 * items.keys.size).bit_length())
         bits = 1 << max(6, (_FILTER_BITS * items.keys.size).bit_length())
+        self.size = items.keys.size  # runs that are looked for
         self._lengths = items.lengths
         self._table, self._values = np.zeros(size, np.uint64), np.zeros(size, np.int64)
         self._bits = np.zeros(bits // 64, np.uint64)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from affinage.report.cleaning import Contamination, Thresholds, read_contamination, read_thresholds
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.neighbours import NearDuplicate, near_duplicates
 from affinage.report.probes import Probe, read_probe
@@ -153,6 +154,8 @@ class Facts:
     command: str
     stages: tuple[Stage, ...]
     flows: tuple[Flow, ...]
+    thresholds: Thresholds | None
+    contamination: Contamination | None
     near_duplicates: tuple[NearDuplicate, ...]
     tokenizer: TokenizerFacts | None
     rows: RowsFacts | None
@@ -199,6 +202,10 @@ def collect_facts(run_folder: Path) -> Facts:
         or f"affinage run runs/{run_folder.name}/recipe.json",
         stages=tuple(stages),
         flows=tuple(_flow(by_name[name]) for name in FLOW if name in by_name),
+        thresholds=read_thresholds(by_name["clean"].summary, by_name["clean"].settings) if "clean" in by_name else None,
+        contamination=read_contamination(by_name["decontaminate"].summary, by_name["decontaminate"].settings)
+        if "decontaminate" in by_name
+        else None,
         near_duplicates=near_duplicates(run_folder / "deduplicate", run_folder / "clean")
         if "deduplicate" in by_name
         else (),

@@ -62,6 +62,24 @@ _WORDS: dict[str, tuple[str, str]] = {
     "decontaminate": ("decontaminate", "décontamination"),
     "split": ("split", "découpage"),
     "conversations": ("conversations", "conversations"),
+    "thresholds": ("What a threshold of language id costs", "Ce que coûte un seuil d’identification de langue"),
+    "thresholds_lead": (
+        "Share of the documents, and in small of their bytes, that each threshold keeps; the one used is bold. "
+        "Documents in other languages are not counted.",
+        "Part des documents et, en petit, de leurs octets que garde chaque seuil ; celui appliqué est en gras. "
+        "Les documents dans d’autres langues ne comptent pas.",
+    ),
+    "contamination": ("Benchmarks found in the text", "Épreuves trouvées dans le texte"),
+    "contamination_lead": (
+        "Looked for: {ngram} words in a row, or shorter items whole. "
+        "Left out as common to many items or documents: {boilerplate} runs of words.",
+        "Recherché : {ngram} mots de suite, ou un item plus court en entier. "
+        "Écartées, car communes à bien des items ou documents : {boilerplate} suites de mots.",
+    ),
+    "benchmark": ("Benchmark", "Épreuve"),
+    "items_found": ("Items found", "Items trouvés"),
+    "items_too_short": ("Too short to tell", "Trop courts pour conclure"),
+    "first_matches": ("The first matches", "Les premières correspondances"),
     # near duplicates
     "duplicates": ("Near duplicates", "Quasi-doublons"),
     "duplicates_lead": (
@@ -307,6 +325,17 @@ _FRENCH_REASONS = {  # the stages give their reasons in English
     "not enough letters": "trop peu de lettres",
     "other language": "autre langue",
     "language unclear": "langue incertaine",
+    "in a benchmark": "dans une épreuve",
+    "near copy of a validation document": "quasi-copie d’un document de validation",
+    "duplicate lines": "lignes répétées",
+    "duplicate paragraphs": "paragraphes répétés",
+    "characters in duplicate lines": "caractères en lignes répétées",
+    "characters in duplicate paragraphs": "caractères en paragraphes répétés",
+    "bullet lines": "lignes à puce",
+    "lines that end in an ellipsis": "lignes finies par des points de suspension",
+    "few lines end a sentence": "peu de lignes finissent une phrase",
+    "lorem ipsum": "lorem ipsum",
+    "curly bracket": "accolade",
     "exact duplicate": "doublon exact",
     "near duplicate": "quasi-doublon",
     "empty": "vide",
@@ -336,4 +365,9 @@ def _spaced(text: str) -> str:
 
 def reason_name(reason: str, language: str) -> str:
     """A reason for removal in words; one that has no translation is shown as the stage called it."""
-    return _FRENCH_REASONS.get(reason, reason) if language == "fr" else reason
+    if language != "fr":
+        return reason
+    of_ngrams = re.fullmatch(r"(top|duplicate) (\d+)-grams?", reason)
+    if of_ngrams:
+        return f"{of_ngrams[2]}-gramme{' dominant' if of_ngrams[1] == 'top' else 's répétés'}"
+    return _FRENCH_REASONS.get(reason, reason)

@@ -1,0 +1,101 @@
+"""What the report says of cleaning beyond counts: what a threshold of language id costs, and benchmarks in the text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from affinage.report.reading import listing, mapping, mappings, number, string, whole
+
+MATCHES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ThresholdCost:
+    """Documents of one source in one language, and the shares of them and of their bytes that each threshold keeps."""
+
+    source: str
+    language: str
+    documents: int
+    documents_kept: tuple[float, ...]
+    bytes_kept: tuple[float, ...]
+    asked: float | None  # the threshold that was used
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The thresholds that are compared, and a row per source and language."""
+
+    grid: tuple[float, ...]
+    costs: tuple[ThresholdCost, ...]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How much of one benchmark is in the text."""
+
+    name: str
+    items: int | None
+    too_short: int | None
+    found: int | None
+    documents: int | None
+
+
+@dataclass(frozen=True)
+class Match:
+    """A document and an item that have words in common."""
+
+    document: str
+    source: str
+    benchmark: str
+    item: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """What decontamination looked for and found."""
+
+    benchmarks: tuple[Benchmark, ...]
+    matches: tuple[Match, ...]
+    ngram: int | None
+    boilerplate: int
+
+
+def read_thresholds(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Thresholds | None:
+    """What stage `clean` says of thresholds; None if language id was off or nothing depended on it."""
+    found = mapping(summary.get("thresholds"))
+    grid = tuple(value for value in map(number, listing(found.get("grid"))) if value is not None)
+    asked = mapping(mapping(settings.get("data")).get("clean"))
+    of_source = mapping(asked.get("min_language_probability_of"))
+    costs = []
+    for row in mappings(found.get("costs")):
+        documents, bytes = whole(row.get("documents")) or 0, whole(row.get("bytes")) or 0
+        by_documents, by_bytes = _shares(row.get("documents_kept"), documents), _shares(row.get("bytes_kept"), bytes)
+        if documents > 0 and len(by_documents) == len(by_bytes) == len(grid):
+            source = string(row.get("source"))
+            threshold = number(of_source.get(source, asked.get("min_language_probability")))
+            language = string(row.get("language"))
+            costs.append(ThresholdCost(source, language, documents, by_documents, by_bytes, threshold))
+    return Thresholds(grid, tuple(costs)) if costs else None
+
+
+def _shares(kept: Any, total: int) -> tuple[float, ...]:
+    return tuple((number(value) or 0.0) / max(total, 1) for value in listing(kept))
+
+
+def read_contamination(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Contamination | None:
+    """What stage `decontaminate` found; None if it looked for nothing."""
+    benchmarks = tuple(
+        Benchmark(name, *(whole(mapping(facts).get(key)) for key in ("items", "too_short", "found", "documents")))
+        for name, facts in mapping(summary.get("benchmarks")).items()
+    )
+    matches = tuple(
+        Match(*(str(match.get(key) or "") for key in ("document", "source", "benchmark", "item", "text")))
+        for match in mappings(summary.get("matches"))
+    )
+    if not benchmarks:
+        return None
+    ngram = whole(mapping(mapping(settings.get("data")).get("decontaminate")).get("ngram"))
+    left_out = mapping(summary.get("boilerplate"))
+    boilerplate = (whole(left_out.get("in_items")) or 0) + (whole(left_out.get("in_documents")) or 0)
+    return Contamination(benchmarks, matches[:MATCHES_SHOWN], ngram, boilerplate)

@@ -1,0 +1,21 @@
+"""What a line of progress says of a data stage: why documents were left out, and what was found."""
+
+from affinage.cli.watch import headline
+
+
+def test_the_reasons_that_count_most_are_named():
+    removed = {"too short": 1200, "other language": 30, "binary": 7, "empty": 2, "too long": 1}
+    summary = {"documents_in": 5000, "documents_out": 3760, "removed": removed, "masked": {"e-mail": 3}}
+    assert list(headline(summary)) == [
+        "5,000 → 3,760 documents (1,200 too short, 30 other language, 7 binary, 3 for other reasons)",
+        "masked 3 e-mail",
+    ]
+    assert list(headline({"documents_in": 5, "documents_out": 5, "removed": {}, "masked": {}})) == ["5 documents"]
+
+
+def test_benchmarks_found_in_the_text_are_named():
+    quiz, other = {"items": 10_000, "found": 12}, {"items": 50, "found": 0}
+    summary = {"documents_out": 9, "documents_in": 10, "removed": {"in a benchmark": 1}}
+    said = list(headline(summary | {"benchmarks": {"quiz": quiz, "other": other}}))
+    assert said == ["10 → 9 documents (1 in a benchmark)", "found 12 of 10,000 items of quiz"]
+    assert list(headline(summary | {"benchmarks": {"other": other}}))[1] == "found no item of a benchmark"
