@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.data import readers
+from affinage.data import readers, records
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
 from affinage.data.engine import LocalEngine
-from affinage.data.sources import default_name
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
+from affinage.recipe.sources import default_name
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
 
@@ -170,10 +170,10 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
 
 
 def test_an_overlong_line_is_skipped_without_being_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1_000)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000)
     monkeypatch.setattr(readers, "CHUNK_BYTES", 512)
-    records = [{"text": "before"}, {"text": "x" * 5_000}, {"text": "after"}]
-    (tmp_path / "a.jsonl").write_bytes(jsonl(records))
+    lines = [{"text": "before"}, {"text": "x" * 5_000}, {"text": "after"}]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(lines))
     summary, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
     assert [(row["id"], row["text"]) for row in rows] == [("a.jsonl#1", "before"), ("a.jsonl#3", "after")]
     assert summary["removed"] == {"too large": 1}

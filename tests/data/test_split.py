@@ -51,19 +51,20 @@ def test_every_group_gives_its_share(tmp_path):
     summary = split(tmp_path / "in", tmp_path / "out", SplitSettings(validation=0.03), seed=1)
     train, validation = read(tmp_path / "out", "train"), read(tmp_path / "out", "validation")
     counts = {key: found["documents"] for key, found in summary["validation"].items()}
-    assert counts == {"news.en": 6, "news.fr": 1, "books.en": 1}  # 0.03 of 25 rounds to 1; of 10, to none
+    assert counts == {"news.en": 6, "news.fr": 1, "books.en": 1, "books.fr": 1}  # 0.03 of 10 rounds to none
     assert names(train) | names(validation) == names(documents()) and not names(train) & names(validation)
-    assert summary["documents_in"] == 275 and summary["documents_out"] == len(train) == 267
-    assert summary["validation_documents"] == len(validation) == 8
+    assert summary["documents_in"] == 275 and summary["documents_out"] == len(train) == 266
+    assert summary["validation_documents"] == len(validation) == 9
 
 
-def test_large_groups_give_at_least_one(tmp_path):
+def test_groups_of_a_few_give_at_least_one(tmp_path):
     write(tmp_path / "in", list(documents()))
     summary = split(tmp_path / "in", tmp_path / "out", SplitSettings(validation=0.001), seed=1)
     assert {key: found["documents"] for key, found in summary["validation"].items()} == {
         "news.en": 1,
         "news.fr": 1,
         "books.en": 1,
+        "books.fr": 1,
     }
 
 
@@ -185,3 +186,20 @@ def test_parts_of_a_document_stay_together_though_their_languages_differ(tmp_pat
     split(tmp_path / "mixed", tmp_path / "out", SplitSettings(validation=0.05, max_similarity=0), seed=1)
     whole = [{row["id"].split("~")[0] for row in read(tmp_path / "out", part)} for part in ("train", "validation")]
     assert not whole[0] & whole[1] and whole[1] and len(rows) > 200
+
+
+def rows(source, count):
+    return [{"id": f"{source}{i}", "source": source, "language": "en", "text": f"text {i}"} for i in range(count)]
+
+
+def test_groups_too_small_to_hold_anything_out_are_named(tmp_path):
+    write(tmp_path / "in", [*rows("four", 4), *rows("three", 3)])
+    summary = split(tmp_path / "in", tmp_path / "out", SplitSettings(), seed=1)
+    assert summary["without_validation"] == ["three.en"]
+    assert {key: found["documents"] for key, found in summary["validation"].items()} == {"four.en": 1}
+
+
+def test_the_only_book_of_a_source_is_not_held_out_whole(tmp_path):
+    write(tmp_path / "in", rows("book#", 100))
+    summary = split(tmp_path / "in", tmp_path / "out", SplitSettings(group_separator="#"), seed=1)
+    assert summary["documents_out"] == 100 and summary["without_validation"] == ["book#.en"]

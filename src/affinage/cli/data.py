@@ -61,6 +61,9 @@ def run(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
+    sample: Annotated[
+        float | None, typer.Option("--sample", metavar="SHARE", help="Of each source's documents, e.g. 0.001.")
+    ] = None,
     force: ForceOption = None,
     any_code: AnyCodeOption = False,
     dry_run: DryRunOption = False,
@@ -72,6 +75,8 @@ def run(
     """
     from affinage.cli.run import walk
 
+    if sample is not None:
+        overrides = [*(overrides or ()), f"data.sample={sample:.12f}".rstrip("0")]
     walk(recipe, overrides, runs, DATA, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
 
 

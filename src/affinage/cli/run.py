@@ -131,7 +131,7 @@ def walk(
     """
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
-    from affinage.stages.foresight import check
+    from affinage.stages.foresight import check, check_sources
     from affinage.stages.road import road_of
 
     loaded = load(recipe, overrides)
@@ -147,7 +147,10 @@ def walk(
         until = [name for name in until if name in names] or until
     flow = Flow(loaded, Runs(runs), road, until=until, force=force or (), any_code=any_code)
     if dry_run:
-        show_plan(flow.plan(), as_json=as_json)
+        steps = flow.plan()
+        show_plan(steps, as_json=as_json)
+        if any(step.stage.name == "collect" and not step.complete for step in steps):
+            check_sources(loaded)
         return flow.folder
     _prepare_process(loaded)
     if as_json:

@@ -138,6 +138,7 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield (f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents") + reasons
     for what in ("masked", "benchmarks"):
         yield from _found(what, summary.get(what))
+    yield from _odd(summary)
     if isinstance(summary.get("vocabulary"), int):
         yield f"{summary['vocabulary']:,} pieces"
     if isinstance(summary.get("images"), int):
@@ -170,6 +171,17 @@ def _found(what: str, facts: Any) -> Iterator[str]:
     else:
         found = [f"{one['found']:,} of {one['items']:,} items of {name}" for name, one in facts.items() if one["found"]]
         yield "found " + (", ".join(found[:REASONS]) or "no item of a benchmark")
+
+
+def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What of the documents a person would not expect."""
+    if missed := summary.get("without_validation"):
+        shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
+        yield f"[yellow]none held out of {_escaped(shown)}: too few documents[/yellow] (data.split.by=tail cuts ends)"
+    if repeated := (summary.get("repeated_ids") or {}).get("documents"):
+        yield f"{repeated:,} ids occur more than once; they were numbered"
+    if left_out := summary.get("not_sampled"):
+        yield f"{left_out:,} not in the sample"
 
 
 def duration(seconds: float) -> str:

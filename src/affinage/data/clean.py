@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.data import code_rules
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, part_id, row_groups, text_bytes
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.finished import Finished
@@ -19,6 +20,7 @@ from affinage.data.language import known_languages, language_among
 from affinage.data.mask import mask
 from affinage.data.repair import Repaired, repair
 from affinage.data.repetition import broken_rules
+from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.thresholds import GRID, Probabilities
 from affinage.errors import UserError
 from affinage.recipe.cleaning import CleanSettings
@@ -84,7 +86,8 @@ def clean(
     this order: `too short`, `too long` (characters), `not enough letters` (letters and digits among the characters that
     are neither space nor combining mark); those of Gopher and C4, named in `repetition`, if asked for; then by language
     id, where the source does not declare the language: `other language`, or `language unclear` for one of the recipe's
-    below the threshold of the document's source. A document is counted for the first rule it breaks. The summary also
+    below the threshold of the document's source. A document is counted for the first rule it breaks. Source code has
+    rules of its own instead of those for letters, repetition and language (`code: ...`). The summary also
     counts `repaired` texts, `masked` addresses by kind and `split` documents, and has `thresholds`, what other
     thresholds of language id would keep (see `thresholds.Probabilities`).
 
@@ -157,8 +160,12 @@ def _clean_batch(batch: pa.RecordBatch, task: _Task, result: _Result) -> pa.Reco
     batch = _with(batch, "text", repaired.text)
     if settings.long_documents == "split":
         batch, repaired = _split_long(batch, repaired, settings.max_characters, result)
-    verdicts = _cheap_rules(repaired, settings)
-    rows = np.setdiff1d(np.arange(batch.num_rows), [*verdicts])
+    code = _is_code(batch)
+    verdicts = _cheap_rules(repaired, settings, code)
+    for row in np.flatnonzero(code).tolist():
+        if row not in verdicts and (broken := code_rules.broken_rule(batch.column("text")[row].as_py(), settings.code)):
+            verdicts[row] = broken
+    rows = np.setdiff1d(np.flatnonzero(~code), [*verdicts])
     verdicts |= broken_rules(batch.column("text"), rows, settings.gopher, settings.c4)
     batch = _with(batch, "language", pa.array(_languages(batch, task, verdicts, result), pa.string()))
     keep = np.ones(batch.num_rows, bool)
@@ -173,11 +180,16 @@ def _with(batch: pa.RecordBatch, column: str, values: pa.Array) -> pa.RecordBatc
     return batch.set_column(batch.schema.get_field_index(column), column, values)
 
 
-def _cheap_rules(texts: Repaired, settings: CleanSettings) -> Verdicts:
+def _is_code(batch: pa.RecordBatch) -> np.ndarray:
+    """The rows that are source code, bool."""
+    return pc.equal(batch.column("language"), CODE_LANGUAGE).to_numpy(zero_copy_only=False).astype(bool)
+
+
+def _cheap_rules(texts: Repaired, settings: CleanSettings, code: np.ndarray) -> Verdicts:
     """Rows that break a rule which needs no model."""
     verdicts: Verdicts = {}
     share = texts.alphanumeric / np.maximum(texts.counted, 1)
-    for row in np.flatnonzero((share < settings.min_alphanumeric) | (texts.counted == 0)).tolist():
+    for row in np.flatnonzero(~code & ((share < settings.min_alphanumeric) | (texts.counted == 0))).tolist():
         verdicts[row] = ("not enough letters", f"{share[row]:.2f} of its characters")
     for row in np.flatnonzero(texts.characters > settings.max_characters).tolist():
         verdicts[row] = ("too long", f"{texts.characters[row]} characters")
@@ -191,7 +203,7 @@ def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts, result: _
     languages, sources = batch.column("language").to_pylist(), batch.column("source").to_pylist()
     settings = task.settings
     for row, stated in enumerate(languages):
-        if row in verdicts:
+        if row in verdicts or stated == CODE_LANGUAGE:
             continue
         threshold = settings.min_language_probability_of.get(sources[row], settings.min_language_probability)
         if threshold == 0:

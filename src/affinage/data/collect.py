@@ -1,32 +1,57 @@
-"""Stage `collect`: every source of the recipe becomes documents of one form, with what is known about each."""
+"""Stage `collect`: every source of the recipe becomes documents of one form, with what is known about each.
+
+The work is divided into parts that do not depend on the number of workers; each leaves a note when it is done, so that
+a stage that was killed goes on with the parts that are missing.
+"""
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from affinage.data.documents import DocumentWriter, clear_documents
-from affinage.data.engine import LOCAL, Engine, Progress
+from affinage.data.engine import LOCAL, POOL_BYTES, Engine, Progress
+from affinage.data.file_kinds import compression_of, kind_of
+from affinage.data.finished import Finished
 from affinage.data.funnel import Funnel
-from affinage.data.readers import BadRecord, DamagedFile, Record, read_records
-from affinage.data.sources import ResolvedSource, SourceFile, resolve, safe_name
+from affinage.data.hub_datasets import DatasetPart, Stream
+from affinage.data.opening import SourceFile
+from affinage.data.order import shuffle_keys
+from affinage.data.progressed import Progressed, fingerprint
+from affinage.data.readers import as_kind, read_records
+from affinage.data.records import BROKEN, BadRecord, DamagedFile, Record
+from affinage.data.repeated_ids import rename_repeated
+from affinage.data.sources import ResolvedSource, resolve
+from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
+from affinage.recipe.sources import safe_name
 
 TASK_BYTES = 32_000_000  # of files, as stored: small files are read together, a large one is a task of its own
 UNKNOWN_KIND = "unknown kind of file"
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
+    """Parts of one source that are read together, and how."""
+
     source: int  # its place in the recipe
     name: str
     settings: SourceSettings
-    files: tuple[SourceFile, ...]
+    parts: tuple[SourceFile | DatasetPart, ...]
     stem: str
     folder: Path
     skip_damaged: bool
+    stop_broken: bool
+    sample: float
+    limit: int | None  # bytes of text
+
+    @property
+    def done(self) -> Progressed:
+        """How far it is."""
+        how = (self.settings, self.parts, self.skip_damaged, self.stop_broken, self.sample, self.limit)
+        return Progressed.read(self.folder, self.stem, fingerprint(self.name, *how))
 
 
 def collect(
@@ -41,93 +66,204 @@ def collect(
 
     Documents keep the order of the recipe's sources, then of the sorted file names, then of the file. A record that
     cannot be used is counted by reason; a source of which nothing can be used, and a damaged file (unless
-    `damaged_files` is `skip`), is a UserError.
+    `damaged_files` is `skip`), is a UserError. What an interrupted call left in `folder` is kept if it is finished.
+    The summary also counts `not_sampled` documents, and `repeated_ids`, of which all but the first got a number.
     """
     start = time.perf_counter()
     folder = Path(folder)
-    clear_documents(folder)
     sources = resolve(settings, world_folder)
-    tasks = _tasks(sources, folder, settings.damaged_files == "skip")
-    stored = sum(file.bytes for source in sources for file in source.files)
-    results = engine.map(_collect_files, tasks, bytes=stored, progress=progress)
+    tasks = divide(sources, folder, settings)
+    kept = {name for task in tasks for name in task.done.files}
+    clear_documents(folder, kept=kept)
+    stored = sum(part.bytes for task in tasks for part in task.parts if isinstance(part, SourceFile))
+    if any(source.settings.is_remote for source in sources):
+        stored = max(stored, POOL_BYTES)
+    results = engine.map(run, tasks, bytes=stored, progress=progress)
 
-    total = Funnel()
+    total, not_sampled = Funnel(), 0
     for place, source in enumerate(sources):
-        own = Funnel()
+        own, left_out = Funnel(), 0
         for name in source.unreadable:
             own.enter(1, 0)
             own.remove(UNKNOWN_KIND, id=name, source=source.name, text="")
-        for task, funnel in zip(tasks, results):
+        for task, result in zip(tasks, results):
             if task.source == place:
-                own.merge(funnel)
-        _refuse_empty(source, own)
+                own.merge(result.funnel)
+                left_out += result.not_sampled
+        if not left_out:
+            _refuse_empty(source, own)
         total.merge(own)
-    return total.summary(time.perf_counter() - start)
+        not_sampled += left_out
+    if not total.documents_out:
+        raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
+    repeated = rename_repeated(folder)
+    Finished(folder).clear()
+    return total.summary(time.perf_counter() - start) | {"not_sampled": not_sampled, "repeated_ids": repeated}
 
 
-def _tasks(sources: Iterable[ResolvedSource], folder: Path, skip_damaged: bool) -> list[_Task]:
+def divide(sources: Iterable[ResolvedSource], folder: Path, settings: DataSettings) -> list[Task]:
     """Consecutive files of a source, together about `TASK_BYTES`: the same tasks for any number of workers."""
-    tasks: list[_Task] = []
+    tasks: list[Task] = []
     for place, source in enumerate(sources):
-        files: list[SourceFile] = []
-        bytes = 0
-        for position, file in enumerate(source.files, 1):
-            files.append(file)
-            bytes += file.bytes
-            if bytes >= TASK_BYTES or position == len(source.files):
-                stem = f"documents-{len(tasks):05d}"
-                tasks.append(_Task(place, source.name, source.settings, tuple(files), stem, folder, skip_damaged))
-                files, bytes = [], 0
+        groups = list(_groups(source))
+        limits = _limits(groups, source.settings, settings.sample)
+        for group, limit in zip(groups, limits):
+            task = Task(
+                source=place,
+                name=source.name,
+                settings=source.settings,
+                parts=tuple(group),
+                stem=f"documents-{len(tasks):05d}",
+                folder=folder,
+                skip_damaged=settings.damaged_files == "skip",
+                stop_broken=settings.broken_records == "stop",
+                sample=source.sample,
+                limit=limit,
+            )
+            tasks.append(task)
     return tasks
 
 
-def _collect_files(task: _Task) -> Funnel:
-    funnel = Funnel()
+def _groups(source: ResolvedSource) -> Iterator[list[SourceFile | DatasetPart]]:
+    group: list[SourceFile | DatasetPart] = []
+    bytes = 0
+    for part in _parts(source):
+        if isinstance(part, DatasetPart):
+            yield [part]
+            continue
+        group.append(part)
+        bytes += _stored(part)
+        if bytes >= TASK_BYTES:
+            yield group
+            group, bytes = [], 0
+    if group:
+        yield group
+
+
+def _parts(source: ResolvedSource) -> Iterator[SourceFile | DatasetPart]:
+    """The parts of a source, large dumps that can be read side by side divided."""
+    for part in source.parts:
+        if (
+            isinstance(part, SourceFile)
+            and kind_of(part.name) == "dump"
+            and compression_of(part.name) == ".bz2"
+            and source.settings.kind != "code"
+            and part.bytes > TASK_BYTES
+        ):
+            for start in range(0, part.bytes, TASK_BYTES):
+                yield replace(part, start=start, stop=min(start + TASK_BYTES, part.bytes))
+        else:
+            yield part
+
+
+def _stored(part: SourceFile | DatasetPart) -> int:
+    if isinstance(part, DatasetPart):
+        return 1
+    return (part.bytes if part.stop is None else part.stop) - part.start
+
+
+def _limits(groups: list[list[SourceFile | DatasetPart]], settings: SourceSettings, sample: float) -> list[int | None]:
+    """The bytes of text that each task may take: the source's limit, divided as its stored bytes are."""
+    if settings.megabytes is None or settings.path == "pocket-world":
+        return [None] * len(groups)
+    sizes = [sum(map(_stored, group)) for group in groups]
+    limit, total = settings.megabytes * 1e6 * sample, max(1, sum(sizes))
+    return [max(1, round(limit * size / total)) for size in sizes]
+
+
+def run(task: Task) -> Progressed:
+    """Read the parts of one task into document files, from where a note says that an earlier attempt got."""
+    done = task.done
+    if done.complete:
+        return done
+    resumable = task.settings.kind != "gutenberg"  # of which one record of the stream gives many
+    funnel = done.funnel
     with DocumentWriter(task.folder, task.stem, observe=funnel.leave) as writer:
-        for record in _usable(task, funnel):
+        writer.files.extend(task.folder / name for name in done.files)
+        taken = done.taken
+        for record, stream in _usable(task, done):
+            taken += len(record.text.encode())
+            if task.limit is not None and taken > task.limit and taken > len(record.text.encode()):
+                break
             funnel.enter(1, len(record.text.encode()))
-            settings = task.settings
             writer.add(
                 id=record.id,
-                source=task.name if settings.name or not record.source else safe_name(record.source),
-                language=settings.language or (record.language and f"{record.language}?"),
+                source=task.name if task.settings.name or not record.source else safe_name(record.source),
+                language=_language(record, task.settings),
                 url=record.url,
-                licence=record.licence or settings.licence,
+                licence=record.licence or task.settings.licence,
                 text=record.text,
             )
-    return funnel
+            if resumable and stream is not None and len(writer.files) > len(done.files):
+                done.files, done.taken, done.state = [path.name for path in writer.files], taken, stream.state()
+                done.write(task.folder, task.stem)
+    done.files, done.complete, done.state = [path.name for path in writer.files], True, None
+    done.write(task.folder, task.stem)
+    return done
 
 
-def _usable(task: _Task, funnel: Funnel) -> Iterator[Record]:
-    """The usable records of the task's files; the others are counted, with where they are."""
+def _language(record: Record, settings: SourceSettings) -> str:
+    if settings.kind == "code":
+        return CODE_LANGUAGE
+    claimed = record.language if record.language != CODE_LANGUAGE else ""
+    return settings.language or (claimed and f"{claimed}?")
+
+
+def _usable(task: Task, done: Progressed) -> Iterator[tuple[Record, Stream | None]]:
+    """The usable records of the task that are in the sample; the others are counted, with where they are."""
 
     def skip(id: str, reason: str, detail: str, text: str = "") -> None:
-        funnel.enter(1, len(text.encode(errors="replace")))
-        funnel.remove(reason, id=id, source=task.name, text=text, detail=detail)
+        done.funnel.enter(1, len(text.encode(errors="replace")))
+        done.funnel.remove(reason, id=id, source=task.name, text=text, detail=detail)
 
-    for file in task.files:
+    for part in task.parts:
+        stream = Stream(part, task.settings, done.state) if isinstance(part, DatasetPart) else None
         try:
-            for record in read_records(file, task.settings.text_key):
+            for record in _records(part, stream, task.settings):
                 if isinstance(record, BadRecord):
+                    if task.stop_broken and record.reason in BROKEN:
+                        raise UserError(
+                            f"{record.reason}: {record.detail}",
+                            where=record.id.replace("#", ", line "),
+                            fix="Mend it, or count and skip such records: data.broken_records=skip.",
+                        )
                     skip(record.id, record.reason, record.detail, record.text)
+                elif _in_sample(task, record):
+                    yield record, stream
                 else:
-                    yield record
+                    done.not_sampled += 1
         except DamagedFile as damage:
             if not task.skip_damaged:
                 raise UserError(
                     str(damage),
-                    where=file.url.removeprefix("file://"),
+                    where=part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name,
                     fix="Replace the file, or set data.damaged_files=skip to keep what can be read of such files.",
                 ) from None
-            skip(file.name, "damaged file", str(damage))
+            skip(part.name, "damaged file", str(damage))
+
+
+def _records(
+    part: SourceFile | DatasetPart, stream: Stream | None, settings: SourceSettings
+) -> Iterator[Record | BadRecord]:
+    if isinstance(part, SourceFile):
+        return read_records(part, settings)
+    assert stream is not None
+    return as_kind(iter(stream), settings)
+
+
+def _in_sample(task: Task, record: Record) -> bool:
+    if task.sample == 1:
+        return True
+    return int(shuffle_keys([f"{task.name}/{record.id}"], 0, "sample")[0]) < task.sample * 2**64
 
 
 def _refuse_empty(source: ResolvedSource, funnel: Funnel) -> None:
     if funnel.documents_out:
         return
+    place = source.settings.path or source.settings.dataset
     reasons = [reason for reason, _ in funnel.removed.most_common() if reason != UNKNOWN_KIND]
     if not reasons:
-        raise UserError("there is no document in it", where=f"{source.where} ({source.settings.path})")
+        raise UserError("there is no document in it", where=f"{source.where} ({place})")
     reason = reasons[0]
     first = funnel.samples[reason][0]
     fixes = {

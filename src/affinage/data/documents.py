@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -141,12 +141,16 @@ def document_files(folder: Path) -> list[Path]:
     return sorted(Path(folder).glob("*.parquet"))
 
 
-def clear_documents(folder: Path, stem: str = "") -> None:
-    """Remove what an earlier or interrupted run of a stage left in its folder; with `stem`, of one writer only."""
+def clear_documents(folder: Path, stem: str = "", kept: Container[str] = ()) -> None:
+    """Remove what an earlier or interrupted run of a stage left in its folder, but the files named in `kept`.
+
+    With `stem`, of one writer only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{stem}-" + "[0-9]" * 5 if stem else "*"
     for stale in [*folder.glob(f"{name}.parquet"), *folder.glob(f"{name}.parquet.part")]:
-        stale.unlink()
+        if stale.name not in kept:
+            stale.unlink()
 
 
 def part_id(id: str, part: int) -> str:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from affinage.data.documents import row_groups
 from affinage.data.order import document_keys
 from affinage.data.row_files import file_safe
-from affinage.data.special_tokens import BOS, EOS
+from affinage.data.special_tokens import frame
 from affinage.data.spool import Stream, mapped
 from affinage.data.tokenizer import Tokenizer
 
@@ -83,10 +83,12 @@ def _encoded(
         start = 0
         for i, end in enumerate(ends.tolist()):
             source, language = sources[i] or "", languages[i] or UNDETERMINED
-            tokens = np.concatenate([[BOS], flat[start:end], [EOS]]).astype(tokenizer.dtype)
+            before, after = frame(language)
+            tokens = np.concatenate([before, flat[start:end], after]).astype(tokenizer.dtype)
             extra = None
             if task.byte_lengths:
-                extra = np.concatenate([[0], tokenizer.byte_lengths(texts[i], flat[start:end]), [0]]).astype(np.uint8)
+                of_text = tokenizer.byte_lengths(texts[i], flat[start:end])
+                extra = np.pad(of_text, (len(before), len(after))).astype(np.uint8)
             line = (ids[i], source, urls[i] or "", keys[chosen.start + i], len(tokens), len(texts[i].encode()))
             facts = {"source": source, "language": language}
             yield group_name(source, language), facts, {"tokens": tokens, "extra": extra, "line": line}

@@ -1,7 +1,8 @@
 """Documents to rows of tokens: `<s> text </s>` in a shuffled order, packed into rows of the context length.
 
-Training rows are packed as the recipe says. A validation row that continues a document begins with the last token of
-the row before it, so that every token of the validation text is predicted exactly once and bits per byte are exact.
+Source code is `<s><|code|> text <|endcode|></s>`. Training rows are packed as the recipe says. A validation row that
+continues a document begins with the last token of the row before it, so that every token of the validation text is
+predicted exactly once and bits per byte are exact.
 
 A run that was killed goes on: files of documents that are encoded and shards that are written are not made again.
 """

@@ -1,105 +1,128 @@
-"""From the `sources` of a recipe to the files that hold their documents."""
+"""From the `sources` of a recipe to the files, or the parts of datasets, that hold their documents."""
 
-import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
 
+from affinage.data.downloads import cached_path
+from affinage.data.file_kinds import READABLE, kind_of
+from affinage.data.hub_datasets import DatasetPart, check_hub, parts_of
+from affinage.data.opening import SourceFile
+from affinage.data.order import shuffle_keys
 from affinage.errors import UserError
-from affinage.recipe.data import POCKET_WORLD, DataSettings, SourceSettings
+from affinage.recipe.data import DataSettings
+from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_folder, is_on_hub, location
 
-TEXT_SUFFIXES = (".txt", ".md", ".markdown")  # one document a file
-LINES_SUFFIXES = (".jsonl", ".ndjson")  # one document a line
-TABLE_SUFFIXES = (".parquet",)  # one document a row
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2")
-READABLE = ".txt, .md, .jsonl (each also .gz, .zst, .bz2) and .parquet"
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """One file of a source; `name` is its path within the source, the same on every machine."""
-
-    url: str
-    name: str
-    bytes: int
+_IN_PLACE = ("file", "memory", "local")  # protocols of what is on this machine
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol: what affinage calls the packages for it
 
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source of the recipe with the files that were found for it."""
+    """A source of the recipe with the files that were found for it, or the parts of the dataset that it is."""
 
     settings: SourceSettings
     name: str  # unique in the recipe, safe as a part of a file name
     where: str  # the recipe key, for messages
-    files: tuple[SourceFile, ...]
-    unreadable: tuple[str, ...]  # names of files in it whose kind is not known
+    parts: tuple[SourceFile | DatasetPart, ...]
+    unreadable: tuple[str, ...] = ()  # names of files in it whose kind is not known
+    sample: float = 1.0  # share of the documents in `parts` to take
 
 
 def resolve(settings: DataSettings, world_folder: Path | None) -> list[ResolvedSource]:
     """Find the files of every source, in the order of the recipe and sorted by name within each.
 
-    Raises UserError for a path that is not there, holds no readable file, or needs a package that is not installed.
+    Of a sample of a source on another machine, only as many files are read as hold it: the rest of the share is taken
+    of their documents. Raises UserError for a source that is not there, holds no readable file, cannot be reached, or
+    needs a package that is not installed.
     """
     resolved: list[ResolvedSource] = []
     for position, source in enumerate(settings.sources):
         where = f"data.sources[{position}]"
-        url = _location(source, settings.root, world_folder)
-        try:
-            files, unreadable = _find(url)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"cannot open {url!r}: {error}", where=where) from None
-        except OSError as error:
-            raise UserError(
-                f"cannot reach {url!r}: {error}", where=where, fix="Is there a network, and are you allowed to read it?"
-            ) from None
-        if not files:
-            _refuse(url, where, unreadable)
-        name = _unique(source.name or default_name(source.path), {other.name for other in resolved})
-        resolved.append(ResolvedSource(source, name, where, tuple(files), tuple(unreadable)))
+        name = _unique(source.title, {other.name for other in resolved})
+        if source.dataset and (is_folder(source.dataset) or is_on_hub(source, settings.mirror)):
+            place = location(source, settings.root, settings.mirror)
+            found = ResolvedSource(source, name, where, tuple(parts_of(place, source, where)))
+        else:
+            url = _url(source, settings, world_folder)
+            files, unreadable = find(url, source, where)
+            found = ResolvedSource(source, name, where, tuple(files), tuple(unreadable))
+        resolved.append(_sampled(found, settings))
     return resolved
 
 
-def safe_name(name: str) -> str:
-    """The name with everything but letters, digits, dot, dash and underscore replaced, fit for a file name."""
-    return re.sub(r"[^\w.-]+", "_", name).strip("._") or "source"
+def check(source: SourceSettings, settings: DataSettings, where: str = "") -> None:
+    """See that a source is there, without reading it. Raises UserError if it is not."""
+    if source.path == POCKET_WORLD:
+        return
+    place = location(source, settings.root, settings.mirror)
+    if is_on_hub(source, settings.mirror):
+        check_hub(place, source, where)
+    elif source.dataset and is_folder(source.dataset):
+        parts_of(place, source, where)
+    else:
+        find(place, source, where)
 
 
-def default_name(path: str) -> str:
-    """How reports call a source whose recipe gives no name: the last part of its path, without suffixes or globs."""
-    parts = [part for part in re.split(r"[/\\]", path) if part and not re.search(r"[*?\[]", part)]
-    name = parts[-1] if parts else "source"
-    for suffixes in (COMPRESSED_SUFFIXES, TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES):
-        for suffix in suffixes:
-            name = name.removesuffix(suffix)
-    return safe_name(name)
+def _sampled(found: ResolvedSource, settings: DataSettings) -> ResolvedSource:
+    if settings.sample == 1 or not found.settings.is_remote or settings.mirror:
+        return replace(found, sample=settings.sample)
+    count = max(1, -(-len(found.parts) * settings.sample // 1))
+    keys = shuffle_keys([f"{found.name}/{part.name}" for part in found.parts], 0, "sampled files")
+    chosen = sorted(sorted(range(len(keys)), key=lambda k: int(keys[k]))[: int(count)])
+    share = min(1.0, settings.sample * len(found.parts) / count)
+    return replace(found, parts=tuple(found.parts[k] for k in chosen), sample=share)
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    name, number = safe_name(name), 2
-    candidate = name
+def _unique(name: str, taken: Iterable[str]) -> str:
+    candidate, number = name, 2
     while candidate in taken:
         candidate, number = f"{name}-{number}", number + 1
     return candidate
 
 
-def _location(source: SourceSettings, root: str, world_folder: Path | None) -> str:
-    if source.path == POCKET_WORLD:
-        if world_folder is None:
-            raise UserError("the pocket world has not been generated", where=POCKET_WORLD)
-        return str(Path(world_folder) / "documents" / "*.jsonl")
-    path = os.path.expanduser(source.path)
-    if not root or "://" in path or os.path.isabs(path):
-        return path
-    return f"{os.path.expanduser(root).rstrip('/')}/{path}"
+def _url(source: SourceSettings, settings: DataSettings, world_folder: Path | None) -> str:
+    if source.path != POCKET_WORLD:
+        return location(source, settings.root, settings.mirror)
+    if world_folder is None:
+        raise UserError("the pocket world has not been generated", where=POCKET_WORLD)
+    return str(Path(world_folder) / "documents" / "*.jsonl")
 
 
-def _find(url: str) -> tuple[list[SourceFile], list[str]]:
-    """The readable files at a URL, sorted by name, and the names of the others in a folder."""
+def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile], list[str]]:
+    """The readable files at a URL, sorted by name, and the names of the others in a folder.
+
+    Raises UserError if there is none.
+    """
+    try:
+        files, unreadable = _find(url, source)
+    except (ImportError, ValueError) as error:
+        extra = _EXTRAS.get(url.partition("://")[0])
+        fix = f"Install it: pip install 'affinage[{extra}]'." if extra else ""
+        raise UserError(f"cannot open {url!r}: {error}", where=where, fix=fix) from None
+    except Exception as error:  # OSError, and each library's own
+        raise UserError(
+            f"cannot reach {url!r}: {str(error) or type(error).__name__}",
+            where=where,
+            fix="Is there a network, and are you allowed to read it? A copy can be named in data.mirror.",
+        ) from None
+    if not files:
+        _refuse(url, where, unreadable)
+    if source.sha256 and len(files) > 1:
+        raise UserError(f"`sha256` is of one file, and {len(files)} are in {url!r}", where=where)
+    return files, unreadable
+
+
+def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]]:
+    if url.startswith(("http://", "https://")):
+        return [_web_file(url, source)], []
     filesystem, path = url_to_fs(url)
+    fetched = source.download and filesystem.protocol not in _IN_PLACE and not set(filesystem.protocol) & set(_IN_PLACE)
     # The literal path comes first: file names may contain the characters of a glob.
     if not filesystem.exists(path) and fsspec.core.has_magic(path):
         matches = filesystem.glob(path, detail=True)
@@ -113,31 +136,34 @@ def _find(url: str) -> tuple[list[SourceFile], list[str]]:
         found = {path: filesystem.info(path)}
     else:
         return [], []
-    return _sort_out(filesystem, base, found)
+    return _sort_out(filesystem, base, found, source, fetched)
 
 
-def _sort_out(filesystem: Any, base: str, found: dict[str, Any]) -> tuple[list[SourceFile], list[str]]:
+def _web_file(url: str, source: SourceSettings) -> SourceFile:
+    """The file at a web address; what is in the cache needs no network."""
+    name = PurePosixPath(url.split("?", 1)[0]).name
+    if source.download and (copy := cached_path(url)).is_file():
+        return SourceFile(url, name, copy.stat().st_size, True, source.sha256)
+    filesystem, path = url_to_fs(url)
+    size = int(filesystem.info(path).get("size") or 0)  # raises FileNotFoundError where there is none
+    return SourceFile(url, name, size, source.download, source.sha256)
+
+
+def _sort_out(
+    filesystem: Any, base: str, found: dict[str, Any], source: SourceSettings, fetched: bool
+) -> tuple[list[SourceFile], list[str]]:
     files: list[SourceFile] = []
     unreadable: list[str] = []
     for path in sorted(found):
         name = path.removeprefix(base).lstrip("/")
         if any(part.startswith(".") for part in PurePosixPath(name).parts):
             continue
-        if kind_of(name):
-            files.append(SourceFile(filesystem.unstrip_protocol(path), name, int(found[path].get("size") or 0)))
+        if kind_of(name, code=source.kind == "code"):
+            size = int(found[path].get("size") or 0)
+            files.append(SourceFile(filesystem.unstrip_protocol(path), name, size, fetched, source.sha256))
         else:
             unreadable.append(name)
     return files, unreadable
-
-
-def kind_of(name: str) -> str:
-    """`text`, `lines` or `table` by the name's suffix; "" if affinage does not read such files."""
-    name = name.lower()
-    if name.endswith(TABLE_SUFFIXES):
-        return "table"
-    for suffix in COMPRESSED_SUFFIXES:
-        name = name.removesuffix(suffix)
-    return "text" if name.endswith(TEXT_SUFFIXES) else "lines" if name.endswith(LINES_SUFFIXES) else ""
 
 
 def _refuse(url: str, where: str, unreadable: list[str]) -> None:

@@ -7,3 +7,12 @@ CONTROL_PIECES = ("<pad>", "<unk>", "<s>", "</s>", "<|code|>", "<|endcode|>", "<
 # Newline and tab are tokens of their own, never part of a longer piece. That makes encoding a conversation segment by
 # segment equal to encoding it whole, because every segment of ChatML begins or ends at a newline or a control token.
 FIXED_PIECES = (*CONTROL_PIECES, "\n", "\t")
+
+# What stands in a document's `language` if it is source code: its tokens are wrapped in <|code|> and <|endcode|>. Only
+# a source's settings give it; what a document says of itself never does.
+CODE_LANGUAGE = "code"
+
+
+def frame(language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids before and after the tokens of a document: `<s>` and `</s>`, around source code its own pair as well."""
+    return ((BOS, CODE), (ENDCODE, EOS)) if language == CODE_LANGUAGE else ((BOS,), (EOS,))

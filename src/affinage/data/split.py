@@ -27,7 +27,7 @@ from affinage.data.order import document_keys
 from affinage.errors import UserError
 from affinage.recipe.data import SplitSettings
 
-LARGE_GROUP = 20  # documents; a group of so many gives at least one to validation
+A_FEW = 4  # documents, or groups of them; of so many in a source and language, one goes to validation at least
 NEAR_COPY = "near copy of a validation document"  # the reason in the funnel
 Divided = tuple[pa.RecordBatch, pa.RecordBatch]  # documents to train on, and to validate on
 Divide = Callable[[RowGroup, pa.RecordBatch, Funnel], Divided]  # counts what is in neither in the funnel
@@ -44,7 +44,7 @@ def split(
 ) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the stage's summary.
 
-    By document: of every source and language the share `settings.validation`, rounded, and at least one of 20, goes to
+    By document: of every source and language the share `settings.validation`, rounded, and at least one of 4, goes to
     validation: the documents whose hashes with the seed are smallest, whatever their order in the files. The
     parts of a document that was cut up stay together, and with `settings.group_separator` so do documents whose ids
     agree up to there: the hash is of what they share. A training document with a Jaccard similarity of
@@ -85,6 +85,7 @@ def split(
         "validation": validation.by_group(),
         "validation_documents": validation.documents_out,
         "validation_bytes": validation.bytes_out,
+        "without_validation": sorted(train.by_both.keys() - validation.by_both.keys()) if settings.validation else [],
     }
 
 
@@ -101,7 +102,10 @@ def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dic
     chosen = np.zeros(keys.size, bool)
     for number in range(group_of.max() + 1):
         members = np.flatnonzero(group_of == number)
-        count = max(round(share * members.size), 1 if members.size >= LARGE_GROUP else 0)
+        different = np.unique(keys[members]).size
+        count = max(round(share * members.size), 1 if different >= A_FEW else 0)
+        if different == 1 < members.size:
+            count = 0  # or all of it would go
         chosen[members[np.argsort(keys[members], kind="stable")[:count]]] = True
     chosen = np.isin(keys, keys[chosen])  # what belongs together goes whole, though its languages may differ
     ends = np.cumsum([group.rows for group in groups])

@@ -47,6 +47,14 @@ class MaskSettings(Settings):
     public_only: bool = True  # addresses of private networks, loopback and examples stay
 
 
+class CodeSettings(Settings):
+    """What source code must be to stay, in place of the rules for letters, repetition and language (StarCoder's)."""
+
+    max_line: int = Field(default=1000, gt=0)  # characters of the longest line
+    max_mean_line: float = Field(default=100, gt=0)  # characters
+    min_alphanumeric: Share = 0.25  # of all characters, white space included
+
+
 class CleanSettings(Settings):
     """What a document must be to stay in the corpus (Julian's rules)."""
 
@@ -60,6 +68,7 @@ class CleanSettings(Settings):
     gopher: GopherSettings | None = None  # rules against repetition; `{}` for the published thresholds
     c4: C4Settings | None = None  # rules for lines of web pages; `{}` for the published ones
     mask: MaskSettings | None = None  # e-mail and IP addresses; `{}` replaces them by addresses that are nobody's
+    code: CodeSettings = CodeSettings()  # for documents of sources of `kind: code`
 
 
 class DecontaminateSettings(Settings):

@@ -6,27 +6,22 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.recipe.cleaning import CleanSettings, DecontaminateSettings
 from affinage.recipe.settings import Settings
+from affinage.recipe.sources import POCKET_WORLD, Source, SourceSettings
 
-POCKET_WORLD = "pocket-world"
+__all__ = [
+    "DIGITS",
+    "POCKET_WORLD",
+    "ArraySettings",
+    "CleanSettings",
+    "DataSettings",
+    "DeduplicateSettings",
+    "RowsSettings",
+    "SourceSettings",
+    "SplitSettings",
+    "TokenizerSettings",
+]
+
 DIGITS = "digits"
-
-
-class SourceSettings(Settings):
-    """One place that documents come from. A plain string in a recipe is short for `path`."""
-
-    path: str  # a file, a folder, a glob, an fsspec URL, or `pocket-world` for the generated corpus
-    name: str = ""  # how reports call it; default: the last part of the path
-    language: str = ""  # ISO 639-1 code, if the user knows it; default: identified per document
-    licence: str = ""  # carried with every document into the manifest
-    text_key: str = "text"  # the JSON key or Parquet column that holds the text
-    megabytes: float = Field(default=3.0, gt=0)  # pocket-world only: how much text to generate, in 1e6 bytes
-
-
-def _source_from_string(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-Source = Annotated[SourceSettings, BeforeValidator(_source_from_string)]
 
 
 class DeduplicateSettings(Settings):
@@ -48,6 +43,10 @@ class SplitSettings(Settings):
     by: Literal["document", "tail"] = "document"  # tail: the last part of every document (for a single long text)
 
 
+def _from_string(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
 class ArraySettings(Settings):
     """Images instead of text. A plain string in a recipe is short for `path`."""
 
@@ -61,9 +60,12 @@ class DataSettings(Settings):
     """Where the text comes from and what is done to it before it becomes tokens; or `arrays`, and nothing else."""
 
     sources: tuple[Source, ...] = Field(default=(), min_length=1, validate_default=False)
-    arrays: Annotated[ArraySettings | None, BeforeValidator(_source_from_string)] = None
+    arrays: Annotated[ArraySettings | None, BeforeValidator(_from_string)] = None
+    sample: float = Field(default=1.0, gt=0, le=1)  # share of the documents of each source, chosen by their ids
+    broken_records: Literal["skip", "stop"] = "skip"  # lines that are no JSON and the like: counted, or an error
     damaged_files: Literal["stop", "skip"] = "stop"  # truncated or unreadable: an error, or keep what can be read
     root: str = ""  # a folder or URL that relative source paths start from; default: the working directory
+    mirror: str = ""  # a folder or URL with a copy of every remote source, each in a folder of its name; used instead
     languages: tuple[str, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed
     clean: CleanSettings = CleanSettings()
     deduplicate: DeduplicateSettings | None = DeduplicateSettings()  # null: keep duplicates

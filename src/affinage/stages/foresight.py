@@ -28,6 +28,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     arrays = recipe.data.arrays if recipe.data is not None else None
     if arrays is not None and arrays.path != DIGITS and "arrays" in stages:
         _exists(loaded, arrays.path, ("data", "arrays"))
+    if "collect" in stages:
+        check_sources(loaded)
     if recipe.sft is not None and "conversations" in stages:
         for index, source in enumerate(recipe.sft.sources):
             _exists(loaded, source.path, ("sft", "sources", index))
@@ -47,6 +49,18 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         _check_training(loaded, recipe.pretrain, "pretrain")
     if recipe.sft is not None and "sft" in stages:
         _check_training(loaded, recipe.sft, "sft")
+
+
+def check_sources(loaded: LoadedRecipe) -> None:
+    """See that the text is there that the recipe reads, without reading it. Raises UserError if it is not."""
+    from affinage.data.sources import check as check_source
+
+    data = loaded.recipe.data
+    if data is None:
+        return
+    for index, source in enumerate(data.sources):
+        with _written(loaded, "data", "sources", index):
+            check_source(source, data)
 
 
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
@@ -91,7 +105,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
 
 
 @contextlib.contextmanager
-def _written(loaded: LoadedRecipe, *key: str) -> Iterator[None]:
+def _written(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
     """Say of an error which line of the recipe asked for it."""
     try:
         yield

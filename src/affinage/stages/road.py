@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings
+from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
+from affinage.recipe.sources import is_on_hub, is_url, location
 from affinage.recipe.training import SftSettings, TrainSettings
 from affinage.stages import images, results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
@@ -52,8 +53,10 @@ def uses_pocket_world(recipe: Recipe) -> bool:
 
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
-    sources = [source.path for source in recipe.data.sources] if recipe.data else []
-    return not any("://" in source for source in sources) and all(_is_local_task(task) for task in _tasks(recipe))
+    data = recipe.data
+    places = [location(source, data.root, data.mirror) for source in data.sources] if data else []
+    on_hub = data is not None and any(is_on_hub(source, data.mirror) for source in data.sources)
+    return not on_hub and not any(map(is_url, places)) and all(_is_local_task(task) for task in _tasks(recipe))
 
 
 def local_tasks(recipe: Recipe) -> list[str]:
@@ -86,14 +89,12 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
         stages.append(Stage("world", texts.world, {**_part(recipe, "seed"), **megabytes}))
     if data is None:  # an imported model is only fine-tuned
         return [*stages, Stage("tokenizer", texts.given_tokenizer, {}, (), initial)]
-    local = fingerprints((source.path for source in data.sources), data.root)
+    places = [location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror)]
     from_world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
-    stages.append(
-        Stage("collect", texts.collect, {"data": _json(data, "sources", "root", "damaged_files")}, from_world, local)
-    )
-    stages.append(
-        Stage("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",), continues=True)
-    )
+    collected = {"data": _collected(data)}
+    stages.append(Stage("collect", texts.collect, collected, from_world, fingerprints(places), continues=True))
+    cleaned = {"data": _json(data, "clean", "languages")}
+    stages.append(Stage("clean", texts.clean, cleaned, ("collect",), continues=True))
     if data.deduplicate is not None:
         stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
     if looked_for(recipe):
@@ -119,6 +120,13 @@ def _decontamination(recipe: Recipe, last: str) -> Stage:
     files = fingerprints(task_files(name for name in looked_for(recipe) if _is_local_task(name)))
     files |= fingerprints(data.decontaminate.against)
     return Stage("decontaminate", texts.decontaminate, settings, (last,), files, continues=True)
+
+
+def _collected(data: DataSettings) -> dict[str, Any]:
+    """What is collected: the settings of the sources but for how their files get here."""
+    collected = _json(data, "sources", "root", "mirror", "sample", "broken_records", "damaged_files")
+    collected["sources"] = [{**source, "download": None} for source in collected["sources"]]
+    return collected
 
 
 def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]) -> list[Stage]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from affinage.recipe.data import POCKET_WORLD, DataSettings, SourceSettings
+from affinage.recipe.data import POCKET_WORLD, DataSettings
 from affinage.recipe.recipe import Recipe
+from affinage.recipe.sources import POCKET_MEGABYTES
 from affinage.stages.initial import TOKENIZER, initial_folder
 from affinage.stages.stage import StageContext, Summary
 
@@ -147,8 +148,8 @@ def conversations(context: StageContext) -> Summary:
 
 def pocket_megabytes(recipe: Recipe) -> float:
     """How much text of the pocket world the recipe asks for, in 1e6 bytes."""
-    asked = [source.megabytes for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
-    return max(asked, default=SourceSettings(path=POCKET_WORLD).megabytes)
+    worlds = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
+    return max((source.megabytes or POCKET_MEGABYTES for source in worlds), default=POCKET_MEGABYTES)
 
 
 def _share(context: StageContext) -> Callable[[float], None]:

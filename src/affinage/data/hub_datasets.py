@@ -1,0 +1,155 @@
+"""Streams a dataset of the Hugging Face Hub, or of a folder that `datasets` reads, as documents."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
+from affinage.errors import UserError
+from affinage.recipe.sources import SourceSettings, is_folder
+
+MAX_PARTS = 64  # that a dataset is read in, side by side; each asks the Hub anew
+_SECONDS = 15.0  # that the Hub may take to answer
+_RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
+
+
+@dataclass(frozen=True)
+class DatasetPart:
+    """Part `index` of `parts` of a dataset: some of its files."""
+
+    place: str  # its name on the Hub, or the path of its folder
+    index: int
+    parts: int
+
+    @property
+    def name(self) -> str:
+        """How ids and messages call it, the same on every machine."""
+        name = Path(self.place).name if is_folder(self.place) else self.place
+        return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
+
+
+def check_hub(place: str, settings: SourceSettings, where: str) -> None:
+    """Ask the Hub, once and without patience, whether there is such a dataset that we may read.
+
+    Raises UserError if there is none, it is gated, or the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        api = HfApi()
+        api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
+        api.auth_check(place, repo_type="dataset")  # a gated one shows its card to everybody
+    except GatedRepoError:
+        raise UserError(
+            f"the dataset {place!r} is gated",
+            where=where,
+            fix=f"Accept its terms at https://huggingface.co/datasets/{place}, then log in: hf auth login.",
+        ) from None
+    except (RepositoryNotFoundError, RevisionNotFoundError, ValueError) as error:
+        what = f"revision {settings.revision!r}" if isinstance(error, RevisionNotFoundError) else "dataset"
+        raise UserError(
+            f"the Hub has no such {what} (or hides it): {place!r}",
+            where=where,
+            fix="Is the name right? A folder on this machine is written ./FOLDER; private ones need: hf auth login.",
+        ) from None
+    except HfHubHTTPError as error:
+        raise UserError(f"the Hub refuses the dataset {place!r}: {error}", where=where) from None
+    except Exception as error:
+        raise _unreachable(place, where, error) from None
+
+
+def _unreachable(place: str, where: str, error: Exception) -> UserError:
+    return UserError(
+        f"the Hugging Face Hub cannot be reached for the dataset {place!r}: {str(error).splitlines()[0]}",
+        where=where,
+        fix="Is there a network? A copy on this machine can be named as the source's `path`, or in data.mirror.",
+    )
+
+
+def parts_of(place: str, settings: SourceSettings, where: str) -> list[DatasetPart]:
+    """A dataset in as many parts as it has files, up to `MAX_PARTS`. Raises UserError if it cannot be opened."""
+    if not is_folder(place):
+        check_hub(place, settings, where)
+    elif not Path(place).is_dir():
+        raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
+    try:
+        shards = _open(place, settings).num_shards
+    except (ValueError, TypeError, FileNotFoundError, KeyError) as error:
+        raise UserError(f"cannot open the dataset {place!r}: {error}", where=where) from None
+    except Exception as error:
+        raise _unreachable(place, where, error) from None
+    parts = max(1, min(shards, MAX_PARTS))
+    return [DatasetPart(place, index, parts) for index in range(parts)]
+
+
+class Stream:
+    """The records of one part of a dataset, with its position after the one given last."""
+
+    def __init__(self, part: DatasetPart, settings: SourceSettings, state: dict[str, Any] | None = None) -> None:
+        """Go on where `state` was taken, or begin."""
+        self._part, self._settings = part, settings
+        self._dataset = copy.deepcopy(_open(part.place, settings))  # it holds its position, and is opened once
+        if part.parts > 1:
+            self._dataset = self._dataset.shard(num_shards=part.parts, index=part.index)
+        self._given = 0
+        if state is not None:
+            self._given = state["given"]
+            self._dataset.load_state_dict(state["dataset"])
+
+    def state(self) -> dict[str, Any]:
+        """A JSON-able position, from which another stream gives the records that this one has not given yet."""
+        return {"given": self._given, "dataset": self._dataset.state_dict()}
+
+    def __iter__(self) -> Iterator[Record | BadRecord]:
+        try:
+            for row in self._dataset:
+                self._given += 1
+                yield record_of(row, f"{self._part.name}#{self._given}", self._settings)
+        except (UserError, DamagedFile):
+            raise
+        except Exception as error:  # of `datasets`, pyarrow, the network
+            raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {error}") from None
+
+
+@lru_cache(maxsize=2)
+def _opened(place: str, key: str) -> Any:
+    import datasets
+
+    settings = SourceSettings.model_validate_json(key)
+    datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
+    datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
+    if is_folder(place) and _was_saved(Path(place)):
+        found = datasets.load_from_disk(place)
+        if isinstance(found, datasets.DatasetDict):
+            if settings.split not in found:
+                raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(found)}")
+            found = found[settings.split]
+        return found.to_iterable_dataset(num_shards=min(MAX_PARTS, max(1, len(found) // 100_000)))
+    return datasets.load_dataset(
+        place,
+        settings.config or None,
+        data_dir=settings.data_dir or None,
+        split=settings.split,
+        revision=settings.revision or None,
+        streaming=True,
+    )
+
+
+def _open(place: str, settings: SourceSettings) -> Any:
+    """The streamed dataset, with the columns alone that are needed."""
+    dataset = _opened(place, settings.model_dump_json())
+    names = dataset.column_names
+    if names:
+        if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
+            raise ValueError(f"it has no column {settings.text_key!r}; it has {', '.join(names)}")
+        dataset = dataset.select_columns([name for name in names if name in needed_columns(settings)])
+    return dataset
+
+
+def _was_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()

@@ -1,0 +1,154 @@
+"""Reads MediaWiki XML dumps, such as Wikipedia's: the articles as plain text, streaming, in parts if they have streams.
+
+A multistream dump is bzip2 streams end to end, of about 100 pages each, so that parts of it can be read side by side.
+"""
+
+import bz2
+import re
+import urllib.parse
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+from xml.sax.saxutils import unescape
+
+from mwparserfromhell.parser import ParserError
+
+from affinage.data import records
+from affinage.data.file_kinds import compression_of
+from affinage.data.opening import CHUNK_BYTES, SourceFile, open_plain, open_stored
+from affinage.data.records import BadRecord, DamagedFile, Record
+from affinage.data.wikitext import wikitext_to_text
+from affinage.recipe.sources import SourceSettings
+
+LICENCE = "cc-by-sa-4.0"
+_STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte
+_STREAM_BYTES = 10
+_HEAD_BYTES = 1_000_000
+_TAIL_BYTES = 100
+_PAGE_BYTES = 16_000_000  # MediaWiki itself takes no article over 2 MB
+_DROPPED_NAMESPACES = ("6", "14")  # of files and categories: links to them are no text
+_LANGUAGE = re.compile(r'<mediawiki[^>]*\bxml:lang="([\w-]+)"')
+_NAMESPACE = re.compile(r'<namespace key="(-?\d+)"[^>]*?(?:/>|>([^<]*)</namespace>)')
+_BASE = re.compile(r"<base>([^<]*)/[^/<]*</base>")
+
+
+@dataclass(frozen=True)
+class _Site:
+    language: str
+    base: str  # what the URLs of its articles begin with
+    dropped: frozenset[str]  # names, in lower case, of the namespaces whose links are no text
+
+
+def read_dump(file: SourceFile, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+    """The articles (namespace 0, no redirects) of a dump, or of the streams that begin in the file's part of it.
+
+    Ids are the page ids; what is no article is left out without being counted.
+    """
+    site = _site(file)
+    content = _streams(file) if compression_of(file.name) == ".bz2" else _whole(file)
+    ends = file.stop is None or file.stop == file.bytes
+    for page in _pages(content, file.name, ends):
+        if isinstance(page, BadRecord):
+            yield page
+        elif (article := _article(page, site, file.name)) is not None:
+            yield article
+
+
+def _site(file: SourceFile) -> _Site:
+    """What the head of the dump says about the wiki."""
+    with open_plain(file) as stream:
+        head = stream.read(_HEAD_BYTES).decode("utf-8", "replace")
+    language, base = _LANGUAGE.search(head), _BASE.search(head)
+    if "<mediawiki" not in head or base is None:
+        raise DamagedFile("the file is no MediaWiki dump: it does not begin with <mediawiki> and <siteinfo>")
+    names = {name.lower() for key, name in _NAMESPACE.findall(head) if key in _DROPPED_NAMESPACES}
+    return _Site(language[1] if language else "", unescape(base[1]), frozenset({"file", "image", "category", *names}))
+
+
+def _whole(file: SourceFile) -> Iterator[bytes]:
+    with open_plain(file) as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _streams(file: SourceFile) -> Iterator[bytes]:
+    """The content of all bzip2 streams that begin in [file.start, file.stop), each to its end."""
+    stop = file.bytes if file.stop is None else file.stop
+    with open_stored(file) as raw:
+        start = _next_stream(raw, file.start, stop)
+        while start is not None:
+            raw.seek(start)
+            decompressor = bz2.BZ2Decompressor()
+            while not decompressor.eof:
+                chunk = raw.read(CHUNK_BYTES) if decompressor.needs_input else b""
+                if not chunk and decompressor.needs_input:
+                    raise EOFError("the last bzip2 stream has no end")
+                yield decompressor.decompress(chunk, 1 << 20)
+            start = _next_stream(raw, raw.tell() - len(decompressor.unused_data), stop)
+
+
+def _next_stream(raw: IO[bytes], start: int, stop: int) -> int | None:
+    """Where the first stream at or after `start` begins, if that is before `stop`."""
+    raw.seek(start)
+    window = b""  # the bytes from `start` on
+    while start < stop and (chunk := raw.read(CHUNK_BYTES)):
+        window += chunk
+        if found := _STREAM.search(window):
+            return start + found.start() if start + found.start() < stop else None
+        passed = max(0, len(window) - _STREAM_BYTES + 1)
+        start, window = start + passed, window[passed:]
+    return None
+
+
+def _pages(content: Iterator[bytes], name: str, ends: bool) -> Iterator[bytes | BadRecord]:
+    """The `<page>` elements, one by one; one over the limit is skipped without being held.
+
+    Where the dump `ends` in this content, its end must be there.
+    """
+    tail = b""
+    limit, buffer, skipping, number = min(_PAGE_BYTES, records.MAX_RECORD_BYTES), b"", False, 0
+    for chunk in content:
+        buffer += chunk
+        tail = (tail + chunk[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        while True:
+            if skipping:
+                end = buffer.find(b"</page>")
+                buffer = buffer[end:] if end >= 0 else buffer[-6:]
+                if end < 0:
+                    break
+                skipping = False
+            start = buffer.find(b"<page>")
+            end = buffer.find(b"</page>", max(start, 0))
+            if start < 0:
+                buffer = buffer[-6:]
+                break
+            if end < 0:
+                if len(buffer) - start > limit:
+                    yield BadRecord(f"{name}#{number + 1}", "too large", f"a page over {limit / 1e6:.0f} MB")
+                    number, skipping = number + 1, True
+                    continue
+                break
+            number += 1
+            yield buffer[start : end + 7]
+            buffer = buffer[end + 7 :]
+    if ends and tail and b"</mediawiki>" not in tail:
+        raise DamagedFile("the file is cut off: the dump has no </mediawiki>")
+
+
+def _article(page: bytes, site: _Site, name: str) -> Record | BadRecord | None:
+    try:
+        element = ElementTree.fromstring(page)
+    except ElementTree.ParseError as error:
+        return BadRecord(name, "not XML", str(error), page[:200].decode("utf-8", "replace"))
+    if element.findtext("ns") != "0" or element.find("redirect") is not None:
+        return None
+    id, title = element.findtext("id") or "", element.findtext("title") or ""
+    try:
+        text = wikitext_to_text(element.findtext("revision/text") or "", site.dropped)
+    except (ParserError, RecursionError) as error:
+        return BadRecord(id, "wikitext cannot be parsed", str(error), title)
+    if not text:
+        return BadRecord(id, "empty", f"no text in the article {title!r}")
+    url = f"{site.base}/{urllib.parse.quote(title.replace(' ', '_'), safe='/:(),')}"
+    return Record(id, f"{title}\n\n{text}", language=site.language, url=url, licence=LICENCE)

@@ -1,0 +1,150 @@
+"""Wikitext to plain text: what a reader of the article reads, without tables, references, pictures and boxes."""
+
+import re
+from collections.abc import Callable, Iterable
+
+import mwparserfromhell
+from mwparserfromhell import nodes
+from mwparserfromhell.wikicode import Wikicode
+
+# Elements that hold no running text.
+_DROPPED_TAGS = frozenset(
+    "ref references table gallery math chem timeline score imagemap syntaxhighlight source pre style script "
+    "templatestyles mapframe maplink hiero graph section indicator inputbox categorytree".split()
+)
+# Sections that list where to read on.
+_DROPPED_SECTIONS = frozenset(
+    {"references", "external links", "see also", "further reading", "notes", "bibliography", "sources", "citations"}
+    | {"notes and references", "footnotes", "références", "notes et références", "liens externes", "voir aussi"}
+    | {"bibliographie", "annexes", "articles connexes", "note", "notes"}
+)
+_MAGIC_WORDS = re.compile(r"__[A-Z]{3,}__")
+_EMPTY_BRACKETS = re.compile(r" ?\((?:[\s,;:]|\u00a0)*\)")
+_AFTER_BRACKET = re.compile(r"\((?:[\s,;]|\u00a0)+(?=\S)")  # what a template left before the text: (; born 1840)
+_SPACE_BEFORE = re.compile(r" +(?=[,.)])")
+_SPACES = re.compile(r"[ \t]+")
+_INTERLANGUAGE = re.compile(r"^[a-z]{2,3}(-[a-z]+)?$")
+_CENTURY = re.compile(r"^(-?[ivxlc]+)(er|re|e|ème)? (siècle|millénaire)( av\. j\.-c\.)?$", re.IGNORECASE)
+
+
+def _arguments(*wanted: int, joined: str = " ") -> Callable[[list[str]], str]:
+    """Template text: these of its unnamed arguments."""
+    return lambda given: joined.join(given[i] for i in wanted if i < len(given) and given[i])
+
+
+def _all(given: list[str]) -> str:
+    return " ".join(filter(None, given))
+
+
+def _century(given: list[str]) -> str:
+    return f"{given[0].upper()}{'er' if given[0].lower() == 'i' else 'e'} siècle" if given and given[0] else ""
+
+
+# Templates that stand for words in a sentence; without them its meaning would be lost. All others are dropped.
+_TEMPLATES: dict[str, Callable[[list[str]], str]] = {
+    **dict.fromkeys(("lang", "langue"), _arguments(1)),
+    **dict.fromkeys(
+        ("nowrap", "nobr", "nobreak", "citation", "«", "small", "abbr", "abréviation", "ill"), _arguments(0)
+    ),
+    **dict.fromkeys(("date", "date-", "date de naissance", "date de décès", "unité", "formatnum", "nb", "heure"), _all),
+    **dict.fromkeys(("convert", "cvt"), _arguments(0, 1)),
+    **dict.fromkeys(("s", "s-", "s2", "siècle"), _century),
+    **dict.fromkeys(("er", "1er"), lambda _: "er"),
+    **dict.fromkeys(("circa", "c."), lambda given: f"c. {given[0]}" if given else "c."),
+    **dict.fromkeys(("no", "numéro", "n°"), lambda _: "nº"),
+    **dict.fromkeys(("snd", "spnd", "ndash", "–"), lambda _: " – "),
+    "!": lambda _: "|",
+}
+
+
+def wikitext_to_text(wikitext: str, dropped_namespaces: Iterable[str] = ("file", "image", "category")) -> str:
+    """The running text of an article, paragraphs and headings apart by a blank line; "" if there is none.
+
+    `dropped_namespaces` (in lower case) are those whose links are no text: pictures and categories, in the wiki's
+    language. Sections that only list references and links, and those left empty, are dropped with their headings.
+    """
+    code = mwparserfromhell.parse(wikitext)
+    return _without_empty_sections(_tidy(_render(code, frozenset(dropped_namespaces))))
+
+
+_HEADING = "\x01"  # marks the line of a heading, with its level as a letter, until empty sections are gone
+
+
+def _render(code: Wikicode, dropped: frozenset[str]) -> str:
+    return "".join(_render_node(node, dropped) for node in code.nodes)
+
+
+def _render_node(node: nodes.Node, dropped: frozenset[str]) -> str:
+    match node:
+        case nodes.Text():
+            return str(node.value)
+        case nodes.Wikilink():
+            return _link(node, dropped)
+        case nodes.ExternalLink():
+            return _render(node.title, dropped) if node.title is not None else ""
+        case nodes.Heading():
+            return f"\n\n{_HEADING}{node.level}{_render(node.title, dropped).strip()}\n\n"
+        case nodes.Template():
+            return _template(node, dropped)
+        case nodes.Tag():
+            return _tag(node, dropped)
+        case nodes.HTMLEntity():
+            return str(node.normalize())
+        case nodes.Argument():
+            return _render(node.default, dropped) if node.default is not None else ""
+    return ""  # comments
+
+
+def _link(node: nodes.Wikilink, dropped: frozenset[str]) -> str:
+    title = str(node.title).strip()
+    namespace = title.partition(":")[0].strip().lower() if ":" in title else ""
+    if namespace in dropped or (_INTERLANGUAGE.match(namespace) and node.text is None):
+        return ""
+    return _render(node.text, dropped) if node.text is not None else title.lstrip(":")
+
+
+def _template(node: nodes.Template, dropped: frozenset[str]) -> str:
+    name = str(node.name).strip()
+    if century := _CENTURY.match(name):
+        return f"{century[1].upper()}{century[2] or 'e'} {century[3].lower()}{(century[4] or '').lower()}"
+    shown = _TEMPLATES.get(name.lower())
+    if shown is None:
+        return ""
+    return shown([_render(each.value, dropped).strip() for each in node.params if not each.showkey])
+
+
+def _tag(node: nodes.Tag, dropped: frozenset[str]) -> str:
+    name = str(node.tag).strip().lower()
+    if name in _DROPPED_TAGS:
+        return ""
+    if name in ("br", "hr"):
+        return "\n"
+    if name in ("li", "dd", "dt") or node.self_closing:
+        return ""  # the sign of a list; its text follows
+    return _render(node.contents, dropped) if node.contents is not None else ""
+
+
+def _tidy(text: str) -> str:
+    text = _MAGIC_WORDS.sub("", text).replace("\r", "")
+    text = _AFTER_BRACKET.sub("(", _EMPTY_BRACKETS.sub("", text))
+    lines = [_SPACE_BEFORE.sub("", _SPACES.sub(" ", line)).strip() for line in text.split("\n")]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _without_empty_sections(text: str) -> str:
+    """Drop headings after which no text comes before the next of their rank, and sections that only list links."""
+    kept: list[str] = []
+    dropping = 0  # the level of the heading whose section is being dropped
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith(_HEADING):
+            level = int(paragraph[1])
+            if dropping and level > dropping:
+                continue
+            dropping = level if paragraph[2:].strip().lower() in _DROPPED_SECTIONS else 0
+            while kept and kept[-1].startswith(_HEADING) and int(kept[-1][1]) >= level:
+                kept.pop()
+        if not dropping and paragraph.strip():
+            kept.append(paragraph)
+    while kept and kept[-1].startswith(_HEADING):
+        kept.pop()
+    return "\n\n".join(each[2:] if each.startswith(_HEADING) else each for each in kept)

@@ -1,0 +1,89 @@
+"""Small sources of every form, written by the tests themselves."""
+
+import bz2
+import io
+import json
+from pathlib import Path
+
+from warcio.statusandheaders import StatusAndHeaders
+from warcio.warcwriter import WARCWriter
+
+WORDS = {
+    "en": "the old bridge crosses a slow river where seven children sing about winter bread and cheese in the evening",
+    "fr": "le vieux pont traverse une rivière lente où sept enfants chantent le pain et le fromage de l'hiver au soir",
+}
+
+
+def prose(language: str, number: int, sentences: int = 6) -> str:
+    """Distinct text in a language, of about 100 characters a sentence."""
+    words = WORDS[language].split()
+    lines = []
+    for k in range(sentences):
+        turned = words[(number * 7 + k * 3) % len(words) :] + words[: (number * 7 + k * 3) % len(words)]
+        lines.append(f"{' '.join(turned).capitalize()} {number * 1009 + k * 31}.")
+    return " ".join(lines)
+
+
+def web_archive(pages: list[tuple[str, bytes, str, str]], *, gzipped: bool = True) -> bytes:
+    """A WARC file of answers: (url, body, content type, status)."""
+    out = io.BytesIO()
+    writer = WARCWriter(out, gzip=gzipped)
+    writer.write_record(writer.create_warcinfo_record("test.warc.gz", {"software": "test"}))
+    for url, body, kind, status in pages:
+        headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.1")
+        record = writer.create_warc_record(url, "response", payload=io.BytesIO(body), http_headers=headers)
+        writer.write_record(record)
+    return out.getvalue()
+
+
+def html(title: str, paragraphs: list[str]) -> bytes:
+    body = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+    page = (
+        f"<html><head><title>{title}</title><style>p {{color: red}}</style><script>var hidden = 1;</script></head>"
+        f"<body><nav><a href='/'>Home</a> <a href='/about'>About us</a></nav><main><h1>{title}</h1>{body}</main>"
+        "<footer>All rights reserved</footer></body></html>"
+    )
+    return page.encode()
+
+
+def page(id: int, title: str, text: str, *, ns: int = 0, redirect: bool = False) -> str:
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    to = '<redirect title="Elsewhere" />' if redirect else ""
+    return (
+        f"  <page>\n    <title>{title}</title>\n    <ns>{ns}</ns>\n    <id>{id}</id>\n    {to}\n    <revision>\n"
+        f'      <id>{id}99</id>\n      <text xml:space="preserve">{escaped}</text>\n    </revision>\n  </page>\n'
+    )
+
+
+def dump_streams(language: str, groups: list[list[str]]) -> list[bytes]:
+    """The bzip2 streams of a multistream dump: the head, the groups of pages, the end."""
+    names = {"fr": ("Fichier", "Catégorie"), "en": ("File", "Category")}[language]
+    head = (
+        f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="{language}">\n'
+        f"  <siteinfo>\n    <sitename>Wikipédia</sitename>\n    <base>https://{language}.wikipedia.org/wiki/Main</base>\n"
+        f'    <namespaces>\n      <namespace key="0" case="first-letter" />\n'
+        f'      <namespace key="6" case="first-letter">{names[0]}</namespace>\n'
+        f'      <namespace key="14" case="first-letter">{names[1]}</namespace>\n    </namespaces>\n  </siteinfo>\n'
+    )
+    return [bz2.compress(part.encode()) for part in (head, *map("".join, groups), "</mediawiki>\n")]
+
+
+def book(number: int, language: str, chapters: int = 3) -> str:
+    """A book in the form of Project Gutenberg's plain text files."""
+    heading = {"English": "CHAPTER", "French": "CHAPITRE"}[language]
+    code = {"English": "en", "French": "fr"}[language]
+    numbers = "I II III IV V".split()[:chapters]
+    parts = "\n\n".join(f"{heading} {n}\n\n{prose(code, number * 50 + k)}" for k, n in enumerate(numbers))
+    return (
+        f"\ufeffThe Project Gutenberg eBook of A Tale\n\nTitle: A Tale\n\nAuthor: Nobody\n\n"
+        f"Release date: May 1, 2001 [eBook #{number}]\n\nLanguage: {language}\n\n"
+        f"*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\nProduced by Volunteers\n\n\nA TALE\n\nby Nobody\n\n"
+        f"Contents\n\n{heading} I\n\n{heading} II\n\n\n{parts}\n\n\n"
+        "*** END OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\nUpdated editions will replace the previous one.\n"
+    )
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return path

@@ -1,0 +1,150 @@
+"""Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from source_forms import write_lines
+
+from affinage.data import collect as collecting
+from affinage.data import documents
+from affinage.data.collect import collect
+from affinage.data.documents import read_documents
+from affinage.data.hub_datasets import DatasetPart, Stream, parts_of
+from affinage.errors import UserError
+from affinage.recipe.data import DataSettings, SourceSettings
+
+
+def run(folder, source, **settings):
+    summary = collect(DataSettings(sources=[source], **settings), folder)
+    return summary, [row for batch in read_documents(folder) for row in batch.to_pylist()]
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """A dataset of three Parquet files in several row groups."""
+    folder = tmp_path / "tables"
+    (folder / "data").mkdir(parents=True)
+    for file in range(3):
+        rows = range(40)
+        table = pa.table(
+            {
+                "text": [f"text {file}-{row} of the dataset" for row in rows],
+                "url": [f"https://a.example/{file}/{row}" for row in rows],
+                "lang": ["fr" if row % 4 == 0 else "en" for row in rows],
+                "other": [[1.0, 2.0]] * len(rows),
+            }
+        )
+        pq.write_table(table, folder / "data" / f"train-{file:05d}-of-00003.parquet", row_group_size=7)
+    return folder
+
+
+def expected():
+    return [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
+
+
+def test_a_folder_of_parquet(tables, tmp_path):
+    summary, rows = run(tmp_path / "out", {"dataset": str(tables), "name": "tables", "licence": "odc-by"})
+    assert [row["text"] for row in rows] == expected()
+    assert rows[41] == {
+        "id": "tables/1-of-3#2",
+        "source": "tables",
+        "language": "en?",
+        "url": "https://a.example/1/1",
+        "licence": "odc-by",
+        "text": "text 1-1 of the dataset",
+    }
+    assert summary["documents_out"] == 120
+
+
+def test_only_what_is_asked_for(tables, tmp_path):
+    summary, rows = run(tmp_path / "out", {"dataset": str(tables), "where": {"lang": "fr"}})
+    assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
+
+
+def test_a_folder_of_json_lines_and_a_saved_dataset(tmp_path):
+    write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
+    _, rows = run(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
+    assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
+    saved = datasets.Dataset.from_dict({"body": [f"line {i}" for i in range(9)]})
+    datasets.DatasetDict({"train": saved, "test": saved.select(range(2))}).save_to_disk(tmp_path / "saved")
+    source = {"dataset": str(tmp_path / "saved"), "text_key": "body"}
+    assert [row["text"] for row in run(tmp_path / "two", source)[1]] == [row["text"] for row in rows]
+    assert len(run(tmp_path / "three", {**source, "split": "test"})[1]) == 2
+    with pytest.raises(UserError, match="no split 'dev'; it has train, test"):
+        run(tmp_path / "four", {**source, "split": "dev"})
+
+
+def test_a_stream_goes_on_from_every_position(tables):
+    settings = SourceSettings(dataset=str(tables))
+    whole = list(Stream(DatasetPart(str(tables), 0, 1), settings))
+    assert [record.text for record in whole] == expected()
+    for taken in range(1, 120, 7):
+        stream = Stream(DatasetPart(str(tables), 0, 1), settings)
+        records = iter(stream)
+        for _ in range(taken):
+            next(records)
+        state = json.loads(json.dumps(stream.state()))
+        assert list(Stream(DatasetPart(str(tables), 0, 1), settings, state)) == whole[taken:]
+
+
+def test_a_killed_stage_goes_on_within_the_stream(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 200)
+    monkeypatch.setattr(documents, "FILE_BYTES", 400)
+    _, whole = run(tmp_path / "whole", {"dataset": str(tables), "name": "x"})
+    read = []
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(Stream):
+        def __iter__(self):
+            for record in super().__iter__():
+                read.append(record.text)
+                if len(read) == 70:
+                    raise Killed
+                yield record
+
+    monkeypatch.setattr(collecting, "Stream", Dying)
+    with pytest.raises(Killed):
+        run(tmp_path / "out", {"dataset": str(tables), "name": "x"})
+    assert list((tmp_path / "out").glob("finished/*.json"))
+    _, rows = run(tmp_path / "out", {"dataset": str(tables), "name": "x"})
+    assert rows == whole
+    assert 120 < len(read) < 70 + 70, "what was read before is not read again"
+    assert not (tmp_path / "out" / "finished").exists()
+
+
+def test_a_dataset_without_the_column(tables, tmp_path):
+    with pytest.raises(UserError, match="no column 'body'; it has text, url, lang, other"):
+        run(tmp_path / "out", {"dataset": str(tables), "text_key": "body"})
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="there is no folder"):
+        run(tmp_path / "out", {"dataset": str(tmp_path / "nowhere")})
+
+
+def test_a_hub_that_cannot_be_reached_is_one_message_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="cannot be reached for the dataset 'HuggingFaceFW/fineweb-edu'") as error:
+        parts_of("HuggingFaceFW/fineweb-edu", SourceSettings(preset="fineweb-edu"), "data.sources[0]")
+    assert error.value.where == "data.sources[0]" and "data.mirror" in error.value.fix
+
+
+def test_presets():
+    stack = SourceSettings(preset="the-stack")
+    assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
+    wikipedia = SourceSettings(preset="wikipedia", language="fr")
+    assert (wikipedia.config, wikipedia.licence, wikipedia.title) == ("20231101.fr", "cc-by-sa-4.0", "wikipedia-fr")
+    oscar = SourceSettings(preset="oscar-2301", language="en", megabytes=5)
+    assert oscar.path == "hf://datasets/oscar-corpus/OSCAR-2301/en_meta/*.jsonl.zst" and oscar.megabytes == 5
+    mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
+    assert (mine.dataset, mine.config, mine.split, mine.licence) == ("me/mine", "", "dev", "odc-by")
+    assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
+    for wrong in ({"preset": "nonsense"}, {"preset": "wikipedia"}, {}, {"path": "a", "dataset": "b"}):
+        with pytest.raises(ValueError):
+            SourceSettings(**wrong)

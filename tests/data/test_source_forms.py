@@ -1,0 +1,328 @@
+"""Web archives, Wikipedia dumps and Gutenberg books become documents with id, URL, language and licence."""
+
+import bz2
+import gzip
+import lzma
+from dataclasses import replace
+
+import pytest
+from source_forms import book, dump_streams, html, page, prose, web_archive, write_lines
+
+from affinage.data import wikipedia
+from affinage.data.collect import collect
+from affinage.data.documents import read_documents
+from affinage.data.gutenberg import split_chapters, strip_licence
+from affinage.data.opening import SourceFile
+from affinage.data.readers import read_records
+from affinage.data.records import BadRecord, DamagedFile
+from affinage.data.wikitext import wikitext_to_text
+from affinage.errors import UserError
+from affinage.recipe.data import DataSettings, SourceSettings
+
+
+def records(path, **settings):
+    file = SourceFile(str(path), path.name, path.stat().st_size)
+    return list(read_records(file, SourceSettings(path=str(path), **settings)))
+
+
+def run(tmp_path, *sources, **settings):
+    summary = collect(DataSettings(sources=sources, **settings), tmp_path / "collected")
+    return summary, [row for batch in read_documents(tmp_path / "collected") for row in batch.to_pylist()]
+
+
+# --- web archives
+
+
+PAGES = [
+    ("https://a.example/bridges", html("Bridges", [prose("en", 1), prose("en", 2)]), "text/html", "200 OK"),
+    ("https://a.example/logo.png", b"\x89PNG", "image/png", "200 OK"),
+    ("https://a.example/gone", html("Gone", ["not here"]), "text/html", "404 Not Found"),
+    ("https://a.example/fr", "<p>déjà la fenêtre</p>".encode("latin1"), "text/html; charset=latin1", "200 OK"),
+]
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
+def test_the_pages_of_a_web_archive(tmp_path, name):
+    (tmp_path / name).write_bytes(web_archive(PAGES, gzipped=name.endswith("gz")))
+    summary, rows = run(tmp_path, {"path": str(tmp_path / name), "licence": "unknown"})
+    assert [row["url"] for row in rows] == ["https://a.example/bridges", "https://a.example/fr"]
+    first = rows[0]["text"]
+    assert prose("en", 1) in first and f"{prose('en', 1)}\n" in first, "paragraphs stay apart"
+    assert not {"hidden", "color", "About us", "All rights"} & {
+        w for w in ("hidden", "color", "About us") if w in first
+    }
+    assert rows[1]["text"].strip() == "déjà la fenêtre"
+    assert len(rows[0]["id"]) == 36 and rows[0]["licence"] == "unknown"
+    assert summary["removed"] == {"not HTML": 1, "not found": 1}
+
+
+@pytest.mark.parametrize("cut", [30, 400])
+@pytest.mark.parametrize("gzipped", [True, False])
+def test_a_web_archive_that_is_cut_off(tmp_path, gzipped, cut):
+    path = tmp_path / ("a.warc.gz" if gzipped else "a.warc")
+    path.write_bytes(web_archive(PAGES[:1], gzipped=gzipped)[:-cut])
+    with pytest.raises(DamagedFile, match="cut off"):
+        records(path)
+
+
+def test_what_is_no_web_archive(tmp_path):
+    (tmp_path / "a.warc").write_bytes(b"hello world\n" * 100)
+    with pytest.raises(DamagedFile):
+        records(tmp_path / "a.warc")
+
+
+# --- Wikipedia
+
+
+WIKITEXT = """{{Infobox Pont|nom=X|image=y.jpg|texte={{lang|en|z}}}}
+[[Fichier:Pont.jpg|thumb|Un [[pont]] vieux]]
+'''Le Pont''' (; né le {{date|14|juillet|1789}} à [[Paris (ville)|Paris]]) est un ''pont''<ref>Une source</ref> du
+{{s|XIX}}, et non du {{XIIe siècle}}, long de {{unité|5|km}} et de 3&times;2 arches ({{pasDeTexte}}).
+
+== Histoire ==
+* premier
+# [[:Catégorie:Ponts|les ponts]] et [https://x.example un site]
+
+{| class="wikitable"
+! a
+|-
+| b
+|}
+<!-- un commentaire -->
+=== Vide ===
+<gallery>
+a.jpg
+</gallery>
+== Notes et références ==
+{{Références}}
+== Liens externes ==
+* [https://y.example Y]
+[[Catégorie:Pont]]
+[[en:Bridge]]
+__NOTOC__"""
+
+
+def test_wikitext_becomes_what_a_reader_reads():
+    assert wikitext_to_text(WIKITEXT, {"fichier", "catégorie"}) == (
+        "Le Pont (né le 14 juillet 1789 à Paris) est un pont du\n"
+        "XIXe siècle, et non du XIIe siècle, long de 5 km et de 3×2 arches.\n\n"
+        "Histoire\n\npremier\nles ponts et un site"
+    )
+
+
+@pytest.mark.parametrize(
+    "wikitext", ["", "{{", "[[", "<ref>", "{|", "== a ==", "[[a|", "{{{1|x}}}", "'''''", "<nowiki>"]
+)
+def test_broken_wikitext_is_no_error(wikitext):
+    wikitext_to_text(wikitext)
+
+
+def test_deeply_nested_wikitext_is_no_error():
+    assert isinstance(wikitext_to_text("{{a|" * 3_000 + "x" + "}}" * 3_000), str)
+
+
+GROUPS = [
+    [page(1, "Le Pont", WIKITEXT), page(2, "Pont", "#REDIRECT [[Le Pont]]", redirect=True)],
+    [page(3, "Discussion:Pont", "bla", ns=1), page(4, "Été &amp; hiver", f"L'été. {prose('fr', 1)}")],
+    [page(5, "Vide", "{{Ébauche}}")],
+]
+
+
+def test_a_multistream_dump(tmp_path):
+    path = tmp_path / "frwiki-pages-articles-multistream.xml.bz2"
+    path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
+    summary, rows = run(tmp_path, {"path": str(path), "name": "wikipedia"})
+    assert [(row["id"], row["url"]) for row in rows] == [
+        ("1", "https://fr.wikipedia.org/wiki/Le_Pont"),
+        ("4", "https://fr.wikipedia.org/wiki/%C3%89t%C3%A9_%26_hiver"),
+    ]
+    assert rows[0]["text"].startswith("Le Pont\n\nLe Pont (né le 14 juillet")
+    assert {(row["language"], row["licence"]) for row in rows} == {("fr?", "cc-by-sa-4.0")}
+    assert summary["removed"] == {"empty": 1}, "redirects and talk pages are no articles"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100, 1 << 16])
+@pytest.mark.parametrize("size", [1, 97, 300, 1000])
+def test_a_dump_read_in_parts_gives_every_article_once(tmp_path, monkeypatch, size, chunk):
+    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", chunk if size > 1 else 1 << 16)
+    path = tmp_path / "a.xml.bz2"
+    path.write_bytes(b"".join(dump_streams("fr", GROUPS)))
+    whole = SourceFile(str(path), path.name, path.stat().st_size)
+    found = []
+    for start in range(0, whole.bytes, size):
+        part = replace(whole, start=start, stop=min(start + size, whole.bytes))
+        found += [record.id for record in read_records(part, SourceSettings(path=str(path)))]
+    assert found == ["1", "4", "5"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+def test_a_dump_of_another_compression(tmp_path, suffix):
+    plain = bz2.decompress(b"".join(dump_streams("en", GROUPS)))
+    path = tmp_path / f"a.xml{suffix}"
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix](plain))
+    assert [record.id for record in records(path)] == ["1", "4", "5"]
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix](plain[:-50]))
+    with pytest.raises(DamagedFile, match="cut off"):
+        records(path)
+
+
+def test_damaged_dumps(tmp_path):
+    streams = dump_streams("fr", GROUPS)
+    for name, content, said in [
+        ("cut.xml.bz2", b"".join(streams)[:-60], "cut off"),
+        ("ended.xml.bz2", b"".join(streams[:-1]), "cut off"),
+        ("other.xml", b"<feed></feed>", "no MediaWiki dump"),
+        ("garbled.xml.bz2", streams[0] + streams[1][:80] + b"\0" * 40 + streams[1][120:], "cannot be read|damaged"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DamagedFile, match=said):
+            records(tmp_path / name)
+
+
+def test_a_huge_page_is_skipped_without_being_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(wikipedia, "_PAGE_BYTES", 20_000)
+    monkeypatch.setattr(wikipedia, "CHUNK_BYTES", 64)
+    path = tmp_path / "a.xml.bz2"
+    large = "".join(f"{i * 7919} " for i in range(200_000))
+    pages = [[page(1, "A", prose("en", 1)), page(2, "B", large), page(3, "C", prose("en", 2))]]
+    path.write_bytes(b"".join(dump_streams("en", pages)))
+    found = records(path)
+    assert [record.id for record in found] == ["1", "a.xml.bz2#2", "3"]
+    assert isinstance(found[1], BadRecord) and found[1].reason == "too large"
+
+
+# --- Project Gutenberg
+
+
+def test_a_book_is_cut_into_chapters(tmp_path):
+    (tmp_path / "pg12.txt").write_text(book(12, "French"))
+    _, rows = run(tmp_path, {"path": str(tmp_path / "pg12.txt"), "kind": "gutenberg"})
+    assert [row["id"] for row in rows] == ["12#0", "12#1", "12#2", "12#3"]
+    assert rows[0]["text"].startswith("A TALE\n\nby Nobody\n\nContents") and rows[0]["text"].endswith("CHAPITRE II")
+    assert rows[1]["text"] == f"CHAPITRE I\n\n{prose('fr', 600)}"
+    assert rows[3]["text"] == f"CHAPITRE III\n\n{prose('fr', 602)}"
+    assert {(row["url"], row["language"], row["licence"]) for row in rows} == {
+        ("https://www.gutenberg.org/ebooks/12", "fr?", "public domain in the USA (Project Gutenberg)")
+    }
+
+
+def test_books_in_a_table_are_cut_too(tmp_path):
+    lines = [{"id": "7-0", "text": book(7, "English")}, {"id": "8-0", "text": "No marks.\n\n" + prose("en", 3)}]
+    path = write_lines(tmp_path / "books.jsonl", lines)
+    _, rows = run(tmp_path, {"path": str(path), "kind": "gutenberg"})
+    assert [row["id"] for row in rows] == ["7#0", "7#1", "7#2", "7#3", "8#0"]
+
+
+def test_old_books_in_latin_letters(tmp_path):
+    old = (
+        "The Project Gutenberg Etext of Un Conte\n\n[Etext #99]\n\nCharacter set encoding: ISO-8859-1\n\n"
+        "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
+        f"Déjà l'été.\n\n{prose('fr', 1)}\n\nEnd of the Project Gutenberg Etext of Un Conte\n\nMore small print\n"
+    )
+    (tmp_path / "conte.txt").write_bytes(old.encode("latin1"))
+    (found,) = records(tmp_path / "conte.txt", kind="gutenberg")
+    assert found.id == "99#0" and found.text == f"Déjà l'été.\n\n{prose('fr', 1)}"
+
+
+def test_a_book_under_copyright_is_refused(tmp_path):
+    text = book(5, "English").replace("Title:", "** This is a COPYRIGHTED Project Gutenberg eBook **\n\nTitle:")
+    (tmp_path / "5.txt").write_text(text)
+    (found,) = records(tmp_path / "5.txt", kind="gutenberg")
+    assert isinstance(found, BadRecord) and found.reason == "under copyright"
+
+
+def test_headings_of_both_languages():
+    long = prose("en", 1, 8)
+    headings = [
+        "CHAPTER I.",
+        "Chapitre premier",
+        "LIVRE II",
+        "PREMIÈRE PARTIE",
+        "IV",
+        "Épilogue",
+        "ACT 3",
+        "Part the First",
+    ]
+    headings.remove("Part the First")
+    body = "".join(f"\n\n{heading}\n\n{long}" for heading in headings)
+    assert [part.split("\n")[0] for part in split_chapters(body)] == headings
+    assert "".join(split_chapters(body)).replace("\n", "") == body.replace("\n", ""), "nothing is lost"
+
+
+def test_a_heading_of_a_book_stays_with_its_first_chapter():
+    long = prose("en", 2, 8)
+    body = f"BOOK I\n\nCHAPTER I\n\n{long}\n\nBOOK II\n\nCHAPTER I\n\n{long}"
+    parts = split_chapters(body)
+    assert [part.split("\n\n")[:2] for part in parts[-1:]] == [["BOOK II", "CHAPTER I"]]
+
+
+def test_a_sentence_that_begins_like_a_heading_is_none():
+    text = f"He said: part one of the plan is done.\n\n{prose('en', 3)}\n\nI\nwent home.\n\n{prose('en', 4)}"
+    assert split_chapters(text) == [text]
+
+
+def test_a_text_without_marks_is_kept_whole():
+    assert strip_licence(f"{prose('en', 1)}\n") == prose("en", 1)
+
+
+# --- code
+
+
+def test_code_is_collected_as_code(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "src" / "Makefile").write_text("all:\n\tmake it\n")
+    (tmp_path / "src" / "logo.png").write_bytes(b"\x89PNG")
+    summary, rows = run(tmp_path, {"path": str(tmp_path / "src"), "kind": "code"})
+    assert [(row["id"], row["language"]) for row in rows] == [("Makefile", "code"), ("a.py", "code")]
+    assert summary["removed"] == {"unknown kind of file": 1}
+
+
+def test_no_document_makes_itself_code(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "Not code at all.", "language": "code"}])
+    _, (row,) = run(tmp_path, str(path))
+    assert row["language"] == ""
+
+
+def test_the_stack_as_its_preset_names_its_columns(tmp_path):
+    lines = [
+        {
+            "content": "print(1)\n",
+            "hexsha": "abc",
+            "lang": lang,
+            "max_stars_repo_name": "a/b",
+            "max_stars_repo_head_hexsha": "f00",
+            "max_stars_repo_path": "x/y.py",
+            "max_stars_repo_licenses": ["MIT", "Apache-2.0"],
+        }
+        for lang in ("Python", "Java", "HTML")
+    ]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    source = {"preset": "the-stack", "path": str(path), "where": {"lang": ["Python", "Java"]}}
+    summary, rows = run(tmp_path, source)
+    assert rows[0] == {
+        "id": "abc",
+        "source": "the-stack",
+        "language": "code",
+        "url": "https://github.com/a/b/blob/f00/x/y.py",
+        "licence": "MIT, Apache-2.0",
+        "text": "print(1)\n",
+    }
+    assert summary["removed"] == {"not asked for": 1}
+    assert summary["repeated_ids"]["documents"] == 1 and rows[1]["id"] == "abc@2"
+
+
+def test_oscar_keeps_its_address_inside(tmp_path):
+    headers = {"warc-record-id": "<urn:uuid:1>", "warc-target-uri": "https://b.example/"}
+    path = write_lines(tmp_path / "a.jsonl", [{"content": "bonjour", "warc_headers": headers}])
+    _, (row,) = run(tmp_path, {"preset": "oscar-2301", "language": "fr", "path": str(path)})
+    assert (row["id"], row["url"], row["language"]) == ("<urn:uuid:1>", "https://b.example/", "fr")
+
+
+def test_broken_records_can_stop_the_stage(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "bro\n')
+    assert run(tmp_path, str(path))[0]["removed"] == {"not JSON": 1}
+    with pytest.raises(UserError, match="not JSON") as error:
+        run(tmp_path, str(path), broken_records="stop")
+    assert "a.jsonl, line 2" in error.value.where
