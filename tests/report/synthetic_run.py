@@ -143,6 +143,7 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
             "en": {"bytes_per_token": 4.41, "tokens_per_word": 1.18, "tokens": 331_000, "words": 280_000},
             "fr": {"bytes_per_token": 4.12, "tokens_per_word": 1.31, "tokens": 352_000, "words": 268_000},
         },
+        "sources": {"pocket-world": {"bytes_per_token": 4.26, "tokens_per_word": 1.24, "tokens": 683_000, "words": 1}},
         "round_trip": {"documents": 10_690, "exact": 10_690},
     }
     kept = {"documents": 800, "bytes": 9000, "documents_kept": [799, 640], "bytes_kept": [8999, 6300]}
@@ -155,6 +156,13 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
         "benchmarks": {"quiz": {"items": 1234, "too_short": 5, "found": 1, "documents": 1}},
         "matches": [match | {"text": HOSTILE}],
         "boilerplate": {"in_items": 40, "in_documents": 2},
+    }
+    published = {
+        "name": "gpt2_vocab.bpe",
+        "vocabulary": 50_257,
+        "languages": {"en": {"bytes_per_token": 4.5}, "fr": {"bytes_per_token": 2.875}},
+        "sources": {"pocket-world": {"bytes_per_token": 3.5}},
+        "round_trip": {"documents": 10_690, "exact": 10_689},
     }
     return [
         ("world", 2.4, {"documents": 13_100}),
@@ -175,6 +183,7 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
             | {"validation_documents": 157, "validation_bytes": 37_000},
         ),
         ("tokenizer", 3.8, tokenizer),
+        ("compare-tokenizers", 1.1, {"tokenizers": [{"name": "", **tokenizer}, published]}),
         ("rows", 1.0, rows),
     ]
 

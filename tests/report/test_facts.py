@@ -47,6 +47,8 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
         facts.contamination and facts.contamination.benchmarks[0].found == 1 and facts.contamination.boilerplate == 42
     )
     assert facts.tokenizer and facts.tokenizer.vocabulary == 3072
+    assert [(row.name, row.bytes_per_token) for row in facts.tokenizer.sources] == [("pocket-world", 4.26)]
+    assert [(each.name, each.round_trip_exact) for each in facts.compared_tokenizers] == [("gpt2_vocab.bpe", 10_689)]
     pretrain = facts.training("pretrain")
     assert pretrain and pretrain.parameters == 1_443_968 and pretrain.broken_steps == (900,)
     assert [point[0] for point in pretrain.curves["loss"]] == sorted(point[0] for point in pretrain.curves["loss"])

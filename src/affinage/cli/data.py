@@ -24,7 +24,7 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from affinage.stages.lineage import TrainingRows
 
-DATA = ("rows", "conversations")  # the last of the data stages
+DATA = ("rows", "compare-tokenizers", "conversations")  # the last of the data stages
 _SHOWN = 200  # characters of a text in a list
 
 RunArgument = Annotated[

@@ -1,18 +1,49 @@
 """How well a tokenizer fits the text: bytes per token, tokens per word, and whether decoding gives the text back."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from affinage.data.documents import read_documents
-
-if TYPE_CHECKING:
-    from affinage.data.tokenizer import Tokenizer
+from affinage.data.published_tokenizer import PublishedTokenizer
 
 _BYTES_PER_GROUP = 2_000_000  # enough for three digits of a ratio, encoded and decoded in a second
 
 
-def measure(tokenizer: "Tokenizer", split_folder: Path) -> dict[str, Any]:
+class Encodes(Protocol):
+    """What is measured of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of every text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids."""
+
+
+def compare(
+    tokenizer: Encodes, paths: Sequence[str], split_folder: Path, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Measure published tokenizers on the same documents as ours.
+
+    Gives `tokenizers`, ours first: for each its `name`, `vocabulary`, and what `measure` gives.
+    """
+    named: list[tuple[str, Encodes]] = [("", tokenizer)]
+    for path in paths:
+        published = PublishedTokenizer(Path(path).expanduser())
+        named.append((published.name, published))
+    results = []
+    for name, each in named:
+        progress(f"measuring {name or 'ours'}")
+        results.append({"name": name, "vocabulary": each.vocabulary, **measure(each, split_folder)})
+    return {"tokenizers": results}
+
+
+def measure(tokenizer: Encodes, split_folder: Path) -> dict[str, Any]:
     """Measure on held-out documents (on training ones where none are held out), some 2 MB per source and language.
 
     Gives `languages` and `sources` {name: {bytes_per_token, tokens_per_word, tokens, words, bytes}} and `round_trip`

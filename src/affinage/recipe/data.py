@@ -94,6 +94,7 @@ class TokenizerSettings(Settings):
     )  # share of the corpus's characters that get a piece of their own
     sample_megabytes: float = Field(default=100.0, gt=0)  # text to train on, balanced over languages; RAM is about 10x
     split_digits: bool = True  # every digit its own token, so that numbers have one spelling
+    compare: tuple[str, ...] = ()  # published tokenizers to measure ours beside: tokenizer.json, .model, vocab.bpe
 
 
 class RowsSettings(Settings):

@@ -19,6 +19,7 @@ ORDER = (
     "world",
     *FLOW,
     "tokenizer",
+    "compare-tokenizers",
     "rows",
     "arrays",
     "pretrain",
@@ -92,9 +93,9 @@ class Flow:
 
 @dataclass(frozen=True)
 class Fertility:
-    """How one language looks to the tokenizer."""
+    """How the text of one language, or of one source, looks to a tokenizer."""
 
-    language: str
+    name: str
     bytes_per_token: float | None
     tokens_per_word: float | None
     tokens: int | None
@@ -110,6 +111,8 @@ class TokenizerFacts:
     round_trip_documents: int | None
     round_trip_exact: int | None
     held_out: bool  # whether measured on documents that the tokenizer was not trained on
+    sources: tuple[Fertility, ...] = ()
+    name: str = ""  # of a published one's file; empty for the run's own
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ class Facts:
     contamination: Contamination | None
     near_duplicates: tuple[NearDuplicate, ...]
     tokenizer: TokenizerFacts | None
+    compared_tokenizers: tuple[TokenizerFacts, ...]  # published ones, measured on the same documents
     rows: RowsFacts | None
     conversations: Conversations | None
     trainings: tuple[Training, ...]
@@ -210,6 +214,9 @@ def collect_facts(run_folder: Path) -> Facts:
         if "deduplicate" in by_name
         else (),
         tokenizer=_tokenizer(by_name["tokenizer"].summary) if "tokenizer" in by_name else None,
+        compared_tokenizers=tuple(
+            _tokenizer(entry) for entry in mappings(_summary(by_name, "compare-tokenizers").get("tokenizers"))[1:]
+        ),
         rows=_rows(by_name["rows"].summary) if "rows" in by_name else None,
         conversations=_conversations(by_name["conversations"].summary) if "conversations" in by_name else None,
         trainings=tuple(
@@ -302,21 +309,31 @@ def _shares(value: Any) -> tuple[Share, ...]:
     return tuple(sorted(shares, key=lambda share: (-(share.bytes or 0), share.name)))
 
 
+def _summary(stages: Mapping[str, Stage], name: str) -> Mapping[str, Any]:
+    return stages[name].summary if name in stages else {}
+
+
+def _fertilities(value: Any) -> tuple[Fertility, ...]:
+    entries = {name: mapping(entry) for name, entry in mapping(value).items()}
+    return tuple(
+        Fertility(
+            name,
+            number(entry.get("bytes_per_token")),
+            number(entry.get("tokens_per_word")),
+            whole(entry.get("tokens")),
+            whole(entry.get("words")),
+        )
+        for name, entry in entries.items()
+    )
+
+
 def _tokenizer(summary: Mapping[str, Any]) -> TokenizerFacts:
     round_trip = mapping(summary.get("round_trip"))
-    languages = {name: mapping(entry) for name, entry in mapping(summary.get("languages")).items()}
     return TokenizerFacts(
         vocabulary=whole(summary.get("vocabulary")),
-        languages=tuple(
-            Fertility(
-                name,
-                number(entry.get("bytes_per_token")),
-                number(entry.get("tokens_per_word")),
-                whole(entry.get("tokens")),
-                whole(entry.get("words")),
-            )
-            for name, entry in languages.items()
-        ),
+        languages=_fertilities(summary.get("languages")),
+        sources=_fertilities(summary.get("sources")),
+        name=string(summary.get("name")),
         round_trip_documents=whole(round_trip.get("documents")),
         round_trip_exact=whole(round_trip.get("exact")),
         held_out=summary.get("measured_on") == "validation",

@@ -99,6 +99,13 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "measured_held_out": ("Measured on held-out documents.", "Mesuré sur des documents mis de côté."),
     "tokenizer_caption": ("Fertility per language", "Fertilité par langue"),
+    "tokenizer_sources": ("Fertility per source", "Fertilité par source"),
+    "tokenizers_compared": (
+        "Bytes per token, beside published tokenizers",
+        "Octets par token, à côté de tokeniseurs publiés",
+    ),
+    "pieces": ("Pieces", "Pièces"),
+    "unchanged": ("Documents unchanged", "Documents inchangés"),
     "tokens_per_word": ("Tokens per word", "Tokens par mot"),
     "bytes_per_token": ("Bytes per token", "Octets par token"),
     "tokens": ("Tokens", "Tokens"),

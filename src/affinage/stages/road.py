@@ -104,8 +104,13 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     if initial:
         stages.append(Stage("tokenizer", texts.given_tokenizer, {}, ("split",), initial))
     else:
-        of_tokenizer = {"data": _json(data, "languages"), **_part(recipe, "tokenizer", "seed")}
+        made_from = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
+        of_tokenizer = {"data": _json(data, "languages"), "tokenizer": made_from, **_part(recipe, "seed")}
         stages.append(Stage("tokenizer", texts.tokenizer, of_tokenizer, ("split",)))
+    if recipe.tokenizer.compare:
+        compared = {"tokenizer": _json(recipe.tokenizer, "compare")}
+        read = fingerprints(recipe.tokenizer.compare)
+        stages.append(Stage("compare-tokenizers", texts.compare_tokenizers, compared, ("split", "tokenizer"), read))
     settings = _part(recipe, "rows", "seed")
     stages.append(Stage("rows", texts.rows, settings, ("split", "tokenizer"), continues=True))
     return stages

@@ -116,6 +116,15 @@ def given_tokenizer(context: StageContext) -> Summary:
     return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
 
 
+def compare_tokenizers(context: StageContext) -> Summary:
+    """Measure published tokenizers beside the recipe's own."""
+    from affinage.data.fertility import compare
+    from affinage.data.tokenizer import Tokenizer
+
+    ours = Tokenizer.load(context.inputs["tokenizer"])
+    return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
+
+
 def rows(context: StageContext) -> Summary:
     """Pack the documents' tokens into rows."""
     from affinage.data.engine import open_engine
