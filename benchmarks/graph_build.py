@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="once instead of five times")
     repeats = 1 if parser.parse_args().quick else 5
     results = []
-    seconds("gpt2-124m")  # what is done once in a process
+    seconds("fax-124m")  # what is done once in a process
     for recipe in ("julian-600m", "fax-16384"):
         measured = [seconds(recipe) for _ in range(repeats)]
         took, count = median(each for each, _ in measured), measured[0][1]

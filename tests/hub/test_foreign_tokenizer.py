@@ -1,8 +1,9 @@
-"""A model with a tokenizer of its own: it continues texts, is evaluated and exported; what needs our ids is refused."""
+"""A model with a tokenizer of its own: it continues texts, is evaluated, trained further, fine-tuned and exported."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,15 +12,22 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from affinage.cli.program import main
+from affinage.data.documents import DocumentWriter
+from affinage.data.feed import RowFeed
+from affinage.data.row_files import open_rows
+from affinage.data.rows import pack_rows
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
+from affinage.data.validation_rows import ValidationRows
 from affinage.evaluation.backend import JaxLM
 from affinage.generation.decode import Generator, Request
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.verify import verify
+from affinage.hub.vocabulary import with_ids
+from affinage.recipe.data import RowsSettings
 from affinage.stages.imports import import_model
-from affinage.stages.models import open_model
+from affinage.stages.models import is_chat, locate_model, made_from, open_model
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
 
@@ -56,9 +64,9 @@ def metaspace() -> PreTrainedTokenizerFast:
 def imported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"max_position_embeddings": 64, "vocab_size": 352}
+    sizes |= {"max_position_embeddings": 128, "vocab_size": 352}
     if request.param == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 352}
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 352}
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **sizes)).eval()
     theirs.save_pretrained(folder / "theirs")
@@ -92,13 +100,6 @@ def test_the_harness_is_given_its_ids(imported):
     assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
 
 
-def test_chatml_is_refused(imported):
-    from affinage.data.chat import encode_prompt
-
-    with pytest.raises(UserError, match="ChatML needs a tokenizer of affinage's"):
-        encode_prompt([{"role": "user", "content": "Hello"}], imported[2].tokenizer, "")
-
-
 _SAVED: dict[str, Tokenizer] = {}
 
 
@@ -127,24 +128,104 @@ def test_a_leading_space_survives_decoding_piece_by_piece(tokenizers):
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
 
 
-def test_training_on_with_it_is_refused_before_anything_runs(imported, tmp_path, capsys):
-    from affinage.cli.program import main
+def settings(*values):
+    return [word for value in values for word in ("--set", value)]
 
-    recipe = tmp_path / "recipe.yaml"
-    folder = imported[2].name
-    recipe.write_text((Path(folder) / "recipe.yaml").read_text().replace("init: .", f"init: {folder}"))
+
+def run(recipe, runs, *values, status=0):
     with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                "run",
-                str(recipe),
-                "--runs",
-                str(tmp_path),
-                "--set",
-                "data.sources=[pocket-world]",
-                "--set",
-                "mesh.data=1",
-            ]
-        )
-    assert ended.value.code == 2 and not (tmp_path / "store").exists()
-    assert "training needs a tokenizer of affinage's: this one has other special tokens" in capsys.readouterr().err
+        main(["run", str(recipe), "--runs", str(runs), *settings("export=null", "mesh={data: 1}", *values)])
+    assert ended.value.code == status
+
+
+POCKET = "data={sources: [{path: pocket-world, megabytes: 0.02}], languages: [en, fr]}"
+STEPS = "steps: 1, batch: 4, schedule: {peak: 1.0e-3, floor: 0}"
+
+
+def sft(folder):
+    """Settings of a fine-tuning on a few short conversations."""
+    turns = [{"role": "user", "content": "Où ?"}, {"role": "assistant", "content": "\nIci, <|im_end|> là."}]
+    lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
+    (folder / "turns.jsonl").write_text("\n".join(lines))
+    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., context: 128"
+    return "data=null", "pretrain=null", f"sft={{{sources}, {STEPS}}}"
+
+
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+def test_rows_of_it_hold_the_documents(imported, tmp_path, packing):
+    tokenizer = imported[2].tokenizer
+    texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
+    for part in ("train", "validation"):
+        with DocumentWriter(tmp_path / "split" / part) as writer:
+            for number, text in enumerate(texts):
+                writer.add(id=str(number), source="a", language="fr", text=text)
+    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=96, packing=packing), 0)
+    (folder,) = (tmp_path / "rows/train").iterdir()
+    rows = open_rows(folder).rows
+    batch = RowFeed(folder, seed=0, batch=rows).batch(0)
+    found = []
+    for tokens, segments, counted in zip(batch["tokens"], batch["segment_ids"], batch["loss_mask"]):
+        for segment in np.unique(segments):
+            document = tokens[segments == segment].tolist()
+            if document[-1] == tokenizer.eos and document[: len(tokenizer.opening)] == [*tokenizer.opening]:
+                found.append(tokenizer.decode(document).strip())
+                assert counted[segments == segment].all()
+    whole = [text for text in found if text in texts]
+    assert len(whole) == len(set(whole)) and len(whole) >= (40 if packing == "best-fit" else 40 - rows)
+    (held_out,) = (tmp_path / "rows/validation").iterdir()
+    predicted = [
+        sum(tokenizer.byte_lengths(text, ids)[not tokenizer.opening :])
+        for text in texts
+        if (ids := tokenizer.encode(text))
+    ]
+    assert ValidationRows(held_out, batch=2).bytes == sum(predicted)
+
+
+def test_pretraining_goes_on_with_it(imported, tmp_path):
+    _, _, ours = imported
+    run(f"{ours.name}/recipe.yaml", tmp_path, POCKET, f"pretrain={{{STEPS}, validation_rows: 4}}", "rows.context=64")
+    trained = open_model("theirs", tmp_path)
+    assert np.abs(np.asarray(trained.params["norm"]["scale"] - ours.params["norm"]["scale"])).max() > 0
+    assert trained.tokenizer.encode("Où ?") == ours.tokenizer.encode("Où ?")
+
+
+def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
+    run(f"{imported[2].name}/recipe.yaml", tmp_path, *sft(tmp_path), status=2)
+    assert not (tmp_path / "store").exists()
+    assert "affinage import FOLDER_OR_HUB_ID --chat-tokens" in " ".join(capsys.readouterr().err.split())
+
+
+def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp_path):
+    _, tokenizer, before = imported
+    folder = Path(before.name).parent / "chat"
+    with pytest.raises(SystemExit):
+        main(["import", str(Path(before.name).parent / "theirs"), "--to", str(folder), "--chat-tokens"])
+    given = open_model(str(folder), tmp_path)
+    start, end = given.tokenizer.chat_ids
+    assert (start, end) == (len(tokenizer), len(tokenizer) + 1) and given.graph.vocabulary == 352
+    embedding = np.asarray(given.params["embed"]["embedding"])
+    np.testing.assert_allclose(embedding[start], embedding[:start].mean(axis=0), atol=1e-6)
+    np.testing.assert_array_equal(
+        np.delete(embedding, (start, end), 0), np.delete(before.params["embed"]["embedding"], (start, end), 0)
+    )
+    run(folder / "recipe.yaml", tmp_path, *sft(tmp_path))
+    trained = open_model("theirs", tmp_path)
+    assert end in trained.tokenizer.stops
+    rows = made_from(locate_model("theirs", tmp_path)[0], "conversations") / "train"
+    batch = RowFeed(rows, seed=0, batch=4).batch(0)
+    for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
+        first = tokens[segments == segments[0]].tolist()
+        assert first[: len(trained.tokenizer.opening) + 1] == [*trained.tokenizer.opening, start]
+        said = tokens[mask.astype(bool)]
+        assert end in said and start not in said
+    export(trained, tmp_path / "m", facts=CardFacts(licence="apache-2.0"), chat=True)
+    assert verify(tmp_path / "m", trained, TEXTS[:1])["conversations"] == 3
+    assert is_chat(tmp_path / "m") and open_model(str(tmp_path / "m"), tmp_path).system_prompt == trained.system_prompt
+
+
+def test_an_id_that_is_not_there_gets_a_row(imported):
+    graph, params = with_ids(imported[2].graph, imported[2].params, (352, 353))
+    assert graph.vocabulary == 354 and params["embed"]["embedding"].shape == (354, 32)
+    old = np.asarray(imported[2].params["embed"]["embedding"])
+    np.testing.assert_array_equal(params["embed"]["embedding"][:352], old)
+    np.testing.assert_allclose(params["embed"]["embedding"][353], old.mean(axis=0), atol=1e-6)

@@ -113,7 +113,10 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write):
     assert inside.recipe.data.sources[1].language == "en"
     assert inside.locate(("data", "sources", 1, "language")) == "--set data.sources.1.language"
     assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
-    assert load_recipe(path, ["pretrain={steps: 5}"]).recipe.pretrain.batch == 8, "mappings merge"
+    merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak: 2.0e-3}}"])
+    assert (merged.recipe.pretrain.batch, merged.recipe.pretrain.schedule.floor) == (8, 1e-4), "mappings merge"
+    assert merged.locate(("pretrain", "schedule", "peak")) == "--set pretrain"
+    assert merged.locate(("pretrain", "schedule", "floor")) == "r.yaml:14"
 
 
 @pytest.mark.parametrize(

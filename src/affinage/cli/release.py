@@ -30,6 +30,9 @@ def import_(
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="Where to write; default: its name, here.")
     ] = None,
+    chat_tokens: Annotated[
+        bool, typer.Option("--chat-tokens", help="Give it <|im_start|> and <|im_end|> if it lacks them.")
+    ] = False,
 ) -> None:
     """Take in a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
 
@@ -43,7 +46,7 @@ def import_(
     from affinage.hub.repository import local_copy
     from affinage.stages.imports import import_model
 
-    found = import_model(local_copy(source), folder, name)
+    found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens)
     typer.echo(
         f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
         f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"

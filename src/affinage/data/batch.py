@@ -4,18 +4,20 @@ import numpy as np
 from jaxtyping import Float, Integer
 
 from affinage.data.row_files import RowFiles
-from affinage.data.special_tokens import BOS, EOS, PAD
+from affinage.data.special_tokens import MARKS, Marks
 
 Batch = dict[str, np.ndarray]
 
 
-def segments(tokens: Integer[np.ndarray, "B S"]) -> tuple[Integer[np.ndarray, "B S"], Integer[np.ndarray, "B S"]]:
+def segments(
+    tokens: Integer[np.ndarray, "B S"], marks: Marks = MARKS
+) -> tuple[Integer[np.ndarray, "B S"], Integer[np.ndarray, "B S"]]:
     """Segment ids and positions (index within the segment), int32 [B, S].
 
     A segment begins with <s>, and after </s>: what follows there without <s> is the rest of a long document.
     """
-    begins = tokens == BOS
-    begins[:, 1:] |= tokens[:, :-1] == EOS
+    begins = np.zeros(tokens.shape, bool) if marks.begin is None else tokens == marks.begin
+    begins[:, 1:] |= tokens[:, :-1] == marks.end
     segment_ids = np.cumsum(begins, axis=1, dtype=np.int32)
     index = np.arange(tokens.shape[1], dtype=np.int32)
     positions = index - np.maximum.accumulate(np.where(begins, index, np.int32(0)), axis=1)
@@ -23,15 +25,21 @@ def segments(tokens: Integer[np.ndarray, "B S"]) -> tuple[Integer[np.ndarray, "B
 
 
 def make_batch(
-    tokens: Integer[np.ndarray, "B S"], mask: Integer[np.ndarray, "B S"], rows: Integer[np.ndarray, " B"]
+    tokens: Integer[np.ndarray, "B S"],
+    mask: Integer[np.ndarray, "B S"],
+    rows: Integer[np.ndarray, " B"],
+    marks: Marks = MARKS,
 ) -> Batch:
     """The batch that training reads.
 
     `tokens`, `segment_ids`, `positions` int32 [B, S]; `loss_mask` float32 [B, S], 1 where the token counts as a target
     (`mask`, but never <pad>); `rows` int32 [B], the row's place in the global batch.
     """
-    segment_ids, positions = segments(tokens)
-    loss_mask: Float[np.ndarray, "B S"] = (mask.astype(bool) & (tokens != PAD)).astype(np.float32)
+    segment_ids, positions = segments(tokens, marks)
+    counted = mask.astype(bool)
+    if marks.pad != marks.end:  # else the fill counts for nothing because no token of its segment comes before it
+        counted &= tokens != marks.pad
+    loss_mask: Float[np.ndarray, "B S"] = counted.astype(np.float32)
     return {
         "tokens": tokens,
         "segment_ids": segment_ids,

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from affinage.data.special_tokens import BOS, IM_END, IM_START
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 
@@ -37,38 +36,42 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[
 def encode_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of `<s>`, then `<|im_start|>{role}\\n{content}<|im_end|>\\n` per message, and which of them are trained.
+    """Tokens of a text's opening (`<s>`), then `<|im_start|>{role}\\n{content}<|im_end|>\\n` per message; which train.
 
     Trained are the assistant's content and the <|im_end|> after it. Content that spells a control token stays text.
-    Raises UserError as `check_messages` does.
+    Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
-    tokenizer.require_fixed_ids("ChatML")
-    tokens, trained = [BOS], [False]
+    start, end = tokenizer.chat_ids
+    tokens = list(tokenizer.opening)
+    trained = [False] * len(tokens)
     newline = tokenizer.encode("\n")
     for message in with_system_prompt(messages, system_prompt):
-        header = [IM_START, *tokenizer.encode(message["role"] + "\n")]
-        said = [*tokenizer.encode(message["content"]), IM_END]
-        tokens += header + said + newline
-        trained += [False] * len(header) + [message["role"] == "assistant"] * len(said) + [False] * len(newline)
+        text, head = tokenizer.encode_message(message["role"], message["content"])
+        tokens += [start, *text, end, *newline]
+        said = len(text) - head + 1
+        trained += [False] * (1 + head) + [message["role"] == "assistant"] * said + [False] * len(newline)
     return tokens, trained
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str) -> list[int]:
     """Tokens of the conversation so far and `<|im_start|>assistant\\n`, after which the model answers."""
     tokens, _ = encode_conversation(messages, tokenizer, system_prompt)
-    return [*tokens, IM_START, *tokenizer.encode("assistant\n")]
+    return [*tokens, tokenizer.chat_ids[0], *tokenizer.encode("assistant\n")]
 
 
-def chat_template(system_prompt: str = "") -> str:
-    """The Jinja template, for tokenizer_config.json, that renders what `encode_conversation` encodes."""
+def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
+    """The Jinja template, for tokenizer_config.json, that renders what `encode_conversation` encodes.
+
+    `opened`: whether the tokenizer puts its bos_token before a text.
+    """
     default = (
         "{%- if not messages or messages[0]['role'] != 'system' -%}"
         "{{- '<|im_start|>system\\n' + " + json.dumps(system_prompt, ensure_ascii=False) + " + '<|im_end|>\\n' -}}"
         "{%- endif -%}"
     )
     return (
-        "{{- bos_token -}}"
+        ("{{- bos_token -}}" if opened else "")
         + (default if system_prompt else "")
         + "{%- for message in messages -%}"
         + "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
@@ -81,7 +84,7 @@ def system_prompt_in(template: str) -> str | None:
     """The system prompt with which `chat_template` makes this template; None if it makes no such template."""
     found = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)
     system_prompt: str = json.loads(found[1]) if found else ""
-    return system_prompt if chat_template(system_prompt) == template else None
+    return system_prompt if template in (chat_template(system_prompt, opened=o) for o in (True, False)) else None
 
 
 CHAT_TEMPLATE = chat_template()

@@ -13,13 +13,14 @@ import numpy as np
 from rich.text import Text
 
 from affinage.data.atomic import write_array
+from affinage.data.batch import segments
 from affinage.data.chat import encode_conversation
 from affinage.data.conversation_files import read_conversations
 from affinage.data.lineage import spans, write_lineage
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import Read, best_fit, in_bins
-from affinage.data.row_files import file_safe, find_row_folders, open_rows, write_facts, write_rows
-from affinage.data.special_tokens import BOS, PAD
+from affinage.data.row_files import file_safe, find_row_folders, open_rows, told_marks, write_facts, write_rows
+from affinage.data.special_tokens import Marks
 from affinage.data.spool import Spool, Stream
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -61,9 +62,9 @@ def prepare_conversations(
         progress("packing")
         # A copy of a held-out conversation in another source is not trained on either.
         seen_in_validation = np.isin(keys, np.concatenate([keys[:0], *(keys[chosen] for chosen in held_out.values())]))
-        train = _write_part(folder / "train", stream, np.flatnonzero(~seen_in_validation), context)
+        train = _write_part(folder / "train", stream, np.flatnonzero(~seen_in_validation), context, tokenizer.marks)
         validation = {
-            name: _write_part(folder / "validation" / name, stream, chosen, context)
+            name: _write_part(folder / "validation" / name, stream, chosen, context, tokenizer.marks)
             for name, chosen in held_out.items()
         }
     shutil.rmtree(folder / "scratch", ignore_errors=True)
@@ -101,6 +102,8 @@ def _spool_source(
     for conversation in read_conversations(path):
         counts["conversations"] += 1
         ids, flags = encode_conversation(conversation.messages, tokenizer, system_prompt)
+        if not tokenizer.fixed_ids:  # not every tokenizer has an id that a conversation begins with
+            ids, flags = [*ids, tokenizer.marks.end], [*flags, False]
         tokens, trained = np.array(ids[:context], spool.dtype), np.array(flags[:context])
         if not trained.any():
             counts["dropped"] += 1
@@ -133,18 +136,18 @@ def _held_out(sources: np.ndarray, keys: np.ndarray, share: float) -> dict[str, 
     return held_out
 
 
-def _write_part(folder: Path, stream: Stream, chosen: np.ndarray, context: int) -> dict[str, int]:
+def _write_part(folder: Path, stream: Stream, chosen: np.ndarray, context: int, marks: Marks) -> dict[str, int]:
     """Pack the chosen conversations into rows; gives what rows.json counts of them."""
     folder.mkdir(parents=True)
     lengths = stream.lengths
     bins = [[int(chosen[i]) for i in members] for members in best_fit(lengths[chosen], context)]
     layout = in_bins(bins, lengths)
 
-    def blocks(read: Read, dtype: type[np.generic]) -> Iterator[np.ndarray]:
-        return layout.blocks(read, 0, layout.rows, context, dtype)
+    def blocks(read: Read, dtype: type[np.generic], fill: int = 0) -> Iterator[np.ndarray]:
+        return layout.blocks(read, 0, layout.rows, context, dtype, fill=fill)
 
     write = functools.partial(write_rows, folder, rows=layout.rows, context=context, shards=1)
-    files = write(blocks(stream.read, stream.dtype), dtype=stream.dtype)
+    files = write(blocks(stream.read, stream.dtype, marks.pad), dtype=stream.dtype)
     masks = (np.minimum(extra, 1) for extra in blocks(stream.read_extra, np.uint8))
     files |= write(masks, dtype=np.uint8, kind="mask")
     trained, text_bytes = 0, []
@@ -160,7 +163,7 @@ def _write_part(folder: Path, stream: Stream, chosen: np.ndarray, context: int) 
         "conversations": len(chosen),
         "bytes": sum(int(block.sum()) for block in text_bytes),
     }
-    write_facts(folder, {"context": context, **counted, "files": files})
+    write_facts(folder, {"context": context, **counted, **told_marks(marks), "files": files})
     return counted
 
 
@@ -182,8 +185,8 @@ def show_example(folder: Path, tokenizer: Tokenizer, row: int = 0) -> Text:
     tokens = np.empty((1, files.context), np.int64)
     mask = np.ones((1, files.context), np.int64)
     files.read(np.array([row]), tokens, mask)
-    begins = np.flatnonzero(tokens[0] == BOS)
-    length = int(begins[1]) if len(begins) > 1 else int(np.count_nonzero(tokens[0] != PAD))
+    ids, _ = segments(tokens, files.marks)
+    length = int(np.count_nonzero((ids[0] == ids[0, 0]) & (tokens[0] != files.marks.pad)))
     shown, trained = tokens[0, :length], mask[0, :length].astype(bool)
     text = Text()
     changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from affinage.data.documents import row_groups
 from affinage.data.order import document_keys
 from affinage.data.row_files import file_safe
-from affinage.data.special_tokens import frame
 from affinage.data.spool import Stream, mapped
 from affinage.data.tokenizer import Tokenizer
 
@@ -83,11 +82,13 @@ def _encoded(
         start = 0
         for i, end in enumerate(ends.tolist()):
             source, language = sources[i] or "", languages[i] or UNDETERMINED
-            before, after = frame(language)
-            tokens = np.concatenate([before, flat[start:end], after]).astype(tokenizer.dtype)
+            before, after = tokenizer.frame(language)
+            tokens = np.concatenate([np.array(before, np.int64), flat[start:end], after]).astype(tokenizer.dtype)
             extra = None
             if task.byte_lengths:
                 of_text = tokenizer.byte_lengths(texts[i], flat[start:end])
+                if not before:
+                    of_text[:1] = 0  # there is nothing that the first token could be predicted from
                 extra = np.pad(of_text, (len(before), len(after))).astype(np.uint8)
             line = (ids[i], source, urls[i] or "", keys[chosen.start + i], len(tokens), len(texts[i].encode()))
             facts = {"source": source, "language": language}

@@ -106,7 +106,7 @@ class RowFeed:
         mask = np.ones((share, self.context), np.uint8)
         for pool, at in lines.items():
             self._pools[pool].read(positions[pool], np.array(at), tokens, mask)
-        return make_batch(tokens, mask, rows)
+        return make_batch(tokens, mask, rows, next(iter(self._files.values())).marks)
 
     def iterate(
         self, start_step: int = 0, host: int = 0, hosts: int = 1, *, prefetch: int = 4, threads: int = 2

@@ -7,19 +7,28 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from affinage.data import special_tokens
 from affinage.data.atomic import write_atomically
+from affinage.data.special_tokens import CONTROL_PIECES, Marks
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
+IM_START, IM_END = CONTROL_PIECES[special_tokens.IM_START], CONTROL_PIECES[special_tokens.IM_END]
 _ANCHOR = "a"
 
 
 class HubTokenizer(Tokenizer):
-    """For generating, evaluating and exporting. Text that spells a special token stays text."""
+    """Text that spells a special token stays text.
+
+    A document is what the tokenizer itself puts before a text, the text, and its end-of-text token; ChatML needs two
+    tokens that the vocabulary has or is given (`add_chat_tokens`).
+    """
 
     kind = "hub"
     fixed_ids: ClassVar[bool] = False
@@ -33,6 +42,7 @@ class HubTokenizer(Tokenizer):
         self._fast.no_truncation()
         self._fast.no_padding()
         self._fast.encode_special_tokens = True
+        self._grown = False
         self._special = {id_ for id_, token in self._fast.get_added_tokens_decoder().items() if token.special}
         config = folder / CONFIG
         self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
@@ -44,9 +54,25 @@ class HubTokenizer(Tokenizer):
 
     def write(self, folder: Path) -> None:
         """Copies of the files it was read from."""
-        for name in (FILE, CONFIG):
+        for name in (FILE, CONFIG, TEMPLATE):
             if (self._folder / name).is_file():
                 write_atomically(folder / name, (self._folder / name).read_bytes())
+        if self._grown:
+            self._fast.encode_special_tokens = False  # files do not say it
+            write_atomically(folder / FILE, self._fast.to_str(pretty=True).encode())
+            self._fast.encode_special_tokens = True
+
+    def add_chat_tokens(self) -> tuple[int, ...]:
+        """Gives the vocabulary those of ChatML's two tokens that it has not, after its last id; returns their ids."""
+        before = self.vocabulary
+        lacking = [piece for piece in (IM_START, IM_END) if self._fast.token_to_id(piece) is None]
+        self._fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in lacking])
+        added = [token for piece in lacking if (token := self._fast.token_to_id(piece)) is not None]
+        if any(token < before for token in added):
+            raise UserError("its ids have gaps, so none can be added", where=str(self._folder / FILE))
+        self._special.update(added)
+        self._grown = self._grown or bool(added)
+        return tuple(added)
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
@@ -81,8 +107,53 @@ class HubTokenizer(Tokenizer):
     @property
     def stops(self) -> tuple[int, ...]:
         """The end of a text, and of a message where it has ChatML's token."""
-        ends = (self.eos, self._fast.token_to_id("<|im_end|>"))
+        ends = (self.eos, self.marks.end, self._fast.token_to_id(IM_END))
         return tuple(dict.fromkeys(end for end in ends if end is not None))
+
+    @cached_property
+    def marks(self) -> Marks:
+        """What rows of its ids are read by.
+
+        A chat model's eos_token may end messages, not documents; then its <|endoftext|> does, or its pad_token.
+        """
+        end: int | None = self.eos
+        if end == self._fast.token_to_id(IM_END):
+            end = self._fast.token_to_id("<|endoftext|>")
+            end = self.pad if end is None else end
+        if end is None:
+            raise UserError("this tokenizer has no token that ends a document", where=str(self._folder / CONFIG))
+        begin = self.opening[0] if self.opening and self.opening[0] != end else None
+        return Marks(begin, end, end if self.pad in (None, begin) else int(self.pad or 0))
+
+    def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What it puts before a text, and its end of a text; source code is a text like others."""
+        return self.opening, (self.marks.end,)
+
+    @property
+    def chat_ids(self) -> tuple[int, int]:
+        """The ids of ChatML's <|im_start|> and <|im_end|>.
+
+        Raises:
+            UserError: the vocabulary has none.
+        """
+        start, end = (self._fast.token_to_id(piece) for piece in (IM_START, IM_END))
+        if start is None or end is None:
+            raise UserError(
+                f"conversations are written with {IM_START} and {IM_END}, which this model's vocabulary lacks",
+                where=str(self._folder),
+                fix="Take them in with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune it.",
+            )
+        return start, end
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """Its special tokens."""
+        return {self.id_to_piece(token): token for token in sorted(self._special)}
+
+    def encode_message(self, role: str, content: str) -> tuple[list[int], int]:
+        """Ids of `{role}\\n{content}` as one text, as transformers encodes it, and how many are not the content's."""
+        encoded = self._fast.encode(f"{role}\n{content}", add_special_tokens=False)
+        return encoded.ids, sum(end <= len(role) + 1 for _, end in encoded.offsets)
 
     def _named(self, key: str) -> int | None:
         token = self._config.get(key)

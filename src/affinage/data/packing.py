@@ -9,7 +9,6 @@ from numpy.typing import DTypeLike
 
 from affinage.data.compiled import kernel
 from affinage.data.row_files import blocks_of_rows
-from affinage.data.special_tokens import PAD
 
 Read = Callable[[int, int, int], np.ndarray]  # a document's tokens [start, stop)
 
@@ -99,10 +98,12 @@ class Layout:
     start: Integer[np.ndarray, " pieces"]  # place in the row
     length: Integer[np.ndarray, " pieces"]
 
-    def blocks(self, read: Read, first: int, last: int, context: int, dtype: DTypeLike) -> Iterator[np.ndarray]:
-        """Rows [first, last) in blocks [b, context], filled up with <pad>; `read` gives tokens of a document."""
+    def blocks(
+        self, read: Read, first: int, last: int, context: int, dtype: DTypeLike, *, fill: int = 0
+    ) -> Iterator[np.ndarray]:
+        """Rows [first, last) in blocks [b, context], filled up with `fill`; `read` gives tokens of a document."""
         for begin, end in blocks_of_rows(first, last, context):
-            block = np.full((end - begin, context), PAD, dtype)
+            block = np.full((end - begin, context), fill, dtype)
             low, high = np.searchsorted(self.row, [begin, end])
             columns = (self.document, self.offset, self.row, self.start, self.length)
             for document, offset, row, start, length in zip(*(column[low:high].tolist() for column in columns)):

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxtyping import Integer
 
 from affinage.data.atomic import write_json
 from affinage.data.shards import RemoteShard, file_sizes, open_url, told, write_array_of_blocks
+from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError
 
 FACTS = "rows.json"
@@ -61,6 +62,11 @@ class RowFiles:
             if low < high:
                 parts.append(shard[low:high])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @property
+    def marks(self) -> Marks:
+        """What the rows are read by; rows.json says it where the tokenizer is not affinage's."""
+        return Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
 
     def read(
         self, rows: Integer[np.ndarray, " B"], tokens: Integer[np.ndarray, "B S"], mask: Integer[np.ndarray, "B S"]
@@ -178,6 +184,11 @@ def blocks_of_rows(first: int, last: int, context: int) -> Iterator[tuple[int, i
     height = max(1, _BLOCK // context)
     for start in range(first, last, height):
         yield start, min(start + height, last)
+
+
+def told_marks(marks: Marks) -> dict[str, Any]:
+    """What rows.json says of them: nothing of affinage's own."""
+    return {} if marks == MARKS else {"marks": asdict(marks)}
 
 
 def write_facts(folder: Path, facts: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from affinage.data.encoded import EncodeTask, encode_file, encoded_groups, group
 from affinage.data.engine import LOCAL, Engine
 from affinage.data.lineage import DOCUMENTS, spans, write_lineage
 from affinage.data.packing import Layout, end_to_end, whole_where_they_fit
-from affinage.data.row_files import FACTS, shard_name, write_facts
+from affinage.data.row_files import FACTS, shard_name, told_marks, write_facts
 from affinage.data.shards import ShardFolder
 from affinage.data.spool import Stream
 from affinage.data.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ def pack_rows(
         shutil.rmtree(scratch, ignore_errors=True)
         summary: dict[str, Any] = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
         return summary
-    writer = _Writer(folder, settings, tokenizer.dtype, progress)
+    writer = _Writer(folder, settings, tokenizer, progress)
     encode = functools.partial(_encode, split_folder, tokenizer, scratch, seed, engine=engine, progress=progress)
     train = writer.write("train", encode("train"))
     if not train:
@@ -127,9 +127,10 @@ class _Writer:
     """Writes groups of encoded documents as folders of rows."""
 
     def __init__(
-        self, folder: Path, settings: RowsSettings, dtype: type[np.generic], progress: Callable[[str], None]
+        self, folder: Path, settings: RowsSettings, tokenizer: Tokenizer, progress: Callable[[str], None]
     ) -> None:
-        self._folder, self._settings, self._dtype, self._progress = folder, settings, dtype, progress
+        self._folder, self._settings, self._progress = folder, settings, progress
+        self._dtype, self._marks = tokenizer.dtype, tokenizer.marks
         self.url = f"{settings.url.rstrip('/')}/{folder.name}" if settings.url else ""
 
     def write(self, part: str, encoded: Sequence[Path]) -> dict[str, dict[str, Any]]:
@@ -177,6 +178,7 @@ class _Writer:
             "cut": int(np.count_nonzero(layout.cut[whole])),
             "dtype": np.dtype(dtype).name,
             "url": url,
+            **told_marks(self._marks),
             "files": files,
         }
         if url:
@@ -195,7 +197,7 @@ class _Writer:
             file = shard_name("rows", shard, shards)
             first, last = (layout.rows * edge // shards for edge in (shard, shard + 1))
             self._progress(f"writing {name}, file {shard + 1} of {shards}")
-            blocks = layout.blocks(stream.read, first, last, context, dtype)
+            blocks = layout.blocks(stream.read, first, last, context, dtype, fill=self._marks.pad)
             files[file] = place.record(file) or place.write(file, blocks, (last - first, context), dtype)
         return files
 

@@ -1,4 +1,6 @@
-"""The ten ids that every tokenizer of affinage begins with."""
+"""The ten ids that every tokenizer of affinage begins with, and what gives rows their structure in any tokenizer."""
+
+from dataclasses import dataclass
 
 PAD, UNK, BOS, EOS, CODE, ENDCODE, IM_START, IM_END, NEWLINE, TAB = range(10)
 
@@ -16,3 +18,15 @@ CODE_LANGUAGE = "code"
 def frame(language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids before and after the tokens of a document: `<s>` and `</s>`, around source code its own pair as well."""
     return ((BOS, CODE), (ENDCODE, EOS)) if language == CODE_LANGUAGE else ((BOS,), (EOS,))
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The ids that rows are read by. A segment begins with `begin`, and after `end`."""
+
+    begin: int | None  # None: the tokenizer puts nothing before a text
+    end: int  # of a document
+    pad: int  # fills rows up; `end` where the tokenizer has no id for it, and then the fill is segments of one token
+
+
+MARKS = Marks(BOS, EOS, PAD)  # of affinage's own tokenizers

@@ -23,10 +23,13 @@ from affinage.data.special_tokens import (
     FIXED_PIECES,
     IM_END,
     IM_START,
+    MARKS,
     NEWLINE,
     PAD,
     TAB,
     UNK,
+    Marks,
+    frame,
 )
 from affinage.data.tokenizer_training import balanced_sample, collect_characters, train_bpe
 from affinage.data.word_encoding import WordEncoder
@@ -61,7 +64,7 @@ class Tokenizer(ABC):
     """Maps text to ids and back. Ids 0 to 7 are control tokens that raw text never produces."""
 
     kind: str
-    fixed_ids: ClassVar[bool] = True  # whether the first ten ids are affinage's, which packed rows and ChatML rely on
+    fixed_ids: ClassVar[bool] = True  # whether the first ten ids are affinage's
 
     @staticmethod
     def load(folder: Path | str) -> "Tokenizer":
@@ -114,13 +117,29 @@ class Tokenizer(ABC):
         """Ids that end what a model says."""
         return (EOS, IM_END)
 
-    def require_fixed_ids(self, what: str) -> None:
-        """Raise UserError if the first ids are not affinage's, which `what` needs."""
-        if not self.fixed_ids:
-            raise UserError(
-                f"{what} needs a tokenizer of affinage's: this one has other special tokens",
-                fix="Models with other tokenizers can be evaluated, exported, and asked to continue texts.",
-            )
+    @property
+    def marks(self) -> Marks:
+        """What rows of its ids are read by."""
+        return MARKS
+
+    def frame(self, language: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and after the text of a document."""
+        return frame(language)
+
+    @property
+    def chat_ids(self) -> tuple[int, int]:
+        """The ids of ChatML's <|im_start|> and <|im_end|>; UserError where the vocabulary has none."""
+        return (IM_START, IM_END)
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """The ids that raw text never becomes, by their spelling."""
+        return {piece: token for token, piece in enumerate(CONTROL_PIECES)}
+
+    def encode_message(self, role: str, content: str) -> tuple[list[int], int]:
+        """Ids of `{role}\\n{content}`, and how many of them are not the content's."""
+        head = self.encode(role + "\n")
+        return [*head, *self.encode(content)], len(head)
 
     @property
     def model_path(self) -> Path | None:

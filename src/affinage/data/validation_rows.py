@@ -7,7 +7,6 @@ import numpy as np
 
 from affinage.data.batch import Batch, make_batch, read_rows
 from affinage.data.row_files import find_row_folders, open_rows
-from affinage.data.special_tokens import PAD
 from affinage.errors import UserError
 
 
@@ -36,10 +35,10 @@ class ValidationRows:
         share = self.batch_size // hosts
         places = np.arange(host * share, (host + 1) * share)
         chosen = self._chosen[index * self.batch_size + host * share :][:share]
-        tokens = np.full((share, self.context), PAD, np.int32)
+        tokens = np.full((share, self.context), self._files.marks.pad, np.int32)
         mask = np.zeros((share, self.context), np.uint8)
         tokens[: len(chosen)], mask[: len(chosen)] = read_rows(self._files, chosen)
-        return make_batch(tokens, mask, places)
+        return make_batch(tokens, mask, places, self._files.marks)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(index) for index in range(len(self)))

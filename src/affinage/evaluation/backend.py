@@ -11,7 +11,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.data.chat import chat_template
-from affinage.data.special_tokens import BOS, CONTROL_PIECES
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
@@ -19,7 +18,6 @@ from affinage.generation.sampling import Sampling
 
 # Put into what a chat message says where that spells a control token, so that it is not taken for the template's.
 _NOT_CONTROL = "\uf8ff"
-_CONTROL_IDS = {piece: token for token, piece in enumerate(CONTROL_PIECES)}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,8 @@ class JaxLM(TemplateLM):
         self._in_chat_template = False
         # Sandboxed: a template may come with a model from somewhere else.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._template_text = chat_template(model.system_prompt)
+        self._template_text = chat_template(model.system_prompt, opened=bool(model.tokenizer.opening))
+        self._controls = model.tokenizer.controls
         self._template = environment.from_string(self._template_text)
 
     @property
@@ -92,9 +91,11 @@ class JaxLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation in the chat template; without a generation prompt its last message is left open."""
         self._in_chat_template = True
-        messages = [message | {"content": _without_control_tokens(message["content"])} for message in chat_history]
+        messages = [message | {"content": self._as_text(message["content"])} for message in chat_history]
         text = self._template.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, bos_token=CONTROL_PIECES[BOS]
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self.model.tokenizer.id_to_piece(self.model.tokenizer.bos),
         )
         if not add_generation_prompt:
             last = messages[-1]["content"]
@@ -116,10 +117,10 @@ class JaxLM(TemplateLM):
     def _encode_templated(self, text: str) -> list[int]:
         ids: list[int] = []
         while text:
-            found = [(at, piece) for piece in CONTROL_PIECES if (at := text.find(piece)) >= 0]
+            found = [(at, piece) for piece in self._controls if (at := text.find(piece)) >= 0]
             at, piece = min(found, default=(len(text), ""))
             ids += self.model.tokenizer.encode(text[:at].replace(_NOT_CONTROL, ""))
-            ids += [_CONTROL_IDS[piece]] if piece else []
+            ids += [self._controls[piece]] if piece else []
             text = text[at + len(piece) :]
         return ids
 
@@ -187,7 +188,7 @@ class JaxLM(TemplateLM):
         until = handle_stop_sequences(kwargs.get("until"), eos=None)
         sampled = kwargs.get("do_sample", False)
         # The end of a document or a turn always ends a generation, so its spelling need not be looked for.
-        strings = tuple(stop for stop in until if stop and stop not in _CONTROL_IDS)
+        strings = tuple(stop for stop in until if stop and stop not in self._controls)
         return Request(
             max_new_tokens=min(int(kwargs["max_gen_toks"]), self.max_length // 2),  # half is left for the prompt
             sampling=Sampling(
@@ -211,8 +212,8 @@ class JaxLM(TemplateLM):
         self.requests += len(pairs)
         return self._scorer.score(pairs, count)
 
-
-def _without_control_tokens(text: str) -> str:
-    for piece in CONTROL_PIECES:
-        text = text.replace(piece, piece[0] + _NOT_CONTROL + piece[1:])
-    return text
+    def _as_text(self, text: str) -> str:
+        """The text with whatever spells a control token marked as no such token."""
+        for piece in self._controls:
+            text = text.replace(piece, piece[0] + _NOT_CONTROL + piece[1:])
+        return text

@@ -1,5 +1,6 @@
 """Our tokenizers as Hugging Face fast tokenizers that give the same ids."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.chat import chat_template
+from affinage.data.hub_tokenizer import CONFIG, TEMPLATE
 from affinage.data.special_tokens import (
     BOS,
     CODE,
@@ -22,6 +24,7 @@ from affinage.data.special_tokens import (
     UNK,
 )
 from affinage.data.tokenizer import Tokenizer
+from affinage.errors import UserError
 
 _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
 
@@ -38,12 +41,25 @@ def write_hf_tokenizer(
     folder.mkdir(parents=True, exist_ok=True)
     if not tokenizer.fixed_ids:  # it is Hugging Face's already
         tokenizer.write(folder)
+        if chat:
+            _write_template(tokenizer, folder, system_prompt)
         return
     fast = _from_sentencepiece(tokenizer.model_path) if tokenizer.model_path else _from_characters(tokenizer)
     fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in CONTROL_PIECES])
     write_atomically(folder / "tokenizer.json", fast.to_str(pretty=True).encode())
     write_json(folder / "tokenizer_config.json", _config(context, chat, system_prompt))
     tokenizer.write(folder)  # for an import, and for programs that read SentencePiece models
+
+
+def _write_template(tokenizer: Tokenizer, folder: Path, system_prompt: str) -> None:
+    """The template of our conversations in place of the one that the tokenizer came with."""
+    opening = tokenizer.opening
+    if opening not in ((), (tokenizer.bos,)):
+        raise UserError(f"no chat template can say that a text begins with the ids {list(opening)}", where=str(folder))
+    (folder / TEMPLATE).unlink(missing_ok=True)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).is_file() else {}
+    config["chat_template"] = chat_template(system_prompt, opened=bool(opening))
+    write_json(folder / CONFIG, config)
 
 
 def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from affinage.data.chat import encode_prompt
+from affinage.data.chat import encode_prompt, system_prompt_in
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
@@ -109,8 +109,8 @@ def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequen
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
-    if not (theirs.chat_template and model.tokenizer.fixed_ids):
-        return 0
+    if not isinstance(theirs.chat_template, str) or system_prompt_in(theirs.chat_template) is None:
+        return 0  # none, or another model's
     question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
     answer = {"role": "assistant", "content": "En France."}
     conversations = [

@@ -1,11 +1,18 @@
 """The number of token ids of a model, which may be more than its tokenizer has."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from affinage.generation.model import LoadedModel
 from affinage.hub.decoder import Decoder
-from affinage.model.graph import parse
+from affinage.model.graph import Graph, parse
+from affinage.model.parameter import Tree
+
+Rows = Float[np.ndarray, "V D"]
 
 
 def trimmed(model: LoadedModel) -> LoadedModel:
@@ -13,14 +20,39 @@ def trimmed(model: LoadedModel) -> LoadedModel:
 
     What remains of the logits is what it was.
     """
-    size, decoder = model.tokenizer.vocabulary, Decoder.of(model.graph)
+    size = model.tokenizer.vocabulary
     if size >= model.graph.vocabulary:
         return model
-    written = model.graph.to_dict()
-    params = dict(model.params)
+    graph, params = _resized(model.graph, model.params, size, lambda rows: rows[:size])
+    return replace(model, graph=graph, params=params)
+
+
+def with_ids(graph: Graph, params: Tree, ids: Sequence[int]) -> tuple[Graph, Tree]:
+    """The model with rows for new ids, each the mean of those below the first of them.
+
+    A vocabulary that is padded that far stays as large as it is. So begun, a token that was never seen is no likelier
+    than the others (Hewitt, Initializing new word embeddings, 2021).
+    """
+    if not ids:
+        return graph, params
+    size = max(graph.vocabulary, max(ids) + 1)
+
+    def grown(rows: Rows) -> Rows:
+        old = np.asarray(rows)
+        new = np.zeros((size, old.shape[1]), old.dtype)
+        new[: len(old)] = old
+        new[list(ids)] = old[: min(ids)].mean(axis=0, dtype=np.float64)
+        return new
+
+    return _resized(graph, params, size, grown)
+
+
+def _resized(graph: Graph, params: Tree, size: int, change: Callable[[Rows], Rows]) -> tuple[Graph, Tree]:
+    """Another vocabulary, with every matrix of a row for each id changed."""
+    decoder, written, changed = Decoder.of(graph), graph.to_dict(), dict(params)
     for name in (decoder.embed_name, decoder.unembed_name):
         settings: dict[str, Any] = written["nodes"][name]
         settings |= {"vocab": size} if "vocab" in settings else {}
         if name in params:
-            params[name] = {leaf: array[:size] for leaf, array in params[name].items()}
-    return replace(model, graph=parse(written), params=params)
+            changed[name] = {leaf: change(rows) for leaf, rows in params[name].items()}
+    return parse(written), changed

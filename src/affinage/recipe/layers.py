@@ -37,14 +37,17 @@ class Layers:
             target = target[key]
         key = path[-1]
         old = target.get(key) if isinstance(target, dict) else target[key]
+        # What lies inside an override comes from where the override does.
+        origin = next(origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in origins)
         if isinstance(value, dict) and isinstance(old, dict):
-            self.origins[path] = origins[path]
+            self.origins[path] = origin
             for child, child_value in value.items():
                 self.put((*path, child), child_value, origins)
             return
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]
         self.origins |= {known: origin for known, origin in origins.items() if known[: len(path)] == path}
+        self.origins[path] = origin
         target[key] = _copy(value)
 
 

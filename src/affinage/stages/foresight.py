@@ -82,7 +82,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
 
         with _written(loaded, "init"):
             initial_params(folder, graph)
-            Tokenizer.load(folder / TOKENIZER).require_fixed_ids("training")
+            given = Tokenizer.load(folder / TOKENIZER)
+            if recipe.sft is not None:
+                _ = given.chat_ids
     elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",

@@ -6,6 +6,7 @@ The folder holds model.json (as a training's does), checkpoints/0 with the weigh
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,26 +47,33 @@ pretrain:
 """
 
 
-def import_model(source: Path, folder: Path, name: str) -> dict[str, Any]:
+def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False) -> dict[str, Any]:
     """Write `folder` from a folder of the Hugging Face Hub; it appears whole or not at all.
 
     Args:
         source: config.json, safetensors and the tokenizer's files.
         folder: where to write; must not be there.
         name: what the recipe is called.
+        chat_tokens: give the vocabulary those of ChatML's tokens that it lacks; their embeddings begin at the mean.
 
     Raises:
         UserError: what is in `source` cannot be honoured exactly.
     """
     import jax
 
+    from affinage.data.hub_tokenizer import HubTokenizer
     from affinage.hub.read import read_hub_folder
+    from affinage.hub.vocabulary import with_ids
 
     model = read_hub_folder(source)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
+    if chat_tokens and isinstance(tokenizer, HubTokenizer):
+        added = tokenizer.add_chat_tokens()
+        graph, params = with_ids(model.graph, model.params, added)
+        model = replace(model, graph=graph, params=params)
     tokenizer.write(partial / TOKENIZER)
     system_prompt = system_prompt_of(source)
     facts = {
