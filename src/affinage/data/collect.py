@@ -76,7 +76,7 @@ def collect(
     kept = {name for task in tasks for name in task.done.files}
     clear_documents(folder, kept=kept)
     stored = sum(part.bytes for task in tasks for part in task.parts if isinstance(part, SourceFile))
-    if any(source.settings.is_remote for source in sources):
+    if any(source.settings.is_remote for source in sources) and not settings.mirror:
         stored = max(stored, POOL_BYTES)
     results = engine.map(run, tasks, bytes=stored, progress=progress)
 

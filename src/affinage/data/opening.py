@@ -19,7 +19,7 @@ from affinage.data.file_kinds import compression_of
 from affinage.data.records import DamagedFile
 
 CHUNK_BYTES = 1 << 16  # read at once; of a damaged file, the readable bytes of the last chunk are lost
-_ZSTD_BYTES = 1 << 10
+_ZSTD_BYTES = 1 << 8
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _ZstdReader(io.RawIOBase):
         self._raw = raw
         self._frame: Any = None
         self._compressed = b""
-        self._ready = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -59,7 +59,7 @@ class _ZstdReader(io.RawIOBase):
                 return 0
             if self._frame is None:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._ready = self._frame.decompress(chunk)
+            self._ready = memoryview(self._frame.decompress(chunk))
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data + self._compressed, None
         size = min(len(buffer), len(self._ready))
