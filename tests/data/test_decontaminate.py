@@ -4,13 +4,14 @@ import random
 import unicodedata
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
 from affinage.data.benchmark_items import BenchmarkItem, read_items
-from affinage.data.decontaminate import decontaminate, read_matches
+from affinage.data.decontaminate import decontaminate
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine
 from affinage.data.overlap import Scanner, index_items
@@ -114,7 +115,7 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d0", "d2", "d4"]
     assert summary["removed"] == {"in a benchmark": 2} and summary["documents_out"] == 3
-    matches = list(read_matches(tmp_path / "out"))
+    matches = pq.read_table(tmp_path / "out" / "matches" / "matches.parquet").to_pylist()
     assert [(m["document"], m["benchmark"], m["item"]) for m in matches] == [
         ("d1", "quiz", "7"),
         ("d3", "quiz", "7"),

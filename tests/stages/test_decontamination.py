@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 
-from affinage.data.decontaminate import read_matches
 from affinage.data.documents import read_documents
 from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
 from affinage.stages.flow import Flow, Runs
 from affinage.stages.foresight import check
+from affinage.stages.looking import table_beside
 from affinage.stages.road import road_of
 
 RECIPE = """\
@@ -93,7 +93,10 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     folder = tmp_path / "runs" / "small" / "decontaminate"
     kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
     assert kept == ["Something else entirely."]
-    found = [(match["benchmark"], match["item"], match["text"]) for match in read_matches(folder)]
+    found = [
+        (match["benchmark"], match["item"], match["text"])
+        for match in table_beside(folder.parent, "decontaminate", "matches")
+    ]
     assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
     assert all(step.complete for step in flow().plan())
     (tmp_path / "items.jsonl").write_text(json.dumps({"q": "Another question"}) + "\n")

@@ -136,6 +136,8 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         left = summary["documents_out"]
         reasons = _reasons(summary.get("removed"))
         yield (f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents") + reasons
+    if summary.get("validation_documents"):
+        yield f"{summary['validation_documents']:,} held out"
     for what in ("masked", "benchmarks"):
         yield from _found(what, summary.get(what))
     yield from _odd(summary)

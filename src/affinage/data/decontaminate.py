@@ -105,12 +105,6 @@ def decontaminate(
     }
 
 
-def read_matches(folder: Path) -> Iterator[dict[str, Any]]:
-    """The matches that a `decontaminate` folder holds, in the order of the documents; keys as in `MATCH_SCHEMA`."""
-    for batch in pq.ParquetFile(Path(folder) / "matches" / MATCHES).iter_batches():
-        yield from batch.to_pylist()
-
-
 def _scan_file(path: Path, scanner: Scanner, finished: Finished) -> _Found:
     before = finished.get(path.stem)
     if before is None:
