@@ -181,6 +181,7 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path, packing):
     assert ValidationRows(held_out, batch=2).bytes == sum(predicted)
 
 
+@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
 def test_pretraining_goes_on_with_it(imported, tmp_path):
     _, _, ours = imported
     run(f"{ours.name}/recipe.yaml", tmp_path, POCKET, f"pretrain={{{STEPS}, validation_rows: 4}}", "rows.context=64")

@@ -88,7 +88,7 @@ def test_on_a_mesh_every_device_runs_the_kernel_on_its_part():
     [
         ({}, "splash"),
         ({"platform": "cpu"}, "xla"),
-        ({"platform": "gpu"}, "xla"),  # without a GPU there is no cuDNN
+        ({"platform": "gpu"}, "xla"),
         ({"length": 64}, "xla"),
         ({"cached": True}, "xla"),
         ({"dropout": 0.1}, "xla"),

@@ -71,8 +71,8 @@ class TrainSettings(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings
     precision: PrecisionSettings = PrecisionSettings()
-    # What computes attention: splash (a kernel for TPUs), cudnn (for NVIDIA GPUs) or xla (anything). auto: the chip's
-    # own kernel where it honours all that the model asks for, xla otherwise; a named one refuses what it cannot.
+    # What computes attention: splash (a kernel for TPUs), cudnn (for NVIDIA GPUs) or xla (anything). auto:
+    # splash on TPUs where it honours all that the model asks for, xla otherwise; a named one refuses what it cannot.
     attention: AttentionImplementation = "auto"
     validate_every: int = Field(default=500, ge=1)  # steps
     validation_rows: int = Field(default=256, ge=1)  # at most, per source and language
