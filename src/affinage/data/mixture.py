@@ -177,11 +177,11 @@ def refuse_unknown(name: str, known: set[str]) -> None:
     """Raise the UserError for a weight of something that there is not."""
     names = sorted(known - {""})
     close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f"Did you mean {close[0]!r}? " if close else ""
     raise UserError(
         f"a weight for {name!r}, but there are no rows of it",
         where=_KEY,
-        fix=f"{hint}rows there are: {', '.join(names)}",
+        fix=f"{hint}Rows there are: {', '.join(names)}",
     )
 
 

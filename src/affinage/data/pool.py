@@ -49,10 +49,7 @@ class PoolRows:
         for number, files in enumerate(self.folders):
             here = folders == number
             if here.any():
-                read, masks = (np.empty((here.sum(), files.context), array.dtype) for array in (tokens, mask))
-                masks[:] = 1
-                files.read(rows[here] - self.starts[number], read, masks)
-                tokens[at[here]], mask[at[here]] = read, masks
+                files.read(rows[here] - self.starts[number], tokens, mask, at[here])
 
     @cached_property
     def _blocks(self) -> "BlockCache | None":

@@ -69,14 +69,22 @@ class RowFiles:
         return Marks(**self.facts["marks"]) if "marks" in self.facts else MARKS
 
     def read(
-        self, rows: Integer[np.ndarray, " B"], tokens: Integer[np.ndarray, "B S"], mask: Integer[np.ndarray, "B S"]
+        self,
+        rows: Integer[np.ndarray, " n"],
+        tokens: Integer[np.ndarray, "B S"],
+        mask: Integer[np.ndarray, "B S"],
+        lines: Integer[np.ndarray, " n"] | None = None,
     ) -> None:
-        """Copy rows by their numbers into `tokens`, and 1 or 0 into `mask` where there are mask files."""
+        """Copy rows by their numbers into `lines` of `tokens`, the first ones by default.
+
+        Where there are mask files, 1 or 0 goes into the same lines of `mask`.
+        """
         shards = np.searchsorted(self.starts, rows, side="right") - 1
-        for i, (shard, row) in enumerate(zip(shards.tolist(), (rows - self.starts[shards]).tolist())):
-            tokens[i] = self.shards[shard][row : row + 1]
+        into = range(len(rows)) if lines is None else lines.tolist()
+        for line, shard, row in zip(into, shards.tolist(), (rows - self.starts[shards]).tolist()):
+            tokens[line] = self.shards[shard][row : row + 1]
             if self.masks:
-                mask[i] = self.masks[shard][row]
+                mask[line] = self.masks[shard][row]
 
 
 def open_rows(folder: Path) -> RowFiles:

@@ -11,7 +11,7 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,16 @@ class _Writer:
             first, last = (layout.rows * edge // shards for edge in (shard, shard + 1))
             self._progress(f"writing {name}, file {shard + 1} of {shards}")
             blocks = layout.blocks(stream.read, first, last, context, dtype, fill=self._marks.pad)
-            files[file] = place.record(file) or place.write(file, blocks, (last - first, context), dtype)
+            files[file] = place.record(file) or place.write(
+                file, _forgetting(blocks, stream), (last - first, context), dtype
+            )
         return files
+
+
+def _forgetting(blocks: Iterator[np.ndarray], stream: Stream) -> Iterator[np.ndarray]:
+    for block in blocks:
+        yield block
+        stream.forget()
 
 
 def _shares(sizes: dict[str, int], shards: int) -> dict[str, int]:

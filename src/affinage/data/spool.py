@@ -1,5 +1,6 @@
 """Documents as tokens in scratch files, so that they can be laid out in another order without being held in memory."""
 
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -104,8 +105,10 @@ class Spool:
 
 def mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
     """The file as an array that is read where it is looked at."""
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+    with path.open("rb") as file:
+        if not path.stat().st_size:  # cannot be mapped
+            return np.zeros(0, dtype)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,13 @@ class Stream:
     def read_extra(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The extra bytes of tokens [start, stop) of a document."""
         return self._piece(self.extra, document, start, stop)
+
+    def forget(self) -> None:
+        """Give back the memory of what was read: pages of a mapped file count as the process's own."""
+        for store in (*self.tokens, *self.extra):
+            owner = getattr(store.base, "obj", None)  # of the memory that the array is a view of
+            if isinstance(owner, mmap.mmap):
+                owner.madvise(mmap.MADV_DONTNEED)
 
     def _piece(self, stores: tuple[np.ndarray, ...], document: int, start: int, stop: int | None) -> np.ndarray:
         begin = int(self.sources[document])
