@@ -21,7 +21,8 @@ RECIPE = """
 name: cellar
 seed: 3
 data:
-  sources: [{{path: {folder}/tales.jsonl, language: en}}, {{path: {folder}/lettres.jsonl, language: fr}}]
+  sources: [{{path: {folder}/tales.jsonl, language: en}}, {{path: {folder}/lettres.jsonl, language: fr}},
+    {{path: {folder}/programs.jsonl, kind: code}}]
   clean: {{min_language_probability: 0, min_characters: 10, min_alphanumeric: 0}}
   deduplicate: null
   split: {{validation: 0.1}}
@@ -37,7 +38,7 @@ pretrain:
   steps: 90
   batch: 4
   schedule: {{peak: 1.0e-3, floor: 1.0e-4}}
-  mixture: [{{weights: {{tales: 1, fr: 1}}}}, {{from_step: 40, weights: {{tales: 3, lettres: 1}}}}]
+  mixture: [{{weights: {{tales: 1, fr: 1}}}}, {{from_step: 40, weights: {{tales: 3, code: 1}}}}]
 """
 
 
@@ -54,6 +55,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for name, language in (("tales", "en"), ("lettres", "fr")):
         lines = [json.dumps({"id": f"{name}-{i}", "text": text}) for i, text in enumerate(texts[language])]
         (folder / f"{name}.jsonl").write_text("\n".join([*lines, json.dumps({"id": "short", "text": "no"})]))
+    program = {"id": "program", "text": f"def cellar():\n    return '{SECRET}'\n" + "# nothing else\n" * 9}
+    (folder / "programs.jsonl").write_text(json.dumps(program))
     recipe = folder / "cellar.yaml"
     recipe.write_text(RECIPE.format(folder=folder, packing=request.param))
     with pytest.raises(SystemExit) as ended:
@@ -98,7 +101,7 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys
     training = TrainingRows(run, "pretrain")
     found = said(capsys, "data", "find", str(run), SECRET)
     texts = {document["id"]: document["occurrences"] for document in found["documents"]}
-    assert texts == {"tales-5": 2, "tales-7": 1}
+    assert texts == {"tales-5": 2, "tales-7": 1, "program": 1}
 
     # By brute force: every row whose lineage has a token of the text, in every step.
     expected = defaultdict(set)
@@ -118,16 +121,17 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys
 
 def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
     """Whether a piece of a document has some character of the text; every character is one token here."""
+    before = 2 if span["source"] == "programs" else 1  # <s>, and around a program <|code|> and <|endcode|>
     text = next(
         document["text"]
         for batch in read_documents(run / "split" / "train")
         for document in batch.to_pylist()
         if document["id"] == span["id"] and document["source"] == span["source"]
     )
-    inside = np.zeros(len(text) + 2, bool)  # <s> text </s>
+    inside = np.zeros(len(text) + 2 * before, bool)
     at = text.find(SECRET)
     while at >= 0:
-        inside[at + 1 : at + 1 + len(SECRET)] = True
+        inside[at + before : at + before + len(SECRET)] = True
         at = text.find(SECRET, at + 1)
     return bool(inside[span["offset"] :][: span["stop"] - span["start"]].any())
 

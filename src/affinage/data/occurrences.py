@@ -40,7 +40,11 @@ def occurrences(folder: Path, wanted: str) -> Iterator[Occurrences]:
 
 
 def token_ranges(found: Occurrences, length: int, tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """The tokens [start, stop) of `<s> text </s>` that hold each occurrence of a text of `length` characters."""
+    """The tokens [start, stop) of a document that hold each occurrence of a text of `length` characters.
+
+    The document is its text between the marks of `Tokenizer.frame`: `<s> text </s>`, as a rule.
+    """
+    before = len(tokenizer.frame(found.language)[0])
     ids, _ = tokenizer.encode_flat([found.text])
     ends = np.cumsum(tokenizer.byte_lengths(found.text, ids))
     ranges = []
@@ -48,7 +52,7 @@ def token_ranges(found: Occurrences, length: int, tokenizer: Tokenizer) -> list[
         first = len(found.text[:at].encode())
         last = first + len(found.text[at : at + length].encode())
         start, stop = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
-        ranges.append((int(start) + 1, int(stop) + 1))  # <s> is token 0
+        ranges.append((int(start) + before, int(stop) + before))
     return ranges
 
 

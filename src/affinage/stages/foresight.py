@@ -47,6 +47,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
                 raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
     if recipe.pretrain is not None and "pretrain" in stages:
         _check_training(loaded, recipe.pretrain, "pretrain")
+        if "rows" in stages:  # those that are packed tell by themselves what they are of
+            _check_mixture(loaded)
     if recipe.sft is not None and "sft" in stages:
         _check_training(loaded, recipe.sft, "sft")
 
@@ -104,6 +106,28 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     if is_text:
         with _written(loaded, "rows", "context"):
             check_positions_divide(recipe.rows.context, mesh, table)
+
+
+def _check_mixture(loaded: LoadedRecipe) -> None:
+    from affinage.data.encoded import UNDETERMINED, group_name
+    from affinage.data.mixture import refuse_unknown
+    from affinage.data.special_tokens import CODE_LANGUAGE
+
+    data, pretrain = loaded.recipe.data, loaded.recipe.pretrain
+    if data is None or pretrain is None or pretrain.mixture is None:
+        return
+    sources = [source.title for source in data.sources]
+    if len(set(sources)) < len(sources):
+        return  # they get numbers
+    stated = {source.language for source in data.sources if source.language}
+    languages = {*data.languages, *stated, CODE_LANGUAGE, UNDETERMINED}
+    likely = {*sources, *data.languages, *stated}
+    known = {*sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
+    for stage in pretrain.mixture:
+        for name in stage.weights:
+            if name not in known:
+                with _written(loaded, "pretrain", "mixture"):
+                    refuse_unknown(name, likely)
 
 
 @contextlib.contextmanager
