@@ -53,7 +53,7 @@ MODELS = {
     "llama": (tiny_graphs.llama, 0),
     "grouped queries": (lambda **kind: tiny_graphs.llama(attention={"heads": 4, "kv_heads": 2}, **kind), 0),
     "gpt2": (tiny_graphs.gpt2, 0),
-    "experts": (tiny_graphs.moe, 4),  # the number of targets, by which apply multiplies the sum of all nodes' losses
+    "experts": (tiny_graphs.moe, 12),  # three counts, by which apply divides and multiplies the nodes' losses
 }
 IMAGES = {"mlp": {"hidden": [24]}, "conv": {"net": "conv", "hidden": [4, 8]}}
 

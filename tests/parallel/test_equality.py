@@ -1,11 +1,14 @@
 """Twenty steps have the same losses and gradient norms on every mesh as on one device: every axis, every pair."""
 
 import itertools
+import re
 
 import meshes
 import pytest
 
-AXES = ("data", "fsdp", "tensor", "expert", "context")
+from affinage.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 DENSE = meshes.graph("dense")
 MOE = meshes.graph("moe")  # with a dense layer beside the experts: one compilation shows both
 
@@ -47,5 +50,35 @@ def test_accumulated_experts_over_their_axis(capacity_factor: float | None):
     model = meshes.graph("moe", capacity_factor=capacity_factor)
     one = meshes.program(model, {"data": 2, "expert": 2}, micro_batches=2, parallel={})
     meshes.assert_same_as_on_one_device(one, 20)
-    text = one.compile_training().as_text()
-    assert "all-to-all" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parallel", "more"),
+    [
+        ({"pipeline": 4}, {"pipeline_micro_batches": 2}, {}),  # fewer micro-batches than stages
+        ({"pipeline": 2}, {"pipeline_rounds": 2, "pipeline_micro_batches": 4}, {}),
+        ({"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
+        ({"pipeline": 2, "tensor": 2}, {"sharding": {"vocab": ["tensor", "pipeline"]}}, {}),
+    ],
+    ids=["few", "rounds", "three-axes", "vocabulary-over-stages"],
+)
+def test_pipelines(sizes: dict, parallel: dict, more: dict):
+    meshes.assert_same_as_on_one_device(meshes.program(MOE, sizes, parallel=parallel, **more), 20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parallel", "said"),
+    [
+        ({"pipeline": 3}, {}, r"4 layers of `blocks` do not divide into 3 stages.*`repeat: 3 or 6`.*1 or 2 or 4"),
+        ({"pipeline": 2}, {"pipeline_rounds": 4}, "2 stages of 4 rounds.*`repeat: 8`"),
+        ({"pipeline": 2}, {"pipeline_micro_batches": 3}, "3 micro-batches.*`pipeline_micro_batches` to 2 or 4"),
+        ({"pipeline": 2, "context": 2}, {"context_attention": "ring"}, "does not go through a pipeline"),
+        ({"context": 3}, {}, "context of 32 does not divide.*30, 33"),
+        ({"fsdp": 3}, {}, r"batch 8 does not divide.*6, 9"),
+        ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "both `batch` and `sequence`"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, said: str):
+    with pytest.raises(UserError, match=re.compile(said, re.DOTALL)):
+        meshes.program(DENSE, sizes, parallel=parallel).compile_training()

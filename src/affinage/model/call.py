@@ -61,6 +61,7 @@ class Call:
     attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # wraps each layer; e.g. jax.checkpoint
+    remat_nodes: bool = False  # keep of every node its inputs alone, and compute the rest again in the backward pass
     layout: Layout = field(default_factory=Layout)  # how arrays lie on the devices
     ring_attention: bool = False  # where the layout splits sequences: pass keys around instead of gathering them
     # Applies a repeated node in place of `apply_layers`, with the same arguments; a pipeline is one.

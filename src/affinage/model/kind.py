@@ -57,7 +57,8 @@ class Result:
 
     value: Any
     cache: Mapping[str, Array] | None = None
-    losses: dict[str, Array] = field(default_factory=dict)  # per-token means that are added to the training loss
+    # (sum, count): per-token means that are added to the training loss; the count is the same in all layers.
+    losses: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # (sum, count)
 
 

@@ -107,7 +107,7 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
             continue
         result = _apply_node(node, params, values, batch, call)
         values[node.name] = result.value
-        losses += result.losses.values()
+        losses += [total / jnp.maximum(count, 1.0) for total, count in result.losses.values()]
         for name, (total, count) in result.metrics.items():
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = (before[0] + total, before[1] + count)
@@ -129,7 +129,15 @@ def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapp
         shared=params[shared] if shared else None,
         averages=None if call.averages is None else call.averages.get(node.name),
     )
-    return apply_node(node, params.get(node.name, {}), tuple(values[name] for name in node.inputs), context)
+    own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)
+    if not call.remat_nodes:
+        return apply_node(node, own, inputs, context)
+
+    def parts(own: Tree, shared: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        result = apply_node(node, own, inputs, replace(context, shared=shared))
+        return result.value, result.cache, result.losses, result.metrics
+
+    return Result(*jax.checkpoint(parts)(own, context.shared, inputs))
 
 
 def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:

@@ -13,11 +13,15 @@ from affinage.model.node import Node
 from affinage.model.parameter import Tree
 
 Carry = tuple[Any, Mapping[str, Array] | None]
-ByProducts = tuple[dict[str, Array], dict[str, tuple[Array, Array]]]
+Pairs = dict[str, tuple[Array, Array]]  # (sum, count)
+ByProducts = tuple[Pairs, Pairs]  # losses, metrics
 
 
 def apply_node(node: Node, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
     """A node's value with its by-products, all its repeats in a row."""
+    if node.repeat is not None and context.call.layers is not None and context.cache is None:
+        result: Result = context.call.layers(node, params, inputs[0], context)
+        return result
     context = replace(context, prepared=node.kind.prepare(inputs, context))
     if node.repeat is not None:
         return apply_layers(node, params, inputs[0], context)
@@ -25,10 +29,10 @@ def apply_node(node: Node, params: Tree, inputs: tuple[Any, ...], context: Conte
     return value if isinstance(value, Result) else Result(value)
 
 
-def apply_layers(node: Node, params: Tree, x: Any, context: Context) -> Result:
+def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int | Array = 0) -> Result:
     """Layer after layer on one value; parameters and cache have the layers as first axis.
 
-    Losses and metrics of the layers are added up.
+    Losses and metrics of the layers are added up; `first` is the number of the first layer for random draws.
     """
 
     def body(carry: Carry, layer_params: Tree, layer: Any) -> tuple[Carry, ByProducts]:
@@ -42,16 +46,18 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context) -> Result:
     wrapped = body if context.call.remat is None else context.call.remat(body)
     if node.scans(context.call.platform):
         (value, cache), layers = jax.lax.scan(
-            lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, jnp.arange(node.layers))
+            lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, first + jnp.arange(node.layers))
         )
         losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), layers)
+        losses = {name: (total, layers[0][name][1][0]) for name, (total, _) in losses.items()}
         return Result(value, cache, losses, metrics)
     carry: Carry = (x, context.cache)
     collected: list[ByProducts] = []
     for layer, layer_params in enumerate(unstack(params, node.layers)):
-        carry, products = wrapped(carry, layer_params, layer)
+        carry, products = wrapped(carry, layer_params, first + layer)
         collected.append(products)
     losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
+    losses = {name: (total, collected[0][0][name][1]) for name, (total, _) in losses.items()}
     return Result(carry[0], carry[1], losses, metrics)
 
 

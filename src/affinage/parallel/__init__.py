@@ -1,8 +1,10 @@
 """Parallel: a graph and a mesh become one compiled step."""
 
+from affinage.parallel.choice import strategy_for as strategy_for
 from affinage.parallel.layout import MeshLayout as MeshLayout
 from affinage.parallel.mesh import AXES as AXES
 from affinage.parallel.mesh import make_mesh as make_mesh
+from affinage.parallel.pipeline import Pipeline as Pipeline
 from affinage.parallel.sharding import batch_sharding as batch_sharding
 from affinage.parallel.sharding import param_shardings as param_shardings
 from affinage.parallel.sharding import replicated as replicated

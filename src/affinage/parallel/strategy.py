@@ -7,6 +7,9 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import NamedSharding
 
+from affinage.model.call import Call
+from affinage.model.graph import Graph
+from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import replicated
 
 PyTree = Any
@@ -15,6 +18,18 @@ Function = Callable[..., Any]
 
 class Strategy(Protocol):
     """Turns pure steps into programs. A test or a plug-in may bring its own."""
+
+    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
+        """Refuse a model, or rows of a micro-batch, that the strategy cannot run on this mesh.
+
+        Raises:
+            UserError: naming the nearest settings that work.
+        """
+        ...
+
+    def adapt(self, call: Call) -> Call:
+        """How the graph is to be applied inside the steps."""
+        ...
 
     def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
         """Compile `(state, batch) -> (state, metrics)`; the new state takes the memory of the old one.
@@ -38,8 +53,16 @@ class Strategy(Protocol):
 class Spmd:
     """One program on all devices, split by XLA's partitioner (GSPMD) from the shardings of its arguments.
 
-    Which of data parallelism, FSDP and tensor parallelism this is, is in the mesh and the sharding table alone.
+    Which of data parallelism, FSDP, tensor, expert and context parallelism this is, is in the mesh and the sharding
+    table alone.
     """
+
+    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
+        """See `Strategy.check`: any graph, and rows are the table's business."""
+
+    def adapt(self, call: Call) -> Call:
+        """See `Strategy.adapt`."""
+        return call
 
     def compile_training(self, step: Function, state: PyTree, batch: PyTree) -> Function:
         """See `Strategy.compile_training`."""

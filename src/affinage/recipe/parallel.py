@@ -27,11 +27,15 @@ LogicalAxis = Literal[
 ]
 
 
+# What a transformer block computes on its way, in that order.
+ActivationName = Literal["block_input", "query", "key", "value", "attended", "ffn_up", "ffn_gate", "ffn_hidden"]
+
+
 class RematSettings(Settings):
     """Which activations of a block wait for the backward pass, by name; all others are computed again there."""
 
-    keep: tuple[str, ...] = ()  # stay in the accelerator's memory
-    offload: tuple[str, ...] = ()  # wait in the host's memory
+    keep: tuple[ActivationName, ...] = ()  # stay in the accelerator's memory
+    offload: tuple[ActivationName, ...] = ()  # wait in the host's memory; not on CPUs
 
     @model_validator(mode="after")
     def _once(self) -> "RematSettings":
@@ -49,5 +53,5 @@ class ParallelSettings(Settings):
     pipeline_micro_batches: int | None = Field(default=None, ge=1)  # in the pipeline at once; default: 4 x its stages
     pipeline_rounds: int = Field(default=1, ge=1)  # times each goes round the stages; more: smaller bubble, more talk
     # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
-    # of its matrix products; block: all but a block's input; full: all but every node's inputs.
+    # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes.
     remat: Literal["none", "dots", "block", "full"] | RematSettings = "none"

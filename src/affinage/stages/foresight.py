@@ -68,7 +68,7 @@ def check_sources(loaded: LoadedRecipe) -> None:
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
     from affinage.hardware.devices import acquire
     from affinage.model import parse
-    from affinage.parallel import make_mesh, table_with
+    from affinage.parallel import MeshLayout, make_mesh, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
     from affinage.training.optimizer import OPTIMIZERS
@@ -103,6 +103,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         table = table_with(recipe.parallel.sharding)
     with _written(loaded, name, "batch"):
         check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
+    with _written(loaded, "mesh"):
+        rows = rows_per_step(settings, mesh.size) // settings.micro_batches
+        strategy_for(mesh, recipe.parallel).check(graph, rows, MeshLayout(mesh, table))
     if is_text:
         with _written(loaded, "rows", "context"):
             check_positions_divide(recipe.rows.context, mesh, table)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from affinage.model import Graph
-from affinage.parallel import Spmd, Strategy
+from affinage.parallel import Strategy
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
 from affinage.training.state import TrainState
@@ -60,7 +60,7 @@ class TrainJob:
         name: how messages call the run, e.g. "pretrain".
         on_step: called in turn after every step.
         parallel: how a step is split over the mesh.
-        strategy: how the step is compiled.
+        strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
 
     graph: Graph
@@ -74,7 +74,7 @@ class TrainJob:
     name: str = "train"
     on_step: tuple[Hook, ...] = ()
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    strategy: Strategy = field(default_factory=Spmd)
+    strategy: Strategy | None = None
 
 
 def rows_per_step(settings: TrainSettings, devices: int) -> int:

@@ -15,7 +15,8 @@ from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, decayed, init_params, matrices
 from affinage.model.analysis import analyse
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, batch_sharding, table_with
+from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
+from affinage.parallel.remat import with_remat
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
@@ -42,6 +43,7 @@ class Program:
         check_rows_divide(rows, self.job.settings.micro_batches, self.mesh, self.layout.table)
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
+        self.strategy.check(self.job.graph, rows // self.job.settings.micro_batches, self.layout)
 
     @property
     def rows(self) -> int:
@@ -84,6 +86,11 @@ class Program:
         return MeshLayout(self.mesh, table_with(self.job.parallel.sharding))
 
     @cached_property
+    def strategy(self) -> Strategy:
+        """How the steps become programs."""
+        return self.job.strategy or strategy_for(self.mesh, self.job.parallel)
+
+    @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The job's optimizer."""
         return make_optimizer(self.job.settings.optimizer, Weights(decayed(self.job.graph), matrices(self.job.graph)))
@@ -117,13 +124,13 @@ class Program:
             seed=self.job.seed,
             stochastic_rounding=settings.precision.rounding == "stochastic",
         )
-        return self.job.strategy.compile_training(step, self.abstract, self._like(self.batch))
+        return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
         step = make_validation_step(self.job.graph, call=self._call())
         weights = (self.abstract.params, self.abstract.averages)
-        return self.job.strategy.compile_evaluation(step, weights, self._like(batch))
+        return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """A batch on the devices, its rows split over the mesh. Every host has the whole batch, and gives its part."""
@@ -145,13 +152,14 @@ class Program:
         }
 
     def _call(self) -> Call:
-        return Call(
+        call = Call(
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
             attention=self.job.settings.attention,
             layout=self.layout,
             ring_attention=self.job.parallel.context_attention == "ring",
         )
+        return self.strategy.adapt(with_remat(call, self.job.parallel))
 
 
 def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:

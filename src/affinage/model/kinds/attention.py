@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 from pydantic import Field, model_validator
 
@@ -100,7 +101,10 @@ class AttentionSettings(Settings):
         self, params: Tree, x: Float[Array, "B S D"], context: Context, eps: float
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
-        query, key, value = self._heads(params, x, context, eps)
+        query, key, value = (
+            checkpoint_name(heads, name)
+            for heads, name in zip(self._heads(params, x, context, eps), ("query", "key", "value"), strict=True)
+        )
         cache = context.cache
         if cache is not None:
             cache = _write(cache, key, value, context)
@@ -114,7 +118,7 @@ class AttentionSettings(Settings):
             out = ring_attention(query, key, value, context, window=self.window, softcap=self.softcap)
         else:
             out = attend(query, key, value, context, dropout=self.dropout, softcap=self.softcap, window=self.window)
-        out = jnp.swapaxes(out, 1, 2)
+        out = checkpoint_name(jnp.swapaxes(out, 1, 2), "attended")
         return dense(params["out"], out, context, contracted=2), cache
 
     def _heads(self, params: Tree, x: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:

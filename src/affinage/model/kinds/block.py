@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
@@ -67,7 +68,7 @@ class TransformerBlock(NodeKind):
 
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
-        (x,) = inputs
+        x = checkpoint_name(inputs[0], "block_input")
         constrain = context.call.constrain
         before = self._norm(params, "attention_norm", x) if self.placement != "post" else x
         # Where the table splits the residual stream further than what goes through the matrices (Korthikanti et al.,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 from pydantic import Field
 
@@ -56,12 +57,13 @@ class FfnSettings(Settings):
 
     def apply(self, params: Tree, x: Float[Array, "B S D"], context: Context) -> Float[Array, "B S D"]:
         """The hidden layer is sharded over its width."""
-        up = dense(params["up"], x, context)
-        hidden = (
-            GATED[self.kind](dense(params["gate"], x, context)) * up if self.kind in GATED else PLAIN[self.kind](up)
-        )
+        up = checkpoint_name(dense(params["up"], x, context), "ffn_up")
+        if self.kind in GATED:
+            hidden = GATED[self.kind](checkpoint_name(dense(params["gate"], x, context), "ffn_gate")) * up
+        else:
+            hidden = PLAIN[self.kind](up)
         hidden = context.call.constrain(hidden, ("batch", "sequence", "ffn"))
-        return dense(params["down"], hidden, context)
+        return dense(params["down"], checkpoint_name(hidden, "ffn_hidden"), context)
 
     def flops(self, width: int, rows: int, length: int) -> int:
         """Of the two or three products."""

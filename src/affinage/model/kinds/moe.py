@@ -151,7 +151,7 @@ class MoeSettings(Settings):
 
     def _by_products(
         self, routing: Routing, taken: Array, context: Context
-    ) -> tuple[dict[str, Array], dict[str, tuple[Array, Array]]]:
+    ) -> tuple[dict[str, tuple[Array, Array]], dict[str, tuple[Array, Array]]]:
         """Losses and metrics over the positions whose prediction counts."""
         weights = jnp.ones(taken.shape[:2], jnp.float32)
         if "tokens" in context.batch:
@@ -165,7 +165,10 @@ class MoeSettings(Settings):
             "expert_load_max": (fullest, count),  # the fullest expert's share over the even one
             "dropped_share": (jnp.sum(weights[..., None] * ~taken), count * self.top_k),
         }
-        losses = {"load_balance": self.load_balance_weight * balance, "router_z": self.z_loss_weight * z}
+        losses = {
+            "load_balance": (self.load_balance_weight * balance * count, count),
+            "router_z": (self.z_loss_weight * z * count, count),
+        }
         return losses, jax.lax.stop_gradient(metrics)
 
     def flops(self, width: int, rows: int, length: int) -> int:
