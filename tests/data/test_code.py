@@ -1,7 +1,6 @@
 """Source code from its files to token rows: past language id, wrapped in ids that no text can forge."""
 
 import numpy as np
-from source_forms import prose
 
 from affinage.data.clean import clean
 from affinage.data.collect import collect
@@ -10,6 +9,7 @@ from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.recipe.cleaning import CleanSettings, GopherSettings
 from affinage.recipe.data import DataSettings, RowsSettings
+from source_forms import prose
 
 CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3
 

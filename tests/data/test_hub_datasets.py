@@ -6,7 +6,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_forms import write_lines
 
 from affinage.data import collect as collecting
 from affinage.data import documents
@@ -15,6 +14,7 @@ from affinage.data.documents import read_documents
 from affinage.data.hub_datasets import DatasetPart, Stream, parts_of
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
+from source_forms import write_lines
 
 
 def run(folder, source, **settings):

@@ -6,7 +6,6 @@ import lzma
 from dataclasses import replace
 
 import pytest
-from source_forms import book, dump_streams, html, page, prose, web_archive, write_lines
 
 from affinage.data import wikipedia
 from affinage.data.collect import collect
@@ -18,6 +17,7 @@ from affinage.data.records import BadRecord, DamagedFile
 from affinage.data.wikitext import wikitext_to_text
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
+from source_forms import book, dump_streams, html, page, prose, web_archive, write_lines
 
 
 def records(path, **settings):

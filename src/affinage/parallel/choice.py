@@ -1,8 +1,15 @@
-"""Which strategy a mesh asks for."""
+"""What follows from the mesh that a recipe asks for."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
 from jax.sharding import Mesh
 
+from affinage.errors import UserError
+from affinage.parallel.mesh import make_mesh
 from affinage.parallel.pipeline import AXIS, Pipeline
+from affinage.parallel.sharding import param_shardings
 from affinage.parallel.strategy import Spmd, Strategy
 from affinage.recipe.parallel import ParallelSettings
 
@@ -12,3 +19,23 @@ def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
     if mesh.shape[AXIS] > 1:
         return Pipeline(settings.pipeline_micro_batches, settings.pipeline_rounds)
     return Spmd()
+
+
+def serving_mesh(
+    sizes: Mapping[str, int | str], devices: Sequence[jax.Device], logical_axes: Any, abstract: Any
+) -> tuple[Mesh, Any]:
+    """The mesh that a model is used on after it was trained on a mesh of these sizes, and its parameters' shardings.
+
+    Generation has neither stages nor long sequences to split: the devices of `pipeline` and `context` split the
+    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`.
+    """
+    mesh = make_mesh(sizes, devices)
+    folded = mesh.shape[AXIS] * mesh.shape["context"]
+    if folded > 1:
+        shape = {**mesh.shape, AXIS: 1, "context": 1}
+        split = make_mesh(shape | {"fsdp": shape["fsdp"] * folded}, devices)
+        try:
+            return split, param_shardings(split, logical_axes, abstract)
+        except UserError:
+            mesh = make_mesh(shape | {"data": shape["data"] * folded}, devices)
+    return mesh, param_shardings(mesh, logical_axes, abstract)

@@ -121,7 +121,7 @@ def load_trained(
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
     from affinage.model import abstract_params, logical_axes, parse
-    from affinage.parallel import make_mesh, param_shardings
+    from affinage.parallel import serving_mesh
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
@@ -129,9 +129,8 @@ def load_trained(
     facts = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     graph, precision = parse(facts["graph"]), PrecisionSettings(**facts["precision"])
     devices = acquire()
-    grid = make_mesh(mesh or {"data": "auto"}, devices)
     abstract = abstract_params(graph, jnp.dtype(precision.params))
-    shardings = param_shardings(grid, logical_axes(graph), abstract)
+    grid, shardings = serving_mesh(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
