@@ -1,13 +1,15 @@
 """From raw text to packed rows at a size that must not fit in memory: rate, peak memory and disk of every stage.
 
-    python benchmarks/data_scale.py [--quick] [--gigabytes 2] [--text FILE.jsonl.gz ...] [--folder FOLDER]
+    python benchmarks/data_scale.py [--quick] [--gigabytes 2] [--text FILE.jsonl.gz ...] [--no-language-id]
     python benchmarks/data_scale.py --table benchmarks/results/data_scale.json
 
 Documents of about 2 KB are put together at random from the sentences of the given JSON Lines files (key `text`), or of
 the pocket world; a tenth of them are exact copies of others, a tenth near copies. The stages are those of `affinage
-data`, run as a user would. Memory is the resident memory of all its processes together, looked at every 50 ms; pages
-of files that the system may take back at any time are in it. `--table` prints what 1 TB and 100 TB would cost at the
-rates of a result.
+data`, run as a user would. Of all its processes together, looked at every 0.2 s, memory is what is resident (pages of
+files, which the system may take back, included) and rates are by the clock and by seconds of CPU: on a machine with
+other work, only the latter mean something. Language id, the slowest step by far, is also measured by itself;
+`--no-language-id` leaves it out of the stages. `--table` prints what 1 TB and 100 TB would cost at the rates of a
+result, by seconds of CPU.
 """
 
 import argparse
@@ -97,37 +99,61 @@ def write_input(pool: dict[str, list[str]], folder: Path, megabytes: float) -> i
     return total
 
 
-def resident(process: psutil.Process) -> int:
-    """Resident bytes of a process and all its descendants."""
-    total = 0
+Sample = tuple[float, int, float]  # time, resident bytes, seconds of CPU so far
+
+
+def sampled(process: psutil.Process) -> Sample:
+    """A process and all its descendants now; those that have ended count into their parents' seconds."""
+    times = process.cpu_times()
+    resident, seconds = 0, times.children_user + times.children_system
     for each in [process, *process.children(recursive=True)]:
         try:
-            total += each.memory_info().rss
+            times = each.cpu_times()
+            seconds += times.user + times.system
+            resident += each.memory_info().rss
         except psutil.Error:
             continue  # it ended just now
-    return total
+    return time.time(), resident, seconds
 
 
-def run_stages(folder: Path, recipe: Path) -> list[tuple[float, int]]:
-    """Run the data stages; resident memory over time."""
+def run_stages(folder: Path, recipe: Path) -> list[Sample]:
+    """Run the data stages; what they used over time."""
     command = [sys.executable, "-c", "from affinage.cli import main; main()"]
     samples = []
     with subprocess.Popen([*command, "data", str(recipe), "--runs", str(folder / "runs")]) as process:
         watched = psutil.Process(process.pid)
         while process.poll() is None:
-            samples.append((time.time(), resident(watched)))
-            time.sleep(0.05)
+            samples.append(sampled(watched))
+            time.sleep(0.2)
     if process.returncode:
         raise SystemExit(process.returncode)
     return samples
 
 
-def measure(folder: Path, megabytes: float, files: list[Path]) -> list[dict[str, object]]:
-    size = write_input(sentences(files, folder), folder / "input", megabytes)
+def language_id(pool: dict[str, list[str]]) -> dict[str, object]:
+    """MB of text a second of CPU."""
+    from affinage.data.language import identify_language
+
+    texts = [" ".join(text) for _, text in documents(pool, 2)]
+    identify_language(texts[0])  # loads the model
+    start = time.process_time()
+    for text in texts:
+        identify_language(text)
+    rate = sum(len(text.encode()) for text in texts) / 1e6 / (time.process_time() - start)
+    print(f"language id: {rate:.1f} MB/s a core")
+    return {"name": "language id", "ours": rate, "peer": None, "unit": "MB/s a core", "ratio": None}
+
+
+def measure(folder: Path, megabytes: float, files: list[Path], identify: bool) -> list[dict[str, object]]:
+    pool = sentences(files, folder)
+    identification = language_id(pool)
+    size = write_input(pool, folder / "input", megabytes)
+    del pool
     recipe = {
         "base": "novels",
         "name": "scale",
-        "data": {"root": str(folder), "sources": [{"path": "input", "name": "generated"}]},
+        "data": {"root": str(folder), "sources": [{"path": "input", "name": "generated"}]}
+        | ({} if identify else {"clean": {"min_language_probability": 0}}),
         "tokenizer": {"vocabulary": 16_000 if files else 3_000, "sample_megabytes": min(30, megabytes / 4)},
         "rows": {"context": 2048, "shards": 16},
     }
@@ -135,38 +161,47 @@ def measure(folder: Path, megabytes: float, files: list[Path]) -> list[dict[str,
     samples = run_stages(folder, folder / "recipe.yaml")
     results = []
     print(f"\n{size / 1e9:.2f} GB of text, {psutil.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
-    print("stage           s   MB/s  peak MB  result MB")
+    print("stage           s   MB/s  CPU s  peak MB  result MB")
     for stage in STAGES:
         manifest = json.loads((folder / "runs" / "scale" / stage / "manifest.json").read_text(encoding="utf-8"))
         start, seconds = datetime.fromisoformat(manifest["started"]).timestamp(), manifest["seconds"]
-        peak = max((rss for at, rss in samples if start <= at <= start + seconds), default=0)
+        during = [sample for sample in samples if start <= sample[0] <= start + seconds + 1]
+        peak, used = max(sample[1] for sample in during), during[-1][2] - during[0][2]
         stored = sum(file["bytes"] for file in manifest["files"].values())
-        facts = {"seconds": seconds, "peak_bytes": peak, "stored_bytes": stored, "text_bytes": size}
-        print(f"{stage:12} {seconds:5.1f} {size / 1e6 / seconds:6.1f} {peak / 1e6:8.0f} {stored / 1e6:10.0f}")
-        rate = {"ours": size / 1e6 / seconds, "peer": None, "unit": "MB/s", "ratio": None}
-        results.append({"name": stage, **rate, **facts})
-    total, peak = sum(float(r["seconds"]) for r in results), max(int(r["peak_bytes"]) for r in results)
-    print(f"{'all':12} {total:5.1f} {size / 1e6 / total:6.1f} {peak / 1e6:8.0f}")
-    facts = {"seconds": total, "peak_bytes": peak, "text_bytes": size, "workers": psutil.cpu_count()}
+        speed = size / 1e6 / seconds
+        print(f"{stage:12} {seconds:5.1f} {speed:6.1f} {used:6.0f} {peak / 1e6:8.0f} {stored / 1e6:10.0f}")
+        facts = {"cpu_seconds": used, "peak_bytes": peak, "stored_bytes": stored, "text_bytes": size}
+        results.append(
+            {"name": stage, "ours": speed, "peer": None, "unit": "MB/s", "ratio": None, "seconds": seconds, **facts}
+        )
+    total, used = (sum(float(r[name]) for r in results) for name in ("seconds", "cpu_seconds"))
+    peak = max(int(r["peak_bytes"]) for r in results)
+    print(f"{'all':12} {total:5.1f} {size / 1e6 / total:6.1f} {used:6.0f} {peak / 1e6:8.0f}")
+    facts = {"cpu_seconds": used, "peak_bytes": peak, "text_bytes": size, "seconds": total, "language_id": identify}
     rate = {"ours": size / 1e6 / total, "peer": None, "unit": "MB/s", "ratio": None}
-    return [*results, {"name": "all", **rate, **facts}]
+    return [*results, identification, {"name": "all", **rate, **facts}]
 
 
 def table(results: list[dict[str, object]]) -> None:
     """What larger corpora would cost: core-hours, and hours on 1, 32 and 1,000 cores, as Markdown."""
-    workers = next(int(r["workers"]) for r in results if r["name"] == "all")
+    identified = next(bool(r["language_id"]) for r in results if r["name"] == "all")
     print("| stage | MB/s a core | 1 TB: core-hours | 1 TB: TB on disk | 100 TB: core-hours | 100 TB: TB on disk |")
     print("|---|---|---|---|---|---|")
     hours = disk = fixed = 0.0
     for r in (r for r in results if r["name"] != "all"):
-        size, seconds = float(r["text_bytes"]), float(r["seconds"])
-        kept = float(r["stored_bytes"]) / size
+        if r["name"] == "language id":
+            if identified:
+                continue  # it is in the stage `clean`
+            seconds, size, kept = 1.0, float(r["ours"]) * 1e6, 0.0
+        else:
+            size, seconds = float(r["text_bytes"]), float(r["cpu_seconds"])
+            kept = float(r["stored_bytes"]) / size
         if r["name"] == "tokenizer":  # a sample of constant size, most of it in one thread
             fixed = seconds / 3600
             print(f"| tokenizer | {fixed * 60:.1f} minutes, whatever the size | | | | |")
             continue
-        per_terabyte = 1e12 / size * seconds * workers / 3600
-        rate = size / 1e6 / seconds / workers
+        per_terabyte = 1e12 / size * seconds / 3600
+        rate = size / 1e6 / seconds
         cells = (f"{rate:.1f}", f"{per_terabyte:.0f}", f"{kept:.2f}", f"{100 * per_terabyte:,.0f}", f"{100 * kept:.0f}")
         print(f"| {r['name']} | {' | '.join(cells)} |")
         hours, disk = hours + per_terabyte, disk + kept
@@ -186,6 +221,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="20 MB, in under a minute")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--text", nargs="*", type=Path, default=[], help="JSON Lines files to draw sentences from")
+    parser.add_argument("--no-language-id", action="store_true", help="take every document as it is")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder); removed afterwards")
     parser.add_argument("--table", type=Path, help="a result file: print what larger corpora would cost")
     arguments = parser.parse_args()
@@ -194,7 +230,9 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="affinage-bench-", dir=arguments.folder))
     try:
-        results = measure(folder, 20 if arguments.quick else 1e3 * arguments.gigabytes, arguments.text)
+        results = measure(
+            folder, 20 if arguments.quick else 1e3 * arguments.gigabytes, arguments.text, not arguments.no_language_id
+        )
     finally:
         shutil.rmtree(folder)
     print(json.dumps({"benchmark": "data_scale", "results": results}))
