@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from transformers import AutoTokenizer
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
@@ -24,7 +25,7 @@ from affinage.hub.families import family_of
 from affinage.hub.read import read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
-from affinage.stages.imports import import_model
+from affinage.stages.imports import import_model, system_prompt_of
 from affinage.stages.models import is_chat, locate_model, open_model
 from tiny_models import LLAMA, tiny_gpt2, tiny_llama, tiny_mixtral
 
@@ -90,6 +91,9 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     prompt = [encode_prompt([{"role": "user", "content": "Où ?"}], read.tokenizer, read.system_prompt)]
     said = [Generator(model).generate(prompt, Request(8))[0].tokens for model in (ours, read)]
     assert said[0] == said[1] and len(said[0]) > 0
+    saved = tmp_path / "saved"
+    AutoTokenizer.from_pretrained(exported).save_pretrained(saved)  # transformers gives the template a file of its own
+    assert (saved / "chat_template.jinja").is_file() and system_prompt_of(saved) == 'Say "oui".\nBe brief.'
     with pytest.raises(UserError, match="has no checkpoints"):
         open_model(f"{exported}@3", tmp_path)
 

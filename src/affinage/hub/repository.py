@@ -11,7 +11,7 @@ from affinage.errors import UserError
 
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) never reach the machine.
 _PATTERNS = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json", "*.model"]
-_PATTERNS += ["characters.json", "README.md"]
+_PATTERNS += ["characters.json", "chat_template.jinja", "README.md"]
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -129,10 +129,13 @@ def system_prompt_of(source: Path) -> str | None:
     """What a chat model of ours is told by default; None of any other model."""
     from affinage.data.chat import system_prompt_in
 
-    config = source / "tokenizer_config.json"
-    if not config.is_file():
+    config, own_file = source / "tokenizer_config.json", source / "chat_template.jinja"
+    if own_file.is_file():  # where transformers 5 writes it
+        template = own_file.read_text(encoding="utf-8")
+    elif config.is_file():
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    else:
         return None
-    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     return system_prompt_in(template) if isinstance(template, str) else None
 
 
