@@ -256,6 +256,14 @@ def test_a_heading_of_a_book_stays_with_its_first_chapter():
     assert [part.split("\n\n")[:2] for part in parts[-1:]] == [["BOOK II", "CHAPTER I"]]
 
 
+def test_headings_with_a_title_below_and_in_texts_without_blank_lines():
+    long = prose("en", 4, 8)
+    below = f"CHAPTER I.\nDown the Rabbit-Hole\n\n{long}\n\nCHAPTER II.\nThe Pool of Tears\n\n{long}"
+    assert [part.split("\n")[1] for part in split_chapters(below)] == ["Down the Rabbit-Hole", "The Pool of Tears"]
+    lines = "\n".join(["CHAPITRE I", *[prose("fr", i, 2) for i in range(30)], "CHAPITRE II.", prose("fr", 50, 5), "I"])
+    assert [part.split("\n")[0] for part in split_chapters(lines)] == ["CHAPITRE I", "CHAPITRE II."]
+
+
 def test_a_sentence_that_begins_like_a_heading_is_none():
     text = f"He said: part one of the plan is done.\n\n{prose('en', 3)}\n\nI\nwent home.\n\n{prose('en', 4)}"
     assert split_chapters(text) == [text]

@@ -37,17 +37,25 @@ _ORDINAL = (
     r"seven|eight|nine|ten|eleven|twelve|premier|première|deuxième|second|seconde|troisième|quatrième|cinquième|"
     r"sixième|septième|huitième|neuvième|dixième|dernier|dernière)"
 )
-# A heading is a short line of its own, with a blank line before and after it.
+_KEYWORD = (
+    r"(?:chapter|chapitre|book|livre|part|partie|letter|lettre|act|acte|canto|chant|tome|volume|stave|scene|scène)"
+)
+_NUMBERED = rf"{_KEYWORD}[ \t]+(?:{_NUMBER}|{_ORDINAL})[.:]?[ \t]*"
+# A heading is a short line of its own after a blank line, and before one: the title of a numbered chapter may come
+# between.
 _HEADING = re.compile(
     rf"(?:\A|\n[ \t]*\n)(?P<line>[ \t]*(?:"
-    rf"(?:chapter|chapitre|book|livre|part|partie|letter|lettre|act|acte|canto|chant|tome|volume|stave|scene|scène)"
-    rf"[ \t]+(?:{_NUMBER}|{_ORDINAL})\b[^\n]{{0,80}}"
+    rf"{_NUMBERED}(?:\n[^\n]{{1,80}}){{0,2}}"
+    rf"|{_KEYWORD}[ \t]+(?:{_NUMBER}|{_ORDINAL})\b[^\n]{{0,80}}"
     rf"|{_ORDINAL}[ \t]+(?:part|partie|book|livre|acte)[^\n]{{0,60}}"
     rf"|(?:prologue|epilogue|épilogue|preface|préface|introduction|conclusion|foreword|avant-propos)\.?"
     rf"|{_NUMBER}\.?"
     rf")[ \t]*)\n(?=[ \t]*\n)",
     re.I,
 )
+# Where paragraphs are lines, without blank ones between, only what is surely a heading is taken for one.
+_LINE_HEADING = re.compile(rf"^(?P<line>[ \t]*{_NUMBERED})$", re.I | re.M)
+_LINES_PER_BLANK = 20  # more lines than this for every blank one: paragraphs are lines
 _SHORT = 400  # characters: a part of less is a line of a table of contents, or a heading with another one after it
 
 
@@ -99,7 +107,8 @@ def split_chapters(body: str) -> list[str]:
     Headings close to each other stay together: a table of contents with what comes before the first chapter, BOOK I
     with the CHAPTER I after it.
     """
-    starts = [match.start("line") for match in _HEADING.finditer(body)]
+    apart = body.count("\n\n") * _LINES_PER_BLANK >= body.count("\n")
+    starts = [match.start("line") for match in (_HEADING if apart else _LINE_HEADING).finditer(body)]
     pieces = [body[a:b] for a, b in zip([0, *starts], [*starts, len(body)])]
     parts: list[str] = [pieces[0]]
     pending, begun = "", False
