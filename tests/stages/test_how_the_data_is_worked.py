@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
 from affinage.stages.flow import Flow, Runs
+from affinage.stages.foresight import check
 from affinage.stages.road import road_of
 
 RECIPE = """\
@@ -40,3 +42,9 @@ def test_tokenizers_to_compare_with_change_no_other_key(keys, tmp_path):
     assert {name: key for name, key in with_one.items() if name != "compare-tokenizers"} == keys()
     published.write_bytes(b"2")
     assert keys(f"tokenizer.compare=[{published}]")["compare-tokenizers"] != with_one["compare-tokenizers"]
+
+
+def test_a_tokenizer_that_is_not_there_is_told_before_anything_runs(keys):
+    keys()
+    with pytest.raises(UserError, match=r"theirs\.model"):
+        check(load_recipe("r.yaml", ["tokenizer.compare=[theirs.model]"]), {"compare-tokenizers"})

@@ -36,6 +36,12 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.data is not None and recipe.data.decontaminate is not None and "decontaminate" in stages:
         for index, path in enumerate(recipe.data.decontaminate.against):
             _exists(loaded, path, ("data", "decontaminate", "against", index))
+    if "compare-tokenizers" in stages:
+        for index, path in enumerate(recipe.tokenizer.compare):
+            _exists(loaded, path, ("tokenizer", "compare", index))
+    if recipe.data is not None and recipe.data.engine == "ray" and importlib.util.find_spec("ray") is None:
+        fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.engine=local"
+        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "engine")), fix=fix)
     if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft"} & set(stages):
         for task in local_tasks(recipe):
             _exists(loaded, task, ("evaluate", "tasks", recipe.evaluate.tasks.index(task)))
