@@ -11,7 +11,15 @@ import numpy as np
 from jaxtyping import Integer
 
 from affinage.data.atomic import write_json
-from affinage.data.shards import RemoteShard, file_sizes, open_url, told, write_array_of_blocks
+from affinage.data.shards import (
+    RemoteShard,
+    file_sizes,
+    is_local,
+    local_path,
+    open_url,
+    told,
+    write_array_of_blocks,
+)
 from affinage.data.special_tokens import MARKS, Marks
 from affinage.errors import UserError
 
@@ -95,10 +103,12 @@ def open_rows(folder: Path) -> RowFiles:
         raise UserError(
             "there are no rows here", where=str(folder), fix="run the stage that packs rows again"
         ) from error
-    if facts.get("url"):
+    url = facts.get("url", "")
+    if url and not is_local(url):
         shards: list[Any] = _remote(facts)
     else:
-        shards = [_open(folder, name) for name in facts["files"] if name.startswith("rows-")]
+        place = local_path(url) if url else folder
+        shards = [_open(place, name) for name in facts["files"] if name.startswith("rows-")]
     masks = [_open(folder, name) for name in facts["files"] if name.startswith("mask-")]
     starts = np.cumsum([0, *(len(shard) for shard in shards)])
     shapes = [shard.shape for shard in shards]
