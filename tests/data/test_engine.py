@@ -10,13 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
+from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.clean import clean
+from affinage.data.decontaminate import decontaminate
 from affinage.data.deduplicate import deduplicate
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine, open_engine
 from affinage.data.ray_engine import RayEngine
+from affinage.data.split import split
 from affinage.errors import UserError
-from affinage.recipe.data import CleanSettings, DataSettings, DeduplicateSettings
+from affinage.recipe.cleaning import DecontaminateSettings
+from affinage.recipe.data import CleanSettings, DataSettings, DeduplicateSettings, SplitSettings
 
 
 def squared(number: int) -> int:
@@ -66,6 +70,30 @@ def test_ray_gives_the_same_results_and_messages(ray):
     with pytest.raises(UserError) as refused:
         ray.map(squared, [1, -1])
     assert (refused.value.where, refused.value.fix) == ("here", "leave it")
+
+
+def test_ray_decontaminates_and_splits_as_this_machine_does(ray, tmp_path):
+    rng = random.Random(0)
+    words = lexicon(800, rng)
+    texts = [random_text(words, rng.randint(60, 200), rng) for _ in range(100)]
+    texts += [near_copy(text, rng.uniform(0.7, 1), words, rng) for text in texts]
+    for file in range(3):
+        with DocumentWriter(tmp_path / "in", f"file-{file}") as writer:
+            for i in range(file, len(texts), 3):
+                writer.add(id=f"{i:03d}", source="s", language="en", text=written(texts[i]))
+    items = [BenchmarkItem("quiz", str(k), (written(texts[k][20:40]),)) for k in range(10)]
+    results = []
+    for name, engine in (("here", LocalEngine(1)), ("ray", ray)):
+        clear, out = tmp_path / f"clear-{name}", tmp_path / f"split-{name}"
+        found = decontaminate(tmp_path / "in", clear, DecontaminateSettings(), items, engine=engine)
+        summary = split(clear, out, SplitSettings(validation=0.1), 0, engine=engine)
+        rows = [
+            row for part in ("train", "validation") for batch in read_documents(out / part) for row in batch.to_pylist()
+        ]
+        results.append((rows, found | {"seconds": 0}, summary | {"seconds": 0}))
+    assert results[0] == results[1]
+    assert results[0][1]["removed"]["in a benchmark"] >= 10
+    assert results[0][2]["removed"]["near copy of a validation document"] > 3
 
 
 def test_ray_cleans_and_deduplicates_as_this_machine_does(ray, tmp_path):

@@ -15,6 +15,10 @@ _WAITING = 8  # tasks per worker that Ray is given in advance
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
+def _applied(function: Callable[[Task], Result], task: Task) -> Result:
+    return function(task)
+
+
 class RayEngine(Engine):
     """Ray's workers. On several machines the folder of runs must be one that all of them see."""
 
@@ -89,9 +93,12 @@ class RayEngine(Engine):
         return collected(self._results(function, tasks), len(tasks), progress)
 
     def _results(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[Result]:
-        remote = self._ray.remote(num_cpus=1, max_retries=3)(function)
+        # As an object and not as a function, for which Ray has a limit of size: closures hold indexes and tables, which
+        # the workers of a machine then share.
+        shared = self._ray.put(function)
+        remote = self._ray.remote(num_cpus=1, max_retries=3)(_applied)
         ahead = _WAITING * self.workers
-        waiting = [remote.remote(task) for task in tasks[:ahead]]
+        waiting = [remote.remote(shared, task) for task in tasks[:ahead]]
         for position in range(len(tasks)):
             try:
                 result = self._ray.get(waiting[position])
@@ -101,5 +108,5 @@ class RayEngine(Engine):
                 raise
             waiting[position] = None  # lets Ray forget the result
             if position + ahead < len(tasks):
-                waiting.append(remote.remote(tasks[position + ahead]))
+                waiting.append(remote.remote(shared, tasks[position + ahead]))
             yield result
