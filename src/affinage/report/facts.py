@@ -11,7 +11,7 @@ from affinage.report.cleaning import Contamination, Thresholds, read_contaminati
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.neighbours import NearDuplicate, near_duplicates
 from affinage.report.probes import Probe, read_probe
-from affinage.report.reading import json_file, mapping, mappings, number, string, whole
+from affinage.report.reading import json_file, listing, mapping, mappings, number, string, whole
 from affinage.report.trainings import Training, read_training
 
 FLOW = ("collect", "clean", "deduplicate", "decontaminate", "split")
@@ -86,6 +86,7 @@ class Flow:
     bytes_out: int | None
     held_out_documents: int
     held_out_bytes: int
+    not_held_out: tuple[str, ...]  # `<source>.<language>` too small to hold anything out of
     removals: tuple[Removal, ...]
     languages: tuple[Share, ...]
     sources: tuple[Share, ...]
@@ -295,6 +296,7 @@ def _flow(stage: Stage) -> Flow:
         bytes_out=whole(summary.get("bytes_out")),
         held_out_documents=whole(summary.get("validation_documents")) or 0,
         held_out_bytes=whole(summary.get("validation_bytes")) or 0,
+        not_held_out=tuple(map(string, listing(summary.get("without_validation")))),
         removals=tuple(sorted((r for r in removals if r.count), key=lambda r: (-r.count, r.reason))),
         languages=_shares(summary.get("by_language")),
         sources=_shares(summary.get("by_source")),

@@ -42,6 +42,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Upper bar: documents. Lower bar: bytes.",
         "Barre du haut : documents. Barre du bas : octets.",
     ),
+    "not_held_out": (
+        "Too few documents to hold any out for validation: {groups}.",
+        "Trop peu de documents pour en mettre de côté pour la validation : {groups}.",
+    ),
     "kept": ("kept", "conservé"),
     "removed": ("removed", "retiré"),
     "held_out": ("held out for validation", "mis de côté pour la validation"),
