@@ -28,7 +28,15 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     shape = tuple(full[axis] for axis in AXES)
     devices = devices[: math.prod(shape)]
     # On a TPU this follows the wires of the torus; elsewhere it is the order of the devices.
-    grid = mesh_utils.create_device_mesh(shape, devices=list(devices), allow_split_physical_axes=True)
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if len(slices) > 1:
+        across = _across_slices(full, len(slices))
+        within = tuple(size // parts for size, parts in zip(shape, across, strict=True))
+        grid = mesh_utils.create_hybrid_device_mesh(
+            within, across, devices=list(devices), allow_split_physical_axes=True
+        )
+    else:
+        grid = mesh_utils.create_device_mesh(shape, devices=list(devices), allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
@@ -55,6 +63,22 @@ def _resolve(sizes: Mapping[str, int | str], count: int) -> dict[str, int]:
     elif fixed > count or (fixed < count and jax.process_count() > 1):
         raise _wrong_count(full, fixed, count, f"but there are {count}")
     return full
+
+
+# What may go over the network between slices, the first that divides: a sum of gradients, or one activation per stage.
+_ACROSS_SLICES = ("data", "pipeline", "fsdp")
+
+
+def _across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
+    """Into how many parts each axis is cut so that every slice of TPUs has one."""
+    for cut in _ACROSS_SLICES:
+        if full[cut] % slices == 0:
+            return tuple(slices if axis == cut else 1 for axis in AXES)
+    raise UserError(
+        f"no axis of the mesh can be cut along the {slices} slices of TPUs",
+        where="mesh",
+        fix=f"Make data (or pipeline, or fsdp) a multiple of {slices}; the network between slices is slow.",
+    )
 
 
 def _wrong_count(full: Mapping[str, int], fixed: int, count: int, but: str) -> UserError:

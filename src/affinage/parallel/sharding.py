@@ -49,6 +49,8 @@ def table_with(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> Tabl
         UserError: where the rows or the positions of an activation would be split twice over one mesh axis.
     """
     table = {**TABLE, **{str(axis): (*mesh_axes,) for axis, mesh_axes in replacements.items()}}
+    if "expert_rows" not in replacements:
+        table["expert_rows"] = tuple(axis for axis in table["batch"] if axis not in table["experts"])
     for other in ("sequence", "residual"):
         shared = set(table["batch"]) & set(table[other])
         if shared:

@@ -53,7 +53,10 @@ class NextTokenLoss(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
         logits, tokens = inputs
-        targets, weights = next_tokens(tokens, context.batch)
+        # Shifted as whole rows: where sequences are split, a target may lie on the next device.
+        targets, weights = (
+            context.call.constrain(array, ("batch", None)) for array in next_tokens(tokens, context.batch)
+        )
         count = jnp.sum(weights)
         sums = self._sums(logits, targets, weights, context)
         plain, correct = jax.lax.stop_gradient((sums.cross_entropy, sums.correct))
