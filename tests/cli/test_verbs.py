@@ -99,6 +99,7 @@ def test_dry_run_as_json(tmp_path):
         ),
         (["train", "quickstart", "--set", "model.nodes.embed.vocab=99"], 2, "the tokenizer will have 3072 pieces"),
         (["train", "quickstart", "--set", "pretrain.mixture={pocket-wrld: 1}"], 2, "Did you mean 'pocket-world'?"),
+        (["data", "quickstart", "--set", "rows.url=nowhere://x"], 2, "Protocol not known: nowhere"),
         (["train", "quickstart", "--set", "mesh={data: 3}"], 2, "batch 8 does not divide"),
         (["sft", "quickstart", "--set", "sft.sources=[no.jsonl]"], 2, "--set sft.sources: there is no `no.jsonl`"),
         (["run", "quickstart", "--set", "evaluate.tasks=[a/b.yaml]"], 2, "there is no `a/b.yaml`"),

@@ -18,6 +18,7 @@ from affinage.data.atomic import atomic_file, write_json
 from affinage.errors import UserError
 
 _CHUNK = 16_000_000  # bytes
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol -> extra of affinage that brings its package
 
 
 def is_local(place: str) -> bool:
@@ -37,12 +38,23 @@ def open_url(url: str) -> tuple[Any, str]:
         return filesystem, str(path)
 
 
+def check_url(url: str) -> None:
+    """Raise UserError for a URL of a kind that is not known, or whose package is missing; nobody is asked anything."""
+    if not is_local(url):
+        with told(url):
+            fsspec.get_filesystem_class(url.partition("://")[0])
+
+
 @contextlib.contextmanager
 def told(url: str) -> Iterator[None]:
     """Say of failures in here that they happened at a URL."""
     try:
         yield
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        extra = _EXTRAS.get(url.partition("://")[0])
+        fix = f"pip install 'affinage[{extra}]'" if extra else ""
+        raise UserError(f"this place cannot be opened: {error}", where=url, fix=fix) from error
+    except ValueError as error:
         raise UserError(f"this place cannot be opened: {error}", where=url) from error
     except (OSError, TimeoutError) as error:
         fix = "Is there a network, and may you read and write there? What is complete is kept; run again to go on."

@@ -51,6 +51,11 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
                 where = loaded.locate(("export", "verify"))
                 fix = "Install it: pip install 'affinage[verify]'"
                 raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
+    if recipe.rows.url and "rows" in stages:
+        from affinage.data.shards import check_url
+
+        with _written(loaded, "rows", "url"):
+            check_url(recipe.rows.url)
     if recipe.pretrain is not None and "pretrain" in stages:
         _check_training(loaded, recipe.pretrain, "pretrain")
         if "rows" in stages:  # those that are packed tell by themselves what they are of
