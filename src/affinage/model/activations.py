@@ -66,7 +66,7 @@ def activations(
 ) -> tuple[NodeActivations, ...]:
     """Bytes for `batch` rows of `context` tokens, with float32 weights computed with in `dtype`; allocates nothing."""
     call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, key=jax.random.key(0))
-    arrays = _batch(graph, batch, context)
+    arrays = batch_shapes(graph, batch, context)
     values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
     found = []
     for node in graph.nodes:
@@ -94,7 +94,7 @@ def _by_policy(node: Node, policy: Policy, residuals: Callable[..., _Residuals])
     return NodeActivations(node.name, plain.of(node.layers), 0)
 
 
-def _batch(graph: Graph, batch: int, context: int) -> dict[str, Any]:
+def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
     """The arrays of a batch, as shapes: the graph's inputs and what the feed gives beside them."""
     sizes, dtypes = {BATCH: batch, SEQUENCE: context}, {"float": jnp.float32, "int": jnp.int32}
     arrays = {name: jax.ShapeDtypeStruct(shape.bind(sizes), dtypes[shape.dtype]) for name, shape in graph.inputs}

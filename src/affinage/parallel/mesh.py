@@ -24,7 +24,7 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     Raises:
         UserError: where the sizes do not multiply to the number of devices.
     """
-    full = _resolve(sizes, len(devices))
+    full = axis_sizes(sizes, len(devices))
     shape = tuple(full[axis] for axis in AXES)
     devices = devices[: math.prod(shape)]
     # On a TPU this follows the wires of the torus; elsewhere it is the order of the devices.
@@ -40,8 +40,12 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     return Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
-def _resolve(sizes: Mapping[str, int | str], count: int) -> dict[str, int]:
-    """Sizes of all axes, with "auto" filled in, multiplying to `count`."""
+def axis_sizes(sizes: Mapping[str, int | str], count: int) -> dict[str, int]:
+    """Sizes of all axes of `AXES`, with "auto" filled in, multiplying to `count` devices or, on one host, to fewer.
+
+    Raises:
+        UserError: where they do not.
+    """
     unknown = set(sizes) - set(AXES)
     if unknown:
         raise UserError(

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from affinage.recipe.claims import Claims, HardwareSettings
 from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.parallel import MeshAxis, ParallelSettings
 from affinage.recipe.settings import Settings
@@ -70,6 +71,8 @@ class Recipe(Settings):
     probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
+    hardware: HardwareSettings = HardwareSettings()  # what `affinage plan` plans for
+    claims: Claims | None = None  # what somebody states of this run; `affinage plan` names what cannot be true
 
     @model_validator(mode="after")
     def _sections_fit_the_data(self) -> "Recipe":

@@ -12,18 +12,18 @@ import optax
 from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, decayed, init_params, matrices
+from affinage.model import Call, Graph, decayed, init_params, matrices
 from affinage.model.analysis import analyse
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
 from affinage.parallel.remat import with_remat
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
-from affinage.recipe.training import PrecisionSettings
+from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
-from affinage.training.step import make_train_step, make_validation_step
+from affinage.training.step import Step, make_train_step, make_validation_step
 
 PyTree = Any
 
@@ -93,7 +93,7 @@ class Program:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The job's optimizer."""
-        return make_optimizer(self.job.settings.optimizer, Weights(decayed(self.job.graph), matrices(self.job.graph)))
+        return optimizer_of(self.job.graph, self.job.settings)
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -114,16 +114,7 @@ class Program:
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
-        settings = self.job.settings
-        step = make_train_step(
-            self.job.graph,
-            self.optimizer,
-            learning_rate(settings.schedule, settings.steps),
-            call=self._call(),
-            micro_batches=settings.micro_batches,
-            seed=self.job.seed,
-            stochastic_rounding=settings.precision.rounding == "stochastic",
-        )
+        step = step_of(self.job.graph, self.optimizer, self.job.settings, self._call(), self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
@@ -160,6 +151,26 @@ class Program:
             ring_attention=self.job.parallel.context_attention == "ring",
         )
         return self.strategy.adapt(with_remat(call, self.job.parallel))
+
+
+def optimizer_of(graph: Graph, settings: TrainSettings) -> optax.GradientTransformation:
+    """The optimizer that these settings name, for this graph's weights."""
+    return make_optimizer(settings.optimizer, Weights(decayed(graph), matrices(graph)))
+
+
+def step_of(
+    graph: Graph, optimizer: optax.GradientTransformation, settings: TrainSettings, call: Call, seed: int
+) -> Step:
+    """The training step that these settings ask for: what a run compiles, and what a plan traces."""
+    return make_train_step(
+        graph,
+        optimizer,
+        learning_rate(settings.schedule, settings.steps),
+        call=call,
+        micro_batches=settings.micro_batches,
+        seed=seed,
+        stochastic_rounding=settings.precision.rounding == "stochastic",
+    )
 
 
 def compute_dtype(settings: PrecisionSettings, chip: Chip) -> jnp.dtype:

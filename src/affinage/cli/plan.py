@@ -1,0 +1,270 @@
+"""`affinage plan`: whether a run fits a slice, how long it takes and what it costs, before the slice is rented."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.errors import UserError
+
+if TYPE_CHECKING:
+    from affinage.planning.compiled import Verdict
+    from affinage.planning.plan import Plan
+    from affinage.recipe.load import LoadedRecipe
+
+_FILE_COLUMNS = 160
+_DAY, _HOUR = 86_400, 3600
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verb."""
+    app.command("plan")(plan)
+
+
+def plan(
+    recipe: RecipeArgument,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="SLICE", help="By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."),
+    ] = None,
+    overrides: SetOption = None,
+    compile_step: Annotated[
+        bool, typer.Option("--compile", help="Let the slice's own compiler say what it needs: minutes.")
+    ] = False,
+    which: Annotated[bool, typer.Option("--which", help="Compare many slices: time and cost on each.")] = False,
+    runs: RunsOption = RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a run fits a slice, how long it takes and what it costs, and which claims about it cannot be true.
+
+    Example: affinage plan julian-600m --on v4-32 --compile
+
+    affinage plan julian-600m --which
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
+    from affinage.hardware.slices import find_slice
+    from affinage.planning.plan import compare, default_slice, make_plan, planned_graph
+    from affinage.stages.plugins import load_plugins
+
+    loaded = load(recipe, overrides)
+    load_plugins(loaded)
+    data = _summary(runs, loaded, "tokenizer").get("vocabulary"), _training_tokens(runs, loaded)
+    graph = planned_graph(loaded, data[0] if loaded.recipe.tokenizer.kind == "characters" else None)
+    if which:
+        if on or compile_step:
+            raise UserError("--which looks through all slices", where="--which", fix="Leave out --on and --compile.")
+        _show_comparison(compare(loaded.recipe, graph), as_json)
+        return
+    where = find_slice(on) if on else default_slice(loaded.recipe)
+    made = make_plan(loaded.recipe, graph, where, data[1])
+    verdict = _verdict(recipe, overrides, made) if compile_step else None
+    if as_json:
+        told: dict[str, Any] = made.to_dict()
+        if verdict is not None:
+            told["compiled"] = {**vars(verdict), "estimate_over_compiled": _ratio(made, verdict)}
+        print(json.dumps(told, indent=1))
+    else:
+        _show(made, verdict)
+
+
+def _verdict(recipe: str, overrides: list[str] | None, made: "Plan") -> "Verdict":
+    from rich.console import Console
+
+    from affinage.planning.compiled import compile_on
+
+    console = Console(stderr=True)
+    with console.status(f"The compiler of {made.where.name} is at work"):
+        return compile_on(recipe, overrides or (), made.where)
+
+
+def _summary(runs: Path, loaded: "LoadedRecipe", stage: str) -> dict[str, Any]:
+    """What a data stage of this recipe's run found out, if it has run."""
+    from affinage.stages.store import read_manifest
+
+    found: dict[str, Any] = (read_manifest(runs / loaded.recipe.name / stage) or {}).get("summary", {})
+    return found
+
+
+def _training_tokens(runs: Path, loaded: "LoadedRecipe") -> int | None:
+    tokens = _summary(runs, loaded, "rows").get("train", {}).get("tokens")
+    return int(tokens) if tokens else None
+
+
+def _ratio(made: "Plan", verdict: "Verdict") -> float | None:
+    return made.memory.total / verdict.peak_bytes if verdict.peak_bytes else None
+
+
+def _show(made: "Plan", verdict: "Verdict | None") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    for line in (*_heading(made), "", *_facts(made)):
+        console.print(line, markup=False)
+    console.print()
+    console.print(_memory_table(made), markup=False)
+    for line in _verdict_lines(made, verdict) if verdict else ():
+        console.print(line, markup=False)
+    console.print()
+    console.print(_time_table(made), markup=False)
+    for line in _outcome(made):
+        console.print(line, markup=False)
+    for warning in made.warnings:
+        console.print(f"\nWarning: {warning}", markup=False)
+    if made.contradictions:
+        console.print("\nClaims that cannot be true:", markup=False)
+    for found in made.contradictions:
+        console.print(f"  {found.claim}: {found.what}" + (f"; {found.reading}" if found.reading else ""), markup=False)
+
+
+def _heading(made: "Plan") -> list[str]:
+    where = made.where
+    mesh = ", ".join(f"{axis} {size}" for axis, size in made.split.sizes.items() if size > 1) or "one device"
+    shape = "x".join(map(str, where.shape))
+    chips = f"{where.chips} × {where.chip.name} ({shape}), {where.devices} devices, hosts: {where.hosts}"
+    return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}"]
+
+
+def _facts(made: "Plan") -> list[str]:
+    facts = made.facts
+    lines = [
+        f"{facts.steps:,} steps × {facts.rows:,} rows × {facts.context:,} tokens = {facts.tokens:,} tokens, "
+        f"{facts.tokens_per_parameter:.3g} for each of {facts.active:,} parameters"
+        + (f" ({facts.parameters:,} in all)" if facts.active != facts.parameters else ""),
+        f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}",
+        f"warm-up: {facts.warmup:,} steps, {facts.warmup / facts.steps:.1%}",
+    ]
+    if facts.epochs is not None:
+        lines.append(f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data")
+    return lines
+
+
+def _memory_table(made: "Plan") -> Any:
+    from rich.table import Table
+
+    from affinage.hardware.slices import memory_text
+
+    memory = made.memory
+    table = Table(box=None, pad_edge=False)
+    table.add_column("memory of a device")
+    table.add_column("", justify="right")
+    rows = {
+        "weights": memory.weights,
+        "optimizer": memory.optimizer,
+        "averages": memory.averages,
+        "batch": memory.batch,
+        "weights in the products' dtype": memory.weight_copies,
+        "gradients": memory.gradients,
+        "activations": memory.activations,
+        "of the layer or logits at hand": memory.working,
+    }
+    for name, size in rows.items():
+        if size:
+            table.add_row(name, memory_text(size))
+    table.add_row(f"estimate: {'fits' if made.fits else 'does not fit'}", memory_text(memory.total))
+    table.add_row("a program may take", memory_text(made.capacity))
+    return table
+
+
+def _verdict_lines(made: "Plan", verdict: "Verdict") -> list[str]:
+    from affinage.hardware.slices import memory_text
+
+    if not verdict.fits:
+        needed = f" It would need {memory_text(verdict.peak_bytes)}." if verdict.peak_bytes else ""
+        return [f"compiler: does not fit, after {verdict.seconds:.0f} s.{needed}", f"  {verdict.message}"]
+    found = verdict.collectives
+    counts = "could not be read" if found is None else ", ".join(f"{n} {name}" for name, n in found.items()) or "none"
+    return [
+        f"compiler: fits, {memory_text(verdict.peak_bytes)} after {verdict.seconds:.0f} s; "
+        f"the estimate is {made.memory.total / verdict.peak_bytes - 1:+.1%} off",
+        f"  collectives in the program (a loop's count once): {counts}",
+    ]
+
+
+def _time_table(made: "Plan") -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("seconds of a step")
+    for title in ("compute", "memory", "links, hidden", "links, waited for", "takes"):
+        table.add_column(title, justify="right")
+    table.add_column("bound by")
+    for node in made.time.nodes:
+        parts = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
+        table.add_row(node.name, *(f"{part:.4f}" for part in parts), node.bound)
+    table.add_row("update of the weights", "", f"{made.time.update:.4f}", "", "", f"{made.time.update:.4f}", "memory")
+    if made.time.bubble:
+        table.add_row("pipeline bubble", "", "", "", "", f"{made.time.bubble:.4f}", "")
+    table.add_row("step", "", "", "", "", f"{made.time.seconds:.4f}", made.time.bound)
+    return table
+
+
+def _outcome(made: "Plan") -> list[str]:
+    speed = f"\n{made.tokens_per_second:,.0f} tokens/s"
+    if made.mfu is not None:
+        speed += f", an MFU of {made.mfu:.0%}"
+    cost = ""
+    if made.cost is not None:
+        source = f" ({made.where.chip.price_source})" if made.price == made.where.chip.price else ""
+        cost = f", ${made.cost:,.0f} at ${made.price:g} per chip and hour{source}"
+    return [f"{speed}; {_duration(made.seconds)} in all{cost}"]
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 2 * _DAY:
+        return f"{seconds / _DAY:.1f} days"
+    return f"{seconds / _HOUR:.1f} hours" if seconds >= _HOUR else f"{seconds / 60:.1f} minutes"
+
+
+def _show_comparison(found: list[Any], as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from affinage.hardware.slices import memory_text
+
+    refused = [entry for entry in found if isinstance(entry, tuple)]
+    plans = [entry for entry in found if not isinstance(entry, tuple)]
+    if as_json:
+        no = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
+        print(json.dumps({"plans": [made.to_dict() for made in plans], "refused": no}, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("slice")
+    for title in (
+        "chips",
+        "fits",
+        "of a device",
+        "may take",
+        "step",
+        "tokens/s",
+        "MFU",
+        "in all",
+        "cost",
+        "of 1e9 tokens",
+    ):
+        table.add_column(title, justify="right")
+    table.add_column("bound by")
+    for made in plans:
+        table.add_row(
+            made.where.name,
+            str(made.where.chips),
+            "yes" if made.fits else "no",
+            memory_text(made.memory.total),
+            memory_text(made.capacity),
+            f"{made.time.seconds:.3g} s",
+            f"{made.tokens_per_second:,.0f}",
+            f"{made.mfu:.0%}" if made.mfu else "",
+            _duration(made.seconds),
+            *(f"${cost:,.2f}" if cost is not None else "" for cost in (made.cost, made.cost_per_billion)),
+            made.time.bound,
+        )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    console.print(table, markup=False)
+    for where, error in refused:
+        console.print(f"{where.name}: {error.what}. {error.fix}", markup=False)

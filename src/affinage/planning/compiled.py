@@ -1,0 +1,184 @@
+"""The compiler's own word on a training step: the real step, compiled for a slice that is only described.
+
+A TPU's compiler comes with libtpu and runs on any machine; a processor's is the local one. It runs in a process of its
+own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes, and cannot be unloaded.
+"""
+
+import collections
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.hardware.slices import Slice, find_slice
+
+_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+# CompileTimeHbmOom has two forms: of the temporaries alone, or of everything.
+_NEEDED = re.compile(r"(?:required[^()]*\(|Used |needs )([\d.]+)([KMGT])(?:\)| of)")
+_AVAILABLE = re.compile(r"available HBM \(([\d.]+)([KMGT])\)|of ([\d.]+)([KMGT]) hbm")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the compiler said.
+
+    Attributes:
+        fits: whether the program exists.
+        peak_bytes: of one device, arguments included; of a program that does not fit what it said would be needed.
+        argument_bytes: of the state and the batch.
+        temporary_bytes: beside them.
+        host_bytes: offloaded to the host's memory.
+        collectives: names and how often they stand in the program, those of a loop once; None where it is not known.
+        seconds: the compilation took.
+        message: of the compiler, where it refused.
+    """
+
+    fits: bool
+    peak_bytes: int
+    argument_bytes: int = 0
+    temporary_bytes: int = 0
+    host_bytes: int = 0
+    collectives: dict[str, int] | None = None
+    seconds: float = 0.0
+    message: str = ""
+
+
+def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
+    """Compile a recipe's training step for a slice, in a process of its own.
+
+    Raises:
+        UserError: where there is no compiler for the slice here, or the step cannot be laid out.
+    """
+    if where.platform == "gpu" or (where.platform == "tpu" and not where.topology):
+        why = "a GPU of its kind" if where.platform == "gpu" else "its compiler, which libtpu no longer brings"
+        raise UserError(f"compiling for {where.name} needs {why}", where="--compile", fix="The estimate needs nothing.")
+    if where.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        fix = "Install it: pip install 'affinage[tpu]' (Linux on x86; it needs no TPU)"
+        raise UserError("compiling for a TPU needs the package `libtpu`", where="--compile", fix=fix)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "affinage.planning.compiled", where.name, str(answer), recipe, *overrides]
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+        if not answer.is_file():
+            raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        told = json.loads(answer.read_text())
+    if "error" in told:
+        raise UserError(**told["error"])
+    return Verdict(**told)
+
+
+def _environment() -> dict[str, str]:
+    """Of a process that must not look for devices or for the cloud it might run in."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Another process here may have libtpu open, to train or to plan: its lock is for those that use the chips.
+    quiet = {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "GRPC_VERBOSITY": "NONE",
+    }
+    return os.environ | quiet | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+
+def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
+    """The same in this process.
+
+    Raises:
+        UserError: where the step cannot be laid out on the slice.
+    """
+    program = _program(recipe, overrides, where)
+    start = time.monotonic()
+    try:
+        compiled: Any = program.compile_training()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "hbm" not in str(error).lower():
+            raise
+        return out_of_memory(str(error), time.monotonic() - start)
+    memory = compiled.memory_analysis()
+    return Verdict(
+        fits=True,
+        peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        host_bytes=memory.host_temp_size_in_bytes,
+        collectives=_collectives(compiled),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _collectives(compiled: Any) -> dict[str, int] | None:
+    """None where this JAX cannot read the program that a newer libtpu made."""
+    try:
+        return dict(collections.Counter(_COLLECTIVE.findall(compiled.as_text())))
+    except RuntimeError:
+        return None
+
+
+def out_of_memory(message: str, seconds: float = 0.0) -> Verdict:
+    """The verdict in the compiler's refusal."""
+    needed = _NEEDED.search(message)
+    amount = int(float(needed[1]) * _UNITS[needed[2]]) if needed else 0
+    return Verdict(False, amount, seconds=seconds, message=message.splitlines()[0])
+
+
+def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    from affinage.model.activations import batch_shapes
+    from affinage.parallel import make_mesh
+    from affinage.planning.plan import planned_graph, training_settings
+    from affinage.recipe.load import load_recipe
+    from affinage.training.job import TrainJob, rows_per_step
+    from affinage.training.program import Program
+
+    loaded = load_recipe(recipe, overrides)
+    name, settings, context = training_settings(loaded.recipe)
+    graph = planned_graph(loaded)
+    if where.platform == "tpu":
+        variant: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
+        devices = topologies.get_topology_desc(where.topology, "tpu", **variant).devices
+    else:
+        devices = jax.devices("cpu")[:1]
+    sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
+    mesh = make_mesh(sizes, devices)
+    shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
+    batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
+    nothing: Any = None
+    job = TrainJob(
+        graph=graph,
+        settings=settings,
+        mesh=sizes,
+        seed=loaded.recipe.seed,
+        feed=nothing,
+        folder=Path(),
+        name=name,
+        parallel=loaded.recipe.parallel,
+    )
+    return Program(job, mesh, batch)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Slice, file for the answer, recipe, overrides."""
+    name, answer, recipe, *overrides = arguments
+    try:
+        told: dict[str, Any] = asdict(compile_step(recipe, overrides, find_slice(name)))
+    except UserError as error:
+        told = {"error": {"what": error.what, "where": error.where, "fix": error.fix}}
+    Path(answer).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

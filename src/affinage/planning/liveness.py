@@ -1,0 +1,255 @@
+"""How many bytes a traced program holds at once, and how many it moves, by the rules that XLA fuses by.
+
+A value is stored if an operation makes it that writes its result to memory: matrix products, loops, gathers, scatters,
+reductions. What element-wise operations, reshapes and broadcasts make is computed where it is read, inside the
+operation that reads it, and so holds on to what it was made from. A loop's stacked results are written in place, and so
+are its carries; one turn's own values exist once. A loop that reads its weights in a narrower dtype reads a copy of
+them all, made before it. What comes out of the program takes the memory of the state that went in.
+
+So does the TPU's compiler, up to its scheduling, with the programs of this package; docs/planning.md compares the two.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
+
+# Not listed: element-wise operations, broadcasts, reshapes, slices, converts and the like, which are never stored.
+_STORED = frozenset(
+    "dot_general conv_general_dilated while cond gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
+    "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
+    "ragged_dot_general all_gather psum ppermute all_to_all shard_map".split()
+)
+# What a program is wrapped in without meaning anything to memory.
+_WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
+_WRAPPERS |= {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+_REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
+
+_LANES = 128  # a TPU's kernel finds its rows filled up to a multiple of it; XLA turns its own arrays so that none is
+
+Padded = frozenset[tuple[int, ...]]
+Shares = Mapping[tuple[int, ...], float]  # shape of a weight, all layers together -> the part that one device holds
+
+
+@dataclass
+class Peak:
+    """The moment at which most is held.
+
+    Attributes:
+        held: bytes beside the arguments, by what they are: gradients, weights (copies of), activations, working.
+        moved: bytes read and written over the whole program.
+    """
+
+    held: dict[str, float] = field(default_factory=dict)
+    moved: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes held at the peak."""
+        return sum(self.held.values())
+
+
+@dataclass(eq=False)
+class _Value:
+    """Something a program computes; `sources` are the stored values it is computed from where it is not stored."""
+
+    size: float  # bytes it holds
+    kind: str = "activations"  # or weights, gradients, argument
+    stored: bool = True
+    sources: frozenset["_Value"] = frozenset()
+    share: float | None = None  # of a weight and what is a mere rewriting of it
+    narrowed: float = 0.0  # of a weight that is read in a narrower dtype: bytes of that copy
+    read: float = 0.0  # bytes to read it
+
+    def roots(self) -> frozenset["_Value"]:
+        return frozenset({self}) if self.stored else self.sources
+
+
+@dataclass(frozen=True)
+class _Step:
+    reads: frozenset[_Value]
+    writes: tuple[_Value, ...]
+    inside: Peak | None = None
+    turns: int = 1
+
+
+class _Program:
+    """The operations of a jaxpr that store something, in order."""
+
+    def __init__(self, shares: Shares, padded: Padded) -> None:
+        self.shares, self.padded = shares, padded
+        self.steps: list[_Step] = []
+        self.copies: dict[_Value, _Value] = {}  # of what loops read, where they do not read it as it is
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
+        """Append the operations; the values that come out."""
+        values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {variable: _Value(0.0) for variable in jaxpr.constvars}
+
+        def read(atom: Any) -> _Value:
+            return _Value(0.0) if isinstance(atom, Literal) else values[atom]
+
+        narrow = _read_narrower(jaxpr, self.padded)
+        for equation in jaxpr.eqns:
+            arguments = [read(atom) for atom in equation.invars]
+            name = equation.primitive.name
+            if name in _WRAPPERS and _WRAPPERS[name] in equation.params:
+                inner = equation.params[_WRAPPERS[name]]
+                results = self.run(getattr(inner, "jaxpr", inner), arguments)
+            elif name == "scan":
+                results = self._scan(equation, arguments)
+            else:
+                sizes = [narrow.get(variable, _bytes(variable, self.padded)) for variable in equation.outvars]
+                pairs = zip(equation.outvars, sizes, strict=True)
+                results = [self._result(variable.aval, size, name, arguments) for variable, size in pairs]
+                if name in _STORED:
+                    self.steps.append(_Step(_roots(arguments), tuple(results)))
+            values |= dict(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _result(self, aval: Any, size: float, name: str, arguments: Sequence[_Value]) -> _Value:
+        if name in _STORED:
+            return self._stored(aval, size, self.shares.get(aval.shape), "gradients")
+        share = arguments[0].share if name in _REWRITINGS and arguments else None
+        if share is None:
+            return _Value(size, stored=False, sources=_roots(arguments))
+        if name == "convert_element_type":
+            arguments[0].narrowed = size
+        return _Value(size * share, "weights", False, _roots(arguments), share)
+
+    def _stored(self, aval: Any, size: float, share: float | None, kind: str) -> _Value:
+        size *= 1.0 if share is None else share
+        return _Value(size, "activations" if share is None else kind, share=share, read=size)
+
+    def _scan(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
+        parameters = equation.params
+        sliced, turns = parameters["num_consts"] + parameters["num_carry"], parameters["length"]
+        body = parameters["jaxpr"].jaxpr
+        inputs = [
+            _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded))
+            for variable, value in zip(body.invars, arguments, strict=True)
+        ]
+        inner = _Program(self.shares, self.padded)
+        outputs = inner.run(body, inputs)
+        for value, variable in zip(inputs[sliced:], body.invars[sliced:], strict=True):
+            if value.share is not None and value.share < 1:  # its other parts come from other devices
+                value.size = value.narrowed or _bytes(variable, self.padded)
+        copies = [self._copy(outer, value, turns) for outer, value in zip(arguments, inputs, strict=True)]
+        inside = inner.peak(outputs)
+        if not any(step.inside for step in inner.steps):  # one layer or one part of the logits, not a micro-batch
+            inside.held = {"working": inside.total}
+        results = []
+        for variable, value in zip(equation.outvars, outputs, strict=True):
+            copied = value.kind == "weights"
+            share = value.share if copied else self.shares.get(variable.aval.shape)
+            results.append(
+                self._stored(variable.aval, _bytes(variable, self.padded), share, "weights" if copied else "gradients")
+            )
+        made = [copy for copy in copies if copy is not None]
+        new = [copy for copy in made if not any(copy in step.writes for step in self.steps)]
+        self.steps.append(_Step(_roots([*arguments, *made]), (*results, *new), inside, turns))
+        return results
+
+    def _copy(self, outer: _Value, inner: _Value, turns: int) -> _Value | None:
+        """What a loop reads instead of `outer`: a weight in the dtype it computes in, a value that was not stored."""
+        constant = not outer.stored and not outer.sources  # such as zeros, which the loop makes itself
+        if constant or (outer.stored and not (inner.narrowed and outer.kind == "argument")):
+            return None
+        if outer not in self.copies:
+            size = inner.narrowed * turns * (outer.share or 1.0) if outer.stored else outer.size
+            kind = "weights" if outer.stored else outer.kind
+            self.copies[outer] = _Value(size, kind, share=outer.share, read=size)
+        return self.copies[outer]
+
+    def peak(self, outputs: Sequence[_Value] = ()) -> Peak:
+        """Walk the operations in order. `outputs` of a loop's turn have their places already."""
+        placed = {value for value in outputs if value.stored}
+        last: dict[_Value, int] = {}
+        for index, step in enumerate(self.steps):
+            last |= dict.fromkeys((*step.reads, *step.writes), index)
+        live: set[_Value] = set()
+        best = Peak()
+        moved = sum(value.size for value in outputs if not value.stored)
+        for index, step in enumerate(self.steps):
+            live.update(value for value in step.writes if value not in placed)
+            held: dict[str, float] = {}
+            for value in (*live, *(value for value in step.reads if value.kind == "argument")):
+                kind = "working" if value.kind == "argument" else value.kind
+                held[kind] = held.get(kind, 0.0) + value.size
+            for kind, size in step.inside.held.items() if step.inside else ():
+                held[kind] = held.get(kind, 0.0) + size
+            if sum(held.values()) > best.total:
+                best.held = held
+            if step.inside:
+                moved += step.inside.moved * step.turns
+            else:
+                moved += sum(value.read for value in step.reads) + sum(value.size for value in step.writes)
+            live = {value for value in live if last[value] > index}
+        best.moved = moved
+        return best
+
+
+def measure(function: Callable[..., Any], weights: Any, *others: Any, shares: Shares, platform: str) -> Peak:
+    """What a function holds and moves beside its arguments.
+
+    Args:
+        function: of `weights` and `others`; it is traced, not run.
+        weights: tree of `jax.ShapeDtypeStruct`.
+        others: trees of `jax.ShapeDtypeStruct`.
+        shares: of the weights.
+        platform: that it would be compiled for.
+    """
+    traced = jax.make_jaxpr(function)(weights, *others).jaxpr
+    count = len(jax.tree.leaves(weights))
+    inputs = []
+    for index, variable in enumerate(traced.invars):
+        share = shares.get(variable.aval.shape) if index < count else None
+        inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
+    program = _Program(shares, _rows_of_kernels(traced) if platform == "tpu" else frozenset())
+    program.run(traced, inputs)
+    return program.peak()
+
+
+def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
+    return frozenset(root for value in values for root in value.roots() if root.size or root.read)
+
+
+def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
+    aval = variable.aval
+    if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return 0.0
+    fill = -(-aval.shape[-1] // _LANES) * _LANES / aval.shape[-1] if aval.shape[-2:] in padded else 1
+    return float(prod(aval.shape) * aval.dtype.itemsize * fill)
+
+
+def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
+    """The last two dimensions of what hand-written kernels read and write."""
+    found: set[tuple[int, ...]] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+            shapes = [aval.shape for aval in avals]
+            found |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
+        else:
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                found |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
+    return frozenset(found)
+
+
+def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
+    """Results that are only read through a conversion to fewer bytes, which the product itself does: their bytes."""
+    readers: dict[Any, list[Any]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, Literal):
+                readers.setdefault(atom, []).append(equation)
+    returned = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    found = {}
+    for variable, reading in readers.items():
+        if len(reading) == 1 and reading[0].primitive.name == "convert_element_type" and variable not in returned:
+            found[variable] = min(_bytes(reading[0].outvars[0], padded), _bytes(variable, padded))
+    return found

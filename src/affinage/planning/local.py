@@ -1,0 +1,175 @@
+"""A run as one device of its mesh sees it: its rows, its part of the model, its share of every weight."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from affinage.errors import UserError
+from affinage.model import Graph, parse
+from affinage.model.parameter import Parameter, map_parameters
+from affinage.parallel.layout import MeshLayout
+from affinage.parallel.mesh import AXES, axis_sizes
+from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
+from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.training import TrainSettings
+from affinage.training.job import rows_per_step
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model and its batch, split over a mesh of devices that need not exist.
+
+    Attributes:
+        graph: the whole model.
+        sizes: devices along each mesh axis.
+        rows: of the global batch.
+        context: tokens of a row.
+        micro_batches: parts that a batch goes through one after the other.
+        parallel: how the work is split beside the mesh.
+    """
+
+    graph: Graph
+    sizes: Mapping[str, int]
+    rows: int
+    context: int
+    micro_batches: int
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+
+    @cached_property
+    def table(self) -> Table:
+        """Logical axis -> mesh axes."""
+        return table_with(self.parallel.sharding)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @cached_property
+    def mesh(self) -> AbstractMesh:
+        """The mesh without devices."""
+        return AbstractMesh(tuple(self.sizes[a] for a in AXES), AXES, (AxisType.Auto,) * len(AXES))
+
+    @property
+    def layout(self) -> MeshLayout:
+        """The mesh with its table, as training has it."""
+        return MeshLayout(self.mesh, self.table)  # type: ignore[arg-type]
+
+    def parts(self, axis: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.sizes[name] for name in self.table[axis])
+
+    @property
+    def row_parts(self) -> int:
+        """Into how many parts the rows are split."""
+        return self.parts("batch")
+
+    @property
+    def local_rows(self) -> int:
+        """Rows of a micro-batch on one device."""
+        return max(1, self.rows // self.micro_batches // self.row_parts)
+
+    @property
+    def local_context(self) -> int:
+        """Tokens of a row on one device."""
+        return max(1, self.context // self.parts("sequence"))
+
+    @cached_property
+    def local_graph(self) -> Graph:
+        """The model that one device multiplies with: its heads, hidden units, ids and experts, of its layers."""
+        graph = self.graph.to_dict()
+        for name, entry in graph["nodes"].items():
+            self._narrow(entry, self.graph[name].kind)
+        return parse(graph)
+
+    def _narrow(self, entry: dict[str, Any], kind: Any) -> None:
+        if isinstance(entry.get("vocab"), int):
+            entry["vocab"] = max(2, entry["vocab"] // self.parts("vocab"))
+        if "repeat" in entry:
+            entry["repeat"] = max(1, entry["repeat"] // self.sizes["pipeline"])
+        attention = getattr(kind, "attention", None)
+        if attention is not None:
+            (width,) = {shape.width for shape in (self.graph.shapes[entry["in"]],)}
+            entry["attention"] |= {
+                "heads": max(1, attention.heads // self.parts("heads")),
+                "kv_heads": max(1, attention.groups_of // self.parts("kv_heads")),
+                "head_dim": attention.head_width(width),
+            }
+        ffn = entry.get("ffn")
+        if isinstance(ffn, dict):
+            ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
+            if "experts" in ffn:
+                ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
+
+    @cached_property
+    def shares(self) -> dict[tuple[int, ...], float]:
+        """Shape of a whole weight in `local_graph` -> the part of it that one device holds."""
+        held: dict[tuple[int, ...], float] = {}
+
+        def note(whole: Parameter, local: Parameter) -> None:
+            spec = partition_spec(whole.axes, self.layout.mesh, self.table)
+            elements = math.prod(shard_shape(whole.shape, spec, self.sizes))
+            held[local.shape] = min(held.get(local.shape, 1.0), elements / local.size)
+
+        pairs = zip(_declared(self.graph), _declared(self.local_graph), strict=True)
+        for whole, local in pairs:
+            note(whole, local)
+        return held
+
+
+def _declared(graph: Graph) -> list[Parameter]:
+    found: list[Parameter] = []
+    map_parameters(lambda _, parameter: found.append(parameter), graph.parameters)
+    return found
+
+
+def shard_shape(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The part of an array of `shape` that one device holds."""
+    parts = []
+    for index, size in enumerate(shape):
+        entry = spec[index] if index < len(spec) else None
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        parts.append(-(-size // math.prod(sizes[axis] for axis in axes)))
+    return tuple(parts)
+
+
+def lay_out(
+    graph: Graph,
+    settings: TrainSettings,
+    mesh: Mapping[str, int | str],
+    context: int,
+    devices: int,
+    parallel: ParallelSettings | None = None,
+) -> Split:
+    """The split of a training run on `devices` devices.
+
+    Raises:
+        UserError: as training would: where mesh, batch and model do not divide, with the nearest settings that work.
+    """
+    sizes = axis_sizes(mesh, devices)
+    used = math.prod(sizes.values())
+    if used != devices:
+        raise UserError(
+            f"the mesh has {used} devices, the slice {devices}",
+            where="mesh",
+            fix="Make one axis auto, e.g. `mesh: {fsdp: auto}`.",
+        )
+    split = Split(
+        graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, parallel or ParallelSettings()
+    )
+    check_rows_divide(split.rows, split.micro_batches, split.layout.mesh, split.table)
+    check_positions_divide(context, split.layout.mesh, split.table)
+    return split
+
+
+def state_bytes(tree: Any, sizes: Mapping[str, int]) -> int:
+    """Bytes on one device of a tree of `jax.ShapeDtypeStruct` with shardings."""
+    return sum(
+        math.prod(shard_shape(leaf.shape, leaf.sharding.spec, sizes)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

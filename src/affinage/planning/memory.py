@@ -1,0 +1,101 @@
+"""Bytes of one device by what they are for, from shapes alone."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from affinage.hardware.chips import Chip
+from affinage.model import Call
+from affinage.model.activations import batch_shapes
+from affinage.parallel.remat import with_remat
+from affinage.planning.liveness import Peak, measure
+from affinage.planning.local import Split, state_bytes
+from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.training import TrainSettings
+from affinage.training.program import compute_dtype, optimizer_of, step_of
+from affinage.training.state import TrainState, abstract_state
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while it trains. The first three are its state, the others exist during a step.
+
+    Attributes:
+        weights: the parameters.
+        optimizer: what the optimizer keeps of them, such as two moments.
+        averages: moving averages that the model reads.
+        batch: the arrays of the rows.
+        weight_copies: in the dtype of the products.
+        gradients: sums of gradients, and those of the micro-batch at hand.
+        activations: kept by the forward pass for the backward pass.
+        working: values of the layer, or the part of the logits, at hand; gathered weights are among them.
+        moved: bytes that a step reads and writes.
+    """
+
+    weights: int
+    optimizer: int
+    averages: int
+    batch: int
+    weight_copies: int
+    gradients: int
+    activations: int
+    working: int
+    moved: int
+
+    @property
+    def state(self) -> int:
+        """What is there between steps."""
+        return self.weights + self.optimizer + self.averages
+
+    @property
+    def total(self) -> int:
+        """At the peak of a step."""
+        return self.state + self.batch + self.weight_copies + self.gradients + self.activations + self.working
+
+
+def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Memory:
+    """Memory of the training step that would run; it is traced, not compiled."""
+    optimizer = optimizer_of(split.graph, settings)
+    dtype = jnp.dtype(settings.precision.params)
+    state = abstract_state(split.graph, dtype, optimizer, split.layout)
+    held = partial(state_bytes, sizes=split.sizes)
+    batch = batch_shapes(split.local_graph, split.local_rows * split.micro_batches, split.local_context)
+    peak = _peak(split, settings, chip, platform)
+    return Memory(
+        weights=held(state.params),
+        optimizer=held(state.opt_state),
+        averages=held(state.averages),
+        batch=sum(leaf.size * leaf.dtype.itemsize for leaf in batch.values()),
+        weight_copies=int(peak.held.get("weights", 0)),
+        gradients=int(peak.held.get("gradients", 0)),
+        activations=int(peak.held.get("activations", 0)),
+        working=int(peak.held.get("working", 0)),
+        moved=int(peak.moved),
+    )
+
+
+def call_of(settings: TrainSettings, parallel: ParallelSettings, chip: Chip, platform: str) -> Call:
+    """How training applies the model on this chip.
+
+    cuDNN's attention cannot be traced where there is no GPU. Splash, which keeps the same values, stands for it.
+    """
+    dtype = compute_dtype(settings.precision, chip)
+    attention = "auto" if settings.attention == "cudnn" else settings.attention
+    call = Call(compute_dtype=dtype, platform="tpu" if platform == "gpu" else platform, attention=attention)
+    return with_remat(call, parallel)
+
+
+def _peak(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Peak:
+    graph = split.local_graph
+    optimizer = optimizer_of(graph, settings)
+    step = step_of(graph, optimizer, settings, call_of(settings, split.parallel, chip, platform), seed=0)
+    alone = replace(split, graph=graph, sizes=dict.fromkeys(split.sizes, 1))
+    state = abstract_state(graph, jnp.dtype(settings.precision.params), optimizer, alone.layout)
+    batch = batch_shapes(split.local_graph, split.local_rows * split.micro_batches, split.local_context)
+
+    def of_weights(params: Any, rest: TrainState, batch: Any) -> Any:
+        return step(rest._replace(params=params), batch)
+
+    return measure(of_weights, state.params, state._replace(params=None), batch, shares=split.shares, platform=platform)

@@ -1,0 +1,222 @@
+"""A plan: what a training costs on a slice, in memory, time and money, before it is rented."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.hardware.chips import GiB
+from affinage.hardware.matmul import measured_flops
+from affinage.hardware.slices import Slice, compared, find_slice
+from affinage.model import Graph, parse
+from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
+from affinage.planning.local import Split, lay_out
+from affinage.planning.memory import Memory, call_of, step_memory
+from affinage.planning.roofline import StepTime, step_time
+from affinage.recipe.load import LoadedRecipe
+from affinage.recipe.recipe import Recipe
+from affinage.recipe.training import TrainSettings
+
+_HOUR = 3600
+# What a CPU's memory moves is not told by any datasheet here; 10 GB/s a machine is what two cores of a laptop do.
+_CPU_BANDWIDTH = 10e9
+_NEARLY_FULL = 0.9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training on a slice, estimated.
+
+    Attributes:
+        recipe: its name.
+        where: the slice.
+        split: how it is split.
+        settings: of the training.
+        memory: of one device.
+        time: of one step.
+        facts: what the settings come to.
+        contradictions: of the recipe's claims.
+        price: US dollars per chip and hour, None where it is not known.
+    """
+
+    recipe: str
+    where: Slice
+    split: Split
+    settings: TrainSettings
+    memory: Memory
+    time: StepTime
+    facts: Facts
+    contradictions: tuple[Contradiction, ...]
+    price: float | None
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that a program may take on one device."""
+        return self.where.chip.memory_per_device or 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimate stays below the capacity."""
+        return self.memory.total <= self.capacity
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps; validation, checkpoints and compilation are not in it."""
+        return self.time.seconds * self.settings.steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.split.rows * self.split.context / self.time.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the datasheet's bfloat16 peak, by the convention of `affinage.model.analysis`."""
+        peak = self.where.chip.flops_per_device
+        return self.facts.flops / self.seconds / (peak * self.where.devices) if peak else None
+
+    @property
+    def cost(self) -> float | None:
+        """US dollars of the whole training."""
+        return None if self.price is None else self.price * self.where.chips * self.seconds / _HOUR
+
+    @property
+    def cost_per_billion(self) -> float | None:
+        """US dollars for 1e9 tokens: what slices compare by, also where their number decides over the batch."""
+        return None if self.cost is None else self.cost / self.facts.tokens * 1e9
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What may go wrong, or could go better."""
+        found = []
+        if not self.fits:
+            missing = (self.memory.total - self.capacity) / GiB
+            found.append(f"does not fit: {missing:.2f} GiB too much; {self._remedy()}")
+        elif self.memory.total > _NEARLY_FULL * self.capacity:
+            found.append("nearly full: let the compiler say whether it fits, with --compile")
+        return tuple(found)
+
+    def _remedy(self) -> str:
+        memory, split = self.memory, self.split
+        if memory.state > self.capacity / 2 and split.sizes["data"] > 1:
+            return "split the weights: `mesh: {fsdp: auto}`"
+        if split.local_rows > 1:
+            transient, room = memory.activations + memory.working, self.capacity - memory.total
+            parts = [n for n in range(1, split.rows + 1) if split.rows % (n * split.row_parts) == 0]
+            enough = [n for n in parts if transient * (1 - split.micro_batches / n) >= -room]
+            if enough:
+                rows = split.rows // enough[0] // split.row_parts
+                return f"`micro_batches: {enough[0]}` would fit, with {rows} rows at a time on a device"
+        return "take more or larger devices, or split the layers with `mesh: {tensor: ...}`"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        where, chip = self.where, self.where.chip
+        return {
+            "recipe": self.recipe,
+            "slice": {
+                "name": where.name,
+                "chip": chip.name,
+                "chips": where.chips,
+                "devices": where.devices,
+                "hosts": where.hosts,
+                "shape": list(where.shape),
+            },
+            "mesh": {axis: size for axis, size in self.split.sizes.items() if size > 1} or {"data": 1},
+            "rows": self.split.rows,
+            "micro_batches": self.split.micro_batches,
+            "context": self.split.context,
+            "facts": dataclasses.asdict(self.facts)
+            | {
+                "tokens": self.facts.tokens,
+                "flops_by_rule": self.facts.flops_by_rule,
+                "tokens_per_parameter": self.facts.tokens_per_parameter,
+                "epochs": self.facts.epochs,
+            },
+            "contradictions": [dataclasses.asdict(found) for found in self.contradictions],
+            "memory": dataclasses.asdict(self.memory) | {"total": self.memory.total, "capacity": self.capacity},
+            "fits": self.fits,
+            "step": {
+                "seconds": self.time.seconds,
+                "update": self.time.update,
+                "bubble": self.time.bubble,
+                "bound": self.time.bound,
+                "nodes": [dataclasses.asdict(node) | {"bound": node.bound} for node in self.time.nodes],
+            },
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "seconds": self.seconds,
+            "price_per_chip_hour": self.price,
+            "cost": self.cost,
+            "cost_per_billion_tokens": self.cost_per_billion,
+            "warnings": list(self.warnings),
+        }
+
+
+def training_settings(recipe: Recipe) -> tuple[str, TrainSettings, int]:
+    """The training that a recipe is planned for: pretraining where it has one, and the tokens of its rows.
+
+    Raises:
+        UserError: for a recipe that trains nothing.
+    """
+    if recipe.pretrain is not None:
+        return "pretrain", recipe.pretrain, recipe.rows.context
+    if recipe.sft is not None:
+        return "sft", recipe.sft, recipe.sft.context or recipe.rows.context
+    raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
+
+
+def planned_graph(loaded: LoadedRecipe, vocabulary: int | None = None) -> Graph:
+    """The model of a recipe; `vocab: auto` is `vocabulary`, by default what its tokenizer will have."""
+    model = loaded.recipe.model
+    return parse(model, loaded.locate, vocabulary=vocabulary or loaded.recipe.tokenizer.vocabulary)
+
+
+def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
+    """Estimate a recipe on a slice; nothing is compiled and no device is used.
+
+    Raises:
+        UserError: as training would: for a mesh, a batch and a model that do not divide.
+    """
+    _, settings, context = training_settings(recipe)
+    if all(name != "tokens" for name, _ in graph.inputs):
+        context = 1
+    where = _measured(where)
+    mesh = {str(axis): size for axis, size in recipe.mesh.items()}
+    split = lay_out(graph, settings, mesh, context, where.devices, recipe.parallel)
+    memory = step_memory(split, settings, where.chip, where.platform)
+    call = call_of(settings, recipe.parallel, where.chip, where.platform)
+    facts = facts_of(graph, settings, split.rows, context, data_tokens)
+    claimed = contradictions(facts, recipe.claims) if recipe.claims else []
+    price = recipe.hardware.price if recipe.hardware.price is not None else where.chip.price
+    time = step_time(split, settings, where, call, memory)
+    return Plan(recipe.name, where, split, settings, memory, time, facts, tuple(claimed), price)
+
+
+def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
+    """The recipe on all slices of `compared`: what fits first, then by cost of a token; the impossible last."""
+    found: list[Plan] = []
+    refused: list[Plan | tuple[Slice, UserError]] = []
+    for where in compared():
+        try:
+            found.append(make_plan(recipe, graph, where))
+        except UserError as error:
+            refused.append((where, error))
+    found.sort(key=lambda plan: (not plan.fits, math.inf if plan.cost is None else plan.cost_per_billion))
+    return [*found, *refused]
+
+
+def default_slice(recipe: Recipe) -> Slice:
+    """What the recipe itself says it is for; otherwise this machine's processor."""
+    named = recipe.hardware.slice or (recipe.claims.slice if recipe.claims else None)
+    return find_slice(named or "cpu")
+
+
+def _measured(where: Slice) -> Slice:
+    """The slice with figures for a processor, which have to be measured."""
+    if where.platform != "cpu":
+        return where
+    chip = dataclasses.replace(where.chip, float32_flops=measured_flops(), memory_bandwidth=_CPU_BANDWIDTH)
+    return dataclasses.replace(where, chip=chip)

@@ -1,0 +1,204 @@
+"""How long a step takes: for every node the slowest of multiplying, of the memory and of the links.
+
+What is assumed, beside the chip table: matrix products reach `Chip.achievable` of the peak; the memory reaches
+MEMORY_ACHIEVABLE of its bandwidth; gathering of weights and summing of gradients run beside the products of the same
+node, as XLA's scheduler has it; the sums of activations that tensor parallelism needs, and the all-to-alls of experts,
+wait for the products and are waited for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from affinage.hardware.slices import Slice
+from affinage.model import Call
+from affinage.model.activations import batch_shapes
+from affinage.model.analysis import analyse
+from affinage.model.kind import Context
+from affinage.model.node import Node
+from affinage.model.parameter import map_parameters, parameters_in
+from affinage.model.repeat import apply_node
+from affinage.planning.liveness import measure
+from affinage.planning.local import Split
+from affinage.planning.memory import Memory
+from affinage.planning.wires import Wires, wires
+from affinage.recipe.training import TrainSettings
+
+MEMORY_ACHIEVABLE = 0.8
+_PASSES = 3  # forward, and two products for each of its products backward
+_TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """Seconds of a step that one node could not do with less of: `seconds` is what they come to."""
+
+    name: str
+    compute: float
+    memory: float
+    hidden: float  # collectives beside the products
+    exposed: float  # collectives that are waited for
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return max(self.compute, self.memory, self.hidden) + self.exposed
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        parts = {"compute": self.compute, "memory": self.memory, "links": max(self.hidden, self.exposed)}
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, of all micro-batches together."""
+
+    nodes: tuple[NodeTime, ...]
+    update: float  # clipping, moments, weights: bound by memory
+    bubble: float  # stages of a pipeline that wait
+
+    @property
+    def seconds(self) -> float:
+        """From one update to the next."""
+        return sum(node.seconds for node in self.nodes) + self.update + self.bubble
+
+    @property
+    def bound(self) -> str:
+        """What most of the step is bound by."""
+        parts: dict[str, float] = {"memory": self.update, "pipeline bubble": self.bubble}
+        for node in self.nodes:
+            parts[node.bound] = parts.get(node.bound, 0.0) + node.seconds
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_time(split: Split, settings: TrainSettings, where: Slice, call: Call, memory: Memory) -> StepTime:
+    """The time of one training step on a slice; `memory` is that of the same step."""
+    chip = where.chip
+    datasheet = chip.flops_per_device or chip.float32_flops  # a processor's is measured
+    assert datasheet is not None and chip.memory_bandwidth is not None
+    peak = datasheet * chip.achievable
+    if call.compute_dtype == jnp.float32 and where.platform == "gpu":
+        peak /= 2  # TensorFloat-32, what XLA multiplies float32 in there
+    bandwidth = chip.memory_bandwidth / chip.devices * MEMORY_ACHIEVABLE
+    links = wires(where, split.sizes)
+    per_node = analyse(split.graph, split.rows, split.context)
+    work = _work(split, call, where.platform)
+    nodes = []
+    for node, cost in zip(split.graph.nodes, per_node.nodes, strict=True):
+        done = work[node.name]
+        passes = _PASSES + (1 if call.remat is not None and node.repeat and split.parallel.remat != "dots" else 0)
+        # Stages have layers of their own; what is not repeated they all compute.
+        devices = split.devices // (1 if node.repeat else split.sizes["pipeline"])
+        flops = passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
+        moved = done.moved * split.micro_batches
+        hidden, exposed = _collectives(split, node, links, call, settings)
+        nodes.append(NodeTime(node.name, flops / peak, moved / bandwidth, hidden, exposed))
+    update = (2 * memory.state + memory.gradients + memory.weights) / bandwidth
+    stages = split.sizes["pipeline"]
+    parts = (split.parallel.pipeline_micro_batches or 4 * stages) * split.parallel.pipeline_rounds
+    # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
+    layered = sum(time.seconds for time, node in zip(nodes, split.graph.nodes, strict=True) if node.repeat)
+    bubble = layered * (stages - 1) / parts
+    return StepTime(tuple(nodes), update, bubble)
+
+
+@dataclass(frozen=True)
+class _Work:
+    moved: float  # bytes read and written in one micro-batch, forward and backward, on one device
+    kernel: bool  # whether attention is a kernel, which skips the pairs that causality hides; plain products do not
+
+
+def _work(split: Split, call: Call, platform: str) -> dict[str, _Work]:
+    """What every node does to memory."""
+    graph = split.local_graph
+    arrays = batch_shapes(graph, split.local_rows, split.local_context)
+    values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = {}
+    for node in graph.nodes:
+        lent = (
+            _abstract(graph.parameters[node.kind.shares]) if node.kind.shares else None,
+            _abstract(graph.averages[node.name]) if node.name in graph.averages else None,
+        )
+        given = (_abstract(graph.parameters.get(node.name, {})), lent, tuple(values[name] for name in node.inputs))
+        forward = partial(_forward, node, call)
+        values[node.name] = jax.eval_shape(forward, *given, arrays, key)[0]
+        moved = measure(partial(_both_ways, forward), *given, arrays, key, shares={}, platform=platform).moved
+        kernel = node.repeat is not None and _has_kernel(jax.make_jaxpr(forward)(*given, arrays, key))
+        found[node.name] = _Work(moved, kernel)
+    return found
+
+
+def _forward(node: Node, call: Call, params: Any, lent: Any, inputs: Any, arrays: Any, key: Any) -> Any:
+    shared, averages = lent
+    context = Context(replace(call, key=key), arrays, key=key, shared=shared, averages=averages)
+    result = apply_node(node, params, inputs, context)
+    return result.value, result.losses
+
+
+def _both_ways(forward: Any, params: Any, lent: Any, inputs: Any, arrays: Any, key: Any) -> Any:
+    floats, rest = _split((params, lent, inputs))
+    out, pullback = jax.vjp(lambda floats: forward(*_join(floats, rest), arrays, key), floats)
+    ones = jax.tree.map(lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, out)
+    return out, pullback(ones)
+
+
+def _has_kernel(traced: Any) -> bool:
+    text = str(traced)
+    return "pallas_call" in text or "cudnn" in text
+
+
+def _abstract(declared: Any) -> Any:
+    return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), declared)
+
+
+def _split(tree: Any) -> tuple[list[Any], Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    floats = [leaf for leaf, flag in zip(leaves, floating, strict=True) if flag]
+    return floats, (leaves, structure, floating)
+
+
+def _join(floats: list[Any], rest: Any) -> Any:
+    leaves, structure, floating = rest
+    given = iter(floats)
+    filled = [next(given) if flag else leaf for leaf, flag in zip(leaves, floating, strict=True)]
+    return jax.tree.unflatten(structure, filled)
+
+
+def _collectives(
+    split: Split, node: Node, links: Mapping[str, Wires], call: Call, settings: TrainSettings
+) -> tuple[float, float]:
+    """Seconds of one node's collectives in a step: beside its products, and waited for."""
+    sizes, parts = split.sizes, split.micro_batches
+    width = jnp.dtype(call.compute_dtype).itemsize
+    # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
+    weights = sum(p.size for p in parameters_in(split.local_graph.parameters.get(node.name, {})))
+    hidden = exposed = 0.0
+    if sizes["fsdp"] > 1:
+        # Gathered forward and again backward; the gradients are summed and scattered.
+        hidden += parts * (
+            2 * links["fsdp"].all_gather(weights * width) + links["fsdp"].reduce_scatter(weights * width)
+        )
+    if sizes["data"] > 1:
+        stored = jnp.dtype("float32" if parts > 1 else settings.precision.params).itemsize
+        hidden += links["data"].all_reduce(weights * stored / sizes["fsdp"])
+    if node.repeat is not None:
+        residual = split.local_rows * split.local_context * split.graph.shapes[node.name].width * width
+        layers = split.local_graph[node.name].layers
+        exposed += parts * layers * _TENSOR_SUMS * links["tensor"].all_reduce(residual) if sizes["tensor"] > 1 else 0.0
+        if sizes["expert"] > 1 and "experts" in str(split.graph.parameters.get(node.name)):
+            whole = residual * sizes["expert"]
+            exposed += parts * layers * 4 * links["expert"].all_to_all(whole)
+        if sizes["context"] > 1:
+            whole = 2 * residual * sizes["context"]  # keys and values
+            exposed += parts * layers * 3 * links["context"].all_gather(whole)
+        if sizes["pipeline"] > 1:
+            exposed += 2 * parts * links["pipeline"].permute(residual)
+    return hidden, exposed

@@ -1,0 +1,47 @@
+"""What a paper or a plan says of a run, to be checked against its settings and against itself."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from affinage.recipe.settings import Settings
+
+
+class CheckpointClaim(Settings):
+    """Where in a run a number of tokens is said to be reached."""
+
+    tokens: float = Field(gt=0)
+    step: int = Field(ge=1)
+
+
+class SftClaims(Settings):
+    """Of fine-tuning."""
+
+    examples: float | None = Field(default=None, gt=0)  # conversations in all
+    sources: dict[str, float] = {}  # conversations of each source
+    batch: int | None = Field(default=None, ge=1)  # rows of a step
+    steps_per_epoch: int | None = Field(default=None, ge=1)
+
+
+class Claims(Settings):
+    """Figures that are stated, not derived. Those left out are not checked."""
+
+    parameters: float | None = Field(default=None, gt=0)
+    tokens: float | None = Field(default=None, gt=0)  # of the whole pretraining
+    epochs: float | None = Field(default=None, gt=0)  # over the data
+    sources: dict[str, float] = {}  # tokens of each source
+    flops: float | None = Field(default=None, gt=0)  # of the whole pretraining
+    mfu: float | None = Field(default=None, gt=0, le=1)
+    slice: str | None = None  # what it was trained on, by the cloud's name
+    days: float | None = Field(default=None, gt=0)
+    device_hours: float | None = Field(default=None, gt=0)  # chips x hours
+    compute_optimal: tuple[Literal["under", "over"], ...] = ()  # on which side of 20 tokens a parameter; all it says
+    checkpoints: tuple[CheckpointClaim, ...] = ()
+    sft: SftClaims = SftClaims()
+
+
+class HardwareSettings(Settings):
+    """Of the machines that a run is planned for; training itself takes what it finds."""
+
+    slice: str | None = None  # by the cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it
+    price: float | None = Field(default=None, ge=0)  # US dollars per chip and hour; default: the chip table's

@@ -1,0 +1,101 @@
+"""Slices by the clouds' names: chips, devices, wires, and how libtpu calls them."""
+
+import pytest
+
+from affinage.errors import UserError
+from affinage.hardware.chips import GiB
+from affinage.hardware.slices import compared, find_slice
+
+# name, chips, JAX devices, shape, hosts, libtpu's name. Google's own lists: cloud.google.com/tpu/docs.
+KNOWN = [
+    ("v4-8", 4, 4, (2, 2, 1), 1, "v4:2x2x1"),
+    ("v4-16", 8, 8, (2, 2, 2), 2, "v4:2x2x2"),
+    ("v4-32", 16, 16, (2, 2, 4), 4, "v4:2x2x4"),
+    ("v4-128", 64, 64, (4, 4, 4), 16, "v4:4x4x4"),
+    ("v4-512", 256, 256, (4, 8, 8), 64, "v4:4x8x8"),
+    ("v4-8192", 4096, 4096, (16, 16, 16), 1024, "v4:16x16x16"),
+    ("v5litepod-16", 16, 16, (4, 4), 4, "v5e:4x4"),
+    ("v5e-256", 256, 256, (16, 16), 64, "v5e:16x16"),
+    ("v5e-8", 8, 8, (2, 4), 1, "v5e:2x4"),
+    ("v5p-128", 64, 64, (4, 4, 4), 16, "v5:4x4x4"),
+    ("v5p-8192", 4096, 4096, (16, 16, 16), 1024, "v5:16x16x16"),
+    ("v6e-64", 64, 64, (8, 8), 16, "v6e:8x8"),
+    ("tpu7x-128", 64, 128, (4, 4, 4), 16, "tpu7x:4x4x4"),
+    ("v2-8", 4, 8, (2, 2), 1, ""),
+    ("v3-8", 4, 8, (2, 2), 1, ""),
+    ("h100x8", 8, 8, (1, 8), 1, ""),
+    ("a100x16", 16, 16, (2, 8), 2, ""),
+    ("b200x8", 8, 8, (1, 8), 1, ""),
+    ("h200", 1, 1, (1, 1), 1, ""),
+    ("l4", 1, 1, (1, 1), 1, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "chips", "devices", "shape", "hosts", "topology"), KNOWN)
+def test_a_name_means_these_chips(name, chips, devices, shape, hosts, topology):
+    found = find_slice(name)
+    assert (found.chips, found.devices, found.shape, found.hosts, found.topology) == (
+        chips,
+        devices,
+        shape,
+        hosts,
+        topology,
+    )
+
+
+def test_rings_are_closed_from_whole_cubes_and_whole_pods_on():
+    assert find_slice("v4-64").wrap == (False, False, False)
+    assert find_slice("v4-128").wrap == (True, True, True)
+    assert find_slice("v5e-128").wrap == (False, True)
+    assert find_slice("v5e-256").wrap == (True, True)
+
+
+def test_a_program_may_take_what_the_compiler_says():
+    sizes = {name: find_slice(name).chip.memory_per_device / GiB for name in ("v5e-8", "v4-8", "v6e-8", "v5p-8")}
+    assert sizes == {"v5e-8": 15.75, "v4-8": 30.75, "v6e-8": 31.25, "v5p-8": pytest.approx(95.74)}
+    assert find_slice("cpu").chip.memory_per_device > GiB
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix"),
+    [
+        ("v4-31", "no v4-31", "v4-16 or v4-32"),
+        ("v5e-512", "no v5e-512", "v5e-128 or v5e-256"),
+        ("v9-8", "called `v9-8`", "Did you mean v"),
+        ("h100x12", "whole boxes of 8", "h100x16"),
+        ("v4-0", "no v4-0", "v4-8"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, what, fix):
+    with pytest.raises(UserError, match=what) as refused:
+        find_slice(name)
+    assert fix in refused.value.fix
+
+
+def test_every_compared_slice_has_a_price_with_its_source():
+    for found in compared():
+        assert found.chip.price and found.chip.price_source, found.name
+
+
+def test_libtpu_knows_the_topologies():
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    import os
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; from jax.experimental.topologies import get_topology_desc as d\n"
+        "for a in sys.argv[1:]:\n"
+        "    t, v = a.split('/'); print(len(d(t, 'tpu', **({'chip_config_name': v} if v else {})).devices))"
+    )
+    names = ["v4-8", "v4-32", "v4-512", "v5litepod-16", "v5p-128", "v6e-64", "tpu7x-128"]
+    found = [find_slice(name) for name in names]
+    quiet = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *(f"{s.topology}/{s.variant}" for s in found)],
+        env=os.environ | quiet,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [int(line) for line in done.stdout.split()] == [s.devices for s in found]

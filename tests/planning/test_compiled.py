@@ -1,0 +1,72 @@
+"""The TPU's compiler on a machine without a TPU: the step fits or not, and the estimate is near what it says."""
+
+from pathlib import Path
+
+import pytest
+
+from affinage.errors import UserError
+from affinage.hardware.slices import find_slice
+from affinage.planning.compiled import compile_on, out_of_memory
+from affinage.planning.plan import make_plan, planned_graph
+from affinage.recipe.load import load_recipe
+
+SMALL = str(Path(__file__).with_name("small.yaml"))
+
+
+def estimate(name, *overrides):
+    loaded = load_recipe(SMALL, overrides)
+    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(name)).memory.total
+
+
+@pytest.mark.slow
+def test_the_estimate_is_within_a_tenth_of_the_compiled_step():
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    verdict = compile_on(SMALL, ["model.nodes.blocks.repeat=6"], find_slice("v4-8"))
+    assert verdict.fits
+    assert verdict.peak_bytes == verdict.argument_bytes + verdict.temporary_bytes
+    assert estimate("v4-8", "model.nodes.blocks.repeat=6") == pytest.approx(verdict.peak_bytes, rel=0.1)
+    # FSDP: weights are gathered, gradients are summed.
+    assert {"all-gather", "all-reduce"} <= set(verdict.collectives)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_with_what_it_would_need():
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    overrides = ["pretrain.batch=1024", "mesh.fsdp=1"]
+    verdict = compile_on(SMALL, overrides, find_slice("v5e-1"))
+    assert not verdict.fits
+    assert "15.75G" in verdict.message
+    assert estimate("v5e-1", *overrides) == pytest.approx(verdict.peak_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_local_compiler_answers_for_the_cpu():
+    verdict = compile_on("quickstart", ["pretrain.batch=4"], find_slice("cpu"))
+    assert verdict.fits
+    assert verdict.argument_bytes > 3 * 4 * 1_426_304  # float32 weights and two moments
+    assert verdict.collectives == {}
+
+
+def test_what_cannot_be_compiled_here_is_said():
+    for name in ("v3-8", "h100x8"):
+        with pytest.raises(UserError, match=f"compiling for {name} needs"):
+            compile_on(SMALL, [], find_slice(name))
+
+
+def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
+    with pytest.raises(UserError, match="batch 6 does not divide"):
+        compile_on("quickstart", ["pretrain.batch=6", "pretrain.micro_batches=6", "mesh.data=4"], find_slice("v4-8"))
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("... the total memory required for HLO temporaries (19.50G) exceeds available HBM (15.75G).", 19.5),
+        ("... Ran out of memory in memory space hbm. Used 33.25G of 30.75G hbm. Exceeded hbm capacity by 2.5G.", 33.25),
+        ("... something else about HBM", 0),
+    ],
+)
+def test_the_refusals_of_the_compiler_are_read(message, needed):
+    verdict = out_of_memory(f"RESOURCE_EXHAUSTED: {message}")
+    assert not verdict.fits
+    assert verdict.peak_bytes == int(needed * 2**30)

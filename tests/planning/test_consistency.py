@@ -1,0 +1,75 @@
+"""The claims of Julian-600M's paper: every contradiction is found, with its figures."""
+
+from functools import cache
+
+import pytest
+
+from affinage.planning.consistency import contradictions, facts_of
+from affinage.planning.plan import planned_graph
+from affinage.recipe.claims import Claims
+from affinage.recipe.load import load_recipe
+
+
+@cache
+def published():
+    loaded = load_recipe("julian-600m-as-published")
+    recipe = loaded.recipe
+    facts = facts_of(planned_graph(loaded), recipe.pretrain, recipe.pretrain.batch, recipe.rows.context)
+    return facts, recipe.claims
+
+
+@pytest.mark.parametrize(
+    ("claim", "figures"),
+    [
+        ("tokens", ["300,000", "1,024", "2,048", "629.1B", "not 39B", "39.32B", "64 sequences", "4 on each of the 16"]),
+        ("flops", ["600M", "39B", "1.4e+20", "not 2.4e+19"]),
+        ("days", ["38%", "0.97 days of a v4-32", "not 21", "1.8%", "28% for 629.1B"]),
+        ("sources", ["31.5B", "not 39B"]),
+        ("sft.sources", ["2.42M", "not 2.47M"]),
+        ("compute_optimal", ["65 tokens a parameter", "over", "20", "not under"]),
+        ("sft.steps_per_epoch", ["2.47M", "32", "77,188", "not 45,383", "packing 1.7"]),
+        ("checkpoints", ["10B", "100,000", "170,000", "64 × 2,048", "76,2"]),
+    ],
+)
+def test_every_contradiction_of_the_paper_is_named_with_its_figures(claim, figures):
+    (found,) = [c for c in contradictions(*published()) if c.claim == claim]
+    told = f"{found.what}; {found.reading}"
+    for figure in figures:
+        assert figure in told, told
+
+
+def test_nothing_else_is_complained_of():
+    assert len(contradictions(*published())) == 8
+
+
+def test_what_is_consistent_is_not_complained_of():
+    facts, _ = published()
+    true = Claims(
+        parameters=facts.parameters,
+        tokens=facts.tokens,
+        sources={"a": facts.tokens / 2, "b": facts.tokens / 4},
+        epochs=4 / 3,
+        flops=facts.flops_by_rule,
+        mfu=0.4,
+        slice="v4-32",
+        days=facts.flops_by_rule / (0.4 * 16 * 275e12) / 86_400,
+        compute_optimal=("over",),
+    )
+    assert contradictions(facts, true) == []
+    chip_hours = true.days * 24 * 16
+    assert contradictions(facts, true.model_copy(update={"device_hours": chip_hours})) == []
+    assert [c.claim for c in contradictions(facts, true.model_copy(update={"device_hours": 2 * chip_hours}))] == [
+        "device_hours"
+    ]
+    assert [c.claim for c in contradictions(facts, true.model_copy(update={"epochs": 1.0}))] == ["epochs"]
+
+
+def test_facts_are_products_and_sums():
+    facts, _ = published()
+    assert facts.tokens == 300_000 * 1024 * 2048
+    assert facts.parameters == 599_906_560
+    assert facts.flops_by_rule == 6 * 599_906_560 * facts.tokens
+    # Node by node: the embedding is looked up, not multiplied; attention is, over the pairs that causality leaves.
+    multiplied = 599_906_560 - 50_000 * 1280 - (2 * 18 + 1) * 1280
+    pairs = 2048 * 2049 // 2 * 4 * 1280 * 18
+    assert facts.flops == 300_000 * 1024 * (6 * multiplied * 2048 + 3 * pairs)

@@ -1,0 +1,82 @@
+"""What a traced program holds, on programs small enough to count by hand."""
+
+import jax
+import jax.numpy as jnp
+
+from affinage.planning.liveness import measure
+
+N = 256
+M = 64
+SQUARE = N * N * 4  # bytes
+
+
+def of(function, *shapes, dtype=jnp.float32, shares=None):
+    first, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return measure(function, first, *others, shares=shares or {}, platform="tpu")
+
+
+def test_what_products_make_is_stored_and_what_is_element_wise_is_not():
+    def function(w, x):
+        y = x @ w
+        return (jnp.tanh(y) * 2 + 1) @ w  # computed inside the second product
+
+    assert of(function, (N, N), (N, N)).total == 2 * SQUARE
+
+
+def test_what_is_computed_inside_a_reader_holds_what_it_was_made_from():
+    def function(w, x):
+        y = x @ w
+        z = jnp.tanh(y)
+        for _ in range(3):
+            x = x @ w
+        return x @ z
+
+    # y lives until the last product, beside two of the chain at a time.
+    assert of(function, (N, N), (N, N)).total == 3 * SQUARE
+
+
+def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_each_turn():
+    layers = 5
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0])
+
+    def held(share):
+        return of(jax.grad(loss), (layers, N, N), (M, N), shares={(layers, N, N): share}).held
+
+    # The input of each layer and the cosine of its product, and one value that goes from layer to layer.
+    assert held(1.0)["activations"] == (2 * layers + 1) * M * N * 4
+    # Of the gradients a device has the part that it has of the weights.
+    assert held(1.0)["gradients"] == layers * SQUARE
+    assert held(0.25)["gradients"] == layers * SQUARE / 4
+
+
+def test_recomputation_keeps_only_the_input_of_each_turn():
+    layers = 5
+
+    def loss(remat, w, x):
+        body = lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(remat(body), x, w)[0])
+
+    def held(remat):
+        return of(jax.grad(lambda w, x: loss(remat, w, x)), (layers, N, N), (N, N)).total
+
+    assert held(jax.checkpoint) < held(lambda f: f) - 2 * layers * SQUARE
+
+
+def test_weights_that_a_loop_reads_in_a_narrower_dtype_are_copied_once():
+    layers = 5
+
+    def loss(w, x):
+        body = lambda x, w: (x @ w.astype(jnp.bfloat16), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(body, x.astype(jnp.bfloat16), w)[0].astype(jnp.float32))
+
+    shares = {(layers, N, N): 0.5}
+    held = of(jax.grad(loss), (layers, N, N), (N, N), shares=shares).held
+    assert held["weights"] >= layers * SQUARE / 2 * 0.5
+
+
+def test_bytes_moved_are_reads_and_writes():
+    assert of(lambda w, x: x @ w, (N, N), (N, N)).moved == 3 * SQUARE
+    scanned = of(lambda w, x: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], (5, N, N), (N, N))
+    assert scanned.moved == 5 * 3 * SQUARE

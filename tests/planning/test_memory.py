@@ -1,0 +1,120 @@
+"""The plan's bytes against arrays that exist."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from affinage.errors import UserError
+from affinage.hardware.chips import named
+from affinage.model import parse
+from affinage.model.activations import batch_shapes
+from affinage.parallel import make_mesh
+from affinage.planning.local import lay_out
+from affinage.planning.memory import step_memory
+from affinage.recipe.training import PretrainSettings
+from affinage.training.job import TrainJob
+from affinage.training.program import Program
+
+BLOCK = {
+    "kind": "transformer_block",
+    "in": "embed",
+    "repeat": 4,
+    "attention": {"heads": 4, "rope": {"theta": 10000}},
+    "ffn": {"kind": "swiglu", "width": 64},
+    "norm": {"kind": "rms"},
+}
+GRAPH = {
+    "inputs": ["tokens"],
+    "nodes": {
+        "embed": {"kind": "embedding", "in": "tokens", "vocab": 128, "width": 32},
+        "blocks": BLOCK,
+        "norm": {"kind": "rms_norm", "in": "blocks"},
+        "logits": {"kind": "unembed", "in": "norm", "tied": False},
+        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+    },
+}
+CONTEXT = 16
+
+
+def settings(**changed):
+    return PretrainSettings.model_validate(
+        {"steps": 10, "batch": 16, "schedule": {"peak": 1e-3, "floor": 0.0}, "optimizer": {}} | changed
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 8}, {"fsdp": 8}, {"tensor": 4, "data": 2}, {"fsdp": 4, "tensor": 2}, {"pipeline": 2, "fsdp": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_weights_and_moments_are_the_bytes_of_the_real_state(mesh, moments, tmp_path):
+    chosen = settings(optimizer={"moments": moments}, precision={"params": moments})
+    graph = parse(GRAPH)
+    planned = step_memory(lay_out(graph, chosen, mesh, CONTEXT, 8), chosen, named("TPU v4"), "tpu")
+    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 16, CONTEXT).items()}
+    job = TrainJob(graph=graph, settings=chosen, mesh=mesh, seed=0, feed=None, folder=tmp_path)
+    state = Program(job, make_mesh(mesh, jax.devices()), batch).begin()
+
+    def held(tree):
+        return sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.device == jax.devices()[-1]
+        )
+
+    assert planned.weights == held(state.params)
+    assert planned.optimizer == held(state.opt_state)
+
+
+def test_an_adafactor_needs_less_than_two_moments():
+    adam, adafactor = (settings(optimizer={"name": name}) for name in ("adamw", "adafactor"))
+    graph = parse(GRAPH)
+
+    def optimizer(chosen):
+        return step_memory(lay_out(graph, chosen, {"data": 8}, CONTEXT, 8), chosen, named("TPU v4"), "tpu").optimizer
+
+    assert optimizer(adafactor) < 0.6 * optimizer(adam)
+
+
+def test_activations_shrink_with_what_is_split_and_with_accumulation():
+    graph = parse(GRAPH)
+
+    def kept(mesh, **changed):
+        chosen = settings(**changed)
+        memory = step_memory(lay_out(graph, chosen, mesh, CONTEXT, 8), chosen, named("TPU v4"), "tpu")
+        return memory.activations + memory.working
+
+    one = kept({"data": 8})
+    assert kept({"data": 8}, batch=32) > 1.8 * one
+    assert kept({"data": 8}, batch=32, micro_batches=2) < 1.3 * one
+    assert kept({"data": 4, "tensor": 2}, batch=8) < one  # the same rows a device, half of the hidden units
+    assert kept({"data": 8}, precision={"compute": "float32"}) > one
+
+
+def test_bfloat16_is_what_a_tpu_computes_in():
+    graph, chosen = parse(GRAPH), settings()
+    layout = lay_out(graph, chosen, {"data": 8}, CONTEXT, 8)
+    in_bfloat16 = step_memory(layout, chosen, named("TPU v4"), "tpu").activations
+    assert in_bfloat16 < step_memory(layout, chosen, named("CPU"), "cpu").activations
+    assert jnp.dtype(chosen.precision.params) == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changed", "what", "fix"),
+    [
+        ({"data": "auto"}, {"batch": 12}, "batch 12 does not divide", "8, 16"),
+        ({"fsdp": 3}, {}, "3", ""),
+        ({"tensor": 8}, {}, "heads = 4", "tensor = 4"),
+        ({"data": 2}, {}, "2 devices, the slice 8", "auto"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, what, fix):
+    graph, chosen = parse(GRAPH), settings(**changed)
+    with pytest.raises(UserError) as refused:
+        layout = lay_out(graph, chosen, mesh, CONTEXT, 8)
+        step_memory(layout, chosen, named("TPU v4"), "tpu")
+    assert what in refused.value.what
+    assert fix in refused.value.fix

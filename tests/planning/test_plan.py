@@ -1,0 +1,122 @@
+"""`affinage plan` as its user sees it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affinage.cli import main
+from affinage.errors import EXIT_USER_ERROR
+from affinage.hardware.slices import find_slice
+from affinage.model import parse
+from affinage.planning.plan import compare, make_plan, planned_graph
+from affinage.recipe.load import load_recipe
+
+SMALL = str(Path(__file__).with_name("small.yaml"))
+
+
+def plan_of(recipe, name, *overrides):
+    loaded = load_recipe(recipe, overrides)
+    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(name))
+
+
+def test_time_money_and_utilisation_are_of_one_step():
+    made = plan_of(SMALL, "v4-8", "hardware.price=10")
+    assert made.seconds == pytest.approx(100 * made.time.seconds)
+    assert made.cost == pytest.approx(10 * 4 * made.seconds / 3600)
+    assert made.tokens_per_second == pytest.approx(64 * 512 / made.time.seconds)
+    assert made.mfu == pytest.approx(made.facts.flops / 100 / made.time.seconds / (4 * 275e12))
+    # Nothing multiplies faster than the table says.
+    assert 0 < made.mfu < made.where.chip.achievable
+
+
+def test_no_node_is_faster_than_its_slowest_part():
+    made = plan_of(SMALL, "v5e-16")
+    for node in made.time.nodes:
+        assert node.seconds >= max(node.compute, node.memory, node.hidden)
+    assert made.time.seconds >= sum(node.seconds for node in made.time.nodes)
+
+
+def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
+    tensor = plan_of(SMALL, "v4-8", "mesh={tensor: 4, data: 1}")
+    fsdp = plan_of(SMALL, "v4-8")
+    blocks = {name: next(n for n in p.time.nodes if n.name == "blocks") for name, p in (("t", tensor), ("f", fsdp))}
+    assert blocks["t"].exposed > 0 and blocks["f"].exposed == 0
+    assert blocks["f"].hidden > 0
+    # Four all-reduces a layer of [64, 512, 256] in bfloat16.
+    from affinage.parallel.mesh import AXES
+    from affinage.planning.wires import wires
+
+    one = wires(find_slice("v4-8"), dict.fromkeys(AXES, 1) | {"tensor": 4})["tensor"].all_reduce(64 * 512 * 256 * 2)
+    assert blocks["t"].exposed == pytest.approx(4 * 8 * one)
+
+
+def test_a_pipeline_has_the_bubble_of_gpipe():
+    made = plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=8")
+    work = next(node.seconds for node in made.time.nodes if node.name == "blocks")
+    assert made.time.bubble / (work + made.time.bubble) == pytest.approx(1 / (8 + 1))
+
+
+def test_recomputation_trades_memory_for_products():
+    plain, block = (plan_of(SMALL, "v4-8", f"parallel.remat={name}") for name in ("none", "block"))
+    assert block.memory.activations < 0.3 * plain.memory.activations
+    compute = [next(node.compute for node in made.time.nodes if node.name == "blocks") for made in (plain, block)]
+    assert compute[1] == pytest.approx(4 / 3 * compute[0])
+
+
+def test_what_does_not_fit_is_said_with_settings_that_do():
+    made = plan_of(SMALL, "v5e-4", "pretrain.batch=4096")
+    assert not made.fits
+    (warning,) = made.warnings
+    parts = int(warning.partition("micro_batches: ")[2].partition("`")[0])
+    assert plan_of(SMALL, "v5e-4", "pretrain.batch=4096", f"pretrain.micro_batches={parts}").fits
+
+
+def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
+    loaded = load_recipe(SMALL, ["pretrain.batch=256"])
+    found = compare(loaded.recipe, planned_graph(loaded))
+    plans = [entry for entry in found if not isinstance(entry, tuple)]
+    keys = [(not made.fits, made.cost_per_billion) for made in plans]
+    assert keys == sorted(keys) and len(plans) > 20
+
+
+def test_a_model_of_images_is_planned_too():
+    loaded = load_recipe("byol-digits", ["mesh.data=auto"])
+    made = make_plan(loaded.recipe, parse(loaded.recipe.model), find_slice("v4-8"))
+    assert made.memory.averages > 0 and made.time.seconds > 0
+
+
+def told(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    out = capsys.readouterr()
+    return ended.value.code or 0, out.out, out.err
+
+
+def test_the_verb_prints_and_speaks_json(capsys):
+    status, out, _ = told(capsys, SMALL, "--on", "v4-8", "--json")
+    assert status == 0
+    answer = json.loads(out)
+    assert answer["slice"]["chips"] == 4 and answer["fits"] and answer["mesh"] == {"fsdp": 4}
+    assert sum(answer["memory"][part] for part in ("weights", "optimizer", "activations")) < answer["memory"]["total"]
+    status, out, _ = told(capsys, SMALL, "--on", "v4-8")
+    assert status == 0 and "estimate: fits" in out and "tokens/s" in out
+
+
+def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
+    status, out, _ = told(capsys, "julian-600m-as-published")
+    assert status == 0
+    assert "on v4-32" in out and "Claims that cannot be true" in out and "629.1B tokens, not 39B" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((SMALL, "--on", "v4-9"), "there is no v4-9"),
+        ((SMALL, "--on", "v4-8", "--which"), "--which looks through all slices"),
+        ((SMALL, "--on", "v5e-256"), "batch 64 does not divide"),
+    ],
+)
+def test_mistakes_are_one_message(capsys, words, message):
+    status, out, err = told(capsys, *words)
+    assert status == EXIT_USER_ERROR and message in err and "Traceback" not in err and not out
