@@ -52,6 +52,12 @@ def test_a_cpu_has_nowhere_to_offload_to():
         meshes.program(MODEL, {"data": 1}, parallel={"remat": {"offload": ["query"]}}).compile_training()
 
 
+def test_options_for_xla_are_passed_on_and_wrong_ones_told():
+    meshes.program(MODEL, {"data": 2}, parallel={"xla_flags": {"xla_cpu_enable_fast_min_max": True}}).compile_training()
+    with pytest.raises(UserError, match="XLA has no option 'xla_cpu_faster'"):
+        meshes.program(MODEL, {"data": 1}, parallel={"xla_flags": {"xla_cpu_faster": True}}).compile_training()
+
+
 def test_a_tpu_offloads_by_name():
     pytest.importorskip("libtpu")
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from affinage.errors import UserError
+from affinage.hardware.xla_flags import flags_for
 from affinage.parallel.mesh import make_mesh
 from affinage.parallel.pipeline import AXIS, Pipeline
 from affinage.parallel.sharding import param_shardings
@@ -16,9 +17,10 @@ from affinage.recipe.parallel import ParallelSettings
 
 def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
     """A pipeline where the mesh has stages, else one program split by XLA."""
+    options = flags_for(mesh.devices.flat[0].platform, mesh.size, settings.xla_flags)
     if mesh.shape[AXIS] > 1:
-        return Pipeline(settings.pipeline_micro_batches, settings.pipeline_rounds)
-    return Spmd()
+        return Pipeline(options, settings.pipeline_micro_batches, settings.pipeline_rounds)
+    return Spmd(options)
 
 
 def serving_mesh(

@@ -1,12 +1,13 @@
 """Strategies: how one train step becomes one compiled program for all devices of a mesh."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import NamedSharding
 
+from affinage.errors import UserError
 from affinage.model.call import Call
 from affinage.model.graph import Graph
 from affinage.parallel.layout import MeshLayout
@@ -55,7 +56,12 @@ class Spmd:
 
     Which of data parallelism, FSDP, tensor, expert and context parallelism this is, is in the mesh and the sharding
     table alone.
+
+    Attributes:
+        compiler_options: for XLA, by name.
     """
+
+    compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)
 
     def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
         """See `Strategy.check`: any graph, and rows are the table's business."""
@@ -68,11 +74,23 @@ class Spmd:
         """See `Strategy.compile_training`."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, _whole(state)))
-        return jitted.lower(state, batch).compile()
+        return self._compile(jitted.lower(state, batch))
 
     def compile_evaluation(self, step: Function, params: PyTree, batch: PyTree) -> Function:
         """See `Strategy.compile_evaluation`."""
-        return jax.jit(step, out_shardings=_whole(params)).lower(params, batch).compile()
+        return self._compile(jax.jit(step, out_shardings=_whole(params)).lower(params, batch))
+
+    def _compile(self, lowered: jax.stages.Lowered) -> Function:
+        options = {name: flag if isinstance(flag, bool) else str(flag) for name, flag in self.compiler_options.items()}
+        try:
+            return lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            unknown = str(error).partition("option: ")[2].partition("\n")[0]
+            raise UserError(
+                f"XLA has no option {unknown}", where="parallel.xla_flags", fix="Names begin with xla_ and have no --."
+            ) from error
 
 
 def _whole(arguments: PyTree) -> NamedSharding:

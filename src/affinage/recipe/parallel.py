@@ -55,3 +55,5 @@ class ParallelSettings(Settings):
     # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
     # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes.
     remat: Literal["none", "dots", "block", "full"] | RematSettings = "none"
+    # Options for XLA, by their names, beside those of `affinage.hardware.xla_flags`.
+    xla_flags: dict[str, bool | int | str] = {}
