@@ -19,3 +19,10 @@ def test_benchmarks_found_in_the_text_are_named():
     said = list(headline(summary | {"benchmarks": {"quiz": quiz, "other": other}}))
     assert said == ["10 → 9 documents (1 in a benchmark)", "found 12 of 10,000 items of quiz"]
     assert list(headline(summary | {"benchmarks": {"other": other}}))[1] == "found no item of a benchmark"
+
+
+def test_compared_tokenizers_are_said_with_what_they_need_a_token():
+    theirs = {"name": "gpt2_vocab.bpe", "languages": {"en": {"bytes_per_token": 4.041}, "fr": {"bytes_per_token": 2.7}}}
+    ours = {"name": "", "languages": {"en": {"bytes_per_token": 3.5}}}
+    said = list(headline({"tokenizers": [ours, theirs]}))
+    assert said == ["ours 3.50 en bytes a token", "gpt2_vocab.bpe 4.04 en 2.70 fr bytes a token"]

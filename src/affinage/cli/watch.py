@@ -60,7 +60,7 @@ class Watch:
         self._line(self._name, f"{said}  [dim]{duration(self.seconds[self._name])}[/dim]")
 
     def _line(self, name: str, text: str) -> None:
-        self._console.print(f"[bold]{name:<{_NAME}}[/bold]{text}", highlight=False, soft_wrap=True)
+        self._console.print(f"[bold]{f'{name} ':<{_NAME}}[/bold]{text}", highlight=False, soft_wrap=True)
 
     def _clear(self) -> None:
         if self._status is not None:
@@ -143,6 +143,9 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
     yield from _odd(summary)
     if isinstance(summary.get("vocabulary"), int):
         yield f"{summary['vocabulary']:,} pieces"
+    for tokenizer in summary.get("tokenizers", ()):
+        rates = (f"{entry['bytes_per_token']:.2f} {name}" for name, entry in tokenizer["languages"].items())
+        yield f"{tokenizer['name'] or 'ours'} {' '.join(rates)} bytes a token"
     if isinstance(summary.get("images"), int):
         yield f"{summary['images']:,} images"
     if isinstance(summary.get("train"), Mapping) and "rows" in summary["train"]:
