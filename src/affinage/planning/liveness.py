@@ -22,7 +22,7 @@ from jax.extend.core import Jaxpr, Literal
 _STORED = frozenset(
     "dot_general conv_general_dilated while cond gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
     "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
-    "ragged_dot_general all_gather psum ppermute all_to_all shard_map".split()
+    "ragged_dot_general random_bits all_gather psum ppermute all_to_all shard_map".split()
 )
 # What a program is wrapped in without meaning anything to memory.
 _WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
