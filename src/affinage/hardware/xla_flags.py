@@ -10,7 +10,7 @@ FLAGS: Mapping[str, Mapping[str, Flag]] = {
     "tpu": {
         "xla_tpu_enable_latency_hiding_scheduler": True,  # order operations so that transfers are under way early
         "xla_enable_async_all_gather": True,  # FSDP's gathering of the next layer's weights
-        # Not xla_tpu_enable_async_collective_fusion: the compiler refuses it for TPU v4, where it may give wrong results.
+        # Not xla_tpu_enable_async_collective_fusion: the compiler refuses it for TPU v4, as it may give wrong results.
         "xla_tpu_overlap_compute_collective_tc": True,
         "xla_tpu_enable_data_parallel_all_reduce_opt": True,  # sums of gradients between slices, over the network
         "xla_tpu_data_parallel_opt_different_sized_ops": True,
