@@ -26,10 +26,15 @@ class Layout:
         """Into how many parts a logical axis is split."""
         return 1
 
+    @property
+    def may_map(self) -> bool:
+        """Whether `mapped` can be differentiated here: inside a pipeline it cannot."""
+        return True
+
     def mapped(
         self,
         function: Callable[..., Any],
-        inputs: Sequence[Axes],
+        inputs: Sequence[Any],
         outputs: Any,
         *,
         over: Collection[str] | None = None,
@@ -38,7 +43,7 @@ class Layout:
 
         Args:
             function: of arrays.
-            inputs: logical axes of each argument.
+            inputs: logical axes of each argument, as a tree of its form.
             outputs: those of the result, as a tree of its form.
             over: logical axes that are taken apart, the others stay XLA's business; None: all of them.
         """

@@ -40,10 +40,15 @@ class MeshLayout(Layout):
         """See `Layout.parts`."""
         return math.prod(self.mesh.shape[name] for name in self.table[axis])
 
+    @property
+    def may_map(self) -> bool:
+        """See `Layout.may_map`; JAX 0.10 mistakes the residuals of a `shard_map` inside another."""
+        return not self._taken_apart()
+
     def mapped(
         self,
         function: Callable[..., Any],
-        inputs: Sequence[LogicalAxes],
+        inputs: Sequence[Any],
         outputs: Any,
         *,
         over: Collection[str] | None = None,
@@ -56,6 +61,8 @@ class MeshLayout(Layout):
             apart = set(self.mesh.axis_names) - outer
         else:
             apart = {name for axis in over for name in self.mesh_axes(axis)} - outer
+        if not apart:
+            return function
         left = set(self.mesh.axis_names) - apart
 
         def spec(axes: LogicalAxes) -> PartitionSpec:
@@ -64,7 +71,7 @@ class MeshLayout(Layout):
         return jax.shard_map(
             function,
             mesh=None if outer else self.mesh,
-            in_specs=tuple(spec(axes) for axes in inputs),
+            in_specs=jax.tree.map(spec, tuple(inputs), is_leaf=_is_axes),
             out_specs=jax.tree.map(spec, outputs, is_leaf=_is_axes),
             axis_names=apart,
             check_vma=over is not None,  # a kernel's result does not say over which axes it varies

@@ -48,7 +48,13 @@ class Pipeline(Spmd):
                 where="parallel.context_attention",
                 fix="Set `context_attention: all_gather`.",
             )
-        return replace(call, layers=self._layers)
+        if call.attention not in ("auto", "xla"):
+            raise UserError(
+                f"attention by {call.attention} does not go through a pipeline",
+                where="attention",
+                fix="Set it to auto or xla; auto is xla in a pipeline.",
+            )
+        return replace(call, layers=self._layers, attention="xla")
 
     def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
         """See `Strategy.check`."""

@@ -16,6 +16,7 @@ from affinage.model.kinds.loss import next_tokens
 from affinage.model.kinds.routing import (
     Routing,
     Slots,
+    at_owners,
     expert_load,
     from_slots,
     load_balance,
@@ -25,6 +26,7 @@ from affinage.model.kinds.routing import (
     slots_by_sorting,
     to_slots,
 )
+from affinage.model.layout import Layout
 from affinage.model.parameter import Parameter, Tree
 from affinage.recipe.settings import Settings
 
@@ -133,15 +135,28 @@ class MoeSettings(Settings):
     def _sorted(
         self, params: Tree, x: Float[Array, "B S D"], routing: Routing, context: Context
     ) -> Float[Array, "B S K D"]:
-        """With the tokens of all rows sorted by expert (MegaBlocks: Gale et al., 2022)."""
-        slots, sizes = slots_by_sorting(routing.experts.reshape(1, -1, self.top_k), self.experts)
+        """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
+        layout = context.call.layout if context.call.layout.may_map else Layout()
 
-        def product(name: str, values: Array) -> Array:
-            return jax.lax.ragged_dot(values, params[name]["kernel"].astype(x.dtype), sizes)
+        def local(x: Array, experts: Array, kernels: dict[str, Array]) -> Array:
+            def answer(tokens: Array, sizes: Array) -> Array:
+                def product(name: str, values: Array) -> Array:
+                    return jax.lax.ragged_dot(values, kernels[name], sizes)
 
-        tokens = to_slots(x.reshape(1, -1, x.shape[2]), slots)[0]
-        answers = product("down", self._activate(tokens, product))
-        return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
+                return product("down", self._activate(tokens, product))
+
+            slots, sizes = slots_by_sorting(experts.reshape(1, -1, self.top_k), self.experts)
+            tokens = to_slots(x.reshape(1, -1, x.shape[2]), slots)[0]
+            answers = at_owners(tokens, sizes, answer, layout.mesh_axes("experts"), layout.parts("experts"))
+            return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
+
+        kernels = {name: params[name]["kernel"].astype(x.dtype) for name in ("up", "gate", "down") if name in params}
+        rows = ("batch", "sequence", None)
+        of_kernels = dict.fromkeys(kernels, ("experts", None, None))
+        over = ("batch", "sequence", "experts")
+        split = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)
+        chosen: Array = split(x, routing.experts, kernels)
+        return chosen
 
     def _activate(self, values: Array, product: Callable[[str, Array], Array]) -> Array:
         up = product("up", values)

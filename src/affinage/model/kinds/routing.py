@@ -1,5 +1,6 @@
 """Which experts a token goes to, and the moves of tokens to their experts' slots and back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,6 +107,42 @@ def slots_by_sorting(experts: Int[Array, "1 N K"], number: int) -> tuple[Slots, 
     choice_in = jnp.argsort(flat, stable=True)
     sizes = jnp.sum(jax.nn.one_hot(flat, number, dtype=jnp.int32), axis=0)
     return Slots(jnp.argsort(choice_in).reshape(experts.shape), choice_in[None]), sizes
+
+
+def at_owners(
+    tokens: Float[Array, "N D"],
+    sizes: Int[Array, "E"],
+    answer: Callable[[Array, Array], Array],
+    mesh_axes: tuple[str, ...],
+    owners: int,
+) -> Float[Array, "N D"]:
+    """`answer(tokens, sizes)` of tokens sorted by expert, where the experts lie on `owners` devices along a mesh axis.
+
+    Nothing is dropped, so a buffer for each owner holds all of a device's tokens in case they all go there. Two
+    all-to-alls: there and back.
+    """
+    if owners == 1:
+        return answer(tokens, sizes)
+    number, width = tokens.shape
+    of_owner = sizes.reshape(owners, -1)
+    ends = jnp.cumsum(jnp.sum(of_owner, axis=1))
+    starts = ends - jnp.sum(of_owner, axis=1)
+    place = jnp.arange(number)
+    index = jnp.where(starts[:, None] + place[None] < ends[:, None], starts[:, None] + place[None], number)
+    sent = jnp.take(tokens, index, axis=0, mode="fill", fill_value=0)
+    got, got_sizes = (jax.lax.all_to_all(a, mesh_axes, 0, 0) for a in (sent, of_owner))
+
+    # Every sender's tokens are sorted by expert, with nothing behind them; here they become one row sorted by expert.
+    borders = jnp.cumsum(got_sizes, axis=1)
+    expert = jnp.sum(place[None, :, None] >= borders[:, None, :], axis=-1)  # the number of experts: nothing
+    slots, sizes_here = slots_by_sorting(expert.reshape(1, -1, 1), of_owner.shape[1] + 1)
+    answers = answer(to_slots(got.reshape(1, -1, width), slots)[0], sizes_here[:-1])
+    answers = from_slots(answers[None], slots).reshape(owners, number, width)
+    answers = jnp.where((expert < of_owner.shape[1])[..., None], answers, jnp.zeros((), answers.dtype))
+
+    back = jax.lax.all_to_all(answers, mesh_axes, 0, 0)
+    owner = jnp.sum(place[:, None] >= ends[None, :], axis=-1)
+    return back[owner, place - starts[owner]]
 
 
 def to_slots(x: Float[Array, "B S D"], slots: Slots) -> Float[Array, "B M D"]:
