@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.errors import EXIT_PREEMPTED
+from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.training import TrainJob, train
 
 STEPS = 60
@@ -157,6 +157,33 @@ def test_a_finished_run_started_again_trains_no_step(tmp_path: Path):
     again = train(_job(tmp_path, on_step=(lambda step, state: steps.append(step),)))
     assert not steps
     assert again["final_loss"] == first["final_loss"]
+
+
+def test_a_change_of_model_settings_or_data_is_refused_until_it_is_accepted_by_name(tmp_path: Path):
+    train(_job(tmp_path, data={"rows": "one"}))
+    changed = {"data": {"rows": "other"}, "graph": tiny.graph(layers=2)}
+    settings = {"optimizer": {"b1": 0.8}, "log_every": 2, "micro_batches": 2}  # the last two only say how
+    with pytest.raises(UserError) as refused:
+        train(_job(tmp_path, settings=tiny.settings(12, **settings), **changed))
+    listed = [line.strip() for line in str(refused.value).splitlines()[1:-1]]
+    assert listed == [
+        "data.rows: one -> other",
+        "model.nodes.blocks.repeat: 1 -> 2",
+        "optimizer.b1: 0.9 -> 0.8",
+        "steps: 10 -> 12",
+    ]
+    accepted = {"every_steps": 5, "accept_changes": ["data", "optimizer.b1", "steps"]}
+    with pytest.warns(CheckpointWarning, match="another optimizer"):
+        summary = train(
+            _job(tmp_path, settings=tiny.settings(12, **settings, checkpoint=accepted), data=changed["data"])
+        )
+    assert summary["resumed_at"] == [10] and summary["steps"] == 12
+
+
+def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
+    rhythm = {"every_steps": 1000, "every_minutes": 1e-9, "keep_last": 99}
+    train(_job(tmp_path, settings=tiny.settings(4, checkpoint=rhythm)))
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 2, 3, 4]
 
 
 def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):

@@ -1,9 +1,11 @@
-"""The checkpoints of a run: a folder of steps, each there completely or not at all."""
+"""The checkpoints of a run: a folder of steps, each there completely, bit for bit, or not at all."""
 
+import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import absl.logging
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from affinage.checkpoint.seal import SEAL, damage, fingerprint, seal
 from affinage.errors import UserError
 
 PyTree = Any
 
-_STEP = re.compile(r"\d+")
-_COMMIT = "commit_success.txt"  # Orbax writes it last, after everything else is on disk
+_STEP = re.compile(r"0|[1-9]\d*")
+_COMMIT = "commit_success.txt"  # Orbax writes it when everything of its own is on disk
+_MARKS = (_COMMIT, SEAL)
 _SAVE_TIMEOUT = 600  # seconds until a save that does not end is an error
 
 absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax tells of every file it writes
@@ -30,7 +34,8 @@ class CheckpointStore:
     """Saves and restores training states under `folder/<step>/`.
 
     A state is a mapping of names to trees of arrays (`params`, ...), each of which can be restored without the others.
-    A step counts only once Orbax's commit file is written, so a process may die at any moment.
+    A step counts only once it is sealed, see `affinage.checkpoint.seal`, so a process may die at any moment; and it is
+    restored only if it is what was sealed: Orbax itself loads a flipped bit without a word.
 
     Args:
         folder: made if it is not there.
@@ -44,7 +49,8 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._unreadable: set[int] = set()  # steps that look complete, but were tried
-        self._running: ocp.AsyncResponse | None = None
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         self._context.async_options.timeout_secs = _SAVE_TIMEOUT
@@ -53,9 +59,13 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps that are completely there, oldest first."""
-        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)]
         # A link could lead anywhere, and Orbax would follow it.
-        return sorted(int(path.name) for path in found if not path.is_symlink() and (path / _COMMIT).is_file())
+        return [step for step, path in self.entries() if not path.is_symlink() and _is_complete(path)]
+
+    def entries(self) -> list[tuple[int, Path]]:
+        """Whatever is called like a step, oldest first."""
+        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted((int(path.name), path) for path in found)
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated or changed as soon as this returns.
@@ -71,18 +81,39 @@ class CheckpointStore:
         if step in self.steps() and step not in self._unreadable:
             return
         target = self.folder / str(step)
-        if jax.process_index() == 0 and target.exists():
+        if jax.process_index() == 0 and os.path.lexists(target):
             _remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
         with self._context:
-            self._running = ocp.save_checkpointables_async(target, dict(state), custom_metadata=dict(meta))
+            written = ocp.save_checkpointables_async(
+                target, dict(state), custom_metadata={"step": step, "facts": dict(meta)}
+            )
+        self._running = self._saver.submit(self._finish, written, target)
+
+    def _finish(self, written: ocp.AsyncResponse[None], target: Path) -> None:
+        written.result()
+        if jax.process_index() == 0:
+            seal(target)
+            self._prune()
 
     def wait(self) -> None:
-        """Block until what was saved is on disk, and remove the steps that need not be kept."""
+        """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone."""
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
-            self._prune()
+
+    def damage(self, step: int, only: Mapping[str, Any] | None = None) -> str:
+        """What is wrong with a step, see `affinage.checkpoint.seal.damage`; "" if it is what was saved as this step."""
+        folder = self.folder / str(step)
+        found = damage(folder, None if only is None else only.keys())
+        if found:
+            return found
+        saved_as = self._metadata(step).get("step")
+        return "" if saved_as == step else f"it was saved as step {saved_as}"
+
+    def fingerprint(self, step: int) -> str:
+        """A hash of everything in a step."""
+        return fingerprint(self.folder / str(step))
 
     def restore(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step, on the devices and shardings that `abstract` asks for, whatever it was saved from.
@@ -90,28 +121,49 @@ class CheckpointStore:
         Args:
             step: one of `steps()`.
             abstract: trees of `jax.ShapeDtypeStruct` with shardings; only the names given are read.
-        """
-        with self._context:
-            return ocp.load_checkpointables(self.folder / str(step), dict(abstract))
 
-    def restore_newest(self, abstract: Mapping[str, PyTree]) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
+        Raises:
+            UserError: if it is damaged.
+        """
+        if found := self.damage(step, abstract):
+            raise UserError(
+                f"the checkpoint of step {step} is damaged: {found}",
+                where=str(self.folder),
+                fix=f"There are the steps {', '.join(map(str, self.steps()))}.",
+            )
+        return self._load(step, abstract)
+
+    def restore_newest(
+        self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None] = lambda meta: None
+    ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
         """Step, state and meta of the newest step that can be read; None if nothing was ever saved.
 
-        Steps that cannot be read are passed over with a `CheckpointWarning`.
+        Steps that are not complete, damaged or cannot be read are passed over with a `CheckpointWarning`.
+
+        Args:
+            abstract: see `restore`.
+            accept: given the meta of a whole step before it is loaded; may refuse it with a UserError, which stands.
 
         Raises:
             UserError: if there are steps but none can be read; starting from nothing would hide it.
         """
-        steps = self.steps()
+        steps, reason = self.steps(), ""
+        for step, _ in reversed(self.entries()):
+            if step not in steps:
+                _warn(step, "it is not complete")
+                continue
+            reason = self.damage(step, abstract)
+            if not reason:
+                meta = self.meta(step)
+                accept(meta)
+                try:
+                    return step, self._load(step, abstract), meta
+                except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
+                    reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+            self._unreadable.add(step)
+            _warn(step, reason)
         if not steps:
             return None
-        for step in reversed(steps):
-            try:
-                return step, self.restore(step, abstract), self.meta(step)
-            except Exception as error:  # whatever Orbax, TensorStore or JSON make of a damaged file
-                reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-                self._unreadable.add(step)
-                warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=2)
         raise UserError(
             f"none of the checkpoints {steps} can be restored; the last one says: {reason}",
             where=str(self.folder),
@@ -133,12 +185,17 @@ class CheckpointStore:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The facts that were saved with a step."""
+        return dict(self._metadata(step).get("facts") or {})
+
+    def _metadata(self, step: int) -> dict[str, Any]:
         with self._context:
             return dict(ocp.checkpointables_metadata(self.folder / str(step)).custom_metadata or {})
 
+    def _load(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        with self._context:
+            return ocp.load_checkpointables(self.folder / str(step), dict(abstract))
+
     def _prune(self) -> None:
-        if jax.process_index() != 0:
-            return
         readable = [step for step in self.steps() if step not in self._unreadable]
         kept = {*readable[-self._keep_last :], *(s for s in readable if self._keep_every and s % self._keep_every == 0)}
         for step in self.steps():
@@ -146,6 +203,18 @@ class CheckpointStore:
                 _remove(self.folder / str(step))
 
 
+def _warn(step: int, reason: str) -> None:
+    warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
+
+
+def _is_complete(path: Path) -> bool:
+    return all((path / mark).is_file() for mark in _MARKS)
+
+
 def _remove(path: Path) -> None:
-    (path / _COMMIT).unlink(missing_ok=True)  # first: a step half removed must not look complete
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    for mark in reversed(_MARKS):  # first: a step half removed must not look complete
+        (path / mark).unlink(missing_ok=True)
     shutil.rmtree(path)

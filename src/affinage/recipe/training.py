@@ -57,8 +57,18 @@ class CheckpointSettings(Settings):
     """When the state of a run is saved, and which saves stay."""
 
     every_steps: int = Field(default=1000, ge=1)
+    every_minutes: float | None = Field(default=None, gt=0)  # also when the last save is so long ago
     keep_last: int = Field(default=2, ge=1)  # the newest ones stay; the last step of a run always does
     keep_every: int | None = Field(default=None, ge=1)  # also keep saves at multiples of this step
+    # Facts, such as `data` or `optimizer.b1`, that may differ from those a run was saved with when it goes on.
+    accept_changes: tuple[str, ...] = ()
+
+
+# How a training is carried out, not what it computes: changing these must not begin a long run from the start.
+# (The mesh is none of a training's settings for the same reason.)
+CARRIED_OUT = frozenset({"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint"})
+# What the rows are made of: known by the rows themselves.
+OF_THE_ROWS = frozenset({"sources", "system_prompt", "held_out", "context"})
 
 
 class TrainSettings(Settings):

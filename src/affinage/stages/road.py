@@ -8,16 +8,12 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import is_on_hub, is_url, location
-from affinage.recipe.training import SftSettings, TrainSettings
+from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, SftSettings, TrainSettings
 from affinage.stages import images, results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints, task_files
 from affinage.stages.stage import Stage, StageContext, Summary
-
-# How a training is carried out, not what it computes: changing these must not begin a long run from the start.
-# (The mesh is in no key for the same reason.)
-_CARRIED_OUT = {"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint"}
 
 
 def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | None = None) -> list[Stage]:
@@ -227,5 +223,4 @@ def _part(recipe: Recipe, *names: str) -> dict[str, Any]:
 
 def _training(settings: TrainSettings) -> dict[str, Any]:
     """What a training computes. What its rows are made of is in the keys of the stages that make them."""
-    rows = {"sources", "system_prompt", "held_out", "context"}
-    return settings.model_dump(mode="json", exclude=_CARRIED_OUT | rows)
+    return settings.model_dump(mode="json", exclude=set(CARRIED_OUT | OF_THE_ROWS))

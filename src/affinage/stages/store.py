@@ -170,6 +170,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return _read_json(folder / MANIFEST)
 
 
+def content_hash(result: Path, under: str) -> str:
+    """SHA-256 of the names and hashes of a result's files in one of its sub-folders: the same for the same bytes."""
+    files = (read_manifest(result) or {"files": {}})["files"]
+    inside = {name: facts["sha256"] for name, facts in files.items() if name.startswith(f"{under}/")}
+    return hashlib.sha256(json.dumps(inside, sort_keys=True).encode()).hexdigest()
+
+
 def read_request(folder: Path) -> tuple[Request, str] | None:
     """What a result, complete or not, is made from, and its key; None if the folder does not say."""
     value = _read_json(folder / REQUEST)

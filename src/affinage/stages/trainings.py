@@ -10,7 +10,7 @@ from affinage.errors import UserError
 from affinage.recipe.training import TrainSettings
 from affinage.stages.initial import MODEL, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
-from affinage.stages.store import write_json
+from affinage.stages.store import content_hash, write_json
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -38,6 +38,7 @@ def pretrain(context: StageContext) -> Summary:
         settings,
         feed,
         validation,
+        data={"rows": content_hash(context.inputs["rows"], "train")},
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
     )
@@ -60,7 +61,8 @@ def pretrain_on_arrays(context: StageContext) -> Summary:
                 where=context.loaded.locate(("model", "inputs")),
                 fix=f"Write `inputs: {{images: {list(feed.shape)}}}`.",
             )
-    return _train(context, graph, settings, feed, {})
+    data = {"arrays": content_hash(context.inputs["arrays"], TRAIN)}
+    return _train(context, graph, settings, feed, {}, data=data)
 
 
 def sft(context: StageContext) -> Summary:
@@ -84,6 +86,7 @@ def sft(context: StageContext) -> Summary:
         settings,
         feed,
         validation,
+        data={"rows": content_hash(context.inputs["conversations"], "train")},
         facts={"context": feed.context, "system_prompt": settings.system_prompt},
         initial_params=(lambda abstract: base.restore_params(None, abstract)) if base else _imported(context, graph),
     )
@@ -165,6 +168,7 @@ def _train(
     feed: "Feed",
     validation: "Mapping[str, ValidationSet]",
     *,
+    data: dict[str, str],
     facts: dict[str, Any] | None = None,
     initial_params: Callable[[Any], Any] | None = None,
 ) -> Summary:
@@ -181,6 +185,7 @@ def _train(
             parallel=context.recipe.parallel,
             seed=context.recipe.seed,
             feed=feed,
+            data=data,
             validation=validation,
             folder=context.folder,
             initial_params=initial_params,

@@ -58,6 +58,7 @@ class TrainJob:
         folder: gets checkpoints/, metrics.jsonl and, last, summary.json.
         initial_params: given the abstract parameters with shardings, the weights to begin with; None: random ones.
         name: how messages call the run, e.g. "pretrain".
+        data: JSON-able facts that tell the feed's batches from any others': with others, no checkpoint is gone on from.
         on_step: called in turn after every step.
         parallel: how a step is split over the mesh.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
@@ -72,6 +73,7 @@ class TrainJob:
     validation: Mapping[str, ValidationSet] = field(default_factory=dict)
     initial_params: Callable[[PyTree], PyTree] | None = None
     name: str = "train"
+    data: Mapping[str, Any] = field(default_factory=dict)
     on_step: tuple[Hook, ...] = ()
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     strategy: Strategy | None = None

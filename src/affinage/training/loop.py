@@ -3,10 +3,12 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint.facts import refuse_changes
 from affinage.errors import Preempted
 from affinage.hardware.devices import acquire
 from affinage.parallel import make_mesh
@@ -16,9 +18,10 @@ from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
 from affinage.training.progress import StepDisplay
 from affinage.training.reporter import Reporter
+from affinage.training.saving import SaveRhythm
 from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
-from affinage.training.summary import checkpoint_meta, summarize
+from affinage.training.summary import checkpoint_meta, identity, summarize
 from affinage.training.validation import validate
 
 
@@ -52,6 +55,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         store = CheckpointStore(job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every)
         with ledger.account("restore" if store.steps() else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
+        rhythm = SaveRhythm(keep, steps)
         ledger.carry(meta.get("seconds", {}))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
         metrics = cleanup.enter_context(contextlib.closing(MetricsLog(job.folder / "metrics.jsonl", start)))
@@ -81,12 +85,13 @@ def train(job: TrainJob) -> dict[str, Any]:
                 with ledger.account("validation"):
                     report.validation(step, run_validation(state))
 
-            if stop or _due(step, keep.every_steps, steps):
+            if stop or rhythm.due(step):
                 # First every line up to here: what a resumed run does not compute again must be in the file.
                 report.drain()
                 with ledger.account("save"):
                     facts = checkpoint_meta(program, ledger, resumed_at)
                     store.save(step, state.named(), facts)
+                rhythm.saved()
                 report.restart_clock()
 
             if stop:
@@ -117,7 +122,15 @@ def _due(step: int, every: int, steps: int) -> bool:
 
 
 def _resume_or_begin(program: Program, store: CheckpointStore) -> tuple[int, TrainState, dict[str, Any]]:
-    newest = store.restore_newest(program.abstract.named())
+    job = program.job
+
+    def accept(meta: Mapping[str, Any]) -> None:
+        setting = f"{job.name}.checkpoint.accept_changes"
+        accepted, where = job.settings.checkpoint.accept_changes, str(store.folder)
+        for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):
+            warnings.warn(f"{job.name} goes on with another {change}", CheckpointWarning, stacklevel=2)
+
+    newest = store.restore_newest(program.abstract.named(), accept)
     if newest is None:
         return 0, program.begin(), {}
     step, state, meta = newest

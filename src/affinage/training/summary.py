@@ -2,13 +2,16 @@
 
 import datetime
 import importlib.metadata
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 import affinage
+from affinage.checkpoint.facts import IDENTITY
 from affinage.model.analysis import parameters
+from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS
 from affinage.training.ledger import Ledger
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
@@ -19,15 +22,24 @@ def checkpoint_meta(program: Program, ledger: Ledger, resumed_at: Sequence[int])
     job = program.job
     return {
         "name": job.name,
+        IDENTITY: identity(program),
         "settings": job.settings.model_dump(mode="json"),
-        "graph": job.graph.to_dict(),
-        "seed": job.seed,
         "mesh": dict(program.mesh.shape),
         "seconds": ledger.rounded(),
         "resumed_at": list(resumed_at),
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
     }
+
+
+def identity(program: Program) -> dict[str, Any]:
+    """What decides over the numbers of a run, as JSON: model, settings, seed, rows of a batch, and the data."""
+    job = program.job
+    settings = job.settings.model_dump(mode="json", exclude=set(CARRIED_OUT | OF_THE_ROWS))
+    # How many rows a step has may hang on the devices: what counts is how many they were.
+    facts = {**settings, "batch": program.rows, "model": job.graph.to_dict(), "seed": job.seed, "data": dict(job.data)}
+    del facts["batch_per_device"]
+    return dict(json.loads(json.dumps(facts)))
 
 
 def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at: Sequence[int]) -> dict[str, Any]:

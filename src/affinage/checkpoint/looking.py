@@ -1,0 +1,95 @@
+"""What is in checkpoints, without a training: lists, facts, and how two of them differ."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from affinage.checkpoint.facts import differences
+from affinage.checkpoint.store import CheckpointStore
+
+_NOT_COMPARED = ("saved", "seconds", "resumed_at")  # facts of the clock
+
+
+def listing(store: CheckpointStore) -> list[dict[str, Any]]:
+    """{step, saved, bytes, complete} of everything that is called like a step, oldest first."""
+    complete = set(store.steps())
+    found = []
+    for step, path in store.entries():
+        files = [] if path.is_symlink() else [file for file in path.rglob("*") if file.is_file()]
+        saved = store.meta(step).get("saved") if step in complete and not store.damage(step, {}) else None
+        size = sum(file.stat().st_size for file in files)
+        found.append({"step": step, "saved": saved, "bytes": size, "complete": step in complete})
+    return found
+
+
+def arrays(store: CheckpointStore, step: int) -> dict[str, dict[str, Any]]:
+    """{tree: {arrays, numbers, bytes, dtypes}} of a step."""
+    found = {}
+    for name, tree in _abstract(store, step).items():
+        leaves = jax.tree.leaves(tree)
+        found[name] = {
+            "arrays": len(leaves),
+            "numbers": sum(leaf.size for leaf in leaves),
+            "bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
+            "dtypes": sorted({str(leaf.dtype) for leaf in leaves}),
+        }
+    return found
+
+
+def compare(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int], *, numbers: bool) -> dict[str, Any]:
+    """The facts that differ between two checkpoints, and if `numbers` is set the arrays that do.
+
+    Returns:
+        {facts: [{name, saved, now}], arrays: {same, different: [{name, shape, most}], only: [names]}}, where `most`
+        is the largest absolute difference, None of shapes that differ.
+    """
+    facts = [
+        {key: value for key, value in store.meta(step).items() if key not in _NOT_COMPARED}
+        for store, step in (one, other)
+    ]
+    found: dict[str, Any] = {"facts": [vars(each) for each in differences(*facts)]}
+    if numbers:
+        found["arrays"] = _compare_arrays(one, other)
+    return found
+
+
+def _compare_arrays(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int]) -> dict[str, Any]:
+    trees = [_abstract(*each) for each in (one, other)]
+    same, different, only = 0, [], []
+    for name in sorted({*trees[0], *trees[1]}):  # one after the other: a whole state may not fit in memory twice
+        left, right = (
+            _leaves(store.restore(step, {name: tree[name]})[name], name) if name in tree else {}
+            for (store, step), tree in zip((one, other), trees, strict=True)
+        )
+        only += sorted(left.keys() ^ right.keys())
+        for path in sorted(left.keys() & right.keys()):
+            a, b = left[path], right[path]
+            if a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes():
+                same += 1
+                continue
+            most = float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))) if a.shape == b.shape else None
+            different.append({"name": path, "shape": list(a.shape), "most": most})
+    return {"same": same, "different": different, "only": only}
+
+
+def _abstract(store: CheckpointStore, step: int) -> dict[str, Any]:
+    """The trees of a step as shapes on one device."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = ocp.checkpointables_metadata(store.folder / str(step)).metadata
+    return {
+        name: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
+        for name, tree in found.items()
+    }
+
+
+def _leaves(tree: Any, name: str) -> dict[str, np.ndarray]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{name}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in found}
+
+
+def store_of(training: Path) -> CheckpointStore:
+    """The checkpoints of a training's folder."""
+    return CheckpointStore(training / "checkpoints")

@@ -1,0 +1,113 @@
+"""The seal of a checkpoint: SHA256SUMS, written last, with the hash of every file; `sha256sum -c` reads it, too."""
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SEAL = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n]*)")
+
+
+def seal(folder: Path) -> None:
+    """Hash all files of a folder onto the disk, then write the seal; until then the folder has none.
+
+    One thread reads, because a training goes on meanwhile.
+    """
+    names = sorted(name for name, status in _entries(folder) if stat.S_ISREG(status.st_mode))
+    lines = [f"{_digest(folder / name, sync=True)}  {name}\n" for name in names]
+    for inner, _, _ in os.walk(folder):
+        _sync_folder(Path(inner))
+    part = folder / f".{SEAL}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(folder / SEAL)
+    _sync_folder(folder)
+
+
+def damage(folder: Path, only: Collection[str] | None = None) -> str:
+    """What is wrong with a sealed folder, in a few words; "" if it is bit for bit what was sealed.
+
+    Found are changed, missing, additional, exchanged and linked files, and a seal that is not whole: a change of any
+    of its lines either breaks the line, or makes it the line of another file or of other contents. Files whose name
+    begins with a dot are nobody's.
+
+    Args:
+        folder: what `seal` was called with, or a copy of it.
+        only: read the contents of the files in these sub-folders, and beside them, alone; None: of all files.
+    """
+    if folder.is_symlink():
+        return "it is a symbolic link"
+    try:
+        sealed = _read(folder / SEAL)
+    except (OSError, ValueError) as error:
+        return f"its {SEAL} cannot be read: {error}"
+    found = dict(_entries(folder))
+    for name, status in found.items():
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is a symbolic link, or no file at all"
+    if missing := sorted(sealed.keys() - found.keys()):
+        return f"{missing[0]} is missing"
+    if added := sorted(found.keys() - sealed.keys() - {SEAL}):
+        return f"{added[0]} was not there when it was sealed"
+    wanted = [name for name in sealed if only is None or "/" not in name or name.partition("/")[0] in only]
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        for name, digest in zip(wanted, pool.map(lambda name: _digest(folder / name), wanted), strict=True):
+            if digest != sealed[name]:
+                return f"{name} is not what was written"
+    return ""
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of all that was sealed, which names a checkpoint wherever it is copied to."""
+    return _digest(folder / SEAL)
+
+
+def _read(path: Path) -> dict[str, str]:
+    if path.is_symlink():
+        raise ValueError("it is a symbolic link")
+    text = path.read_bytes().decode("utf-8")
+    if not text.endswith("\n"):
+        raise ValueError("it is cut off")
+    sealed: dict[str, str] = {}
+    for line in text[:-1].split("\n"):
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] in sealed:
+            raise ValueError(f"{line[:80]!r} is no line of it")
+        sealed[match[2]] = match[1]
+    return sealed
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below a folder but folders, by its path; links are not followed, and what begins with a dot not told.
+
+    A link is an entry, be it to a file or to a folder.
+    """
+    for inner, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(inner, name)
+            status = path.lstat()
+            if name.startswith(".") or stat.S_ISDIR(status.st_mode):
+                continue
+            yield path.relative_to(folder).as_posix(), status
+
+
+def _digest(path: Path, *, sync: bool = False) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+    return digest
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

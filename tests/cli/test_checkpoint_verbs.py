@@ -1,0 +1,88 @@
+"""`affinage checkpoint`: what a script and a person learn about a training's checkpoints."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from affinage.checkpoint import CheckpointStore
+from affinage.cli.program import main
+from affinage.stages.initial import MODEL
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("runs")
+    training = runs / "small" / "pretrain"
+    training.mkdir(parents=True)
+    (training / MODEL).write_text("{}")
+    store = CheckpointStore(training / "checkpoints", keep_last=5)
+    for step, peak in ((1, 0.1), (2, 0.1), (3, 0.2)):
+        state = {"params": {"a": jnp.ones(4), "b": jnp.full((2, 2), float(step))}, "step": jnp.int32(step)}
+        store.save(step, state, {"saved": "today", "identity": {"schedule": {"peak": peak}}})
+    store.wait()
+    (store.folder / "4").mkdir()
+    return runs
+
+
+@pytest.fixture
+def said(runs: Path, capsys: pytest.CaptureFixture[str]):
+    """Run `affinage checkpoint ... --json` and return (exit status, what it printed, standard error)."""
+
+    def run(*arguments: str):
+        with pytest.raises(SystemExit) as ended:
+            main(["checkpoint", *arguments, "--runs", str(runs), "--json"])
+        out, error = capsys.readouterr()
+        return ended.value.code, json.loads(out) if out else None, error
+
+    return run
+
+
+def test_ls_has_every_step_and_what_was_cut_off(said):
+    status, found, _ = said("ls", "small/pretrain")
+    assert status == 0
+    assert [(each["step"], each["complete"], each["saved"]) for each in found] == [
+        (1, True, "today"),
+        (2, True, "today"),
+        (3, True, "today"),
+        (4, False, None),
+    ]
+    assert all(each["bytes"] > 0 for each in found[:3])
+
+
+def test_show_has_arrays_and_facts_of_the_newest_or_a_named_one(said):
+    _, newest, _ = said("show", "small/pretrain")
+    assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak": 0.2}}
+    assert newest["arrays"]["params"] == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
+    _, first, _ = said("show", "small/pretrain@1")
+    assert first["step"] == 1 and first["fingerprint"] != newest["fingerprint"]
+
+
+def test_diff_tells_facts_and_arrays(said):
+    _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3", "--arrays")
+    assert found["facts"] == [{"name": "identity.schedule.peak", "saved": 0.1, "now": 0.2}]
+    assert found["arrays"]["same"] == 1 and found["arrays"]["only"] == []
+    different = {each["name"]: each["most"] for each in found["arrays"]["different"]}
+    assert different == {"params['b']": 2.0, "step": 2.0}
+    _, alike, _ = said("diff", "small/pretrain@1", "small/pretrain@2")
+    assert alike == {"facts": []}
+
+
+def test_verify_reads_all_and_names_what_is_damaged(said, runs: Path):
+    status, found, _ = said("verify", "small/pretrain")
+    assert status == 0 and found == [{"step": step, "damage": None} for step in (1, 2, 3)]
+    path = next((runs / "small" / "pretrain" / "checkpoints" / "2" / "params").rglob("d/*"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    status, found, error = said("verify", "small/pretrain")
+    assert status == 2 and "1 of 3 checkpoints are damaged" in error
+    assert [each["step"] for each in found if each["damage"]] == [2]
+    status, _, _ = said("verify", "small/pretrain@1")
+    assert status == 0
+    path.write_bytes(whole)
+
+
+def test_a_step_that_is_not_there_is_told(said):
+    status, _, error = said("show", "small/pretrain@9")
+    assert status == 2 and "@1, @2, @3" in error
