@@ -102,6 +102,8 @@ def test_dry_run_as_json(tmp_path):
         (["train", "quickstart", "--set", "pretrain.mixture={pocket-wrld: 1}"], 2, "Did you mean 'pocket-world'?"),
         (["data", "quickstart", "--set", "rows.url=nowhere://x"], 2, "Protocol not known: nowhere"),
         (["train", "quickstart", "--set", "mesh={data: 3}"], 2, "batch 8 does not divide"),
+        (["train", "quickstart", "--set", "mesh={tensor: 8}"], 2, "does not divide over tensor = 8"),
+        (["train", "quickstart", "--set", "mesh={pipeline: 2}"], 2, "3 layers of `blocks` do not divide into 2 stages"),
         (["sft", "quickstart", "--set", "sft.sources=[no.jsonl]"], 2, "--set sft.sources: there is no `no.jsonl`"),
         (["run", "quickstart", "--set", "evaluate.tasks=[a/b.yaml]"], 2, "there is no `a/b.yaml`"),
         (["data", "quickstart", "--set", "data.sources=[no/]"], 2, "Error: --set data.sources: no such file"),

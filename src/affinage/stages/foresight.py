@@ -78,8 +78,8 @@ def check_sources(loaded: LoadedRecipe) -> None:
 
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
     from affinage.hardware.devices import acquire
-    from affinage.model import parse
-    from affinage.parallel import MeshLayout, make_mesh, strategy_for, table_with
+    from affinage.model import abstract_params, logical_axes, parse
+    from affinage.parallel import MeshLayout, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
     from affinage.training.optimizer import OPTIMIZERS
@@ -117,6 +117,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     with _written(loaded, "mesh"):
         rows = rows_per_step(settings, mesh.size) // settings.micro_batches
         strategy_for(mesh, recipe.parallel).check(graph, rows, MeshLayout(mesh, table))
+        param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
     if is_text:
         with _written(loaded, "rows", "context"):
             check_positions_divide(recipe.rows.context, mesh, table)
