@@ -1,9 +1,11 @@
 import gzip
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -13,14 +15,15 @@ from rich.console import Console
 
 from affinage.data.chat import encode_conversation
 from affinage.data.conversation_files import read_conversations
-from affinage.data.conversations import prepare_conversations, show_example
+from affinage.data.conversation_shapes import Conversation
+from affinage.data.conversations import prepare_conversations, show_examples
 from affinage.data.feed import RowFeed
 from affinage.data.packing import best_fit
 from affinage.data.special_tokens import BOS, IM_END, PAD
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError
-from affinage.recipe.training import SftSettings
+from affinage.recipe.tuning import ConversationSettings, SftSettings
 
 CONTEXT = 160
 
@@ -41,6 +44,13 @@ def write_lines(path: Path, items: list[object]) -> Path:
     return path
 
 
+def read(path: str, **settings: str) -> Iterator[Conversation]:
+    for found in read_conversations(ConversationSettings.model_validate({"path": path, **settings})):
+        if isinstance(found, UserError):
+            raise found
+        yield found
+
+
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     talks = [ask(f"Where is the cat number {i}?", "behind the door " * (i % 5 + 1)) for i in range(60)]
@@ -51,7 +61,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unpacked(folder: Path) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """Every conversation of the rows with its mask."""
     found = []
-    for rows_file in sorted(folder.glob("rows-*.npy")):
+    for rows_file in sorted(folder.rglob("rows-*.npy")):
         mask_file = rows_file.with_name(rows_file.name.replace("rows", "mask"))
         for row, mask in zip(np.load(rows_file), np.load(mask_file)):
             length = int(np.count_nonzero(row != PAD))
@@ -89,9 +99,9 @@ def test_the_feed_counts_the_assistants_tokens_only(chats: Path, bpe: Tokenizer,
 
 def test_lineage_names_the_conversations_of_a_row(chats: Path, bpe: Tokenizer, tmp_path: Path):
     prepare_conversations(settings(chats, system_prompt="", held_out=0), bpe, tmp_path, context=CONTEXT, seed=0)
-    rows = np.load(tmp_path / "train" / "rows-00000-of-00001.npy")
+    rows = np.load(tmp_path / "train" / "talks" / "rows-00000-of-00001.npy")
     talks = {item["id"]: item["messages"] for item in map(json.loads, chats.read_text().splitlines())}
-    spans = pq.read_table(tmp_path / "train" / "documents.parquet").to_pylist()
+    spans = pq.read_table(tmp_path / "train" / "talks" / "documents.parquet").to_pylist()
     assert len(spans) == 60
     for span in spans:
         tokens, _ = encode_conversation(talks[span["id"]], bpe, "")
@@ -143,7 +153,8 @@ def test_the_pocket_world_is_read_from_its_folder(bpe: Tokenizer, tmp_path: Path
 
 def test_the_example_marks_trained_tokens_with_and_without_colour(chats: Path, bpe: Tokenizer, tmp_path: Path):
     prepare_conversations(settings(chats), bpe, tmp_path, context=CONTEXT, seed=0)
-    example = show_example(tmp_path, bpe)
+    ((name, example),) = show_examples(tmp_path, bpe, 1)
+    assert name == "talks"
     assert example.plain.startswith("<s><|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n")
     assert example.plain.endswith("<|im_end|>⟧\n") and example.plain.count("⟦") == 1
     assert "<|im_start|>assistant\n⟦behind the door" in example.plain
@@ -160,18 +171,20 @@ SHAPES = [
     {"prompt": ask("q", "")[:1], "completion": ask("", "a")[1:]},
     {"instruction": "q", "output": "a"},
     {"instruction": "q", "input": "", "output": "a"},
+    {"instruction": "q", "context": "", "response": "a"},
+    {"prompt": "q", "response": "a", "system": ""},
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_shapes_of_published_sets_are_read(tmp_path: Path, shape: dict[str, object]):
-    (conversation,) = read_conversations(str(write_lines(tmp_path / "c.jsonl", [shape])))
+    (conversation,) = read(str(write_lines(tmp_path / "c.jsonl", [shape])))
     assert conversation.messages == ask("q", "a")
 
 
 def test_instruction_and_input_are_one_question(tmp_path: Path):
     item = {"instruction": "Translate.", "input": "cafe\u0301\r\nriver", "output": "a"}
-    (conversation,) = read_conversations(str(write_lines(tmp_path / "c.jsonl", [item])))
+    (conversation,) = read(str(write_lines(tmp_path / "c.jsonl", [item])))
     assert conversation.messages == ask("Translate.\n\ncafé\nriver", "a")
 
 
@@ -180,8 +193,8 @@ def test_files_may_be_compressed_and_folders_or_globs(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines))
-    assert len(list(read_conversations(str(tmp_path)))) == 6
-    assert len(list(read_conversations(str(tmp_path / "[ab].jsonl*")))) == 4
+    assert len(list(read(str(tmp_path)))) == 6
+    assert len(list(read(str(tmp_path / "[ab].jsonl*")))) == 4
 
 
 @pytest.mark.parametrize(
@@ -200,19 +213,103 @@ def test_a_bad_line_is_refused_by_number(tmp_path: Path, line: str, complaint: s
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps(SHAPES[0]) + "\n\n" + line + "\n")
     with pytest.raises(UserError, match=complaint) as error:
-        list(read_conversations(str(path)))
+        list(read(str(path)))
     assert error.value.where == f"{path}:3"
 
 
 def test_missing_and_damaged_files_are_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="no conversations found"):
-        list(read_conversations(str(tmp_path / "none*.jsonl")))
+    with pytest.raises(UserError, match="no such file or folder"):
+        list(read(str(tmp_path / "none*.jsonl")))
     whole = gzip.compress(json.dumps(SHAPES[0]).encode() * 100)
     (tmp_path / "a.jsonl.gz").write_bytes(whole[:-20])
     (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     for name in ("a.jsonl.gz", "b.jsonl"):
         with pytest.raises(UserError, match="damaged"):
-            list(read_conversations(str(tmp_path / name)))
+            list(read(str(tmp_path / name)))
+
+
+def test_a_named_shape_is_taken_before_what_the_keys_tell(tmp_path: Path):
+    both = {"messages": ask("q", "a"), "instruction": "i", "output": "o"}
+    path = str(write_lines(tmp_path / "c.jsonl", [both]))
+    assert next(read(path)).messages == ask("q", "a")
+    assert next(read(path, shape="alpaca")).messages == ask("i", "o")
+    with pytest.raises(UserError, match="no conversation") as error:
+        next(read(path, shape="sharegpt"))
+    assert "sharegpt" in error.value.fix
+
+
+def test_a_column_may_hold_the_system_message(tmp_path: Path):
+    path = write_lines(tmp_path / "c.jsonl", [{"system_prompt": "Be brief.", "prompt": "q", "response": "a"}])
+    assert next(read(str(path))).messages == [{"role": "system", "content": "Be brief."}, *ask("q", "a")]
+
+
+def test_parquet_and_folders_of_datasets_are_read_as_lines_are(tmp_path: Path):
+    talks = [ask(f"q{i}", f"a{i}") for i in range(3)]
+    table = pa.table({"messages": talks})
+    pq.write_table(table, tmp_path / "talks.parquet")
+    assert [found.messages for found in read(str(tmp_path / "talks.parquet"))] == talks
+    (tmp_path / "set").mkdir()
+    pq.write_table(table, tmp_path / "set" / "train-00000-of-00001.parquet")
+    source = ConversationSettings(dataset=str(tmp_path / "set"))
+    found = [each for each in read_conversations(source) if isinstance(each, Conversation)]
+    assert [each.messages for each in found] == talks
+    assert len({each.id for each in found}) == 3
+
+
+def test_bad_lines_are_counted_if_they_are_to_be_skipped(bpe: Tokenizer, tmp_path: Path):
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": ask("Why?", "x")}, {"text": "x"}, {"messages": []}])
+    with pytest.raises(UserError, match="no conversation"):
+        prepare_conversations(settings(path), bpe, tmp_path / "out", context=CONTEXT, seed=0)
+    skipping = settings(path, bad_conversations="skip")
+    summary = prepare_conversations(skipping, bpe, tmp_path / "out", context=CONTEXT, seed=0)
+    assert summary["bad"] == 2 and summary["train"]["conversations"] == 1
+
+
+def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Path):
+    talks = [{"messages": ask(f"What is {i}?", f"{i}")} for i in range(200)]
+    path = write_lines(tmp_path / "c.jsonl", talks)
+    again = write_lines(tmp_path / "d.jsonl", talks[::-1])
+
+    def chosen(name: str, *sources: object, **others: object) -> set[object]:
+        prepare_conversations(settings(*sources, held_out=0, **others), bpe, tmp_path / name, context=CONTEXT, seed=0)  # type: ignore[arg-type]
+        return set(unpacked(tmp_path / name / "train"))
+
+    sampled = chosen("a", path, sample=0.3)
+    assert 35 <= len(sampled) <= 85 and sampled == chosen("b", again, sample=0.3)
+    limited = chosen("c", {"path": str(path), "examples": 20})
+    assert len(limited) == 20 and limited == chosen("d", {"path": str(again), "examples": 20})
+
+
+def test_a_mixture_draws_its_shares_of_rows(bpe: Tokenizer, tmp_path: Path):
+    for name, count in (("few", 20), ("many", 200)):
+        write_lines(
+            tmp_path / f"{name}.jsonl", [{"messages": ask(f"{name} {i}?", f"{name} {i}")} for i in range(count)]
+        )
+    chosen = settings(tmp_path / "few.jsonl", tmp_path / "many.jsonl", mixture={"few": 0.75, "many": 0.25})
+    prepare_conversations(chosen, bpe, tmp_path / "out", context=CONTEXT, seed=0)
+    assert chosen.mixture is not None
+    stages = [(stage.from_step, stage.weights) for stage in chosen.mixture]
+    feed = RowFeed(tmp_path / "out" / "train", seed=0, batch=8, mixture=stages)
+    drawn = [folder for step in range(128) for folder, _ in feed.where(step)]
+    assert drawn.count("few") == 768 and drawn.count("many") == 256
+
+
+def test_what_is_too_long_loses_turns_or_is_left_out(bpe: Tokenizer, tmp_path: Path):
+    talk = [message for i in range(12) for message in ask(f"What is {i}?", f"It is {i}, and nothing else.")]
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": talk}, {"messages": ask("Why?", "Because.")}])
+
+    def made(rule: str) -> tuple[dict[str, object], list[tuple[tuple[int, ...], tuple[bool, ...]]]]:
+        chosen = settings(path, too_long=rule, system_prompt="", held_out=0)
+        summary = prepare_conversations(chosen, bpe, tmp_path / rule, context=CONTEXT, seed=0)
+        return summary, unpacked(tmp_path / rule / "train")
+
+    summary, found = made("turns")
+    assert summary["truncated"] == 1 and summary["dropped"] == 0
+    lengths = [len(encode_conversation(talk[: 2 * turns], bpe, "")[0]) for turns in range(1, 13)]
+    turns = max(number for number, length in enumerate(lengths, 1) if length <= CONTEXT)
+    assert tuple(encode_conversation(talk[: 2 * turns], bpe, "")[0]) in {tokens for tokens, _ in found}
+    summary, found = made("drop")
+    assert summary["truncated"] == 0 and summary["dropped"] == summary["too_long"] == 1 and len(found) == 1
 
 
 def obvious_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

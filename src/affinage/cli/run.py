@@ -83,16 +83,41 @@ def sft(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
+    show: Annotated[
+        int | None,
+        typer.Option("--show", min=1, metavar="N", help="Only make the rows, and show N conversations of them."),
+    ] = None,
+    sample: Annotated[
+        float | None, typer.Option("--sample", metavar="SHARE", help="Of each source's conversations, e.g. 0.001.")
+    ] = None,
     force: ForceOption = None,
     any_code: AnyCodeOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run up to the end of supervised fine-tuning.
+    """Run up to the end of supervised fine-tuning; or show what would be trained on.
 
-    Example: affinage sft quickstart --set sft.steps=100
+    Example: affinage sft quickstart --show 3
     """
-    walk(recipe, overrides, runs, ("sft",), force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+    if sample is not None:
+        overrides = [*(overrides or ()), f"sft.sample={sample:.12f}".rstrip("0")]
+    until = ("sft",) if show is None else ("conversations",)
+    folder = walk(recipe, overrides, runs, until, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+    if show is not None and not dry_run:
+        _show_conversations(folder / "conversations", show)
+
+
+def _show_conversations(rows: Path, count: int) -> None:
+    from affinage.data.conversations import show_examples
+    from affinage.data.tokenizer import Tokenizer
+    from affinage.stages.models import made_from
+
+    tokenizer = made_from(rows.resolve(), "tokenizer")
+    if tokenizer is None:
+        raise UserError("the tokenizer of these rows is gone", where=str(rows), fix="Run the recipe again.")
+    for name, example in show_examples(rows, Tokenizer.load(tokenizer), count):
+        rich.print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
+        rich.print(example)
 
 
 def world(

@@ -1,112 +1,125 @@
-"""Conversations from JSON Lines, in the shapes that published data sets have."""
+"""The lines of files and data sets that hold conversations, wherever they are."""
 
-import glob
-import gzip
-import io
 import json
-import unicodedata
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import zstandard
+import pyarrow.parquet as pq
 
-from affinage.data.chat import Message, check_messages
+from affinage.data.conversation_shapes import Conversation, conversation
+from affinage.data.file_kinds import kind_of
+from affinage.data.hub_datasets import DatasetPart, parts_of, rows_of
+from affinage.data.opening import SourceFile, damage_told, open_plain, open_stored
+from affinage.data.records import DamagedFile
+from affinage.data.sources import find
 from affinage.errors import UserError
+from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, location
+from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-_SHAPES = (
-    '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}), '
-    '"prompt" with "completion", or "instruction" with "output" and perhaps "input"'
-)
-_ROLE_NAMES = {"human": "user", "gpt": "assistant"}  # as ShareGPT calls them
+READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages, and the name by which their line can be found again."""
-
-    id: str
-    messages: list[Message]
+Line = tuple[str, str, Mapping[str, Any] | UserError]  # where it is, its name, what it says
 
 
-def read_conversations(path: str) -> Iterator[Conversation]:
-    """Conversations of a JSON Lines file (plain, .gz, .zst), or of all such files in a folder or a glob, in order.
+def read_conversations(source: ConversationSettings, place: str | None = None) -> Iterator[Conversation | UserError]:
+    """The conversations of a source in order; a line that is none comes as the error that says so.
 
-    Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, naming file and line,
-    where there is no file or a line is no conversation.
+    Args:
+        source: of the recipe.
+        place: where it is, if not where its `path` or `dataset` says.
+
+    Raises:
+        UserError: nothing is there, or a file is damaged.
     """
-    for file in _files(path):
-        with _open(file) as lines:
-            try:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield _conversation(line, f"{file}:{number}", f"{file.name}:{number}")
-            except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, UnicodeDecodeError) as error:
-                raise UserError(f"the file is damaged: {error}", where=str(file)) from error
+    for where, name, item in read_lines(source, place):
+        if isinstance(item, UserError):
+            yield item
+            continue
+        try:
+            yield conversation(item, source.shape, where=where, name=name)
+        except UserError as error:
+            yield error
 
 
-def _files(path: str) -> list[Path]:
-    here = Path(path).expanduser()
-    if here.is_dir():
-        files = sorted(file for file in here.iterdir() if file.name.endswith(_SUFFIXES))
-    else:
-        files = [here] if here.is_file() else sorted(map(Path, glob.glob(str(here), recursive=True)))
+def read_lines(source: ConversationSettings, place: str | None = None) -> Iterator[Line]:
+    """The JSON objects of a source's lines, or the rows of its tables; see `read_conversations`."""
+    settings = source.as_source()
+    found = place or source.path or source.dataset
+    for part in parts(settings, found):
+        where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
+        try:
+            with damage_told():
+                yield from _lines(part, settings, where)
+        except DamagedFile as error:
+            raise UserError(f"the file is damaged: {error}", where=where) from None
+
+
+def parts(settings: SourceSettings, place: str, where: str = "") -> list[SourceFile] | list[DatasetPart]:
+    """The files of a source, or the parts of the data set that it is. Raises UserError where there are none."""
+    mirrored = settings.is_remote and place != settings.dataset
+    if settings.dataset and not mirrored:
+        return parts_of(place, settings, where, of_text=False)
+    files, _ = find(place, settings, where or place)
+    files = [file for file in files if kind_of(file.name) in ("lines", "table")]
     if not files:
-        raise UserError(
-            "no conversations found", where=path, fix=f"give a file, folder or glob of {', '.join(_SUFFIXES)}"
-        )
+        raise UserError("no conversations found", where=place, fix=f"give files, folders or globs of {READABLE}")
     return files
 
 
-def _open(file: Path) -> TextIO:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
-    if file.suffix == ".zst":
-        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file.open("rb")), encoding="utf-8")
-    return file.open(encoding="utf-8")
+def located(settings: TuningSettings, world_folder: Path | None, file: str) -> Iterator[tuple[str, str, int]]:
+    """Where each source is, its name (unique, fit for a file name) and its place in the recipe.
+
+    `file` of the `world_folder` is what the pocket world has for it.
+    """
+    taken: set[str] = set()
+    for index, source in enumerate(settings.sources):
+        name, number = source.title, 2
+        while name in taken:
+            name, number = f"{source.title}-{number}", number + 1
+        taken.add(name)
+        if source.path != POCKET_WORLD:
+            yield location(source.as_source(), settings.root, settings.mirror), name, index
+        elif world_folder is None:
+            raise UserError("the pocket world is not there", where=POCKET_WORLD)
+        else:
+            yield str(world_folder / file), name, index
 
 
-def _conversation(line: str, where: str, name: str) -> Conversation:
+def check(settings: TuningSettings, index: int) -> None:
+    """See that a source is there, without reading it. Raises UserError if it is not."""
+    source = settings.sources[index].as_source()
+    place = location(source, settings.root, settings.mirror)
+    if place != POCKET_WORLD and (is_on_hub(source, settings.mirror) or "://" not in place):
+        parts(source, place)
+
+
+def _lines(part: SourceFile | DatasetPart, settings: SourceSettings, where: str) -> Iterator[Line]:
+    if isinstance(part, DatasetPart):
+        for number, row in enumerate(rows_of(part, settings), 1):
+            yield f"{where}#{number}", f"{part.name}#{number}", row
+    elif kind_of(part.name) == "table":
+        with open_stored(part) as raw:
+            number = 0
+            for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{where}:{number}", f"{part.name}:{number}", row
+    else:
+        with open_plain(part) as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    place = f"{where}:{number}"
+                    yield place, f"{part.name}:{number}", _parsed(line, place)
+
+
+def _parsed(line: bytes, where: str) -> Mapping[str, Any] | UserError:
     try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"this line is not JSON: {error}", where=where) from error
+        item = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return UserError(f"this line is damaged: it is not UTF-8 ({error.reason})", where=where)
+    except (ValueError, RecursionError) as error:
+        return UserError(f"this line is not JSON: {error}", where=where)
     if not isinstance(item, dict):
-        raise UserError(
-            "this line is not a JSON object", where=where, fix=f"a conversation is an object with {_SHAPES}"
-        )
-    messages = [_message(message, where) for message in _messages(item, where)]
-    check_messages(messages, where=where)
-    return Conversation(str(item.get("id", name)), messages)
-
-
-def _messages(item: Mapping[str, Any], where: str) -> list[Any]:
-    if isinstance(item.get("messages"), list):
-        return list(item["messages"])
-    if isinstance(item.get("conversations"), list):
-        return list(item["conversations"])
-    if "prompt" in item and "completion" in item:
-        return _turns(item["prompt"], "user") + _turns(item["completion"], "assistant")
-    if "instruction" in item and "output" in item:
-        parts = [item["instruction"], item.get("input") or ""]
-        asked = "\n\n".join([str(part) for part in parts if part])
-        return _turns(asked, "user") + _turns(item["output"], "assistant")
-    raise UserError(f"this line has {sorted(item)}, which is no conversation", where=where, fix=f"it needs {_SHAPES}")
-
-
-def _turns(value: Any, role: str) -> list[Any]:
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise UserError(f"a message that is no object but {message!r}", where=where)
-    role = message.get("role", message.get("from"))
-    content = message.get("content", message.get("value"))
-    if isinstance(content, str):
-        content = unicodedata.normalize("NFC", content.replace("\r\n", "\n").replace("\r", "\n"))
-    # What is no text yet is refused by check_messages, which can say which message it is.
-    return {"role": _ROLE_NAMES.get(str(role), role), "content": content}  # type: ignore[dict-item]
+        return UserError("this line is not a JSON object", where=where, fix="a conversation is an object")
+    return item

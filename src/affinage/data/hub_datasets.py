@@ -70,14 +70,18 @@ def _unreachable(place: str, where: str, error: Exception) -> UserError:
     )
 
 
-def parts_of(place: str, settings: SourceSettings, where: str) -> list[DatasetPart]:
-    """A dataset in as many parts as it has files, up to `MAX_PARTS`. Raises UserError if it cannot be opened."""
+def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
+    """A dataset in as many parts as it has files, up to `MAX_PARTS`. Raises UserError if it cannot be opened.
+
+    `of_text`: it must have the source's column of text.
+    """
     if not is_folder(place):
         check_hub(place, settings, where)
     elif not Path(place).is_dir():
         raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
     try:
-        shards = _open(place, settings).num_shards
+        dataset = _open(place, settings) if of_text else _opened(place, settings.model_dump_json())
+        shards = dataset.num_shards
     except (ValueError, TypeError, FileNotFoundError, KeyError) as error:
         raise UserError(f"cannot open the dataset {place!r}: {error}", where=where) from None
     except Exception as error:
@@ -113,6 +117,15 @@ class Stream:
             raise
         except Exception as error:  # of `datasets`, pyarrow, the network
             raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {error}") from None
+
+
+def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
+    """The rows of one part of a dataset as they are, with all columns. Raises DamagedFile where it cannot be read."""
+    dataset = copy.deepcopy(_opened(part.place, settings.model_dump_json()))
+    try:
+        yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
+    except Exception as error:  # of `datasets`, pyarrow, the network
+        raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {error}") from None
 
 
 @lru_cache(maxsize=2)

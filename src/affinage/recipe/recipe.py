@@ -8,7 +8,8 @@ from affinage.recipe.claims import Claims, HardwareSettings
 from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.parallel import MeshAxis, ParallelSettings
 from affinage.recipe.settings import Settings
-from affinage.recipe.training import AttentionImplementation, PretrainSettings, SftSettings
+from affinage.recipe.training import AttentionImplementation, PretrainSettings
+from affinage.recipe.tuning import SftSettings
 
 
 class EvaluateSettings(Settings):

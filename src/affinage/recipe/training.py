@@ -1,8 +1,8 @@
-"""Settings of the training runs: pretraining, and supervised fine-tuning on conversations."""
+"""Settings of training runs: what all have in common, and pretraining."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from affinage.recipe.settings import Settings
 
@@ -68,7 +68,9 @@ class CheckpointSettings(Settings):
 # (The mesh is none of a training's settings for the same reason.)
 CARRIED_OUT = frozenset({"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint"})
 # What the rows are made of: known by the rows themselves.
-OF_THE_ROWS = frozenset({"sources", "system_prompt", "held_out", "context"})
+OF_THE_ROWS = frozenset(
+    {"sources", "root", "mirror", "sample", "bad_conversations", "system_prompt", "held_out", "context", "too_long"}
+)
 
 
 class TrainSettings(Settings):
@@ -121,42 +123,19 @@ def _mixture_from_weights(value: Any) -> Any:
     return [{"weights": each} if isinstance(each, dict) and not keys & set(each) else each for each in stages]
 
 
-Mixture = Annotated[tuple[MixtureSettings, ...], BeforeValidator(_mixture_from_weights)]
+def _stages_in_order(stages: tuple[MixtureSettings, ...]) -> tuple[MixtureSettings, ...]:
+    begins = [stage.from_step for stage in stages]
+    if begins[:1] != [0] or begins != sorted(set(begins)):
+        raise ValueError(f"the stages of `mixture` begin at steps {begins}: the first must be 0, and each a later one")
+    return stages
+
+
+Mixture = Annotated[
+    tuple[MixtureSettings, ...], BeforeValidator(_mixture_from_weights), AfterValidator(_stages_in_order)
+]
 
 
 class PretrainSettings(TrainSettings):
     """Training from random weights on packed rows of documents."""
 
     mixture: Mixture | None = None  # {name: weight}, or a list of {from_step, weights}; default: all rows as they come
-
-    @model_validator(mode="after")
-    def _stages_in_order(self) -> "PretrainSettings":
-        begins = [stage.from_step for stage in self.mixture or ()]
-        if self.mixture is not None and (begins[:1] != [0] or begins != sorted(set(begins))):
-            raise ValueError(
-                f"the stages of `mixture` begin at steps {begins}: the first must be 0, and each a later one"
-            )
-        return self
-
-
-class ConversationSettings(Settings):
-    """One place that conversations come from. A plain string in a recipe is short for `path`."""
-
-    path: str  # JSONL (.gz, .zst) with `messages`, or `pocket-world`
-    name: str = ""  # how reports call it; default: the last part of the path
-
-
-def _conversations_from_string(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-Conversations = Annotated[ConversationSettings, BeforeValidator(_conversations_from_string)]
-
-
-class SftSettings(TrainSettings):
-    """Supervised fine-tuning in ChatML, with the loss on the assistant's tokens only."""
-
-    sources: tuple[Conversations, ...] = Field(min_length=1)
-    context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
-    system_prompt: str = "You are a helpful assistant."  # for conversations that have no system message; may be ""
-    held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation

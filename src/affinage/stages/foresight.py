@@ -9,6 +9,7 @@ from affinage.errors import UserError
 from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
+from affinage.recipe.tuning import TuningSettings
 from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
 from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
@@ -31,8 +32,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if "collect" in stages:
         check_sources(loaded)
     if recipe.sft is not None and "conversations" in stages:
-        for index, source in enumerate(recipe.sft.sources):
-            _exists(loaded, source.path, ("sft", "sources", index))
+        _check_tuning_sources(loaded, recipe.sft, "sft")
     if recipe.data is not None and recipe.data.decontaminate is not None and "decontaminate" in stages:
         for index, path in enumerate(recipe.data.decontaminate.against):
             _exists(loaded, path, ("data", "decontaminate", "against", index))
@@ -74,6 +74,20 @@ def check_sources(loaded: LoadedRecipe) -> None:
     for index, source in enumerate(data.sources):
         with _written(loaded, "data", "sources", index):
             check_source(source, data)
+
+
+def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
+    from affinage.data.conversation_files import check as check_source
+    from affinage.data.mixture import refuse_unknown
+
+    for index in range(len(tuning.sources)):
+        with _written(loaded, section, "sources", index):
+            check_source(tuning, index)
+    titles = {source.title for source in tuning.sources}
+    with _written(loaded, section, "mixture"):
+        for name in {name for stage in tuning.mixture or () for name in stage.weights}:
+            if name not in titles:
+                refuse_unknown(name, titles)
 
 
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:

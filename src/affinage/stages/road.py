@@ -8,7 +8,8 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import is_on_hub, is_url, location
-from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, SftSettings, TrainSettings
+from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, TrainSettings
+from affinage.recipe.tuning import SftSettings, TuningSettings
 from affinage.stages import images, results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
@@ -43,15 +44,18 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
 def uses_pocket_world(recipe: Recipe) -> bool:
     """Whether any text, conversation or benchmark of the recipe comes from the pocket world."""
     sources = [source.path for source in recipe.data.sources] if recipe.data else []
-    conversations = [source.path for source in recipe.sft.sources] if recipe.sft else []
-    return POCKET_WORLD in (*sources, *conversations, *_tasks(recipe))
+    tuned = recipe.sft is not None and recipe.sft.from_world
+    return tuned or POCKET_WORLD in (*sources, *_tasks(recipe))
 
 
 def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
     data = recipe.data
-    places = [location(source, data.root, data.mirror) for source in data.sources] if data else []
-    on_hub = data is not None and any(is_on_hub(source, data.mirror) for source in data.sources)
+    sources = [(source, data.root, data.mirror) for source in data.sources] if data else []
+    for tuning in filter(None, (recipe.sft,)):
+        sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
+    places = [location(*source) for source in sources]
+    on_hub = any(is_on_hub(source, mirror) for source, _, mirror in sources)
     return not on_hub and not any(map(is_url, places)) and all(_is_local_task(task) for task in _tasks(recipe))
 
 
@@ -163,12 +167,20 @@ def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str,
 
 
 def _conversations(recipe: Recipe, sft: SftSettings) -> Stage:
-    settings = {"sft": _json(sft, "sources", "system_prompt", "held_out", "context"), **_part(recipe, "seed")}
-    if sft.context is None:
+    settings, read, local = _tuning_rows(recipe, sft, "sft")
+    return Stage("conversations", texts.conversations, settings, read, local)
+
+
+def _tuning_rows(
+    recipe: Recipe, tuning: TuningSettings, section: str
+) -> tuple[dict[str, Any], tuple[str, ...], dict[str, str]]:
+    """Settings, inputs and files that rows of examples depend on."""
+    settings = {section: _json(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
+    if tuning.context is None:
         settings["rows"] = _json(recipe.rows, "context")
-    from_world = _if(POCKET_WORLD in [source.path for source in sft.sources], "world")
-    local = fingerprints(source.path for source in sft.sources)
-    return Stage("conversations", texts.conversations, settings, ("tokenizer", *from_world), local)
+    sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
+    local = fingerprints(location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror))
+    return settings, ("tokenizer", *_if(tuning.from_world, "world")), local
 
 
 def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:

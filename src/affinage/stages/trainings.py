@@ -1,20 +1,20 @@
 """The work of the training stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich
 
 from affinage.errors import UserError
-from affinage.recipe.training import TrainSettings
+from affinage.recipe.training import PretrainSettings, TrainSettings
+from affinage.recipe.tuning import TuningSettings
 from affinage.stages.initial import MODEL, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
-    from affinage.data.mixture import Weights
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
@@ -30,8 +30,7 @@ def pretrain(context: StageContext) -> Summary:
     settings = context.recipe.pretrain
     assert settings is not None
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
-    mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
-    feed, validation = _token_rows(context, settings, context.inputs["rows"], mixture=mixture)
+    feed, validation = _token_rows(context, settings, context.inputs["rows"])
     summary = _train(
         context,
         graph,
@@ -68,7 +67,7 @@ def pretrain_on_arrays(context: StageContext) -> Summary:
 def sft(context: StageContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
     from affinage.checkpoint import CheckpointStore
-    from affinage.data.conversations import show_example
+    from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
 
     settings = context.recipe.sft
@@ -76,7 +75,8 @@ def sft(context: StageContext) -> Summary:
     tokenizer = Tokenizer.load(context.inputs["tokenizer"])
     graph = graph_of(context, tokenizer)
     rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-    rich.print(show_example(context.inputs["conversations"], tokenizer))
+    for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
+        rich.print(example)
     pretrained = context.inputs.get("pretrain")
     base = CheckpointStore(pretrained / "checkpoints") if pretrained else None
     feed, validation = _token_rows(context, settings, context.inputs["conversations"])
@@ -128,16 +128,13 @@ def with_vocabulary(model: Any, vocabulary: int) -> Any:
 
 
 def _token_rows(
-    context: StageContext,
-    settings: TrainSettings,
-    rows: Path,
-    *,
-    mixture: "Sequence[tuple[int, Weights]] | None" = None,
+    context: StageContext, settings: PretrainSettings | TuningSettings, rows: Path
 ) -> "tuple[RowFeed, dict[str, ValidationRows]]":
     from affinage.data.feed import RowFeed
     from affinage.data.validation_rows import validation_sets
 
     batch = _rows_per_step(context, settings)
+    mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
     feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
     # How to find the rows of a step again; the number of devices may have a part in the batch.
     told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}

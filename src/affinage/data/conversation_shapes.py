@@ -1,0 +1,101 @@
+"""Conversations in the shapes that published data sets have."""
+
+import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from affinage.data.chat import Message, check_messages
+from affinage.data.records import encodable
+from affinage.errors import UserError
+
+_NAMED = (
+    '"messages" (a list of {"role", "content"}), "conversations" (a list of {"from", "value"}), '
+    '"prompt" with "completion", or "instruction" with "output" and perhaps "input"'
+)
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}  # as ShareGPT has them
+_ANSWERS = ("completion", "output", "response", "answer")
+_ADDED = ("input", "context")  # to an instruction: the text that it is about
+_SYSTEMS = ("system", "system_prompt")
+
+Item = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and the name by which their line can be found again."""
+
+    id: str
+    messages: list[Message]
+
+
+def conversation(item: Item, shape: str, *, where: str, name: str) -> Conversation:
+    """What a line says in the given shape, `auto` for whichever its keys tell.
+
+    Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
+    that is no conversation.
+    """
+    messages = [_message(each, where) for each in _messages(item, shape, where)]
+    told = next((item[key] for key in _SYSTEMS if isinstance(item.get(key), str) and item[key]), "")
+    if told and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, _message({"role": "system", "content": told}, where))
+    check_messages(messages, where=where)
+    return Conversation(str(item.get("id") or name), messages)
+
+
+def _messages(item: Item, shape: str, where: str) -> list[Any]:
+    for known, read in SHAPES.items():
+        if shape in ("auto", known) and (found := read(item)) is not None:
+            return found
+    wanted = _NAMED if shape == "auto" else f"the shape {shape}"
+    raise UserError(f"this line has {sorted(item)}, which is no conversation", where=where, fix=f"it needs {wanted}")
+
+
+def _list_of(key: str) -> Callable[[Item], list[Any] | None]:
+    return lambda item: list(item[key]) if isinstance(item.get(key), list) else None
+
+
+def _sharegpt(item: Item) -> list[Any] | None:
+    return next((list(item[key]) for key in ("conversations", "conversation") if isinstance(item.get(key), list)), None)
+
+
+def _prompt(item: Item) -> list[Any] | None:
+    key = next((key for key in ("prompt", "question") if key in item), None)
+    answer = next((key for key in _ANSWERS if key in item), None)
+    return None if key is None or answer is None else [*turns(item[key], "user"), *turns(item[answer], "assistant")]
+
+
+def _alpaca(item: Item) -> list[Any] | None:
+    answer = next((key for key in _ANSWERS if key in item), None)
+    return None if answer is None or "instruction" not in item else [*asked(item), *turns(item[answer], "assistant")]
+
+
+def asked(item: Item) -> list[Any]:
+    """An instruction and the text that it is about, as one message."""
+    about = next((item[key] for key in _ADDED if item.get(key)), "")
+    return turns("\n\n".join(str(part) for part in (item["instruction"], about) if part), "user")
+
+
+def turns(value: Any, role: str) -> list[Any]:
+    """Messages as they are, or a text as one message."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+SHAPES: dict[str, Callable[[Item], list[Any] | None]] = {
+    "messages": _list_of("messages"),
+    "sharegpt": _sharegpt,
+    "prompt": _prompt,
+    "alpaca": _alpaca,
+}
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise UserError(f"a message that is no object but {message!r}", where=where)
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if isinstance(content, str):
+        text = encodable(content.replace("\r\n", "\n").replace("\r", "\n"))
+        content = unicodedata.normalize("NFC", text)
+    # What is no text yet is refused by check_messages, which can say which message it is.
+    return {"role": _ROLES.get(str(role), role), "content": content}  # type: ignore[dict-item]

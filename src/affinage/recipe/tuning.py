@@ -1,0 +1,83 @@
+"""Settings of what makes an assistant of a base model: fine-tuning on conversations."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from affinage.recipe.settings import Settings
+from affinage.recipe.sources import POCKET_WORLD, SourceSettings, default_name, safe_name
+from affinage.recipe.training import Mixture, TrainSettings
+
+
+class ConversationSettings(Settings):
+    """One place that conversations, or pairs of answers, come from. A plain string in a recipe is short for `path`."""
+
+    path: str = ""  # JSONL (.gz, .zst, .bz2, .xz) or Parquet: a file, a folder, a glob, a URL; or `pocket-world`
+    dataset: str = ""  # instead of `path`: a dataset of the Hugging Face Hub, or a folder of `datasets`; streamed
+    config: str = ""  # of a dataset that has several
+    data_dir: str = ""  # a folder within a dataset
+    split: str = "train"  # of a dataset
+    revision: str = ""  # of a dataset: a branch, tag or commit
+    name: str = ""  # how reports and `mixture` call it; default: the last part of the path
+    # How a line says what was said; auto: by its keys. messages: {role, content}; sharegpt: {from, value}; prompt:
+    # prompt and completion (or response); alpaca: instruction, input and output (or context and response).
+    shape: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
+    examples: int | None = Field(default=None, ge=1)  # at most so many, drawn at random by the seed
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "ConversationSettings":
+        if bool(self.path) == bool(self.dataset):
+            raise ValueError("give either `path` or `dataset`")
+        return self
+
+    @property
+    def title(self) -> str:
+        """Its name, or one made from where it is; safe as a part of a file name."""
+        return safe_name(self.name) if self.name else default_name(self.path or f"{self.dataset}/{self.config}")
+
+    def as_source(self) -> SourceSettings:
+        """The same place as a source of text has it, for what finds and opens files."""
+        place = {key: getattr(self, key) for key in ("path", "dataset", "config", "data_dir", "split", "revision")}
+        return SourceSettings(**place, name=self.name)
+
+
+def _conversations_from_string(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Conversations = Annotated[ConversationSettings, BeforeValidator(_conversations_from_string)]
+
+
+class TuningSettings(TrainSettings):
+    """What all training on conversations has in common."""
+
+    sources: tuple[Conversations, ...] = Field(min_length=1)
+    root: str = ""  # a folder or URL that relative paths of sources start from; default: the working directory
+    mirror: str = ""  # a folder or URL with a copy of every remote source, each in a folder of its name; used instead
+    sample: float = Field(default=1.0, gt=0, le=1)  # share of the conversations of each source, chosen by their content
+    bad_conversations: Literal["stop", "skip"] = "stop"  # lines that are none: an error, or counted
+    mixture: Mixture | None = None  # {source: weight}, shares of rows; default: every row once an epoch
+    context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
+    system_prompt: str = "You are a helpful assistant."  # for conversations that have no system message; may be ""
+    held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "TuningSettings":
+        titles = [source.title for source in self.sources]
+        twice = {title for title in titles if titles.count(title) > 1}
+        if self.mixture is not None and twice:
+            raise ValueError(f"two sources are called {', '.join(sorted(twice))}: give each a `name` of its own")
+        return self
+
+    @property
+    def from_world(self) -> bool:
+        """Whether any of it comes from the pocket world."""
+        return any(source.path == POCKET_WORLD for source in self.sources)
+
+
+class SftSettings(TuningSettings):
+    """Supervised fine-tuning on conversations, with the loss on the assistant's tokens only."""
+
+    # What is longer than `context`. cut: at its end; turns: whole exchanges from its end are left out, and it is cut
+    # where even the first is too long; drop: it is left out. All are counted.
+    too_long: Literal["cut", "turns", "drop"] = "cut"
