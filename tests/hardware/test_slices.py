@@ -72,9 +72,10 @@ def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, what, f
     assert fix in refused.value.fix
 
 
-def test_every_compared_slice_has_a_price_with_its_source():
+def test_every_compared_slice_has_a_price_that_says_it_was_not_looked_up():
     for found in compared():
-        assert found.chip.price and found.chip.price_source, found.name
+        assert found.chip.price, found.name
+        assert "as remembered" in found.chip.price_source and "hardware.price" in found.chip.price_source, found.name
 
 
 def test_libtpu_knows_the_topologies():

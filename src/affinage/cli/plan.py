@@ -266,5 +266,8 @@ def _show_comparison(found: list[Any], as_json: bool) -> None:
     if not console.is_terminal:
         console.width = _FILE_COLUMNS
     console.print(table, markup=False)
+    sources = {made.where.chip.price_source for made in plans if made.price == made.where.chip.price}
+    for source in sorted(sources):
+        console.print(f"Cost: {source}", markup=False)
     for where, error in refused:
         console.print(f"{where.name}: {error.what}. {error.fix}", markup=False)

@@ -27,7 +27,7 @@ class Chip:
             assumes. From published runs (MaxText's tables): their MFU, and what is lost beside the products.
         network_bandwidth: bytes/s per chip, in one direction, to chips that the links do not reach (DCN, InfiniBand).
         price: US dollars per chip and hour, on demand; prices change, `hardware.price` in a recipe overrides it.
-        price_source: where the price was read, and when.
+        price_source: what is known of where the price comes from.
     """
 
     name: str
@@ -63,8 +63,9 @@ class Chip:
         return self.bfloat16_flops is not None
 
 
-_TPU_PRICES = "list price on demand in a US region, as cloud.google.com/tpu/pricing had it in 2025"
-_GPU_PRICES = "middle of what clouds other than the three large ones asked on demand in May 2026"
+# Nobody looked these prices up: they are orders of magnitude to compare slices by.
+_TPU_PRICES = "list price on demand as remembered in 2025; set hardware.price to yours"
+_GPU_PRICES = "smaller clouds' price on demand as remembered in 2025; set hardware.price to yours"
 
 CHIPS: tuple[Chip, ...] = (
     # TPU v2, v3: cloud.google.com/tpu/docs/v2 and /v3 (per chip); links as in "A Domain-Specific Supercomputer for
