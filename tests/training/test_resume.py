@@ -1,12 +1,7 @@
-"""Killed, stopped, or left alone: the same run."""
+"""What a run goes on from, and what it refuses to go on from."""
 
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,56 +10,8 @@ import pytest
 import tiny
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.errors import EXIT_PREEMPTED, UserError
+from affinage.errors import UserError
 from affinage.training import TrainJob, train
-
-STEPS = 60
-
-PROCESS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from affinage.hardware.devices import prepare
-prepare()
-import time
-from pathlib import Path
-import tiny
-from affinage.errors import EXIT_PREEMPTED, Preempted
-from affinage.training import TrainJob, train
-
-class SlowFeed(tiny.RandomFeed):
-    def iterate(self, start_step):
-        for batch in super().iterate(start_step):
-            time.sleep(0.01)
-            yield batch
-
-job = TrainJob(
-    graph=tiny.graph(dropout=0.1, layers=1),
-    settings=tiny.settings(int(sys.argv[3]), validate_every=7),
-    mesh={"fsdp": 2},
-    seed=1,
-    feed=SlowFeed(),
-    folder=Path(sys.argv[2]),
-    validation={"held out": tiny.HeldOut()},
-    on_step=(lambda step, state: print("step", step, flush=True),),
-)
-try:
-    train(job)
-except Preempted:
-    sys.exit(EXIT_PREEMPTED)
-"""
-
-
-def start(folder: Path, cache: Path, steps: int = STEPS) -> subprocess.Popen[str]:
-    here = Path(__file__).parent
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, "-c", PROCESS, str(here), str(folder), str(steps)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def final_params(folder: Path) -> dict[str, bytes]:
-    store = CheckpointStore(folder / "checkpoints")
-    leaves = jax.tree_util.tree_leaves_with_path(store.restore(STEPS, {"params": None})["params"])
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
 def curve(folder: Path) -> list[dict]:
@@ -72,66 +19,6 @@ def curve(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    process = start(folder, cache)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return folder
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, cache: Path, undisturbed: Path):
-    draw, kills = random.Random(0), 0
-    for step in (8, 0, 27, 0, 44):  # 0: in the start, the compilation, the restore
-        process = start(tmp_path, cache)
-        assert process.stdout is not None
-        for line in process.stdout if step else ():
-            if line.startswith("step") and int(line.split()[1]) >= step:
-                break
-        time.sleep(draw.uniform(0.0, 0.2 if step else 4.0))
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
-        process.stdout.close()
-    process = start(tmp_path, cache)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert kills >= 3
-    assert final_params(tmp_path) == final_params(undisturbed)
-    assert curve(tmp_path) == curve(undisturbed)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["resumed_at"] and all(step % 5 == 0 for step in summary["resumed_at"])
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_it_saves_the_step_it_is_at_and_exits_75(
-    tmp_path: Path, cache: Path, undisturbed: Path, number: signal.Signals
-):
-    process = start(tmp_path, cache)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == "step 8":
-            process.send_signal(number)
-            break
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == EXIT_PREEMPTED, output
-    last = [int(line.split()[1]) for line in output.splitlines() if line.startswith("step ")]
-    saved = CheckpointStore(tmp_path / "checkpoints").steps()[-1]
-    assert saved == max([8, *last])
-    assert not (tmp_path / "summary.json").exists()
-    process = start(tmp_path, cache)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert final_params(tmp_path) == final_params(undisturbed)
-    assert curve(tmp_path) == curve(undisturbed)
 
 
 def _job(folder: Path, **changes: object) -> TrainJob:

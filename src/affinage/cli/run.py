@@ -1,10 +1,8 @@
 """Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
 
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import rich
@@ -21,7 +19,8 @@ from affinage.cli.options import (
     SetOption,
     load,
 )
-from affinage.errors import Preempted, UserError
+from affinage.errors import UserError
+from affinage.stopping import OwnProcess
 
 if TYPE_CHECKING:
     from affinage.recipe.load import LoadedRecipe
@@ -178,12 +177,13 @@ def walk(
             check_sources(loaded)
         return flow.folder
     _prepare_process(loaded)
-    if as_json:
-        rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
-    steps = flow.plan()
-    check(loaded, [step.stage.name for step in steps if not step.complete])
-    with Watch(steps) as watch:
-        flow.run(watch)
+    with OwnProcess():
+        if as_json:
+            rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
+        steps = flow.plan()
+        check(loaded, [step.stage.name for step in steps if not step.complete])
+        with Watch(steps) as watch:
+            flow.run(watch)
     show_result(flow, steps, watch.seconds, as_json=as_json)
     return flow.folder
 
@@ -205,8 +205,3 @@ def _prepare_process(loaded: "LoadedRecipe") -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    signal.signal(signal.SIGTERM, _stop)
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise Preempted("SIGTERM; the stage that was running begins anew")

@@ -66,11 +66,19 @@ class CheckpointSettings(Settings):
 
 # How a training is carried out, not what it computes: changing these must not begin a long run from the start.
 # (The mesh is none of a training's settings for the same reason.)
-CARRIED_OUT = frozenset({"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint"})
+CARRIED_OUT = frozenset(
+    {"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint", "survival"}
+)
 # What the rows are made of: known by the rows themselves.
 OF_THE_ROWS = frozenset(
     {"sources", "root", "mirror", "sample", "bad_conversations", "system_prompt", "held_out", "context", "too_long"}
 )
+
+
+class SurvivalSettings(Settings):
+    """What a run does when it is stopped or stuck."""
+
+    grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM until it is killed; Google's machines give 30
 
 
 class TrainSettings(Settings):
@@ -90,6 +98,7 @@ class TrainSettings(Settings):
     validation_rows: int = Field(default=256, ge=1)  # at most, per source and language
     log_every: int = Field(default=10, ge=1)  # steps
     checkpoint: CheckpointSettings = CheckpointSettings()
+    survival: SurvivalSettings = SurvivalSettings()
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> "TrainSettings":

@@ -41,7 +41,7 @@ def train(job: TrainJob) -> dict[str, Any]:
     job.folder.mkdir(parents=True, exist_ok=True)
     settings, steps, ledger = job.settings, job.settings.steps, Ledger()
     with contextlib.ExitStack() as cleanup:
-        stop = cleanup.enter_context(StopRequest())
+        stop = cleanup.enter_context(StopRequest(job.name, grace=settings.survival.grace_seconds))
 
         # ---- the program ----
         mesh = make_mesh(job.mesh, acquire())
@@ -66,6 +66,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
             report.validation(start, run_validation(state))  # the stop came before it was done
 
+        stop.something_to_lose()
         if stop:
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 
@@ -103,10 +104,12 @@ def train(job: TrainJob) -> dict[str, Any]:
         # ---- the end ----
         with ledger.account("save"):
             store.wait()
-    summary = summarize(program, metrics, ledger, resumed_at)
-    written = job.folder / "summary.json.part"
-    written.write_text(json.dumps(summary, indent=1))
-    written.replace(job.folder / "summary.json")
+        summary = summarize(program, metrics, ledger, resumed_at)
+        written = job.folder / "summary.json.part"
+        written.write_text(json.dumps(summary, indent=1))
+        written.replace(job.folder / "summary.json")
+        if stop:
+            raise Preempted(f"{job.name} stopped by {stop.signal_name} when it was done")
     return summary
 
 

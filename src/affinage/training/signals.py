@@ -1,37 +1,79 @@
-"""Being told to stop: a request that the loop honours between two steps."""
+"""Being told to stop: a request that the loop honours between two steps, or at once where there is nothing to save."""
 
+import contextlib
+import faulthandler
 import signal
+import sys
 import threading
+import time
 from types import FrameType, TracebackType
+
+from affinage.stopping import SIGNALS, OwnProcess, leave
+
+_ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher
 
 
 class StopRequest:
     """While entered, SIGTERM and SIGINT set `signal_name` instead of ending the process.
 
-    A second SIGINT raises KeyboardInterrupt at once: a save that it cuts off is not a checkpoint, nothing else is lost.
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    In a process of the run's own (`affinage.stopping.OwnProcess`) the process is left with status 75
+
+    - at once, as long as there is nothing to save: in the start, the compilation, the restore;
+    - `grace` seconds after SIGTERM if the save has not come to its end by then, with all stacks on standard error;
+
+    and with status 130 by a second SIGINT. What a save that is cut off has written is not a checkpoint. Any other
+    further signal changes nothing. In other processes, such as a notebook, a second SIGINT raises KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, *, grace: float) -> None:
         self.signal_name = ""
-        self._before: dict[int, signal.Handlers | int | None] = {}
+        self._name, self._grace = name, grace
+        self._something_to_lose = False
+        self._told = 0.0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._cleanup = contextlib.ExitStack()
 
     def __bool__(self) -> bool:
         return bool(self.signal_name)
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._on_signal)  # type: ignore[assignment]
+        if OwnProcess.current is not None:
+            self._cleanup.enter_context(OwnProcess.current.listen(self._on_signal))
+        elif threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._cleanup.callback(signal.signal, number, signal.signal(number, self._in_main))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._ended.set()
+        self._cleanup.close()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def something_to_lose(self) -> None:
+        """From here on there are steps that no checkpoint has."""
+        with self._lock:
+            self._something_to_lose = True
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        with self._lock:
+            first, self.signal_name = not self.signal_name, self.signal_name or number.name
+            if not self._something_to_lose:
+                leave(f"{self._name} stopped by {number.name} before a new step; nothing to save")
+        if first:
+            self._told = time.monotonic()
+            if number == signal.SIGTERM:  # whoever sends it will not wait for ever; a person may
+                threading.Thread(target=self._limit, name="grace", daemon=True).start()
+        elif number == signal.SIGINT and time.monotonic() - self._told > _ONE_PRESS:
+            leave(f"{self._name} stopped by a second {number.name}; it goes on from its last checkpoint", 130)
+
+    def _limit(self) -> None:
+        if not self._ended.wait(self._grace):
+            faulthandler.dump_traceback(sys.stderr.fileno())
+            leave(f"{self._name} was not saved within {self._grace:g} s; it goes on from its last checkpoint")
+
+    def _in_main(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name

@@ -1,0 +1,90 @@
+"""Being told to stop by SIGTERM or SIGINT, at any moment, also while the main thread is in native code."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import ClassVar, NoReturn
+
+from affinage.errors import EXIT_PREEMPTED, Preempted
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
+
+Listener = Callable[[signal.Signals], None]
+
+
+class OwnProcess:
+    """While entered, this process is a run's own, and may be left at any moment: what is on disk is whole anyway.
+
+    Python runs signal handlers between two bytecodes of the main thread, so one that compiles for a minute hears of a
+    signal a minute later. Here a thread hears of it at once. As long as nobody listens, see `listen`, the main thread
+    raises Preempted, and if it does not come to that within three seconds the process is left. Outside the main
+    thread, where Python allows no handlers, it does nothing.
+    """
+
+    current: ClassVar["OwnProcess | None"] = None
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+        self._raised = threading.Event()
+        self._before: dict[int, signal.Handlers | int | None] = {}
+
+    def __enter__(self) -> "OwnProcess":
+        if threading.current_thread() is threading.main_thread() and OwnProcess.current is None:
+            self._ear, self._mouth = socket.socketpair()
+            self._mouth.setblocking(False)
+            self._fd_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._in_main)  # type: ignore[assignment]
+            threading.Thread(target=self._hear, name="signals", daemon=True).start()
+            OwnProcess.current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if OwnProcess.current is self:
+            OwnProcess.current = None
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._fd_before)
+            self._mouth.close()
+
+    @contextlib.contextmanager
+    def listen(self, listener: Listener) -> Iterator[None]:
+        """Inside, `listener` is told of every signal, in a thread of its own, and nothing is raised."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def _hear(self) -> None:
+        with self._ear:
+            while numbers := self._ear.recv(16):
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._tell(signal.Signals(number))
+
+    def _tell(self, number: signal.Signals) -> None:
+        if self._listener is not None:
+            self._listener(number)
+        elif not self._raised.wait(_PATIENCE):
+            leave(f"{number.name}; the stage that was running begins anew")
+
+    def _in_main(self, number: int, frame: FrameType | None) -> None:
+        if self._listener is None and not self._raised.is_set():
+            self._raised.set()
+            raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
+
+
+def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
+    """End this process now, whatever its threads do."""
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+    os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}. Run the same command to go on.\n".encode())
+    os._exit(status)

@@ -1,0 +1,140 @@
+"""Killed or told to stop in every phase of a run: the same bits in the end, and nothing lost that was not said."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+from affinage.checkpoint import CheckpointStore
+from affinage.errors import EXIT_PREEMPTED
+
+STEPS, EVERY = 60, 5
+KILLS = 20
+
+
+def final_params(folder: Path) -> dict[str, bytes]:
+    store = CheckpointStore(folder / "checkpoints")
+    leaves = jax.tree_util.tree_leaves_with_path(store.restore(STEPS, {"params": None})["params"])
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+def curve(folder: Path) -> list[dict]:
+    """The metrics without what the clock says."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Nursery]:
+    with runs.Nursery(tmp_path_factory.mktemp("cache")) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: runs.Nursery) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    nursery.finish(folder, STEPS)
+    return folder
+
+
+def newest(folder: Path) -> int:
+    return max([0, *CheckpointStore(folder / "checkpoints").steps()])
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, nursery, undisturbed: Path):
+    folder, draw, killed, lost = tmp_path / "run", random.Random(0), 0, 0
+    for kill in range(KILLS):
+        begun = newest(folder)
+        run = nursery.start(folder, STEPS)
+        # Every other time after a few steps, else in the start, the compilation, the restore.
+        while kill % 2 and not run.steps():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.15 if kill % 2 else 1.0))
+        run.kill()
+        killed += run.wait() == -signal.SIGKILL
+        done = max([begun, *run.steps()])
+        lost = max(lost, done - newest(folder))
+    assert killed >= KILLS // 2
+    assert lost <= 2 * EVERY  # an interval, and the save in flight
+    nursery.finish(folder, STEPS)
+    assert final_params(folder) == final_params(undisturbed)
+    assert curve(folder) == curve(undisturbed)
+
+
+def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, nursery, undisturbed: Path):
+    folder = tmp_path / "run"
+    phases = ("start", "compilation", "evaluation", "restore", "save", "step")
+    for index, phase in enumerate(phases):
+        run = nursery.start(folder, STEPS, when=phase, number=(signal.SIGTERM, signal.SIGINT)[index % 2])
+        assert run.wait() == EXIT_PREEMPTED, (phase, run.said())
+        assert f"signal in {phase}" in run.said()
+        steps = run.steps()
+        assert bool(steps) == (phase in ("evaluation", "save", "step"))
+        if steps:
+            assert newest(folder) == steps[-1], phase
+        else:
+            assert "nothing to save" in run.said()
+    assert not (folder / "summary.json").exists()
+    nursery.finish(folder, STEPS)
+    assert final_params(folder) == final_params(undisturbed)
+    assert curve(folder) == curve(undisturbed)
+
+
+IN_NATIVE_CODE = """
+import hashlib
+from affinage.stopping import OwnProcess
+{before}
+with OwnProcess(){inside}:
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
+"""
+OF_A_TRAINING = {
+    "before": "from affinage.training.signals import StopRequest; stop = StopRequest('run', grace=GRACE)",
+    "inside": ", stop",
+}
+WITH_STEPS = (
+    IN_NATIVE_CODE.format(**OF_A_TRAINING)
+    .replace("GRACE", "1")
+    .replace("    print", "    stop.something_to_lose(); print")
+)
+
+
+def stopped(code: str, *numbers: int) -> tuple[int, str]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(1.2)  # more than what counts as one wish
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("place", [{"before": "", "inside": ""}, OF_A_TRAINING], ids=["a stage", "a training's start"])
+def test_native_code_is_not_waited_for_where_there_is_nothing_to_save(place: dict):
+    status, said = stopped(IN_NATIVE_CODE.format(**place).replace("GRACE", "30"), signal.SIGTERM)
+    assert status == EXIT_PREEMPTED and "Run the same command to go on." in said
+
+
+def test_a_step_that_does_not_end_is_left_after_the_grace_with_all_stacks():
+    status, said = stopped(WITH_STEPS, signal.SIGTERM, signal.SIGTERM)
+    assert status == EXIT_PREEMPTED
+    assert "was not saved within 1 s" in said and 'File "<string>", line 7 in <module>' in said
+
+
+def test_a_person_is_waited_for_until_the_second_time():
+    status, said = stopped(WITH_STEPS, signal.SIGINT, signal.SIGINT)
+    assert status == 130 and "it goes on from its last checkpoint" in said
