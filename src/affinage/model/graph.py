@@ -55,10 +55,11 @@ class Graph:
 
     @cached_property
     def logits(self) -> str:
-        """Name of the node that feeds the next-token loss."""
-        if self[self.loss].kind.kind_name != "next_token_loss":
-            raise UserError("the model is not a language model: its loss is not a next_token_loss")
-        return self[self.loss].inputs[0]
+        """Name of the node whose logits the loss is of."""
+        for name in self.needed_for(self.loss):
+            if "logits" in (kind := self[name].kind).takes:
+                return self[name].inputs[kind.takes.index("logits")]
+        raise UserError("the model is not a language model: its loss is not a next_token_loss")
 
     @property
     def vocabulary(self) -> int:

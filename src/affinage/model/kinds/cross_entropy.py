@@ -138,3 +138,29 @@ def _parts(chunk: int, hidden: Array, targets: Array, weights: Array) -> tuple[A
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
     return split(hidden), split(targets), split(weights)
+
+
+def token_log_probabilities(
+    hidden: Float[Array, "B S D"],
+    kernel: Float[Array, "V D"],
+    targets: Int[Array, "B S"],
+    softcap: float | None,
+    chunk: int,
+) -> Float[Array, "B S"]:
+    """The log-probability of every target, float32, from hidden vectors.
+
+    `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
+    so that [B, S, V] is never stored.
+    """
+
+    @jax.checkpoint
+    def one(h: Array, t: Array) -> Array:
+        logits = multiply_out(h, kernel, softcap)
+        return jnp.take_along_axis(logits, t[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+
+    batch, length = targets.shape
+    if not 0 < chunk < length:
+        return one(hidden, targets)
+    h, t, _ = _parts(chunk, hidden, targets, targets)
+    found = jax.lax.map(lambda part: one(*part), (h, t))
+    return jnp.moveaxis(found, 0, 1).reshape(batch, -1)[:, :length]

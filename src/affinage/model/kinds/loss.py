@@ -31,6 +31,11 @@ def next_tokens(tokens: Int[Array, "B S"], batch: Mapping[str, Array]) -> tuple[
     return targets, weights.at[:, -1].set(0.0)
 
 
+def auto_chunk(tokens: int, vocabulary: int) -> int:
+    """Positions whose logits exist at once; 0: all of them."""
+    return AUTO_CHUNK if tokens * vocabulary * 4 > WHOLE_BYTES else 0
+
+
 @node_kind("next_token_loss")
 class NextTokenLoss(NodeKind):
     """Cross-entropy of the next token in nats, summed over the counted targets."""
@@ -69,8 +74,7 @@ class NextTokenLoss(NodeKind):
             return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
         chunk = self.chunk
         if chunk == "auto":
-            size = targets.size * logits.kernel.shape[0] * 4
-            chunk = AUTO_CHUNK if size > WHOLE_BYTES else 0
+            chunk = auto_chunk(targets.size, logits.kernel.shape[0])
         if 0 < chunk < targets.shape[1]:
             return chunked_cross_entropy(
                 logits.hidden, logits.kernel, targets, weights, logits.softcap, objective, chunk

@@ -1,0 +1,115 @@
+"""Learning from pairs of a better and a worse answer (DPO), as two nodes after the logits."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field
+from typing_extensions import override
+
+from affinage.model.call import Logits, Loss
+from affinage.model.kind import Context, NodeKind, Result, node_kind
+from affinage.model.kinds.cross_entropy import token_log_probabilities
+from affinage.model.kinds.loss import auto_chunk, next_tokens
+from affinage.model.parameter import Tree
+from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
+
+REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
+
+
+@node_kind("document_log_probabilities")
+class DocumentLogProbabilities(NodeKind):
+    """For each of the first documents of a row: the log-probability of its counted targets, summed, and their number.
+
+    [B, documents, 2] float32; documents that are not there have zeros. Targets count as in `next_token_loss`.
+    """
+
+    takes = ("logits", "tokens")
+    documents: int = Field(ge=1)  # of a row at most; a batch says by `segment_ids` where each lies
+    chunk: int | Literal["auto"] = "auto"  # positions whose logits exist at once; 0: all; auto: by their size
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        logits, tokens = inputs
+        if tokens != TOKENS:
+            raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
+        if len(logits.dims) != 3:
+            raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
+        return Shape((BATCH, self.documents, 2))
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "B N 2"]:
+        logits, tokens = inputs
+        # Shifted as whole rows: where sequences are split, a target may lie on the next device.
+        targets, weights = (
+            context.call.constrain(array, ("batch", None)) for array in next_tokens(tokens, context.batch)
+        )
+        if isinstance(logits, Logits):
+            chunk = auto_chunk(targets.size, logits.kernel.shape[0]) if self.chunk == "auto" else self.chunk
+            found = token_log_probabilities(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
+        else:
+            normal = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+            found = jnp.take_along_axis(normal, targets[..., None], axis=-1)[..., 0]
+        segments = context.batch.get("segment_ids")
+        ids = jnp.zeros_like(tokens) if segments is None else segments - segments[:, :1]
+        belongs = ids[..., None] == jnp.arange(self.documents, dtype=ids.dtype)[None, None]
+        summed = jnp.stack([found * weights, weights], axis=-1)
+        return jnp.einsum("bsk,bsn->bnk", summed, belongs.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
+@node_kind("preference_loss")
+class PreferenceLoss(NodeKind):
+    """The loss of direct preference optimisation, summed over pairs; document 2k of a row is chosen, 2k + 1 rejected.
+
+    With d = (log p(chosen) - log p(rejected)) - (the same of the reference), `sigmoid` is -log sigmoid(beta d)
+    (Rafailov et al., 2023, equation 7), with label smoothing e (1 - e) of it and e of -log sigmoid(-beta d) (Mitchell,
+    2023); `ipo` is (d - 1 / (2 beta))^2 with log-probabilities that are means over tokens (Azar et al., 2023).
+    The metrics are TRL's. The batch brings `reference_log_probabilities` [B, documents].
+    """
+
+    takes = ("log_probabilities",)
+    is_loss = True
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    beta: float = Field(default=0.1, gt=0)  # how strongly the model is held to the reference; TRL's default
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of pairs whose labels may be the wrong way round
+
+    @override
+    def shape(self, inputs: tuple[Shape, ...]) -> Shape:
+        (given,) = inputs
+        if len(given.dims) != 3 or given.dims[2] != 2 or not isinstance(given.dims[1], int) or given.dims[1] % 2:
+            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 2], got {given}")
+        return Shape(())
+
+    @override
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
+        (given,) = inputs
+        policy, counts = given[..., 0], given[..., 1]
+        reference = context.batch[REFERENCE].astype(jnp.float32)
+        there = (counts[:, 0::2] > 0) & (counts[:, 1::2] > 0)
+        if self.form == "ipo":
+            means = 1.0 / jnp.maximum(counts, 1.0)
+            margin = _margin((policy - reference) * means)
+            losses = jnp.square(margin - 1.0 / (2.0 * self.beta))
+        else:
+            scaled = self.beta * _margin(policy - reference)
+            e = self.label_smoothing
+            losses = -(1.0 - e) * jax.nn.log_sigmoid(scaled) - e * jax.nn.log_sigmoid(-scaled)
+        rewards = jax.lax.stop_gradient(self.beta * (policy - reference))
+        chosen, rejected = rewards[:, 0::2], rewards[:, 1::2]
+        pairs = jnp.sum(there.astype(jnp.float32))
+        fixed = jax.lax.stop_gradient(policy)
+        told = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).astype(jnp.float32),
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": fixed[:, 0::2],
+            "logps/rejected": fixed[:, 1::2],
+        }
+        metrics = {name: (jnp.sum(jnp.where(there, values, 0.0)), pairs) for name, values in told.items()}
+        return Result(Loss(jnp.sum(jnp.where(there, losses, 0.0)), pairs), metrics=metrics)
+
+
+def _margin(values: Float[Array, "B N"]) -> Float[Array, "B N/2"]:
+    return values[:, 0::2] - values[:, 1::2]

@@ -1,0 +1,169 @@
+"""The losses of preference pairs against torch, with TRL's formulas, on the same weights and batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from affinage.model import Call, Graph, abstract_params, apply, init_params, parse
+from affinage.model.kinds.cross_entropy import token_log_probabilities
+
+VOCABULARY, WIDTH, ROWS, CONTEXT, DOCUMENTS = 50, 8, 4, 24, 4
+
+
+def graph(**settings: object) -> Graph:
+    documents = {"kind": "document_log_probabilities", "in": ["logits", "tokens"], "documents": DOCUMENTS}
+    return parse(
+        {
+            "inputs": ["tokens"],
+            "nodes": {
+                "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": WIDTH},
+                "norm": {"kind": "rms_norm", "in": "embed"},
+                "logits": {"kind": "unembed", "in": "norm", "tied": False, "vocab": VOCABULARY},
+                "answers": documents | {key: settings.pop(key) for key in ("chunk",) if key in settings},
+                "loss": {"kind": "preference_loss", "in": "answers", **settings},
+            },
+        }
+    )
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Rows of two pairs, but the last of one; every document's first tokens are its prompt."""
+    draw = np.random.default_rng(0)
+    segment_ids = np.zeros((ROWS, CONTEXT), np.int32)
+    mask = np.zeros((ROWS, CONTEXT), np.float32)
+    for row in range(ROWS):
+        documents = 2 if row == ROWS - 1 else 4
+        cuts = [0, *np.sort(draw.choice(np.arange(1, 7) * 3, documents - 1, replace=False)), 21]
+        for number in range(documents):
+            segment_ids[row, cuts[number] :] = number + 1
+            mask[row, cuts[number] + 1 : cuts[number + 1]] = 1
+    return {
+        "tokens": draw.integers(0, VOCABULARY, (ROWS, CONTEXT)).astype(np.int32),
+        "segment_ids": segment_ids,
+        "loss_mask": mask,
+        "reference_log_probabilities": (draw.normal(size=(ROWS, DOCUMENTS)) * 3 - 20).astype(np.float32),
+    }
+
+
+def in_torch(params: dict, given: dict, form: str, beta: float, smoothing: float) -> tuple:
+    """TRL's DPO step, one document at a time: (loss, gradients, metrics)."""
+    weights = {
+        name: torch.tensor(np.asarray(leaf), requires_grad=True)
+        for name, leaf in {
+            "embed": params["embed"]["embedding"],
+            "norm": params["norm"]["scale"],
+            "logits": params["logits"]["kernel"],
+        }.items()
+    }
+    losses, rewards, found = [], [], []
+    for row in range(ROWS):
+        sums, lengths = [], []
+        for number in range(1, int(given["segment_ids"][row].max()) + 1):
+            inside = given["segment_ids"][row] == number
+            ids = torch.tensor(given["tokens"][row][inside], dtype=torch.long)
+            completion = torch.tensor(given["loss_mask"][row][inside])[1:]
+            x = F.rms_norm(weights["embed"][ids], (WIDTH,), weights["norm"], eps=1e-6)
+            per_token = F.log_softmax(x @ weights["logits"].T, dim=-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            sums.append((per_token * completion).sum())
+            lengths.append(completion.sum())
+        for pair in range(len(sums) // 2):
+            c, r = sums[2 * pair], sums[2 * pair + 1]
+            rc, rr = (torch.tensor(v) for v in given["reference_log_probabilities"][row, 2 * pair : 2 * pair + 2])
+            if form == "ipo":
+                delta = (c - rc) / lengths[2 * pair] - (r - rr) / lengths[2 * pair + 1]
+                losses.append((delta - 1 / (2 * beta)) ** 2)
+            else:
+                delta = (c - r) - (rc - rr)
+                losses.append(-F.logsigmoid(beta * delta) * (1 - smoothing) - F.logsigmoid(-beta * delta) * smoothing)
+            rewards.append(((beta * (c - rc)).item(), (beta * (r - rr)).item()))
+            found.append((c.item(), r.item()))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    gradients = {name: leaf.grad.numpy() for name, leaf in weights.items()}
+    chosen, rejected = np.array(rewards).T
+    metrics = {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/accuracies": (chosen > rejected).mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "logps/chosen": np.array(found)[:, 0].mean(),
+        "logps/rejected": np.array(found)[:, 1].mean(),
+    }
+    return loss.item(), gradients, metrics
+
+
+@pytest.mark.parametrize(
+    ("form", "beta", "smoothing", "chunk"),
+    [("sigmoid", 0.1, 0.0, 0), ("sigmoid", 0.5, 0.2, 7), ("ipo", 0.1, 0.0, 5), ("sigmoid", 0.1, 0.0, "auto")],
+)
+def test_loss_gradients_and_metrics_are_those_of_torch(form: str, beta: float, smoothing: float, chunk: int | str):
+    model = graph(form=form, beta=beta, label_smoothing=smoothing, chunk=chunk)
+    params = init_params(model, jax.random.key(0))
+    # Of weights as small as the first ones nothing would be learned about the formulas.
+    params = jax.tree.map(lambda leaf: 20.0 * leaf if leaf.ndim > 1 else leaf, params)
+    given = batch()
+
+    def mean(params: dict) -> tuple:
+        outputs = apply(model, params, given, Call(platform="gpu"))
+        return outputs.values["loss"].mean(), outputs.metrics
+
+    (loss, metrics), gradients = jax.value_and_grad(mean, has_aux=True)(params)
+    expected, expected_gradients, expected_metrics = in_torch(params, given, form, beta, smoothing)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    ours = {
+        "embed": gradients["embed"]["embedding"],
+        "norm": gradients["norm"]["scale"],
+        "logits": gradients["logits"]["kernel"],
+    }
+    for name, gradient in ours.items():
+        scale = np.abs(expected_gradients[name]).max()
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-4 * scale, rtol=1e-4)
+    means = {name: float(total / count) for name, (total, count) in metrics.items()}
+    assert means == pytest.approx(expected_metrics, rel=1e-4)
+    assert {float(count) for _, count in metrics.values()} == {7.0}  # pairs
+
+
+def test_logits_of_the_whole_batch_are_never_stored():
+    """Memory does not grow with vocabulary times length, forward or backward."""
+    model = dataclasses.replace(graph(chunk=16))
+    wide = parse(
+        {
+            "inputs": ["tokens"],
+            "nodes": model.to_dict()["nodes"]
+            | {
+                "embed": {"kind": "embedding", "in": "tokens", "vocab": 4096, "width": WIDTH},
+                "logits": {"kind": "unembed", "in": "norm", "tied": False, "vocab": 4096},
+            },
+        }
+    )
+    rows, length = 2, 512
+    given = {
+        "tokens": jax.ShapeDtypeStruct((rows, length), jnp.int32),
+        "segment_ids": jax.ShapeDtypeStruct((rows, length), jnp.int32),
+        "loss_mask": jax.ShapeDtypeStruct((rows, length), jnp.float32),
+        "reference_log_probabilities": jax.ShapeDtypeStruct((rows, DOCUMENTS), jnp.float32),
+    }
+
+    def loss(params: dict, given: dict) -> jax.Array:
+        return apply(wide, params, given, Call()).values["loss"].sum
+
+    compiled = jax.jit(jax.grad(loss)).lower(abstract_params(wide), given).compile()
+    whole = rows * length * 4096 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / 3
+
+
+def test_a_chunk_that_does_not_divide_changes_nothing():
+    draw = np.random.default_rng(0)
+    hidden, kernel = draw.normal(size=(2, 11, 8)), draw.normal(size=(30, 8))
+    targets = draw.integers(0, 30, (2, 11))
+    arrays = jnp.array(hidden, jnp.float32), jnp.array(kernel, jnp.float32), jnp.array(targets)
+    whole = token_log_probabilities(*arrays, None, 0)
+    np.testing.assert_allclose(token_log_probabilities(*arrays, None, 4), whole, rtol=1e-6)
+    logits = hidden @ kernel.T
+    expected = np.take_along_axis(logits, targets[..., None], -1)[..., 0] - np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(whole, expected, rtol=1e-5)
