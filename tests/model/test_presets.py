@@ -43,8 +43,8 @@ TOTALS = {
     "fax-10240": gpt2(10240, 70, 2048),
     "fax-16384": gpt2(16384, 110, 2048),
     "quickstart": llama(VOCABULARY, 128, 3, 384),
-    "moe-small-dense": llama(VOCABULARY, 128, 3, 384),
-    "moe-small": llama(VOCABULARY, 128, 3, 8 * 192, router=128 * 8),
+    "moe-small-dense": llama(VOCABULARY, 64, 3, 192),
+    "moe-small": llama(VOCABULARY, 64, 3, 8 * 96, router=64 * 8),
 }
 
 
@@ -75,7 +75,7 @@ def test_formulas_agree_with_the_published_numbers():
 def test_twins_have_as_many_active_parameters_but_for_the_router():
     mixture, dense = (parameters(graph_of(RECIPES / f"{name}.yaml")) for name in ("moe-small", "moe-small-dense"))
     assert dense.active == dense.total
-    assert mixture.active == dense.active + 3 * 128 * 8
+    assert mixture.active == dense.active + 3 * 64 * 8
 
 
 @pytest.mark.parametrize("recipe", ["julian-600m", "fax-16384"])
