@@ -21,14 +21,15 @@ QUESTIONS = [
     ("arithmetic, operands unseen", "pocket_arithmetic", "acc"),
     ("seen questions in ChatML, exact answer", "pocket_chat", "exact_match"),
 ]
+MODELS = ("base", "sft", "dpo")
 LANGUAGES = {"en": "English", "fr": "French"}
 LIMIT_SECONDS = 300
 
 
 def run(runs: Path, quick: bool) -> Path:
     command = [sys.executable, "-c", "from affinage.cli import main; main()", "run", "quickstart", "--runs", str(runs)]
-    if quick and not (runs / "quickstart" / "evaluate-sft").exists():
-        shorter = ("pretrain.steps=60", "sft.steps=30", "evaluate.limit=20")
+    if quick and not (runs / "quickstart" / "evaluate-dpo").exists():
+        shorter = ("pretrain.steps=60", "sft.steps=30", "dpo.steps=20", "evaluate.limit=20")
         command += [word for setting in shorter for word in ("--set", setting)]
     subprocess.run(command, check=True, stdout=sys.stderr, env={"JAX_PLATFORMS": "cpu", **os.environ})
     return runs / "quickstart"
@@ -36,7 +37,7 @@ def run(runs: Path, quick: bool) -> Path:
 
 def scores(folder: Path) -> list[dict]:
     rows = []
-    results = {m: json.loads((folder / f"evaluate-{m}" / "results.json").read_text()) for m in ("base", "sft")}
+    results = {m: json.loads((folder / f"evaluate-{m}" / "results.json").read_text()) for m in MODELS}
     for label, task, metric in QUESTIONS:
         for code, language in LANGUAGES.items():
             for model, found in results.items():
@@ -45,25 +46,23 @@ def scores(folder: Path) -> list[dict]:
                     score = measured["metrics"][metric]
                     chance = measured.get("chance")
                     rows.append({"what": label, "language": language, "model": model, "chance": chance, **score})
-    stopped = results["sft"]["generation"]["stopped"]
-    rows.append(
-        {"what": "answers that end with <|im_end|>", "language": "both", "model": "sft", "chance": None, **stopped}
-    )
+    for model in ("sft", "dpo"):
+        stopped = results[model]["generation"]["stopped"]
+        what = "answers that end with <|im_end|>"
+        rows.append({"what": what, "language": "both", "model": model, "chance": None, **stopped})
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| | language | base | fine-tuned | chance |", "|---|---|---|---|---|"]
+    lines = ["| | language | base | fine-tuned | preferences | chance |", "|---|---|---|---|---|---|"]
     for key in dict.fromkeys((row["what"], row["language"]) for row in rows):
         of_model = {row["model"]: row for row in rows if (row["what"], row["language"]) == key}
         shown = [
             f"{100 * one['value']:.1f} ± {100 * (one['stderr'] or 0):.1f}" if (one := of_model.get(model)) else "–"
-            for model in ("base", "sft")
+            for model in MODELS
         ]
         chance = next(iter(of_model.values()))["chance"]
-        lines.append(
-            f"| {key[0]} | {key[1]} | {shown[0]} | {shown[1]} | {'–' if chance is None else f'{chance:.0%}'} |"
-        )
+        lines.append(f"| {key[0]} | {key[1]} | {' | '.join(shown)} | {'–' if chance is None else f'{chance:.0%}'} |")
     return "\n".join(lines)
 
 

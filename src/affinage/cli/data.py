@@ -24,7 +24,7 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from affinage.stages.lineage import TrainingRows
 
-DATA = ("rows", "compare-tokenizers", "conversations")  # the last of the data stages
+DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the last of the data stages
 _SHOWN = 200  # characters of a text in a list
 
 RunArgument = Annotated[
@@ -207,7 +207,7 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
 def _training(run: str, runs: Path, stage: str) -> "TrainingRows":
     from affinage.stages.lineage import TrainingRows, locate_run
 
-    if stage not in ("pretrain", "sft"):
+    if stage not in ("pretrain", "sft", "dpo"):
         raise UserError(f"`{stage}` is no training", fix="Trainings are pretrain and sft.")
     return TrainingRows(locate_run(run, runs), stage)
 

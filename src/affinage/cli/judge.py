@@ -43,7 +43,7 @@ def evaluate(
     affinage eval runs/quickstart/pretrain --task hellaswag --limit 100
     """
     if is_recipe(target):
-        walk(target, overrides, runs, ("evaluate-base", "evaluate-sft"), force=force, as_json=as_json)
+        walk(target, overrides, runs, ("evaluate-base", "evaluate-sft", "evaluate-dpo"), force=force, as_json=as_json)
         return
     if not tasks:
         raise UserError("no task was named", fix="For example: --task hellaswag, or --task my_task.yaml")

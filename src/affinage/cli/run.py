@@ -32,6 +32,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("run")(run)
     app.command("train")(train)
     app.command("sft")(sft)
+    app.command("dpo")(dpo)
     app.command("world")(world)
 
 
@@ -106,7 +107,30 @@ def sft(
         _show_conversations(folder / "conversations", show)
 
 
-def _show_conversations(rows: Path, count: int) -> None:
+def dpo(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    show: Annotated[
+        int | None,
+        typer.Option("--show", min=1, metavar="N", help="Only make the rows, and show N pairs of them."),
+    ] = None,
+    force: ForceOption = None,
+    any_code: AnyCodeOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run up to the end of direct preference optimisation; or show the pairs that it would learn from.
+
+    Example: affinage dpo quickstart --set dpo.beta=0.3
+    """
+    until = ("dpo",) if show is None else ("preferences",)
+    folder = walk(recipe, overrides, runs, until, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+    if show is not None and not dry_run:
+        _show_conversations(folder / "preferences", show, documents=2)
+
+
+def _show_conversations(rows: Path, count: int, documents: int = 1) -> None:
     from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
     from affinage.stages.models import made_from
@@ -114,7 +138,7 @@ def _show_conversations(rows: Path, count: int) -> None:
     tokenizer = made_from(rows.resolve(), "tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of these rows is gone", where=str(rows), fix="Run the recipe again.")
-    for name, example in show_examples(rows, Tokenizer.load(tokenizer), count):
+    for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):
         rich.print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
         rich.print(example)
 

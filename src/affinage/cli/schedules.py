@@ -11,7 +11,7 @@ _WIDTH = 48  # characters of the longest bar
 
 def learning_rates(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
     """Of every training: steps (counted from 0, the first and the last among them) with their learning rates."""
-    trainings = {"pretrain": recipe.pretrain, "sft": recipe.sft}
+    trainings = {"pretrain": recipe.pretrain, "sft": recipe.sft, "dpo": recipe.dpo}
     return {name: _rates(settings) for name, settings in trainings.items() if settings is not None}
 
 

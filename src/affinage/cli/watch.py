@@ -123,7 +123,7 @@ def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "report", f"{folder}/report.html"
     if "export" in names:
         yield "model", f"{folder}/export/model"
-    if "sft" in names:
+    if {"sft", "dpo"} & set(names):
         yield "next", f"affinage chat {recipe}{runs}"
     elif {"pretrain", "tokenizer"} <= set(names):
         yield "next", f"affinage generate {recipe}{runs} 'Once upon a time'"

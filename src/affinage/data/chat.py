@@ -34,11 +34,12 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str
+    messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str, *, trained_from: int = 0
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a text's opening (`<s>`), then `<|im_start|>{role}\\n{content}<|im_end|>\\n` per message; which train.
 
-    Trained are the assistant's content and the <|im_end|> after it. Content that spells a control token stays text.
+    Trained are the assistant's content and the <|im_end|> after it, from the message `trained_from` on. Content that
+    spells a control token stays text.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
@@ -46,11 +47,25 @@ def encode_conversation(
     tokens = list(tokenizer.opening)
     trained = [False] * len(tokens)
     newline = tokenizer.encode("\n")
-    for message in with_system_prompt(messages, system_prompt):
+    told = with_system_prompt(messages, system_prompt)
+    first = trained_from + len(told) - len(messages)
+    for number, message in enumerate(told):
         text, head = tokenizer.encode_message(message["role"], message["content"])
         tokens += [start, *text, end, *newline]
         said = len(text) - head + 1
-        trained += [False] * (1 + head) + [message["role"] == "assistant"] * said + [False] * len(newline)
+        trained += (
+            [False] * (1 + head) + [message["role"] == "assistant" and number >= first] * said + [False] * len(newline)
+        )
+    return tokens, trained
+
+
+def encode_document(
+    messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str, *, trained_from: int = 0
+) -> tuple[list[int], list[bool]]:
+    """A conversation as a document that sees no other one in its row; see `encode_conversation`."""
+    tokens, trained = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
+    if not tokenizer.fixed_ids:  # not every tokenizer has an id that a conversation begins with
+        tokens, trained = [*tokens, tokenizer.marks.end], [*trained, False]
     return tokens, trained
 
 

@@ -35,10 +35,10 @@ def conversation(item: Item, shape: str, *, where: str, name: str) -> Conversati
     Text is put into Unicode's NFC and newlines into \\n, as documents are. Raises UserError, with `where`, for a line
     that is no conversation.
     """
-    messages = [_message(each, where) for each in _messages(item, shape, where)]
+    messages = [text_message(each, where) for each in _messages(item, shape, where)]
     told = next((item[key] for key in _SYSTEMS if isinstance(item.get(key), str) and item[key]), "")
     if told and not (messages and messages[0]["role"] == "system"):
-        messages.insert(0, _message({"role": "system", "content": told}, where))
+        messages.insert(0, text_message({"role": "system", "content": told}, where))
     check_messages(messages, where=where)
     return Conversation(str(item.get("id") or name), messages)
 
@@ -89,7 +89,8 @@ SHAPES: dict[str, Callable[[Item], list[Any] | None]] = {
 }
 
 
-def _message(message: Any, where: str) -> Message:
+def text_message(message: Any, where: str) -> Message:
+    """A message with the names of roles and the form of text that are ours."""
     if not isinstance(message, dict):
         raise UserError(f"a message that is no object but {message!r}", where=where)
     role = message.get("role", message.get("from"))

@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from affinage.data.batch import segments
-from affinage.data.chat import Message, encode_conversation
+from affinage.data.chat import Message, encode_document
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows
@@ -78,24 +78,14 @@ def _example(
     return Example(conversation.id, _content(conversation), tokens, trained)
 
 
-def encode_document(
-    messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str
-) -> tuple[list[int], list[bool]]:
-    """A conversation as a document that sees no other one in its row; see `encode_conversation`."""
-    tokens, trained = encode_conversation(messages, tokenizer, system_prompt)
-    if not tokenizer.fixed_ids:  # not every tokenizer has an id that a conversation begins with
-        tokens, trained = [*tokens, tokenizer.marks.end], [*trained, False]
-    return tokens, trained
-
-
 def _shorter(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """The conversation up to ever earlier answers, down to the first."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     return (messages[: last + 1] for last in reversed(answers[:-1] if answers[-1:] == [len(messages) - 1] else answers))
 
 
-def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, Text]]:
-    """The first conversation of `count` rows of `folder`/train, one source after the other in turn, with its source.
+def show_examples(folder: Path, tokenizer: Tokenizer, count: int, *, documents: int = 1) -> Iterator[tuple[str, Text]]:
+    """The first `documents` conversations of `count` rows of `folder`/train, from each source in turn, with its name.
 
     Trained tokens are green and between ⟦ and ⟧, control tokens are spelled out. Print them with a `rich` console; the
     brackets remain where there is no colour.
@@ -103,15 +93,15 @@ def show_examples(folder: Path, tokenizer: Tokenizer, count: int) -> Iterator[tu
     sources = {name: open_rows(path) for name, path in find_row_folders(folder / "train").items()}
     places = ((name, row) for row in range(count) for name, files in sources.items() if row < files.rows)
     for name, row in itertools.islice(places, count):
-        yield name, _shown(sources[name], row, tokenizer)
+        yield name, _shown(sources[name], row, tokenizer, documents)
 
 
-def _shown(files: RowFiles, row: int, tokenizer: Tokenizer) -> Text:
+def _shown(files: RowFiles, row: int, tokenizer: Tokenizer, documents: int) -> Text:
     tokens = np.empty((1, files.context), np.int64)
     mask = np.ones((1, files.context), np.int64)
     files.read(np.array([row]), tokens, mask)
     ids, _ = segments(tokens, files.marks)
-    length = int(np.count_nonzero((ids[0] == ids[0, 0]) & (tokens[0] != files.marks.pad)))
+    length = int(np.count_nonzero((ids[0] < ids[0, 0] + documents) & (tokens[0] != files.marks.pad)))
     shown, trained = tokens[0, :length], mask[0, :length].astype(bool)
     text = Text()
     changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1

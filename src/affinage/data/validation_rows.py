@@ -28,6 +28,10 @@ class ValidationRows:
         """Number of batches."""
         return -(-self.rows // self.batch_size)
 
+    def rows_of(self, index: int) -> np.ndarray:
+        """Numbers, in the folder, of the rows of batch `index`."""
+        return self._chosen[index * self.batch_size :][: self.batch_size]
+
     def batch(self, index: int, host: int = 0, hosts: int = 1) -> Batch:
         """Batch `index`, or the part of it that belongs to `host` of `hosts`; see `make_batch`."""
         if self.batch_size % hosts:

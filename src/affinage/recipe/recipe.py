@@ -9,7 +9,7 @@ from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.parallel import MeshAxis, ParallelSettings
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import AttentionImplementation, PretrainSettings
-from affinage.recipe.tuning import SftSettings
+from affinage.recipe.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
 
 
 class EvaluateSettings(Settings):
@@ -68,6 +68,7 @@ class Recipe(Settings):
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None
     sft: SftSettings | None = None
+    dpo: DpoSettings | None = None
     evaluate: EvaluateSettings | None = None
     probe: ProbeSettings | None = None
     export: ExportSettings | None = None
@@ -79,8 +80,15 @@ class Recipe(Settings):
     def _sections_fit_the_data(self) -> "Recipe":
         if self.data is not None:
             arrays = self.data.arrays is not None
-            wrong = ("sft", "evaluate", "export") if arrays else ("probe",)
+            wrong = ("sft", "dpo", "evaluate", "export") if arrays else ("probe",)
             for section in wrong:
                 if getattr(self, section) is not None:
                     raise ValueError(f"`{section}` needs {'text' if arrays else 'arrays'}, `data` gives the other")
         return self
+
+    @property
+    def chat_system_prompt(self) -> str:
+        """What the chat model is told where a conversation has no system message."""
+        if self.dpo is not None and self.dpo.system_prompt is not None:
+            return self.dpo.system_prompt
+        return SYSTEM_PROMPT if self.sft is None else self.sft.system_prompt

@@ -1,4 +1,4 @@
-"""Settings of what makes an assistant of a base model: fine-tuning on conversations."""
+"""Settings of what makes an assistant of a base model: fine-tuning on conversations, and on preferences."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,6 +7,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import POCKET_WORLD, SourceSettings, default_name, safe_name
 from affinage.recipe.training import Mixture, TrainSettings
+
+SYSTEM_PROMPT = "You are a helpful assistant."
 
 
 class ConversationSettings(Settings):
@@ -58,7 +60,6 @@ class TuningSettings(TrainSettings):
     bad_conversations: Literal["stop", "skip"] = "stop"  # lines that are none: an error, or counted
     mixture: Mixture | None = None  # {source: weight}, shares of rows; default: every row once an epoch
     context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
-    system_prompt: str = "You are a helpful assistant."  # for conversations that have no system message; may be ""
     held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation
 
     @model_validator(mode="after")
@@ -78,6 +79,19 @@ class TuningSettings(TrainSettings):
 class SftSettings(TuningSettings):
     """Supervised fine-tuning on conversations, with the loss on the assistant's tokens only."""
 
+    system_prompt: str = SYSTEM_PROMPT  # for conversations that have no system message; may be ""
     # What is longer than `context`. cut: at its end; turns: whole exchanges from its end are left out, and it is cut
     # where even the first is too long; drop: it is left out. All are counted.
     too_long: Literal["cut", "turns", "drop"] = "cut"
+
+
+class DpoSettings(TuningSettings):
+    """Direct preference optimisation on pairs of a better and a worse answer (Rafailov et al., 2023)."""
+
+    # In the sources: prompt, chosen and rejected (texts or lists of messages; an instruction may stand for the prompt),
+    # or chosen and rejected as whole conversations that begin alike.
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's own, or IPO (Azar et al., 2023)
+    beta: float = Field(default=0.1, gt=0)  # how strongly the model is held to the one it began as
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of pairs that may be labelled the wrong way round
+    system_prompt: str | None = None  # for pairs that have no system message; default: as in fine-tuning
+    too_long: Literal["cut", "drop"] = "cut"  # pairs over `context`: each side is cut to half of it, or left out

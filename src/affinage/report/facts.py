@@ -25,9 +25,13 @@ ORDER = (
     "pretrain",
     "probe",
     "conversations",
+    "preferences",
     "sft",
+    "reference",
+    "dpo",
     "evaluate-base",
     "evaluate-sft",
+    "evaluate-dpo",
     "export",
 )
 
@@ -222,12 +226,12 @@ def collect_facts(run_folder: Path) -> Facts:
         conversations=_conversations(by_name["conversations"].summary) if "conversations" in by_name else None,
         trainings=tuple(
             read_training(name, run_folder / name, by_name[name].summary)
-            for name in ("pretrain", "sft")
+            for name in ("pretrain", "sft", "dpo")
             if name in by_name
         ),
         evaluations=tuple(
             read_evaluation(name.removeprefix("evaluate-"), run_folder / name, by_name[name].summary)
-            for name in ("evaluate-base", "evaluate-sft")
+            for name in ("evaluate-base", "evaluate-sft", "evaluate-dpo")
             if name in by_name
         ),
         images=whole(mapping(by_name["arrays"].summary.get("train")).get("images")) if "arrays" in by_name else None,

@@ -177,8 +177,9 @@ class Artist:
         return self.words[names[features]] if features in names else features
 
     def model_name(self, model: str) -> str:
-        """What the page calls the base and the fine-tuned model."""
-        return {"base": self.words["base"], "sft": self.words["sft_model"]}.get(model, model)
+        """What the page calls the base model and those made of it."""
+        names = {"base": "base", "sft": "sft_model", "dpo": "dpo_model"}
+        return self.words[names[model]] if model in names else model
 
     def compression(self, evaluations: Sequence[Evaluation]) -> Figure:
         """Bits per byte of every model beside general compressors, per validation set."""

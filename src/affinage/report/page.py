@@ -56,7 +56,7 @@ def render(facts: Facts) -> str:
     words, quantities = strings(language), Quantities(language)
     artist = Artist(words, quantities)
     script = _packaged("hover.js")
-    names = {"base": words["base"], "sft": words["sft_model"]}
+    names = {"base": words["base"], "sft": words["sft_model"], "dpo": words["dpo_model"]}
     return (
         _environment()
         .get_template("report.html.j2")

@@ -26,6 +26,7 @@ def present(facts: Facts) -> list[str]:
         "model": bool(graph(facts).nodes),
         "pretrain": "pretrain" in trained,
         "sft": "sft" in trained,
+        "dpo": "dpo" in trained,
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
         "probe": facts.probe is not None,
         "scores": any(evaluation.scores for evaluation in facts.evaluations),
@@ -230,9 +231,13 @@ _GROUPS = {
     "pretrain": "training",
     "conversations": "training",
     "sft": "training",
+    "preferences": "training",
+    "reference": "training",
+    "dpo": "training",
     "probe": "evaluation",
     "evaluate-base": "evaluation",
     "evaluate-sft": "evaluation",
+    "evaluate-dpo": "evaluation",
     "export": "release",
 }
 GROUPS = ("data", "training", "evaluation", "release")

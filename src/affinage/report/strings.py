@@ -9,6 +9,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "verdict_data": ("Text made ready for training", "Du texte préparé pour l’entraînement"),
     "verdict_tokens": ("trained on {tokens} tokens", "entraîné sur {tokens} tokens"),
     "verdict_images": ("shown {images} images", "à qui {images} images ont été montrées"),
+    "verdict_dpo": ("taught preferences", "formé par préférences"),
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),
     "verdict_time": ("in {time}", "en {time}"),
     "verdict_devices": ("on {devices}", "sur {devices}"),
@@ -146,6 +147,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "model_lead_nodes": ("{count} nodes.", "{count} nœuds."),
     # training
     "pretrain": ("Pretraining", "Préentraînement"),
+    "dpo": ("Preferences", "Préférences"),
     "sft": ("Fine-tuning", "Affinage sur conversations"),
     "training_lead": (
         "{steps} steps over {tokens} tokens in {time}: the loss went from {first} to {last} nats per token.",
@@ -260,6 +262,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "shots": ("Shots", "Exemples"),
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
+    "dpo_model": ("preferences", "préférences"),
     "sft_model": ("fine-tuned", "affiné"),
     "task_items": ("Some items of each task, with answers", "Quelques items de chaque épreuve, avec réponses"),
     "items_lead": (

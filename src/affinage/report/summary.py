@@ -32,6 +32,8 @@ def verdict(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
             opening.append(words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens)))
         if facts.training("sft"):
             opening.append(words["verdict_sft"])
+        if facts.training("dpo"):
+            opening.append(words["verdict_dpo"])
     ending = []
     if facts.seconds is not None:
         ending.append(words["verdict_time"].format(time=quantities.duration(facts.seconds)))

@@ -33,6 +33,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         check_sources(loaded)
     if recipe.sft is not None and "conversations" in stages:
         _check_tuning_sources(loaded, recipe.sft, "sft")
+    if recipe.dpo is not None and "preferences" in stages:
+        _check_tuning_sources(loaded, recipe.dpo, "dpo")
     if recipe.data is not None and recipe.data.decontaminate is not None and "decontaminate" in stages:
         for index, path in enumerate(recipe.data.decontaminate.against):
             _exists(loaded, path, ("data", "decontaminate", "against", index))
@@ -42,7 +44,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.data is not None and recipe.data.engine == "ray" and importlib.util.find_spec("ray") is None:
         fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.engine=local"
         raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "engine")), fix=fix)
-    if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft"} & set(stages):
+    if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft", "evaluate-dpo"} & set(stages):
         for task in local_tasks(recipe):
             _exists(loaded, task, ("evaluate", "tasks", recipe.evaluate.tasks.index(task)))
     if recipe.export is not None and recipe.export.verify and "export" in stages:
@@ -62,6 +64,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
             _check_mixture(loaded)
     if recipe.sft is not None and "sft" in stages:
         _check_training(loaded, recipe.sft, "sft")
+    if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
+        _check_training(loaded, recipe.dpo, "dpo")
 
 
 def check_sources(loaded: LoadedRecipe) -> None:
@@ -110,7 +114,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         with _written(loaded, "init"):
             initial_params(folder, graph)
             given = Tokenizer.load(folder / TOKENIZER)
-            if recipe.sft is not None:
+            if recipe.sft is not None or recipe.dpo is not None:
                 _ = given.chat_ids
     elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
     from affinage.data.tokenizer import Tokenizer
 
-_ROWS = {"pretrain": "rows", "sft": "conversations"}  # the stage that makes the rows of a training
+_ROWS = {
+    "pretrain": "rows",
+    "sft": "conversations",
+    "dpo": "preferences",
+}  # the stage that makes the rows of a training
 DOCUMENT_STAGES = ("collect", "clean", "deduplicate", "decontaminate", "split")  # in their order
 
 

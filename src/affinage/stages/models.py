@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
 
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
-TRAININGS = ("sft", "pretrain")  # the last one that a run has is the run's model
+TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
+CHAT = ("dpo", "sft")  # those that make a chat model
 
 
 def open_model(spec: str, runs: Path) -> "LoadedModel":
@@ -58,7 +59,7 @@ def is_chat(training: Path) -> bool:
     if request is None:
         facts = json.loads((training / MODEL).read_text(encoding="utf-8"))
         return bool(facts.get("imported", {}).get("chat"))
-    return request[0].stage == "sft"
+    return request[0].stage in CHAT
 
 
 def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
@@ -85,12 +86,12 @@ def is_hub_folder(folder: Path) -> bool:
 
 def _last_training(run: Path) -> Path:
     """The run's last training; not one that began from another base than the run has now."""
-    base = read_request(run / "pretrain")
+    now = {name: found[1] for name in TRAININGS if (found := read_request(run / name)) is not None}
     for name in TRAININGS:
         request = read_request(run / name)
         if request is None or not (run / name / MODEL).is_file():
             continue
-        if base is None or request[0].inputs.get("pretrain", base[1]) == base[1]:
+        if all(now.get(base, key) == key for base, key in request[0].inputs.items()):
             return run / name
     raise UserError("no model has been trained here yet", where=str(run), fix="Train one with `affinage run RECIPE`.")
 

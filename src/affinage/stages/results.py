@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.recipe.data import POCKET_WORLD
-from affinage.stages.models import load_trained
+from affinage.stages.models import CHAT, TRAININGS, load_trained
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import read_manifest, write_json
 
@@ -26,13 +26,18 @@ def evaluate_sft(context: StageContext) -> Summary:
     return _evaluate(context, "sft")
 
 
+def evaluate_dpo(context: StageContext) -> Summary:
+    """Judge the chat model after it has learned from preferences."""
+    return _evaluate(context, "dpo")
+
+
 def export(context: StageContext) -> Summary:
     """Write the Hugging Face folder of the last model into `model/`."""
     from affinage.hub.export import export
 
     recipe, inputs = context.recipe, context.inputs
     assert recipe.export is not None
-    training = "sft" if "sft" in inputs else "pretrain"
+    training = next(name for name in TRAININGS if name in inputs)
     model = load_trained(inputs[training], inputs["tokenizer"], name=recipe.name, mesh=dict(recipe.mesh.items()))
     folder = context.folder / "model"
     facts = _card_facts(context)
@@ -41,7 +46,7 @@ def export(context: StageContext) -> Summary:
         folder,
         facts=facts,
         dtype=recipe.export.dtype,
-        chat=training == "sft",
+        chat=training in CHAT,
         shard_gigabytes=recipe.export.shard_gigabytes,
         trim_vocabulary=recipe.export.trim_vocabulary,
     )
@@ -72,13 +77,11 @@ def _card_facts(context: StageContext) -> "CardFacts":
         sources=[{"name": name, "licence": licences.get(name, ""), **counts} for name, counts in by_source.items()],
         training={
             f"{label} {what}": told[stage][what]
-            for stage, label in (("pretrain", "Pretraining"), ("sft", "Fine-tuning"))
+            for stage, label in (("pretrain", "Pretraining"), ("sft", "Fine-tuning"), ("dpo", "Preferences"))
             for what in ("steps", "tokens")
             if stage in told
         },
-        results={
-            label: told[stage] for stage, label in (("evaluate-base", "base"), ("evaluate-sft", "sft")) if stage in told
-        },
+        results={label: told[f"evaluate-{label}"] for label in ("base", "sft", "dpo") if f"evaluate-{label}" in told},
     )
 
 
@@ -92,7 +95,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
     model = load_trained(
         inputs[training], inputs["tokenizer"], name=f"{recipe.name}/{training}", mesh=dict(recipe.mesh.items())
     )
-    chat = training == "sft"
+    chat = training in CHAT
     results = evaluate(
         replace(model, attention=settings.attention),
         settings.tasks,

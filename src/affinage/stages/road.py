@@ -9,8 +9,8 @@ from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import is_on_hub, is_url, location
 from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, TrainSettings
-from affinage.recipe.tuning import SftSettings, TuningSettings
-from affinage.stages import images, results, texts, trainings
+from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
+from affinage.stages import images, preferences, results, texts, trainings
 from affinage.stages.initial import initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints, task_files
@@ -29,9 +29,9 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
     initial, plugins = initial_fingerprint(loaded), plugin_fingerprints(loaded)
     if recipe.data is not None and recipe.data.arrays is not None:
         stages += _array_stages(recipe, recipe.data.arrays, plugins)
-    elif recipe.data is not None or (initial and recipe.sft is not None):
+    elif recipe.data is not None or (initial and _tunings(recipe)):
         stages += _data_stages(recipe, initial)
-        if _pretrains(recipe) or (initial and recipe.sft is not None):
+        if _pretrains(recipe) or (initial and _tunings(recipe)):
             stages += _training_stages(recipe, initial, plugins)
             stages += _result_stages(recipe, plugins)
     if stages and report is not None:
@@ -44,7 +44,7 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
 def uses_pocket_world(recipe: Recipe) -> bool:
     """Whether any text, conversation or benchmark of the recipe comes from the pocket world."""
     sources = [source.path for source in recipe.data.sources] if recipe.data else []
-    tuned = recipe.sft is not None and recipe.sft.from_world
+    tuned = any(tuning.from_world for tuning in _tunings(recipe))
     return tuned or POCKET_WORLD in (*sources, *_tasks(recipe))
 
 
@@ -52,7 +52,7 @@ def is_local(recipe: Recipe) -> bool:
     """Whether all that the recipe reads is on this machine."""
     data = recipe.data
     sources = [(source, data.root, data.mirror) for source in data.sources] if data else []
-    for tuning in filter(None, (recipe.sft,)):
+    for tuning in _tunings(recipe):
         sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
     places = [location(*source) for source in sources]
     on_hub = any(is_on_hub(source, mirror) for source, _, mirror in sources)
@@ -75,6 +75,10 @@ def looked_for(recipe: Recipe) -> list[str]:
         return []
     benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
     return [*benchmarks, *decontaminate.against]
+
+
+def _tunings(recipe: Recipe) -> list[TuningSettings]:
+    return [tuning for tuning in (recipe.sft, recipe.dpo) if tuning is not None]
 
 
 def _pretrains(recipe: Recipe) -> bool:
@@ -150,8 +154,11 @@ def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]
 
 def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
     stages = []
-    if recipe.sft is not None:  # before the long pretraining, so that a mistake in the conversations is found in time
+    # Before the long pretraining, so that a mistake in the conversations is found in time.
+    if recipe.sft is not None:
         stages.append(_conversations(recipe, recipe.sft))
+    if recipe.dpo is not None:
+        stages.append(_preferences(recipe, recipe.dpo))
     if recipe.pretrain is not None and _pretrains(recipe):
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
         begun = initial | plugins
@@ -163,7 +170,27 @@ def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str,
         base = _if(_pretrains(recipe), "pretrain")
         inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
         stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True, live=True))
+    if recipe.dpo is not None:
+        stages += _dpo_stages(recipe, recipe.dpo, initial, plugins)
     return stages
+
+
+def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
+    base = _if(recipe.sft is not None, "sft") or _if(_pretrains(recipe), "pretrain")
+    inputs, begun = (*base, "preferences", "tokenizer"), plugins if base else initial | plugins
+    computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision")}
+    told = {"system_prompt": recipe.chat_system_prompt}
+    settings = {**_part(recipe, "model", "seed"), "dpo": _training(dpo) | told}
+    return [
+        Stage("reference", preferences.reference, computed, inputs, begun),
+        Stage("dpo", preferences.dpo, settings, ("reference", *inputs), begun, continues=True, live=True),
+    ]
+
+
+def _preferences(recipe: Recipe, dpo: DpoSettings) -> Stage:
+    settings, read, local = _tuning_rows(recipe, dpo, "dpo")
+    settings["dpo"]["system_prompt"] = recipe.chat_system_prompt
+    return Stage("preferences", preferences.preferences, settings, read, local)
 
 
 def _conversations(recipe: Recipe, sft: SftSettings) -> Stage:
@@ -185,9 +212,11 @@ def _tuning_rows(
 
 def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     stages = []
-    trained = [*_if(_pretrains(recipe), "pretrain"), *_if(recipe.sft is not None, "sft")]
+    tuned = (*_if(recipe.sft is not None, "sft"), *_if(recipe.dpo is not None, "dpo"))
+    trained = [*_if(_pretrains(recipe), "pretrain"), *tuned]
     if recipe.evaluate is not None:
-        asked = {"pretrain": _json(recipe.report, "prompts"), "sft": _json(recipe.report, "questions")}
+        prompts, questions = _json(recipe.report, "prompts"), _json(recipe.report, "questions")
+        asked = {"pretrain": prompts, "sft": questions, "dpo": questions}
         judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention"})
         local = fingerprints(task_files(local_tasks(recipe))) | plugins
         read = (
@@ -195,8 +224,8 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
             *_if(POCKET_WORLD in _tasks(recipe), "world"),
             *_if(recipe.evaluate.compressors and recipe.data is not None, "split"),
         )
-        works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft}
-        names = {"pretrain": "evaluate-base", "sft": "evaluate-sft"}
+        works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft, "dpo": results.evaluate_dpo}
+        names = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
         stages += [
             Stage(names[model], works[model], {"evaluate": judged, "report": asked[model]}, (model, *read), local)
             for model in trained

@@ -1,6 +1,6 @@
 """The work of the training stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
-    from affinage.training import Feed, ValidationSet
+    from affinage.training import Feed, TrainJob, ValidationSet
 
 FEED = "feed.json"
 
@@ -30,7 +30,7 @@ def pretrain(context: StageContext) -> Summary:
     settings = context.recipe.pretrain
     assert settings is not None
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
-    feed, validation = _token_rows(context, settings, context.inputs["rows"])
+    feed, validation = token_rows(context, settings, context.inputs["rows"])
     summary = _train(
         context,
         graph,
@@ -66,7 +66,6 @@ def pretrain_on_arrays(context: StageContext) -> Summary:
 
 def sft(context: StageContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
-    from affinage.checkpoint import CheckpointStore
     from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
 
@@ -77,9 +76,7 @@ def sft(context: StageContext) -> Summary:
     rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
     for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
         rich.print(example)
-    pretrained = context.inputs.get("pretrain")
-    base = CheckpointStore(pretrained / "checkpoints") if pretrained else None
-    feed, validation = _token_rows(context, settings, context.inputs["conversations"])
+    feed, validation = token_rows(context, settings, context.inputs["conversations"])
     return _train(
         context,
         graph,
@@ -88,8 +85,19 @@ def sft(context: StageContext) -> Summary:
         validation,
         data={"rows": content_hash(context.inputs["conversations"], "train")},
         facts={"context": feed.context, "system_prompt": settings.system_prompt},
-        initial_params=(lambda abstract: base.restore_params(None, abstract)) if base else _imported(context, graph),
+        initial_params=begin_with(context, graph, ("pretrain",)),
     )
+
+
+def begin_with(context: StageContext, graph: "Graph", trainings: Sequence[str]) -> Callable[[Any], Any] | None:
+    """The weights of the first of `trainings` that the stage reads, or those that the recipe begins with."""
+    from affinage.checkpoint import CheckpointStore
+
+    for name in trainings:
+        if name in context.inputs:
+            store = CheckpointStore(context.inputs[name] / "checkpoints")
+            return lambda abstract: store.restore_params(None, abstract)
+    return _imported(context, graph)
 
 
 def _imported(context: StageContext, graph: "Graph") -> Callable[[Any], Any] | None:
@@ -127,9 +135,10 @@ def with_vocabulary(model: Any, vocabulary: int) -> Any:
     return [with_vocabulary(entry, vocabulary) for entry in model] if isinstance(model, list) else model
 
 
-def _token_rows(
+def token_rows(
     context: StageContext, settings: PretrainSettings | TuningSettings, rows: Path
 ) -> "tuple[RowFeed, dict[str, ValidationRows]]":
+    """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
     from affinage.data.feed import RowFeed
     from affinage.data.validation_rows import validation_sets
 
@@ -151,10 +160,11 @@ def _rows_per_step(context: StageContext, settings: TrainSettings) -> int:
     from affinage.parallel import make_mesh
     from affinage.training import rows_per_step
 
-    return rows_per_step(settings, make_mesh(_mesh(context), acquire()).size)
+    return rows_per_step(settings, make_mesh(mesh_of(context), acquire()).size)
 
 
-def _mesh(context: StageContext) -> dict[str, int | str]:
+def mesh_of(context: StageContext) -> dict[str, int | str]:
+    """The recipe's mesh."""
     return {str(axis): size for axis, size in context.recipe.mesh.items()}
 
 
@@ -169,23 +179,28 @@ def _train(
     facts: dict[str, Any] | None = None,
     initial_params: Callable[[Any], Any] | None = None,
 ) -> Summary:
-    """Train in the stage's folder; `facts` are what one must know, beside graph and precision, to use the model."""
-    from affinage.training import TrainJob, train
+    from affinage.training import TrainJob
 
-    told = {"graph": graph.to_dict(), **(facts or {})}
-    write_json(context.folder / MODEL, told | {"precision": settings.precision.model_dump(mode="json")})
-    return train(
-        TrainJob(
-            graph=graph,
-            settings=settings,
-            mesh=_mesh(context),
-            parallel=context.recipe.parallel,
-            seed=context.recipe.seed,
-            feed=feed,
-            data=data,
-            validation=validation,
-            folder=context.folder,
-            initial_params=initial_params,
-            name=context.folder.name.rpartition("-")[0],
-        )
+    job = TrainJob(
+        graph=graph,
+        settings=settings,
+        mesh=mesh_of(context),
+        parallel=context.recipe.parallel,
+        seed=context.recipe.seed,
+        feed=feed,
+        data=data,
+        validation=validation,
+        folder=context.folder,
+        initial_params=initial_params,
+        name=context.folder.name.rpartition("-")[0],
     )
+    return run_training(context, job, graph=graph, facts=facts or {})
+
+
+def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
+    """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
+    from affinage.training import train
+
+    told = {"graph": graph.to_dict(), **facts}
+    write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
+    return train(job)

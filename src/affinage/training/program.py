@@ -1,5 +1,6 @@
 """A job on a mesh: the shardings of its state and batches, and its compiled steps."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, Graph, decayed, init_params, matrices
+from affinage.model import Call, Graph, apply, decayed, init_params, matrices
 from affinage.model.analysis import analyse
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
@@ -117,11 +118,20 @@ class Program:
         step = step_of(self.job.graph, self.optimizer, self.job.settings, self._call(), self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
-    def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, jax.Array]]:
+    def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
         step = make_validation_step(self.job.graph, call=self._call())
         weights = (self.abstract.params, self.abstract.averages)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
+
+    def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
+        """A compiled function from parameters and a batch to the value of a node, whole on every device."""
+        call = dataclasses.replace(self._call(), key=None, until=node)
+
+        def value(params: PyTree, batch: PyTree) -> Any:
+            return apply(self.job.graph, params, batch, call).values[node]
+
+        return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """A batch on the devices, its rows split over the mesh. Every host has the whole batch, and gives its part."""

@@ -62,7 +62,7 @@ class StepDisplay:
 
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Show a validation line."""
-        said = [f"{name} loss {s['loss']:.4f} ({s['bits_per_byte']:.3f} bits/byte)" for name, s in scores.items()]
+        said = [f"{name} loss {s['loss']:.4f}{_also(s)}" for name, s in scores.items()]
         self.say(f"step {step:,}/{self._steps:,}  validation: {', '.join(said)}")
 
     def say(self, message: str) -> None:
@@ -84,6 +84,12 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     if speed and row["step"] < steps:
         parts.append(f"ETA {_duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
     return "  ".join(parts)
+
+
+def _also(score: Mapping[str, float]) -> str:
+    if "bits_per_byte" in score:
+        return f" ({score['bits_per_byte']:.3f} bits/byte)"
+    return f" (right of the pairs {score['rewards/accuracies']:.1%})" if "rewards/accuracies" in score else ""
 
 
 def _number(value: float | None, form: str) -> str:

@@ -96,16 +96,17 @@ def make_train_step(
     return step
 
 
-def make_validation_step(graph: Graph, *, call: Call) -> Callable[[Weights, Batch], Metrics]:
-    """Build `(weights, batch) -> {sum, count}`: nats summed over the counted tokens of a batch, and their number."""
+def make_validation_step(graph: Graph, *, call: Call) -> Callable[[Weights, Batch], dict[str, Any]]:
+    """Build `(weights, batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a batch, their number,
+    and the sums and counts of what the graph itself reports."""
 
-    def step(weights: Weights, batch: Batch) -> Metrics:
+    def step(weights: Weights, batch: Batch) -> dict[str, Any]:
         params, averages = weights
         outputs = apply(graph, params, batch, dataclasses.replace(call, key=None, averages=averages))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))
-        return {"sum": nats, "count": count}
+        return {"sum": nats, "count": count, "metrics": outputs.metrics}
 
     return step
 

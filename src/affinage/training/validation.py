@@ -1,7 +1,7 @@
 """Loss and bits per byte on text that is never trained on."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ def validate(
     weights: PyTree,
     sets: Mapping[str, ValidationSet],
     *,
-    step: Callable[[PyTree, PyTree], dict[str, jax.Array]],
+    step: Callable[[PyTree, PyTree], dict[str, Any]],
     put: Callable[[HostBatch], PyTree],
     stop: Callable[[], bool],
 ) -> dict[str, dict[str, float]] | None:
@@ -31,7 +31,8 @@ def validate(
         stop: asked between batches; when true the validation is given up.
 
     Returns:
-        {name: {loss, bits_per_byte}}, or None if it was given up.
+        {name: {loss, bits_per_byte}}, with what the graph reports in place of the latter where the rows are no text; or
+        None if it was given up.
     """
     scores = {}
     for name, rows_of in sets.items():
@@ -43,8 +44,13 @@ def validate(
         # Python's floats: float32 would lose the last digits of a sum over many batches.
         nats = math.fsum(float(s["sum"]) for s in sums)
         count = math.fsum(float(s["count"]) for s in sums)
-        scores[name] = {
-            "loss": nats / max(count, 1.0),
-            "bits_per_byte": nats / math.log(2) / max(rows_of.bytes, 1),
-        }
+        scores[name] = {"loss": nats / max(count, 1.0)}
+        if rows_of.bytes:
+            scores[name]["bits_per_byte"] = nats / math.log(2) / rows_of.bytes
+        else:
+            scores[name] |= {metric: _mean([s["metrics"][metric] for s in sums]) for metric in sums[0]["metrics"]}
     return scores
+
+
+def _mean(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> float:
+    return math.fsum(float(total) for total, _ in pairs) / max(math.fsum(float(count) for _, count in pairs), 1.0)

@@ -1,0 +1,161 @@
+"""The work of the stages of direct preference optimisation: pairs to rows, the reference, the training."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from affinage.errors import UserError
+from affinage.recipe.training import TrainSettings
+from affinage.recipe.tuning import DpoSettings
+from affinage.stages.stage import StageContext, Summary
+from affinage.stages.store import content_hash
+from affinage.stages.trainings import begin_with, graph_of, mesh_of, run_training, token_rows
+
+if TYPE_CHECKING:
+    from affinage.model import Graph
+    from affinage.training import TrainJob
+
+ANSWERS = "answer_log_probabilities"  # the node
+
+
+def preferences(context: StageContext) -> Summary:
+    """Turn pairs of answers into rows."""
+    from affinage.data.preferences import prepare_preferences
+    from affinage.data.tokenizer import Tokenizer
+
+    recipe = context.recipe
+    assert recipe.dpo is not None
+    return prepare_preferences(
+        recipe.dpo,
+        Tokenizer.load(context.inputs["tokenizer"]),
+        context.folder,
+        context=recipe.dpo.context or recipe.rows.context,
+        seed=recipe.seed,
+        system_prompt=recipe.chat_system_prompt,
+        world_folder=context.inputs.get("world"),
+        progress=context.progress,
+    )
+
+
+def reference(context: StageContext) -> Summary:
+    """Compute the log-probability that the model gives every answer before it learns from them."""
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import make_mesh
+    from affinage.training.program import Program
+
+    settings, rows = _settings(context), context.inputs["preferences"]
+    graph = _graph(context, settings)
+    feed, _ = token_rows(context, settings, rows)
+    job = _job(context, graph, settings, feed)
+    mesh = make_mesh(job.mesh, acquire())
+    program = Program(job, mesh, feed.batch(0))
+    begin = job.initial_params
+    assert begin is not None
+    params = begin(program.abstract.params)
+    told = {part: _write_reference(context, program, params, rows, part) for part in ("train", "validation")}
+    return {"rows": told, "documents": graph[ANSWERS].kind.model_dump()["documents"]}
+
+
+def _write_reference(context: StageContext, program: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
+    import jax
+    import numpy as np
+
+    from affinage.data.atomic import write_array
+    from affinage.data.row_files import find_row_folders
+    from affinage.data.validation_rows import ValidationRows
+
+    (context.folder / part).mkdir(exist_ok=True)
+    counts, compiled = {}, None
+    for name, folder in find_row_folders(rows / part).items():
+        batches = ValidationRows(folder, batch=program.rows // program.job.settings.micro_batches)
+        found = []
+        for number, batch in enumerate(batches):
+            context.progress(f"{part}/{name} {number / len(batches):.0%}")
+            compiled = compiled or program.compile_value(ANSWERS, batch)
+            found.append(np.asarray(jax.device_get(compiled(params, program.put(batch))))[..., 0])
+        write_array(context.folder / part / f"{name}.npy", np.concatenate(found)[: batches.rows])
+        counts[name] = batches.rows
+    return counts
+
+
+def dpo(context: StageContext) -> Summary:
+    """Teach the model to prefer the chosen answers, held to the model that it was."""
+    from affinage.data.preference_feed import PreferenceFeed, PreferenceRows, read_reference
+
+    settings, inputs = _settings(context), context.inputs
+    rows, told = inputs["preferences"], inputs["reference"]
+    feed, held_out = token_rows(context, settings, rows)
+    validation = read_reference(told / "validation")
+    return run_training(
+        context,
+        _job(
+            context,
+            _graph(context, settings),
+            settings,
+            PreferenceFeed(feed, read_reference(told / "train")),
+            data={"rows": content_hash(rows, "train"), "reference": content_hash(told, "train")},
+            validation={name: PreferenceRows(found, validation[name]) for name, found in held_out.items()},
+        ),
+        # What it is used with is the model itself, whose loss is of the next token.
+        graph=_base_graph(context),
+        facts={"context": feed.context, "system_prompt": context.recipe.chat_system_prompt},
+    )
+
+
+def _job(context: StageContext, graph: "Graph", settings: TrainSettings, feed: Any, **more: Any) -> "TrainJob":
+    from affinage.training import TrainJob
+
+    return TrainJob(
+        graph=graph,
+        settings=settings,
+        mesh=mesh_of(context),
+        parallel=context.recipe.parallel,
+        seed=context.recipe.seed,
+        feed=feed,
+        folder=context.folder,
+        initial_params=begin_with(context, _base_graph(context), ("sft", "pretrain")),
+        name=context.folder.name.rpartition("-")[0],
+        **more,
+    )
+
+
+def _settings(context: StageContext) -> DpoSettings:
+    assert context.recipe.dpo is not None
+    return context.recipe.dpo
+
+
+def _base_graph(context: StageContext) -> "Graph":
+    from affinage.data.tokenizer import Tokenizer
+
+    return graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
+
+
+def _graph(context: StageContext, settings: DpoSettings) -> "Graph":
+    from affinage.data.preferences import documents_in_a_row
+
+    return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preferences"]))
+
+
+def preference_graph(graph: "Graph", settings: DpoSettings, documents: int) -> "Graph":
+    """The same model with the loss of preference pairs in place of that of the next token.
+
+    Raises:
+        UserError: its loss is another one.
+    """
+    from affinage.model import parse
+
+    told = graph.to_dict()
+    loss = told["nodes"].pop(graph.loss)
+    if loss["kind"] != "next_token_loss":
+        raise UserError("preferences are learned by a language model, whose loss is a next_token_loss", where="model")
+    chunk = {key: loss[key] for key in ("chunk",) if key in loss}
+    told["nodes"] |= {
+        ANSWERS: {"kind": "document_log_probabilities", "in": loss["in"], "documents": documents, **chunk},
+        graph.loss: {
+            "kind": "preference_loss",
+            "in": ANSWERS,
+            "form": settings.loss,
+            "beta": settings.beta,
+            "label_smoothing": settings.label_smoothing,
+        },
+    }
+    return parse(told)

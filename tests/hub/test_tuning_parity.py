@@ -1,0 +1,173 @@
+"""One step of fine-tuning and of DPO on packed rows, against transformers and torch on the conversations one by one.
+
+The same weights (through the export's layout), float32: per-token masks, loss and the gradient of every weight.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from affinage.data.conversations import prepare_conversations
+from affinage.data.feed import RowFeed
+from affinage.data.preference_feed import REFERENCE, PreferenceFeed
+from affinage.data.preferences import documents_in_a_row, prepare_preferences
+from affinage.hub.llama import hf_config, to_hf
+from affinage.hub.tokenizer import write_hf_tokenizer
+from affinage.model import Call, apply
+from affinage.recipe.tuning import DpoSettings, SftSettings
+from affinage.stages.preferences import preference_graph
+from tiny_models import CONTEXT, tiny_llama, tokenizer
+
+COMMON = {"steps": 1, "batch": 4, "schedule": {"peak": 1e-3, "floor": 0}, "held_out": 0, "system_prompt": "Be kind."}
+TALKS = [
+    [("user", "Où est Paris ?"), ("assistant", "En France."), ("user", "Yen?"), ("assistant", "The yen is Japan's.")],
+    [("user", "Twelve plus seven?"), ("assistant", "Nineteen.")],
+    [("system", "Réponds."), ("user", "Noël ?"), ("assistant", "L'école où naître.")],
+    [("user", "Who?"), ("assistant", "The capital of France.")],
+]
+PAIRS = [
+    ("Capital?", "It is Paris.", "Yen."),
+    ("Sept ?", "Dix-neuf sont dix.", "Où ça, élève ?"),
+    ("Yen?", "Yes.", "No."),
+]
+
+
+def messages(turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """(our model, the same weights in transformers)."""
+    ours = tiny_llama()
+    theirs = LlamaForCausalLM(LlamaConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager"))
+    weights = {name: torch.tensor(array) for name, array in to_hf(jax.device_get(ours.params), ours.graph).items()}
+    theirs.load_state_dict(weights)
+    return ours, theirs.float()
+
+
+@pytest.fixture(scope="module")
+def hf_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_hf_tokenizer(tokenizer(), folder, context=CONTEXT, system_prompt="Be kind.")
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def rendered(hf_tokenizer, said, from_message=0):
+    """Ids of a conversation by the exported chat template, and which are the assistant's by the characters."""
+    text = hf_tokenizer.apply_chat_template(said, tokenize=False)
+    encoded = hf_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    spans, place = [], 0
+    for number, message in enumerate(said):
+        head = f"<|im_start|>{message['role']}\n"
+        start = text.index(head + message["content"] + "<|im_end|>", place) + len(head)
+        place = start + len(message["content"]) + len("<|im_end|>")
+        if message["role"] == "assistant" and number >= from_message:
+            spans.append((start, place))
+    trained = [any(a <= start and end <= b for a, b in spans) for start, end in encoded["offset_mapping"]]
+    return encoded["input_ids"], np.array(trained)
+
+
+def log_probabilities(model, ids, trained):
+    logits = model(torch.tensor([ids])).logits[0, :-1]
+    found = F.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return found[torch.tensor(trained[1:])]
+
+
+def assert_same_gradients(ours, theirs, graph):
+    ours = to_hf(jax.device_get(ours), graph)
+    for name, parameter in theirs.named_parameters():
+        expected = parameter.grad.numpy()
+        np.testing.assert_allclose(ours[name], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+
+
+def write(path, items):
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return str(path)
+
+
+def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
+    ours, theirs = llama
+    path = write(tmp_path / "talks.jsonl", [{"messages": messages(talk)} for talk in TALKS])
+    settings = SftSettings.model_validate({**COMMON, "sources": [path]})
+    summary = prepare_conversations(settings, tokenizer(), tmp_path / "rows", context=CONTEXT, seed=0)
+    batch = RowFeed(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"]).batch(0)
+    assert summary["train"]["rows"] < len(TALKS)  # some share a row
+
+    expected = [rendered(hf_tokenizer, messages(talk)) for talk in TALKS]
+    packed = set()
+    for row, mask, ids in zip(batch["tokens"], batch["loss_mask"], batch["segment_ids"]):
+        for number in set(ids.tolist()):
+            inside = (ids == number) & (row != 0)
+            packed.add((tuple(row[inside].tolist()), tuple(mask[inside].astype(bool).tolist())))
+    assert packed == {(tuple(ids), tuple(trained.tolist())) for ids, trained in expected}
+
+    def loss(params):
+        return apply(ours.graph, params, batch, Call()).values[ours.graph.loss].mean()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(ours.params)
+    theirs.zero_grad()
+    torch_loss = -torch.cat([log_probabilities(theirs, *each) for each in expected]).mean()
+    torch_loss.backward()
+    assert float(value) == pytest.approx(torch_loss.item(), rel=1e-4)
+    assert_same_gradients(gradients, theirs, ours.graph)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_one_step_of_dpo(llama, hf_tokenizer, tmp_path, loss):
+    ours, theirs = llama
+    path = write(tmp_path / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
+    settings = DpoSettings.model_validate(
+        {**COMMON, "sources": [path], "loss": loss, "label_smoothing": 0.1, "beta": 0.3}
+    )
+    summary = prepare_preferences(
+        settings, tokenizer(), tmp_path / "rows", context=2 * CONTEXT, seed=0, system_prompt="Be kind."
+    )
+    documents, rows = documents_in_a_row(tmp_path / "rows"), summary["train"]["rows"]
+    assert documents > 2 and rows < len(PAIRS)
+    reference = np.random.default_rng(0).normal(-30, 5, (rows, documents)).astype(np.float32)
+    feed = PreferenceFeed(RowFeed(tmp_path / "rows/train", seed=0, batch=rows), {"pairs": reference})
+    batch = next(feed.iterate(0))
+    graph = preference_graph(ours.graph, settings, documents)
+
+    def mean(params):
+        return apply(graph, params, batch, Call()).values[graph.loss].mean()
+
+    value, gradients = jax.jit(jax.value_and_grad(mean))(ours.params)
+    theirs.zero_grad()
+    torch_losses, seen = [], set()
+    for row, mask, ids, told in zip(batch["tokens"], batch["loss_mask"], batch["segment_ids"], batch[REFERENCE]):
+        first = ids.min()
+        for pair in range((int(ids.max()) - first + 1) // 2):
+            sides = []
+            for side in (0, 1):
+                inside = (ids == first + 2 * pair + side) & (row != 0)
+                tokens, trained = row[inside].tolist(), mask[inside].astype(bool)
+                seen.add((tuple(tokens), tuple(trained.tolist())))
+                found = log_probabilities(theirs, tokens, trained)
+                sides.append((found, torch.tensor(told[2 * pair + side])))
+            torch_losses.append(trl(loss, *sides))
+    torch_loss = torch.stack(torch_losses).mean()
+    torch_loss.backward()
+    assert len(torch_losses) == len(PAIRS)
+    assert float(value) == pytest.approx(torch_loss.item(), rel=1e-4)
+    assert_same_gradients(gradients, theirs, ours.graph)
+    for prompt, *answers in PAIRS:
+        for answer in answers:
+            said = messages([("user", prompt), ("assistant", answer)])
+            ids, trained = rendered(hf_tokenizer, said, 1)
+            assert (tuple(ids), tuple(trained.tolist())) in seen
+
+
+def trl(loss, chosen, rejected, beta=0.3, smoothing=0.1):
+    """TRL's dpo_trainer: `sigmoid` on sums, `ipo` on means over completion tokens."""
+    (c, rc), (r, rr) = chosen, rejected
+    if loss == "ipo":
+        return ((c.mean() - rc / len(c)) - (r.mean() - rr / len(r)) - 1 / (2 * beta)) ** 2
+    delta = beta * ((c.sum() - rc) - (r.sum() - rr))
+    return -F.logsigmoid(delta) * (1 - smoothing) - F.logsigmoid(-delta) * smoothing
