@@ -90,6 +90,8 @@ def test_dry_run_as_json(tmp_path):
         (["chat", "nobody"], 2, "there is no model `nobody`\n  There are no trained models in runs."),
         (["generate", "a@b", "x"], 2, "`@b` is no checkpoint"),
         (["eval", "runs/x"], 2, "no task was named"),
+        (["eval", "quickstart", "--tasks", "piqa,boolq", "--data-dir", "no"], 2, "there is no `no`"),
+        (["eval", "quickstart", "--tasks", "boolq", "--data-dir", "."], 2, "no items of `boolq` in ."),
         (["run", "quickstart", "--set", "name=store"], 2, "`store` is where results are kept"),
         (["run", "quickstart", "--set", "data=null"], 2, "no `data` section"),
         (["graph", "quickstart", "--set", "model.nodes.embed.kind=embeding"], 2, "--set model.nodes.embed.kind:"),

@@ -10,6 +10,11 @@ from tiny_models import CONTEXT, full_logits, tiny_llama
 
 
 def slow_score(model, before, continuation):
+    if len(continuation) > CONTEXT:  # in pieces of half the context, each after what comes before
+        half = CONTEXT // 2
+        cuts = range(0, len(continuation), half)
+        scores = [slow_score(model, before + continuation[:at], continuation[at : at + half]) for at in cuts]
+        return sum(value for value, _ in scores), all(greedy for _, greedy in scores)
     whole = (before + continuation)[-(CONTEXT + 1) :]
     logits = np.asarray(jax.nn.log_softmax(full_logits(model, whole[:-1]), axis=-1))
     at = range(len(whole) - 1 - len(continuation), len(whole) - 1)
@@ -23,6 +28,7 @@ def some_pairs(model):
     pairs = [([2, *draw(int(generator.integers(0, 50)))], draw(int(generator.integers(1, 9)))) for _ in range(12)]
     pairs += [(pairs[0][0], [choice]) for choice in (20, 21, 22)]  # one-token choices share a row
     pairs += [([2, *draw(CONTEXT + 20)], draw(4)), ([2], draw(CONTEXT))]  # cut from the left; as long as can be
+    pairs += [([2, *draw(5)], draw(CONTEXT + 30))]
     # A greedy continuation, so that both answers to "is it greedy" occur.
     tokens = [2, 40]
     for _ in range(4):
@@ -38,7 +44,7 @@ def test_scores_equal_the_definition(batch, block, monkeypatch):
     pairs = some_pairs(model)
     answered = []
     results = Scorer(model, batch=batch).score(pairs, answered.append)
-    assert sum(answered) == len(pairs)
+    assert sum(answered) == len(pairs) + 2, "one is scored in three pieces"
     for (before, continuation), (value, greedy) in zip(pairs, results, strict=True):
         expected, expected_greedy = slow_score(model, before, continuation)
         assert value == pytest.approx(expected, abs=2e-4)

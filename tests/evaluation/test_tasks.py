@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from affinage.errors import UserError
-from affinage.evaluation.tasks import find_tasks, read_json_lines
+from affinage.evaluation.item_files import read_json_lines
+from affinage.evaluation.tasks import find_tasks
 
 TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "one.jsonl"}}}
 

@@ -207,7 +207,7 @@ class JaxLM(TemplateLM):
         def count(more: int) -> None:
             nonlocal scored
             scored += more
-            self._progress(f"scored {scored:,} of {len(pairs):,} {what}")
+            self._progress(f"scored {min(scored, len(pairs)):,} of {len(pairs):,} {what}")
 
         self.requests += len(pairs)
         return self._scorer.score(pairs, count)

@@ -8,13 +8,17 @@ from functools import lru_cache, partialmethod
 from unittest.mock import patch
 
 import datasets
+import huggingface_hub
 import lm_eval.evaluator
 import lm_eval.utils
 import tqdm
 from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS
+from affinage.evaluation.item_files import DEFINITIONS
 
+_PATIENCE = 5.0  # seconds, for the hub to say that it is there
 _LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
 
 
@@ -51,16 +55,55 @@ def _level(logger: logging.Logger, level: int) -> Iterator[None]:
 
 
 def task_manager(named: Sequence[str]) -> TaskManager:
-    """The harness's index of tasks; reading its own 13,000 task files takes seconds, so only if one is asked for.
+    """The harness's index of tasks; reading its own 13,000 task files takes seconds, so only as far as asked for.
 
     Raises UserError for a name it does not know.
     """
-    manager = TaskManager(include_defaults=bool(named))
+    known = [DEFINITIONS / BENCHMARKS[name].definition for name in named if name in BENCHMARKS]
+    if len(known) == len(named):
+        return TaskManager(include_path=sorted({str(file.parent) for file in known}), include_defaults=False)
+    manager = TaskManager()
     for name in named:
         if name not in manager.all_tasks:
             raise UserError(
                 f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
                 where="evaluate.tasks",
-                fix="`lm-eval ls tasks` lists the names it knows",
+                fix=f"Groups are {', '.join(GROUPS)}; `lm-eval ls tasks` lists the names of the harness.",
             )
     return manager
+
+
+@contextmanager
+def reachable_data(named: Sequence[str]) -> Iterator[None]:
+    """While entered, the data of the tasks `named` come from the hub, or from its cache where there is no network.
+
+    The libraries try for minutes before they give up on a network that is not there; here that is asked once. Raises
+    UserError where data can be had from neither.
+    """
+    with ExitStack() as stack:
+        if named and not huggingface_hub.constants.HF_HUB_OFFLINE and not _answers(huggingface_hub.constants.ENDPOINT):
+            stack.enter_context(patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
+            stack.enter_context(patch.object(datasets.config, "HF_HUB_OFFLINE", True))
+        try:
+            yield
+        except (OSError, huggingface_hub.errors.OfflineModeIsEnabled) as error:  # ConnectionError is an OSError
+            if not named:
+                raise
+            raise UserError(
+                f"the items of {', '.join(named)} cannot be fetched from {huggingface_hub.constants.ENDPOINT}, "
+                f"nor are they in its cache here: {_first_line(error)}",
+                where="evaluate.tasks",
+                fix="Check the network, or give a folder with their files: --data-dir, evaluate.data_dir.",
+            ) from error
+
+
+def _answers(endpoint: str) -> bool:
+    try:
+        huggingface_hub.get_session().head(endpoint, timeout=_PATIENCE)
+    except Exception:  # whatever a network, a proxy or a name server can come up with
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

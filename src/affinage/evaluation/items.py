@@ -4,28 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from affinage.data.benchmark_items import BenchmarkItem, strings_in
-from affinage.errors import UserError
-from affinage.evaluation.harness import tamed_harness, task_manager
+from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
 
 
-def benchmark_items(names: Sequence[str]) -> Iterator[BenchmarkItem]:
+def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterator[BenchmarkItem]:
     """All items that the tasks `names` (see `find_tasks`) are scored on, each with the texts that would give it away.
 
     Those are every string in the item's data, and the question as it is put with its right answer. Items are numbered
     from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
     """
-    found = find_tasks(names, {})
-    with tamed_harness():
+    found = find_tasks(names, {}, data_dir)
+    with tamed_harness(), reachable_data(found.named):
         manager = task_manager(found.named)
-        try:
-            tasks = manager.load([*found.local, *found.named])["tasks"]
-        except (ConnectionError, OSError) as error:
-            raise UserError(
-                f"the items of a benchmark cannot be fetched, so text cannot be cleared of them: {error}",
-                where="evaluate.tasks",
-                fix="Check the network; data.decontaminate.benchmarks=false does without.",
-            ) from error
+        tasks = manager.load([*found.local, *found.named])["tasks"]
         for name, task in tasks.items():
             for number, item in enumerate(task.eval_docs):
                 yield BenchmarkItem(name, str(number), tuple(dict.fromkeys(_texts(task, item))))

@@ -9,6 +9,8 @@ from jaxtyping import Int
 from affinage.evaluation.buckets import bucket_lengths
 from affinage.generation.shapes import power_of_two
 
+Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation whose probability is asked
+
 
 @dataclass
 class Row:
@@ -36,7 +38,19 @@ class RowBatch:
     span: int  # at least the largest number of scored positions of a row
 
 
-def group_requests(pairs: Sequence[tuple[list[int], list[int]]], context: int) -> list[Row]:
+def in_pieces(pairs: Sequence[Pair], context: int) -> tuple[list[Pair], list[int]]:
+    """Pairs whose continuations fit the context, and for each the index of the pair it is (a piece of)."""
+    pieces: list[Pair] = []
+    owners: list[int] = []
+    for index, (before, continuation) in enumerate(pairs):
+        step = len(continuation) if len(continuation) <= context else max(1, context // 2)
+        for start in range(0, len(continuation), max(1, step)):
+            pieces.append((before + continuation[:start], continuation[start : start + step]))
+            owners.append(index)
+    return pieces, owners
+
+
+def group_requests(pairs: Sequence[Pair], context: int) -> list[Row]:
     """Rows for (context ids, continuation ids) pairs, each cut from the left to the last `context` inputs.
 
     The input of a pair is everything but its last token, as in the harness: (context + continuation)[-(length + 1):-1].

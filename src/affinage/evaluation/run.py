@@ -13,10 +13,9 @@ from lm_eval.tasks import TaskManager
 
 from affinage import __version__
 from affinage.data.atomic import write_atomically, write_json
-from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
-from affinage.evaluation.harness import tamed_harness, task_manager
+from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
 from affinage.generation.model import LoadedModel
 
@@ -30,6 +29,7 @@ def evaluate(
     *,
     folder: Path | None = None,
     task_folders: Mapping[str, Path] | None = None,
+    data_dir: str | Path | None = None,
     chat: bool = False,
     limit: int | None = None,
     shots: int = 0,
@@ -42,9 +42,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Scores of a model on benchmarks, with standard errors.
 
-    `tasks` are looked up by `find_tasks` with `task_folders`. Tasks that ask for generated text in the chat template
-    are put to chat models only (`chat`); all others are asked without the template, of base and chat models alike, so
-    that their scores can be compared. `limit` is items per task, `shots` examples before each question, `batch` rows
+    `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
+    chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
+    so that their scores can be compared. `limit` is items per task, `shots` examples before each question, `batch` rows
     per forward pass, `samples` items per task in the results for people to read. Of `texts` (validation texts by name)
     the bits per byte are measured, beside those of gzip and xz if `compressors`.
 
@@ -52,12 +52,12 @@ def evaluate(
     Raises UserError for tasks that cannot be found.
     """
     started = time.monotonic()
-    found = find_tasks(tasks, task_folders or {})
+    found = find_tasks(tasks, task_folders or {}, data_dir)
     lm = JaxLM(model, batch=batch, max_new_tokens=max_new_tokens, progress=progress)
     rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
-    with tamed_harness():
+    with tamed_harness(), reachable_data(found.named):
         manager = task_manager(found.named)
         for chosen, templated in rounds:
             if chosen:
@@ -69,6 +69,7 @@ def evaluate(
     results = {
         "model": model.name,
         "tasks": outcome,
+        "missing": list(found.missing),
         "skipped": [] if chat else [str(task["task"]) for task in found.chat()],
         "seconds": seconds,
         "items_per_second": answered / seconds,
@@ -92,23 +93,16 @@ def evaluate(
 def _run(
     lm: JaxLM, tasks: list[Any], manager: TaskManager, *, limit: int | None, shots: int, templated: bool
 ) -> dict[str, Any]:
-    try:
-        results = lm_eval.evaluator.simple_evaluate(
-            model=lm,
-            tasks=tasks,
-            task_manager=manager,
-            num_fewshot=shots or None,  # None leaves a task its own number
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAP,
-            apply_chat_template=templated,
-            torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation
-        )
-    except ConnectionError as error:
-        raise UserError(
-            f"the data of a task cannot be fetched: {error}",
-            where="evaluate.tasks",
-            fix="Check the network, or name tasks whose data are files here, such as `pocket-world`.",
-        ) from error
+    results = lm_eval.evaluator.simple_evaluate(
+        model=lm,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=shots or None,  # None leaves a task its own number
+        limit=limit,
+        bootstrap_iters=_BOOTSTRAP,
+        apply_chat_template=templated,
+        torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation
+    )
     assert results is not None
     return dict(results)
 

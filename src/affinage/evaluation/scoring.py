@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.rows import RowBatch, batch_rows, group_requests
+from affinage.evaluation.rows import Pair, RowBatch, batch_rows, group_requests, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.shapes import power_of_two
 from affinage.model.call import multiply_out
@@ -92,14 +92,24 @@ class Scorer:
 
     def score(
         self,
-        pairs: Sequence[tuple[list[int], list[int]]],
+        pairs: Sequence[Pair],
         progress: Callable[[int], None] = lambda _: None,
     ) -> list[tuple[float, bool]]:
         """For each (context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
 
         Natural logarithms, summed over the continuation's tokens in float32. Pairs longer than the model's context plus
-        one are cut from the left. `progress` is told the number of pairs answered with every batch.
+        one are cut from the left; a continuation that is itself longer than the context is scored in pieces of half
+        of it, each after what comes before. `progress` is told the number of pieces answered with every batch.
         """
+        pieces, owners = in_pieces(pairs, self.model.context)
+        values = self._score_pieces(pieces, progress)
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        for owner, (value, greedy) in zip(owners, values, strict=True):
+            total, all_greedy = results[owner]
+            results[owner] = total + value, all_greedy and greedy
+        return results
+
+    def _score_pieces(self, pairs: Sequence[Pair], progress: Callable[[int], None]) -> list[tuple[float, bool]]:
         results: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
         rows = group_requests(pairs, self.model.context)
         multiple = self.model.row_multiple

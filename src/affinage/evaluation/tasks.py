@@ -1,26 +1,30 @@
 """Which tasks a name stands for: task files on this machine, or tasks that lm-evaluation-harness ships."""
 
-import gzip
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import yaml
 
 from affinage.errors import UserError
+from affinage.evaluation.benchmarks import BENCHMARKS, names_of
+from affinage.evaluation.item_files import on_file, read_json_lines
+from affinage.recipe.data import POCKET_WORLD
 
 CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models
 
 
 @dataclass(frozen=True)
 class TaskSet:
-    """What a list of task names came to. `local` are whole configurations, `named` are left to the harness."""
+    """What a list of task names came to. `local` are whole configurations, `named` are left to the harness.
+
+    `missing` are members of groups of which the folder of items has no file.
+    """
 
     local: tuple[dict[str, Any], ...]
     named: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
     def plain(self) -> list[dict[str, Any] | str]:
         """Tasks that are asked without a chat template."""
@@ -37,18 +41,34 @@ def is_chat(task: Mapping[str, Any]) -> bool:
     return task.get("output_type") == "generate_until" or CHAT_TAG in ([tags] if isinstance(tags, str) else tags)
 
 
-def find_tasks(names: Sequence[str], folders: Mapping[str, Path]) -> TaskSet:
+def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None) -> TaskSet:
     """Look up task names.
 
-    A name is a key of `folders` (all task files of that folder), the path of a YAML file or of a folder of them, or
-    else a task, group or tag that lm-evaluation-harness knows. Data files of local tasks are given relative to their
-    YAML file; the configurations returned hold absolute paths, and JSON Lines are read without the `datasets` cache.
+    A name is one of our groups (`julian`, `french`, `quickstart`), a key of `folders` (all task files of that folder),
+    the path of a YAML file or of a folder of them, or else a task, group or tag that lm-evaluation-harness knows. Data
+    files of local tasks are given relative to their YAML file; the configurations returned hold absolute paths, and
+    JSON Lines are read without the `datasets` cache. With a `data_dir`, the benchmarks of `BENCHMARKS` are the
+    harness's own definitions over the files of that folder.
 
     Raises UserError for files that are missing, unreadable, or contain `!function` (nothing loaded here may run code).
     """
+    items = None if data_dir is None else Path(data_dir).expanduser()
+    if items is not None and not items.is_dir():
+        raise UserError(f"there is no folder {items}", where="evaluate.data_dir")
     local: dict[str, dict[str, Any]] = {}
     named: list[str] = []
-    for name in names:
+    chosen, missing = names_of(names, items)
+    for name in chosen:
+        file = BENCHMARKS[name].file_in(items) if items is not None and name in BENCHMARKS else None
+        if file is not None:
+            local.setdefault(name, on_file(name, file))
+            continue
+        if name == POCKET_WORLD and name not in folders:
+            raise UserError(
+                "the pocket world's benchmarks are about facts that only a model of that world knows",
+                where=name,
+                fix="Evaluate a run that was trained on it, or name the task files: --task FOLDER/tasks.",
+            )
         place = folders.get(name, Path(name))
         if name in folders or place.exists():
             for task in _read_all(place):
@@ -57,7 +77,7 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path]) -> TaskSet:
             raise UserError("there is no such task file or folder", where=name)
         else:
             named.append(name)
-    return TaskSet(tuple(local.values()), tuple(named))
+    return TaskSet(tuple(local.values()), tuple(named), tuple(missing))
 
 
 def _read_all(place: Path) -> list[dict[str, Any]]:
@@ -107,21 +127,3 @@ def _absolute(data_files: Any, file: Path) -> dict[str, list[str]]:
             if not Path(path).is_file():
                 raise UserError(f"the data file {path} is missing", where=str(file))
     return absolute
-
-
-def read_json_lines(*, data_files: Mapping[str, Iterable[str]], **_metadata: Any) -> dict[str, datasets.Dataset]:
-    """The splits of a task kept as JSON Lines (plain or .gz), as the harness wants them."""
-    return {
-        split: datasets.Dataset.from_list([item for path in paths for item in _json_lines(Path(path))])
-        for split, paths in data_files.items()
-    }
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    content = path.read_bytes()
-    try:
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, gzip.BadGzipFile) as error:
-        raise UserError(f"is not JSON Lines: {error}", where=str(path)) from error

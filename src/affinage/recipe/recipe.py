@@ -15,7 +15,9 @@ from affinage.recipe.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
 class EvaluateSettings(Settings):
     """Which benchmarks judge the models, through lm-evaluation-harness."""
 
-    tasks: tuple[str, ...] = ()  # `pocket-world`, names the harness knows, or paths of task files
+    # `julian`, `french`, `quickstart`, `pocket-world`, names the harness knows, or paths of task files
+    tasks: tuple[str, ...] = ()
+    data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
     limit: int | None = Field(default=None, ge=1)  # items per task; default: all
     shots: int = Field(default=0, ge=0)  # examples put before each question
     batch: int = Field(default=64, ge=1)  # rows per forward pass

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from affinage.errors import UserError
+from affinage.evaluation.benchmarks import names_of
 from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
@@ -47,6 +48,10 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft", "evaluate-dpo"} & set(stages):
         for task in local_tasks(recipe):
             _exists(loaded, task, ("evaluate", "tasks", recipe.evaluate.tasks.index(task)))
+        if recipe.evaluate.data_dir is not None:
+            _exists(loaded, recipe.evaluate.data_dir, ("evaluate", "data_dir"))
+            with _written(loaded, "evaluate", "tasks"):
+                names_of(recipe.evaluate.tasks, Path(recipe.evaluate.data_dir).expanduser())
     if recipe.export is not None and recipe.export.verify and "export" in stages:
         for package in _VERIFY:
             if importlib.util.find_spec(package) is None:

@@ -101,6 +101,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
         settings.tasks,
         folder=context.folder,
         task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},
+        data_dir=settings.data_dir,
         chat=chat,
         limit=settings.limit,
         shots=settings.shots,

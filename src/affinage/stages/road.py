@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART, files_of
 from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
@@ -56,7 +57,7 @@ def is_local(recipe: Recipe) -> bool:
         sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
     places = [location(*source) for source in sources]
     on_hub = any(is_on_hub(source, mirror) for source, _, mirror in sources)
-    return not on_hub and not any(map(is_url, places)) and all(_is_local_task(task) for task in _tasks(recipe))
+    return not on_hub and not any(map(is_url, places)) and all(_is_here(recipe, task) for task in _tasks(recipe))
 
 
 def local_tasks(recipe: Recipe) -> list[str]:
@@ -127,7 +128,7 @@ def _decontamination(recipe: Recipe, last: str) -> Stage:
     if data.decontaminate.benchmarks:
         settings["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
     files = fingerprints(task_files(name for name in looked_for(recipe) if _is_local_task(name)))
-    files |= fingerprints(data.decontaminate.against)
+    files |= fingerprints(data.decontaminate.against) | (_item_files(recipe) if data.decontaminate.benchmarks else {})
     return Stage("decontaminate", texts.decontaminate, settings, (last,), files, continues=True)
 
 
@@ -217,8 +218,8 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     if recipe.evaluate is not None:
         prompts, questions = _json(recipe.report, "prompts"), _json(recipe.report, "questions")
         asked = {"pretrain": prompts, "sft": questions, "dpo": questions}
-        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention"})
-        local = fingerprints(task_files(local_tasks(recipe))) | plugins
+        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention", "data_dir"})
+        local = fingerprints(task_files(local_tasks(recipe))) | _item_files(recipe) | plugins
         read = (
             "tokenizer",
             *_if(POCKET_WORLD in _tasks(recipe), "world"),
@@ -243,7 +244,22 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
 
 
 def _tasks(recipe: Recipe) -> tuple[str, ...]:
-    return recipe.evaluate.tasks if recipe.evaluate else ()
+    """The tasks of the recipe, the pocket world's by one name."""
+    tasks = recipe.evaluate.tasks if recipe.evaluate else ()
+    return tuple(POCKET_WORLD if task == QUICKSTART else task for task in tasks)
+
+
+def _item_files(recipe: Recipe) -> dict[str, str]:
+    """Fingerprints of the files that hold the items of benchmarks, where a folder of them is given."""
+    if recipe.evaluate is None or recipe.evaluate.data_dir is None:
+        return {}
+    return fingerprints(str(file) for file in files_of(recipe.evaluate.tasks, recipe.evaluate.data_dir))
+
+
+def _is_here(recipe: Recipe, task: str) -> bool:
+    """Whether the items of a task are on this machine."""
+    in_folder = recipe.evaluate is not None and recipe.evaluate.data_dir is not None
+    return _is_local_task(task) or (in_folder and (task in GROUPS or task in BENCHMARKS))
 
 
 def _is_local_task(task: str) -> bool:

@@ -1,0 +1,151 @@
+"""The benchmarks that have names here: lm-evaluation-harness's own definitions, and files of them on this machine.
+
+A definition says how an item is put and scored; it is always the harness's. Its items come from the hub, or from
+a folder of JSON Lines in which a row is as in the hub's dataset, or in one of the other common forms named below.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.recipe.data import POCKET_WORLD
+
+Item = dict[str, Any]
+
+_ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A task of the harness. `definition` is its file there, `files` what a file of its items may be called."""
+
+    task: str
+    definition: str
+    files: tuple[str, ...] = ()
+    as_published: Callable[[Item], Item] = dict  # a row of such a file as a row of the hub's dataset
+
+    def file_in(self, folder: Path) -> Path | None:
+        """The file of its items in a folder; None if there is none."""
+        names = [name + ending for name in (self.task, *self.files) for ending in _ENDINGS]
+        return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _preprocessed(item: Item) -> Item:
+    """Where the harness's preprocessing has been done: `query`, `choices`, `gold`."""
+    return item if "endings" in item else item | {"label": str(item["gold"])}
+
+
+def _belebele(item: Item) -> Item:
+    """Where passage and question are one text, and the choices {"A": ..., "D": ...} with the letter of the answer."""
+    if "flores_passage" in item:
+        return item
+    passage, _, question = item["question"].rpartition("\n\nQuestion: ")
+    answers = {f"mc_answer{number}": item["choices"][letter] for number, letter in enumerate("ABCD", 1)}
+    return {
+        "flores_passage": passage.partition("Passage: ")[2],
+        "question": question,
+        **answers,
+        "correct_answer_num": str("ABCD".index(item["answer"]) + 1),
+    }
+
+
+def _winograd_schema(item: Item) -> Item:
+    """Where the pronoun is given by its place among the tokens: the sentence with `_` for it, and two options."""
+    if "option1" in item:
+        return item
+    sentence, (pronoun, (first, _), _) = item["sentence"], item["pronoun"]
+    at = 0
+    for token in item["tokens"][:first]:
+        found = sentence.find(token, at)
+        at = found + len(token) if found >= 0 else at  # some tokens are spelled otherwise in the sentence
+    at = sentence.index(pronoun, at)
+    (option1, _, _, right), (option2, _, _, _) = item["options"]
+    blanked = sentence[:at] + "_" + sentence[at + len(pronoun) :]
+    return {"sentence": blanked, "option1": option1, "option2": option2, "answer": "1" if right else "2"}
+
+
+def _minimal_pair(item: Item) -> Item:
+    return item if "sen" in item else {"sen": item["sentence_good"], "wrong_sen": item["sentence_bad"]}
+
+
+def _arc_in_translation(item: Item) -> Item:
+    """Where the choices are {"text": [...], "label": [...]}, as in the English ARC."""
+    if "instruction" in item:
+        return item
+    texts = dict(zip("abcde", [*item["choices"]["text"], None, None]))
+    right = item["choices"]["label"].index(item["answerKey"])
+    options = {f"option_{letter}": text for letter, text in texts.items()}
+    return {"id": item.get("id", ""), "instruction": item["question"], **options, "answer": "ABCDE"[right]}
+
+
+def _arc_with_letters(item: Item) -> Item:
+    """Where the choices are {"text": [...], "label": [...]}, as in the English ARC."""
+    if not isinstance(item["choices"], Mapping):
+        return item
+    right = item["choices"]["label"].index(item["answerKey"])
+    return item | {"choices": item["choices"]["text"], "answerKey": "ABCDE"[right]}
+
+
+_FRENCH_BENCH = "french_bench/french_bench_{}.yaml"
+BENCHMARKS = {
+    benchmark.task: benchmark
+    for benchmark in (
+        Benchmark("hellaswag", "hellaswag/hellaswag.yaml", (), _preprocessed),
+        Benchmark("piqa", "piqa/piqa.yaml"),
+        Benchmark("lambada_openai", "lambada/lambada_openai.yaml", ("lambada",)),
+        Benchmark("arc_easy", "arc/arc_easy.yaml"),
+        Benchmark("arc_challenge", "arc/arc_challenge.yaml"),
+        Benchmark("winogrande", "winogrande/default.yaml"),
+        Benchmark("boolq", "super_glue/boolq/default.yaml"),
+        Benchmark("belebele_eng_Latn", "belebele/belebele_eng_Latn.yaml", ("belebele_en",), _belebele),
+        Benchmark("belebele_fra_Latn", "belebele/belebele_fra_Latn.yaml", ("belebele_fr",), _belebele),
+        Benchmark("xnli_fr", "xnli/xnli_fr.yaml"),
+        Benchmark("paws_fr", "paws-x/paws_fr.yaml", ("pawsx_fr", "paws_x_fr")),
+        Benchmark("hellaswag_fr", "okapi/hellaswag_multilingual/hellaswag_fr.yaml", (), _preprocessed),
+        Benchmark("arc_fr", "okapi/arc_multilingual/arc_fr.yaml", (), _arc_in_translation),
+        Benchmark("xwinograd_en", "xwinograd/xwinograd_en.yaml", (), _winograd_schema),
+        Benchmark("xwinograd_fr", "xwinograd/xwinograd_fr.yaml", (), _winograd_schema),
+        Benchmark("multiblimp_fra", "multiblimp/multiblimp_fra.yaml", ("multiblimp_fr",), _minimal_pair),
+        Benchmark("lambada_openai_mt_fr", "lambada_multilingual/lambada_mt_fr.yaml", ("lambada_fr",)),
+        Benchmark("french_bench_arc_challenge", _FRENCH_BENCH.format("arc_challenge"), (), _arc_with_letters),
+        Benchmark("french_bench_hellaswag", _FRENCH_BENCH.format("hellaswag"), (), _preprocessed),
+        Benchmark("french_bench_boolqa", _FRENCH_BENCH.format("boolqa"), ("boolq_fr",)),
+        Benchmark("french_bench_grammar", _FRENCH_BENCH.format("grammar")),
+        Benchmark("french_bench_vocab", _FRENCH_BENCH.format("vocab")),
+        Benchmark("french_bench_reading_comp", _FRENCH_BENCH.format("reading_comp")),
+        Benchmark("french_bench_topic_based_nli", _FRENCH_BENCH.format("topic_based_nli")),
+    )
+}
+JULIAN = ("hellaswag", "piqa", "lambada_openai", "arc_easy", "arc_challenge", "winogrande", "boolq")
+FRENCH = tuple(
+    name for name in BENCHMARKS if name not in (*JULIAN, "belebele_eng_Latn", "xwinograd_en")
+)  # all the others
+QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
+GROUPS = {"julian": JULIAN, "french": FRENCH, QUICKSTART: (POCKET_WORLD,)}
+
+
+def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
+    """The files of a folder that these benchmarks and groups read."""
+    members = [member for task in tasks for member in GROUPS.get(task, (task,))]
+    folder = Path(data_dir).expanduser()
+    return [file for name in members if name in BENCHMARKS and (file := BENCHMARKS[name].file_in(folder))]
+
+
+def names_of(tasks: Sequence[str], data_dir: Path | None) -> tuple[list[str], list[str]]:
+    """Groups spelled out, and with a `data_dir` the members of groups that it has no file of.
+
+    Raises UserError for a benchmark that is named by itself and has no file there, or for a group that has none.
+    """
+    chosen: dict[str, None] = {}
+    missing: list[str] = []
+    for task in tasks:
+        members = GROUPS.get(task, (task,))
+        absent = [m for m in members if data_dir and m in BENCHMARKS and BENCHMARKS[m].file_in(data_dir) is None]
+        if absent and len(absent) == len(members):
+            wanted = f"{absent[0]}.jsonl" if len(absent) == 1 else ", ".join(f"{name}.jsonl" for name in absent)
+            raise UserError(f"there are no items of `{task}` in {data_dir}", fix=f"Looked for {wanted} (or .jsonl.gz).")
+        chosen |= dict.fromkeys(member for member in members if member not in absent)
+        missing += absent
+    return list(chosen), missing
