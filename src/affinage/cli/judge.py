@@ -129,4 +129,4 @@ def _show(results: dict[str, Any]) -> None:
 
 
 def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.3g}"

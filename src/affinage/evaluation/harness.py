@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import datasets
 import huggingface_hub
+import lm_eval.api.metrics
 import lm_eval.evaluator
 import lm_eval.utils
 import tqdm
@@ -35,6 +36,8 @@ def tamed_harness() -> Iterator[None]:
         stack.enter_context(patch.object(lm_eval.evaluator, "add_env_info", lambda storage: None))
         # It asks git about the folder it is started in, which complains aloud where that is no checkout.
         stack.enter_context(patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None))
+        # It says on standard output, which may be JSON for a script, that it resamples.
+        stack.enter_context(patch.object(lm_eval.api.metrics, "print", lambda *_, **__: None, create=True))
         # It compiles a task's Jinja templates anew for every item, which takes longer than scoring does.
         compiled = lru_cache(maxsize=256)(lm_eval.utils.env.from_string)
         stack.enter_context(patch.object(lm_eval.utils.env, "from_string", compiled))
