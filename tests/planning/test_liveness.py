@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from affinage.planning.liveness import measure
+from affinage.planning.liveness import measure, trace
 
 N = 256
 M = 64
@@ -12,7 +12,7 @@ SQUARE = N * N * 4  # bytes
 
 def of(function, *shapes, dtype=jnp.float32, shares=None):
     first, *others = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    return measure(function, first, *others, shares=shares or {}, platform="tpu")
+    return measure(trace(function, first, *others), shares or {}, "tpu")
 
 
 def test_what_products_make_is_stored_and_what_is_element_wise_is_not():

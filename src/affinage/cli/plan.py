@@ -35,12 +35,18 @@ def plan(
         bool, typer.Option("--compile", help="Let the slice's own compiler say what it needs: minutes.")
     ] = False,
     which: Annotated[bool, typer.Option("--which", help="Compare many slices: time and cost on each.")] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Look for the fastest mesh, micro-batches, recomputation and moments.")
+    ] = False,
+    best: Annotated[int, typer.Option("--best", min=1, help="How many of the best --search prints.")] = 3,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits a slice, how long it takes and what it costs, and which claims about it cannot be true.
 
     Example: affinage plan julian-600m --on v4-32 --compile
+
+    affinage plan julian-600m --on v4-32 --search
 
     affinage plan julian-600m --which
     """
@@ -54,11 +60,17 @@ def plan(
     data = _summary(runs, loaded, "tokenizer").get("vocabulary"), _training_tokens(runs, loaded)
     graph = planned_graph(loaded, data[0] if loaded.recipe.tokenizer.kind == "characters" else None)
     if which:
-        if on or compile_step:
-            raise UserError("--which looks through all slices", where="--which", fix="Leave out --on and --compile.")
+        if on or compile_step or search:
+            fix = "Leave out --on, --compile and --search."
+            raise UserError("--which looks through all slices", where="--which", fix=fix)
         _show_comparison(compare(loaded.recipe, graph), as_json)
         return
     where = find_slice(on) if on else default_slice(loaded.recipe)
+    if search:
+        from affinage.cli.plan_search import search_and_show
+
+        search_and_show(recipe, overrides or [], loaded, graph, where, best, compile_step, as_json)
+        return
     made = make_plan(loaded.recipe, graph, where, data[1])
     verdict = _verdict(recipe, overrides, made) if compile_step else None
     if as_json:

@@ -193,24 +193,33 @@ class _Program:
         return best
 
 
-def measure(function: Callable[..., Any], weights: Any, *others: Any, shares: Shares, platform: str) -> Peak:
-    """What a function holds and moves beside its arguments.
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A program, and how many of its arguments are arrays of weights: the first ones."""
+
+    jaxpr: Any
+    weights: int
+
+
+def trace(function: Callable[..., Any], weights: Any, *others: Any) -> Traced:
+    """A function of `weights` and `others`, trees of `jax.ShapeDtypeStruct`, as a program; it is not run."""
+    return Traced(jax.make_jaxpr(function)(weights, *others).jaxpr, len(jax.tree.leaves(weights)))
+
+
+def measure(traced: Traced, shares: Shares, platform: str) -> Peak:
+    """What a program holds and moves beside its arguments.
 
     Args:
-        function: of `weights` and `others`; it is traced, not run.
-        weights: tree of `jax.ShapeDtypeStruct`.
-        others: trees of `jax.ShapeDtypeStruct`.
+        traced: see `trace`.
         shares: of the weights.
         platform: that it would be compiled for.
     """
-    traced = jax.make_jaxpr(function)(weights, *others).jaxpr
-    count = len(jax.tree.leaves(weights))
     inputs = []
-    for index, variable in enumerate(traced.invars):
-        share = shares.get(variable.aval.shape) if index < count else None
+    for index, variable in enumerate(traced.jaxpr.invars):
+        share = shares.get(variable.aval.shape) if index < traced.weights else None
         inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
-    program = _Program(shares, _rows_of_kernels(traced) if platform == "tpu" else frozenset())
-    program.run(traced, inputs)
+    program = _Program(shares, _rows_of_kernels(traced.jaxpr) if platform == "tpu" else frozenset())
+    program.run(traced.jaxpr, inputs)
     return program.peak()
 
 

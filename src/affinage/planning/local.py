@@ -1,9 +1,10 @@
 """A run as one device of its mesh sees it: its rows, its part of the model, its share of every weight."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from affinage.errors import UserError
 from affinage.model import Graph, parse
+from affinage.model.analysis import Analysis, analyse
 from affinage.model.parameter import Parameter, map_parameters
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import AXES, axis_sizes
@@ -75,6 +77,11 @@ class Split:
         return max(1, self.rows // self.micro_batches // self.row_parts)
 
     @property
+    def costs(self) -> Analysis:
+        """Operations of every node."""
+        return _analysed(json.dumps(self.graph.to_dict()), self.rows, self.context)
+
+    @property
     def local_context(self) -> int:
         """Tokens of a row on one device."""
         return max(1, self.context // self.parts("sequence"))
@@ -85,7 +92,7 @@ class Split:
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             self._narrow(entry, self.graph[name].kind)
-        return parse(graph)
+        return _parsed(json.dumps(graph))
 
     def _narrow(self, entry: dict[str, Any], kind: Any) -> None:
         if isinstance(entry.get("vocab"), int):
@@ -120,6 +127,16 @@ class Split:
         for whole, local in pairs:
             note(whole, local)
         return held
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Graph:
+    return parse(json.loads(text))
+
+
+@lru_cache(maxsize=16)
+def _analysed(graph: str, rows: int, context: int) -> Analysis:
+    return analyse(_parsed(graph), rows, context)
 
 
 def _declared(graph: Graph) -> list[Parameter]:

@@ -1,17 +1,20 @@
 """Bytes of one device by what they are for, from shapes alone."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
 
 from affinage.hardware.chips import Chip
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
+from affinage.parallel import AXES, MeshLayout
 from affinage.parallel.remat import with_remat
-from affinage.planning.liveness import Peak, measure
+from affinage.planning.liveness import Peak, Traced, measure, trace
 from affinage.planning.local import Split, state_bytes
+from affinage.planning.part import Part, part_of
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
 from affinage.training.program import compute_dtype, optimizer_of, step_of
@@ -88,14 +91,21 @@ def call_of(settings: TrainSettings, parallel: ParallelSettings, chip: Chip, pla
 
 
 def _peak(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Peak:
-    graph = split.local_graph
+    return measure(_traced_step(part_of(split, settings, chip, platform)), split.shares, platform)
+
+
+@lru_cache(maxsize=128)
+def _traced_step(part: Part) -> Traced:
+    """The training step of one device."""
+    graph, settings = part.graph, part.settings
     optimizer = optimizer_of(graph, settings)
-    step = step_of(graph, optimizer, settings, call_of(settings, split.parallel, chip, platform), seed=0)
-    alone = replace(split, graph=graph, sizes=dict.fromkeys(split.sizes, 1))
-    state = abstract_state(graph, jnp.dtype(settings.precision.params), optimizer, alone.layout)
-    batch = batch_shapes(split.local_graph, split.local_rows * split.micro_batches, split.local_context)
+    step = step_of(graph, optimizer, settings, call_of(settings, part.parallel, part.chip, part.platform), seed=0)
+    alone = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES))
+    layout = MeshLayout(alone)  # type: ignore[arg-type]
+    state = abstract_state(graph, jnp.dtype(settings.precision.params), optimizer, layout)
+    batch = batch_shapes(graph, part.rows * settings.micro_batches, part.context)
 
     def of_weights(params: Any, rest: TrainState, batch: Any) -> Any:
         return step(rest._replace(params=params), batch)
 
-    return measure(of_weights, state.params, state._replace(params=None), batch, shares=split.shares, platform=platform)
+    return trace(of_weights, state.params, state._replace(params=None), batch)

@@ -13,7 +13,7 @@ from affinage.hardware.slices import Slice, compared, find_slice
 from affinage.model import Graph, parse
 from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.local import Split, lay_out
-from affinage.planning.memory import Memory, call_of, step_memory
+from affinage.planning.memory import Memory, step_memory
 from affinage.planning.roofline import StepTime, step_time
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
@@ -22,7 +22,7 @@ from affinage.recipe.training import TrainSettings
 _HOUR = 3600
 # What a CPU's memory moves is not told by any datasheet here; 10 GB/s a machine is what two cores of a laptop do.
 _CPU_BANDWIDTH = 10e9
-_NEARLY_FULL = 0.9
+NEARLY_FULL = 0.9
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Plan:
         if not self.fits:
             missing = (self.memory.total - self.capacity) / GiB
             found.append(f"does not fit: {missing:.2f} GiB too much; {self._remedy()}")
-        elif self.memory.total > _NEARLY_FULL * self.capacity:
+        elif self.memory.total > NEARLY_FULL * self.capacity:
             found.append("nearly full: let the compiler say whether it fits, with --compile")
         return tuple(found)
 
@@ -183,15 +183,14 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     _, settings, context = training_settings(recipe)
     if all(name != "tokens" for name, _ in graph.inputs):
         context = 1
-    where = _measured(where)
+    where = measured(where)
     mesh = {str(axis): size for axis, size in recipe.mesh.items()}
     split = lay_out(graph, settings, mesh, context, where.devices, recipe.parallel)
     memory = step_memory(split, settings, where.chip, where.platform)
-    call = call_of(settings, recipe.parallel, where.chip, where.platform)
     facts = facts_of(graph, settings, split.rows, context, data_tokens)
     claimed = contradictions(facts, recipe.claims) if recipe.claims else []
     price = recipe.hardware.price if recipe.hardware.price is not None else where.chip.price
-    time = step_time(split, settings, where, call, memory)
+    time = step_time(split, settings, where, memory)
     return Plan(recipe.name, where, split, settings, memory, time, facts, tuple(claimed), price)
 
 
@@ -214,7 +213,7 @@ def default_slice(recipe: Recipe) -> Slice:
     return find_slice(named or "cpu")
 
 
-def _measured(where: Slice) -> Slice:
+def measured(where: Slice) -> Slice:
     """The slice with figures for a processor, which have to be measured."""
     if where.platform != "cpu":
         return where

@@ -8,7 +8,7 @@ wait for the products and are waited for.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from affinage.hardware.slices import Slice
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
-from affinage.model.analysis import analyse
 from affinage.model.kind import Context
 from affinage.model.node import Node
 from affinage.model.parameter import map_parameters, parameters_in
 from affinage.model.repeat import apply_node
-from affinage.planning.liveness import measure
+from affinage.planning.liveness import measure, trace
 from affinage.planning.local import Split
-from affinage.planning.memory import Memory
+from affinage.planning.memory import Memory, call_of
+from affinage.planning.part import Part, part_of
 from affinage.planning.wires import Wires, wires
 from affinage.recipe.training import TrainSettings
 
@@ -77,20 +77,43 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
-def step_time(split: Split, settings: TrainSettings, where: Slice, call: Call, memory: Memory) -> StepTime:
+def step_time(split: Split, settings: TrainSettings, where: Slice, memory: Memory) -> StepTime:
     """The time of one training step on a slice; `memory` is that of the same step."""
+    bandwidth = _bandwidth(where)
+    update = (2 * memory.state + memory.gradients + memory.weights) / bandwidth
+    return _timed(split, settings, where, _work(split, settings, where), update)
+
+
+def least_time(split: Split, settings: TrainSettings, where: Slice, state: float) -> float:
+    """Seconds that a step cannot stay below: its products, its collectives, and the update of `state` bytes.
+
+    Nothing is traced, so that many splits can be put in order.
+    """
+    nothing = dict.fromkeys((node.name for node in split.graph.nodes), _Work(0.0, True))
+    return _timed(split, settings, where, nothing, 2 * state / _bandwidth(where)).seconds
+
+
+def time_of_nodes(split: Split, settings: TrainSettings, where: Slice, state: float) -> float:
+    """The same, nearer to the truth: with what the nodes do to memory, which many splits have in common."""
+    return _timed(split, settings, where, _work(split, settings, where), 2 * state / _bandwidth(where)).seconds
+
+
+def _bandwidth(where: Slice) -> float:
+    assert where.chip.memory_bandwidth is not None
+    return where.chip.memory_bandwidth / where.chip.devices * MEMORY_ACHIEVABLE
+
+
+def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[str, "_Work"], update: float) -> StepTime:
     chip = where.chip
+    call = call_of(settings, split.parallel, chip, where.platform)
     datasheet = chip.flops_per_device or chip.float32_flops  # a processor's is measured
-    assert datasheet is not None and chip.memory_bandwidth is not None
+    assert datasheet is not None
     peak = datasheet * chip.achievable
     if call.compute_dtype == jnp.float32 and where.platform == "gpu":
         peak /= 2  # TensorFloat-32, what XLA multiplies float32 in there
-    bandwidth = chip.memory_bandwidth / chip.devices * MEMORY_ACHIEVABLE
     links = wires(where, split.sizes)
-    per_node = analyse(split.graph, split.rows, split.context)
-    work = _work(split, call, where.platform)
     nodes = []
-    for node, cost in zip(split.graph.nodes, per_node.nodes, strict=True):
+    for node, cost in zip(split.graph.nodes, split.costs.nodes, strict=True):
         done = work[node.name]
         passes = _PASSES + (1 if call.remat is not None and node.repeat and split.parallel.remat != "dots" else 0)
         # Stages have layers of their own; what is not repeated they all compute.
@@ -98,8 +121,7 @@ def step_time(split: Split, settings: TrainSettings, where: Slice, call: Call, m
         flops = passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
         moved = done.moved * split.micro_batches
         hidden, exposed = _collectives(split, node, links, call, settings)
-        nodes.append(NodeTime(node.name, flops / peak, moved / bandwidth, hidden, exposed))
-    update = (2 * memory.state + memory.gradients + memory.weights) / bandwidth
+        nodes.append(NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed))
     stages = split.sizes["pipeline"]
     parts = (split.parallel.pipeline_micro_batches or 4 * stages) * split.parallel.pipeline_rounds
     # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
@@ -114,10 +136,18 @@ class _Work:
     kernel: bool  # whether attention is a kernel, which skips the pairs that causality hides; plain products do not
 
 
-def _work(split: Split, call: Call, platform: str) -> dict[str, _Work]:
-    """What every node does to memory."""
-    graph = split.local_graph
-    arrays = batch_shapes(graph, split.local_rows, split.local_context)
+def _work(split: Split, settings: TrainSettings, where: Slice) -> Mapping[str, _Work]:
+    """What every node does to memory; of what is done to a micro-batch their number and the moments are no part."""
+    optimizer = settings.optimizer.model_copy(update={"moments": "float32"})
+    alike = settings.model_copy(update={"micro_batches": 1, "optimizer": optimizer})
+    return _work_of(part_of(split, alike, where.chip, where.platform))
+
+
+@lru_cache(maxsize=256)
+def _work_of(part: Part) -> Mapping[str, _Work]:
+    graph = part.graph
+    call = call_of(part.settings, part.parallel, part.chip, part.platform)
+    arrays = batch_shapes(graph, part.rows, part.context)
     values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
     found = {}
@@ -129,7 +159,7 @@ def _work(split: Split, call: Call, platform: str) -> dict[str, _Work]:
         given = (_abstract(graph.parameters.get(node.name, {})), lent, tuple(values[name] for name in node.inputs))
         forward = partial(_forward, node, call)
         values[node.name] = jax.eval_shape(forward, *given, arrays, key)[0]
-        moved = measure(partial(_both_ways, forward), *given, arrays, key, shares={}, platform=platform).moved
+        moved = measure(trace(partial(_both_ways, forward), *given, arrays, key), {}, part.platform).moved
         kernel = node.repeat is not None and _has_kernel(jax.make_jaxpr(forward)(*given, arrays, key))
         found[node.name] = _Work(moved, kernel)
     return found

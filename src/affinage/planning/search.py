@@ -1,0 +1,234 @@
+"""The fastest ways to split a training over a slice: meshes x micro-batches x recomputation x dtype of the moments."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import yaml
+
+from affinage.errors import UserError
+from affinage.hardware.slices import Slice
+from affinage.model import Graph
+from affinage.parallel.mesh import AXES
+from affinage.planning.local import Split, lay_out, state_bytes
+from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
+from affinage.planning.roofline import least_time, time_of_nodes
+from affinage.recipe.recipe import Recipe
+from affinage.recipe.training import TrainSettings
+from affinage.training.program import optimizer_of
+from affinage.training.state import abstract_state
+
+REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
+MOMENTS = ("float32", "bfloat16")
+MOST_PARTS = 64  # micro-batches
+# By how much a step must be faster for other moments than the recipe's, which change its result, and for twice as many
+# micro-batches, which have costs that the estimate does not know.
+_FOREIGN_MOMENTS, _MORE_PARTS = 1.02, 1.01
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that a search chooses.
+
+    Attributes:
+        mesh: devices along each axis, all six.
+        micro_batches: parts of a batch.
+        remat: preset of what is recomputed.
+        moments: dtype that the optimizer's moments are stored in.
+    """
+
+    mesh: tuple[int, ...]
+    micro_batches: int
+    remat: str
+    moments: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axes of more than one device, `data` where there is none."""
+        return {a: n for a, n in zip(AXES, self.mesh, strict=True) if n > 1} or {"data": 1}
+
+    def settings(self, section: str) -> dict[str, Any]:
+        """As a recipe has them, for its training `section`."""
+        training = {"micro_batches": self.micro_batches, "optimizer": {"moments": self.moments}}
+        return {"mesh": self.sizes, "parallel": {"remat": self.remat}, section: training}
+
+    def lines(self, section: str) -> str:
+        """The YAML to paste into a recipe."""
+        return yaml.safe_dump(self.settings(section), sort_keys=False, default_flow_style=None).rstrip()
+
+    def overrides(self, recipe: Recipe, section: str) -> list[str]:
+        """For `--set`; axes that only the recipe names become 1."""
+        sizes = dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes
+        mesh = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+        return [
+            f"mesh={{{mesh}}}",
+            f"parallel.remat={self.remat}",
+            f"{section}.micro_batches={self.micro_batches}",
+            f"{section}.optimizer.moments={self.moments}",
+        ]
+
+    def put_into(self, recipe: Recipe) -> Recipe:
+        """The recipe with these settings."""
+        name, settings, _ = training_settings(recipe)
+        optimizer = settings.optimizer.model_copy(update={"moments": self.moments})
+        training = settings.model_copy(update={"micro_batches": self.micro_batches, "optimizer": optimizer})
+        parallel = recipe.parallel.model_copy(update={"remat": self.remat})
+        return recipe.model_copy(update={"mesh": self.sizes, "parallel": parallel, name: training})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to: the best first; how many there were to choose from, and were estimated in full."""
+
+    best: tuple[tuple[Candidate, Plan], ...]
+    candidates: int
+    estimated: int
+
+
+def search(recipe: Recipe, graph: Graph, where: Slice, count: int = 3) -> Found:
+    """The `count` fastest settings that fit, by the estimate.
+
+    Candidates are looked at in the order of a time that they cannot stay below, the most promising ones closer, until
+    the best are known: what comes out is the same as if all had been estimated. Other moments than the recipe's must
+    save 2 %, twice the micro-batches 1 %; equals are put in order by what recomputes less and has the simpler mesh.
+
+    Stages of a pipeline are not searched, as the estimate does not know all that they hold; a sharding table of the
+    recipe's is kept.
+
+    Raises:
+        UserError: where nothing fits.
+    """
+    where = measured(where)
+    tried = list(_candidates(recipe, graph, where))
+    estimated = 0
+    for share in (NEARLY_FULL, 1.0):
+        best, looked = _best(recipe, graph, where, tried, share, count)
+        estimated += looked
+        if best:
+            return Found(tuple(best), len(tried), estimated)
+    raise UserError(
+        f"nothing fits: none of {len(tried)} ways to split {recipe.name} over {where.name}",
+        where="--search",
+        fix="Take more or larger devices, or a smaller model; `affinage plan --which` compares slices.",
+    )
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A candidate as far as it divides."""
+
+    candidate: Candidate
+    split: Split
+    settings: TrainSettings
+    state: int  # bytes of a device
+
+
+_Order = tuple[Any, ...]
+
+
+def _order(candidate: Candidate, seconds: float, settings: TrainSettings) -> _Order:
+    """Seconds with what a difference within the estimate's error must outweigh, then what is simpler."""
+    foreign = candidate.moments != settings.optimizer.moments
+    return (
+        seconds * (_FOREIGN_MOMENTS if foreign else 1.0) * _MORE_PARTS ** math.log2(candidate.micro_batches),
+        REMATS.index(candidate.remat),
+        sum(size > 1 for size in candidate.mesh),
+        tuple(reversed(candidate.mesh)),
+        candidate.micro_batches,
+        candidate.moments,
+    )
+
+
+def _best(
+    recipe: Recipe, graph: Graph, where: Slice, tried: list[_Tried], share: float, count: int
+) -> tuple[list[tuple[Candidate, Plan]], int]:
+    """Best first search: what comes first in the queue is looked at more closely, or is the next best."""
+    _, own, _ = training_settings(recipe)
+    queue: list[tuple[_Order, int, int, Plan | None]] = []  # order, how closely looked at, index
+    for index, one in enumerate(tried):
+        bound = least_time(one.split, one.settings, where, one.state)
+        queue.append((_order(one.candidate, bound, own), 0, index, None))
+    heapq.heapify(queue)
+    found: list[tuple[Candidate, Plan]] = []
+    too_large: list[Candidate] = []
+    looked = 0
+    while queue and len(found) < count:
+        _, closely, index, made = heapq.heappop(queue)
+        one = tried[index]
+        if made is not None:
+            found.append((one.candidate, made))
+        elif any(_needs_more(one.candidate, refused) for refused in too_large):
+            continue
+        elif closely == 0:
+            bound = time_of_nodes(one.split, one.settings, where, one.state)
+            heapq.heappush(queue, (_order(one.candidate, bound, own), 1, index, None))
+        else:
+            made, looked = make_plan(one.candidate.put_into(recipe), graph, where), looked + 1
+            if made.memory.total > share * made.capacity:
+                too_large.append(one.candidate)
+            else:
+                heapq.heappush(queue, (_order(one.candidate, made.time.seconds, own), 2, index, made))
+    return found, looked
+
+
+def _needs_more(candidate: Candidate, refused: Candidate) -> bool:
+    """Whether on the same mesh `candidate` keeps no less in any respect than what did not fit."""
+    return (
+        candidate.mesh == refused.mesh
+        and candidate.micro_batches <= refused.micro_batches
+        and REMATS.index(candidate.remat) <= REMATS.index(refused.remat)
+        and MOMENTS.index(candidate.moments) <= MOMENTS.index(refused.moments)
+    )
+
+
+def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
+    """Those that divide, and whose weights and moments alone do not fill a device."""
+    _, settings, context = training_settings(recipe)
+    if all(name != "tokens" for name, _ in graph.inputs):
+        context = 1
+    capacity = where.chip.memory_per_device or 0
+    for mesh in _meshes(graph, where.devices):
+        for parts, moments in itertools.product(_parts(settings, where.devices), MOMENTS):
+            sizes = dict(zip(AXES, mesh, strict=True))
+            settled = Candidate(mesh, parts, "none", moments).put_into(recipe)
+            _, chosen, _ = training_settings(settled)
+            try:
+                split = lay_out(graph, chosen, sizes, context, where.devices, settled.parallel)
+                state = _state(split, chosen)
+            except UserError:
+                continue
+            if state > capacity:
+                continue
+            for remat in REMATS:
+                candidate = Candidate(mesh, parts, remat, moments)
+                parallel = candidate.put_into(recipe).parallel
+                yield _Tried(candidate, replace(split, parallel=parallel), chosen, state)
+
+
+def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
+    experts = "experts" in str(graph.parameters)
+    searched = [axis for axis in AXES if axis != "pipeline" and (axis != "expert" or experts)]
+    for sizes in itertools.product(_divisors(devices), repeat=len(searched)):
+        if math.prod(sizes) == devices:
+            named = dict(zip(searched, sizes, strict=True))
+            yield tuple(named.get(axis, 1) for axis in AXES)
+
+
+def _parts(settings: TrainSettings, devices: int) -> list[int]:
+    rows = settings.batch or (settings.batch_per_device or 1) * devices
+    return [n for n in _divisors(rows) if n <= MOST_PARTS]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _state(split: Split, settings: TrainSettings) -> int:
+    """Bytes of weights and moments on one device."""
+    dtype = jnp.dtype(settings.precision.params)
+    state = abstract_state(split.graph, dtype, optimizer_of(split.graph, settings), split.layout)
+    return state_bytes(state, split.sizes)

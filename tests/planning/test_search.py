@@ -1,0 +1,112 @@
+"""`affinage plan --search`: what it proposes fits, divides and is the fastest."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from affinage.cli import main
+from affinage.errors import UserError
+from affinage.hardware.slices import find_slice
+from affinage.model.activations import batch_shapes
+from affinage.parallel import make_mesh
+from affinage.planning.plan import make_plan, planned_graph
+from affinage.planning.search import Candidate, _candidates, _order, search
+from affinage.recipe.load import load_recipe
+from affinage.training.job import TrainJob
+from affinage.training.program import Program
+
+SMALL = str(Path(__file__).with_name("small.yaml"))
+TINY = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=16"]
+
+
+def found(name, *overrides, count=3):
+    loaded = load_recipe(SMALL, overrides)
+    graph = planned_graph(loaded)
+    return loaded, graph, search(loaded.recipe, graph, find_slice(name), count)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Half of the choices, to be done in seconds."""
+    monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "block"))
+    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
+
+
+def test_the_winners_are_those_of_all_that_were_estimated():
+    overrides = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"]
+    loaded, graph, result = found("v4-8", *overrides)
+    where, every = find_slice("v4-8"), []
+    for tried in _candidates(loaded.recipe, graph, where):
+        made = make_plan(tried.candidate.put_into(loaded.recipe), graph, where)
+        every.append((_order(tried.candidate, made.time.seconds, loaded.recipe.pretrain), tried.candidate))
+    every.sort(key=lambda pair: pair[0])
+    assert [candidate for candidate, _ in result.best] == [candidate for _, candidate in every[:3]]
+
+
+def test_the_winner_is_a_step_that_compiles(tmp_path):
+    loaded, graph, result = found("v4-8", *TINY)
+    winner = result.best[0][0]
+    recipe = load_recipe(SMALL, [*TINY, *winner.overrides(loaded.recipe, "pretrain")]).recipe
+    assert dict(recipe.mesh) | winner.sizes == dict(recipe.mesh)
+    mesh = make_mesh(dict(recipe.mesh), jax.devices())
+    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 16, 32).items()}
+    job = TrainJob(
+        graph=graph,
+        settings=recipe.pretrain,
+        mesh=dict(recipe.mesh),
+        seed=0,
+        feed=None,
+        folder=tmp_path,
+        parallel=recipe.parallel,
+    )
+    program = Program(job, mesh, batch)
+    _, metrics = program.compile_training()(program.begin(), program.put(batch))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_nothing_is_proposed_that_does_not_fit_and_smaller_devices_get_smaller_steps():
+    _, _, result = found("v5e-1", "pretrain.batch=512", count=2)
+    for candidate, made in result.best:
+        assert made.fits
+        assert candidate.micro_batches > 1 or candidate.remat != "none"
+
+
+def test_ties_are_decided_the_same_way_every_time():
+    first, second = (found("v4-8", *TINY)[2] for _ in range(2))
+    assert [c for c, _ in first.best] == [c for c, _ in second.best]
+    assert first.estimated < first.candidates / 4
+
+
+def test_experts_are_split_only_where_there_are_some():
+    loaded = load_recipe("moe-small", ["pretrain.batch=16"])
+    axes = [axis for tried in _candidates(loaded.recipe, planned_graph(loaded), find_slice("v4-8")) for axis in
+            tried.candidate.sizes]  # fmt: skip
+    assert "expert" in axes
+    loaded = load_recipe(SMALL)
+    meshes = [t.candidate.sizes for t in _candidates(loaded.recipe, planned_graph(loaded), find_slice("v4-8"))]
+    assert meshes and all("expert" not in sizes and "pipeline" not in sizes for sizes in meshes)
+
+
+def test_a_model_that_fits_nowhere_is_said():
+    with pytest.raises(UserError, match="nothing fits"):
+        found("v5e-1", "model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64")
+
+
+def test_the_lines_to_paste_are_the_settings():
+    candidate = Candidate((1, 2, 4, 1, 1, 1), 2, "block", "bfloat16")
+    assert "mesh: {data: 2, fsdp: 4}" in candidate.lines("pretrain")
+    assert candidate.settings("pretrain")["pretrain"] == {"micro_batches": 2, "optimizer": {"moments": "bfloat16"}}
+
+
+def test_the_verb_prints_a_table_and_json(capsys):
+    words = [SMALL, "--on", "v4-8", "--search", "--best", "2", *(w for o in TINY for w in ("--set", o))]
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert "to paste into the recipe" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", *words, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["best"]) == 2 and told["best"][0]["plan"]["fits"]
