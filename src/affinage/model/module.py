@@ -120,15 +120,7 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
 
 
 def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapping[str, Array], call: Call) -> Result:
-    shared = node.kind.shares
-    context = Context(
-        call=call,
-        batch=batch,
-        key=None if call.key is None else _named_key(call.key, node.name),
-        cache=None if call.cache is None else call.cache.get(node.name),
-        shared=params[shared] if shared else None,
-        averages=None if call.averages is None else call.averages.get(node.name),
-    )
+    context = context_of(node, params, batch, call)
     own, inputs = params.get(node.name, {}), tuple(values[name] for name in node.inputs)
     if not call.remat_nodes:
         return apply_node(node, own, inputs, context)
@@ -138,6 +130,19 @@ def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapp
         return result.value, result.cache, result.losses, result.metrics
 
     return Result(*jax.checkpoint(parts)(own, context.shared, inputs))
+
+
+def context_of(node: Node, params: Tree, batch: Mapping[str, Array], call: Call) -> Context:
+    """What a node of a graph sees when it is applied; `params` are the graph's, for those that it shares."""
+    shared = node.kind.shares
+    return Context(
+        call=call,
+        batch=batch,
+        key=None if call.key is None else _named_key(call.key, node.name),
+        cache=None if call.cache is None else call.cache.get(node.name),
+        shared=params[shared] if shared else None,
+        averages=None if call.averages is None else call.averages.get(node.name),
+    )
 
 
 def _named_key(key: PRNGKeyArray, name: str) -> PRNGKeyArray:

@@ -88,6 +88,9 @@ class TrainSettings(Settings):
     batch: int | None = Field(default=None, ge=1)  # rows per step, over all devices
     batch_per_device: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
     micro_batches: int = Field(default=1, ge=1)  # gradient accumulation: the batch goes through in this many parts
+    # layerwise: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
+    # memory; `optimizer.clip_norm` then holds for each layer, not for all together.
+    update: Literal["whole", "layerwise"] = "whole"
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings
     precision: PrecisionSettings = PrecisionSettings()

@@ -21,6 +21,7 @@ from affinage.parallel.remat import with_remat
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
+from affinage.training.layerwise import make_layerwise_step
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
@@ -172,6 +173,8 @@ def step_of(
     graph: Graph, optimizer: optax.GradientTransformation, settings: TrainSettings, call: Call, seed: int
 ) -> Step:
     """The training step that these settings ask for: what a run compiles, and what a plan traces."""
+    if settings.update == "layerwise":
+        return make_layerwise_step(graph, settings, call=call, seed=seed)
     return make_train_step(
         graph,
         optimizer,

@@ -1,0 +1,113 @@
+"""Layers that are updated one by one are updated as together, wherever the mathematics is the same."""
+
+import jax
+import numpy as np
+import pytest
+
+from affinage.errors import UserError
+from affinage.model import parse
+from affinage.parallel import make_mesh
+from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.training import PretrainSettings
+from affinage.training.job import TrainJob
+from affinage.training.program import Program
+
+ROWS, LENGTH, STEPS = 8, 16, 4
+BLOCK = {
+    "kind": "transformer_block",
+    "in": "embed",
+    "repeat": 3,
+    "attention": {"heads": 4, "rope": {"theta": 10000}},
+    "ffn": {"kind": "swiglu", "width": 64},
+    "norm": {"kind": "rms"},
+}
+SPLIT_SEQUENCE = {"sharding": {"batch": ["data"], "sequence": ["fsdp"], "residual": ["fsdp", "tensor"]}}
+
+
+def graph(tied, **block):
+    return parse(
+        {
+            "inputs": ["tokens"],
+            "nodes": {
+                "embed": {"kind": "embedding", "in": "tokens", "vocab": 128, "width": 32},
+                "blocks": BLOCK | block,
+                "norm": {"kind": "rms_norm", "in": "blocks"},
+                "logits": {"kind": "unembed", "in": "norm", "tied": tied},
+                "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+            },
+        }
+    )
+
+
+def trained(folder, update, mesh, parallel=None, tied=False, block=None, clip=1e9, **changed):
+    """Metrics of each step, and the last state."""
+    settings = PretrainSettings.model_validate(
+        {
+            "steps": 10,
+            "batch": ROWS,
+            "update": update,
+            "schedule": {"peak": 1e-2, "floor": 0.0},
+            "optimizer": {"clip_norm": clip, **changed.pop("optimizer", {})},
+            **changed,
+        }
+    )
+    draw = np.random.default_rng(0)
+    batches = [{"tokens": draw.integers(0, 128, (ROWS, LENGTH), np.int32)} for _ in range(STEPS)]
+    job = TrainJob(
+        graph=graph(tied, **(block or {})),
+        settings=settings,
+        mesh=mesh,
+        seed=0,
+        feed=None,
+        folder=folder,
+        parallel=ParallelSettings.model_validate(parallel or {}),
+    )
+    program = Program(job, make_mesh(mesh, jax.devices()), batches[0])
+    step, state, told = program.compile_training(), program.begin(), []
+    for batch in batches:
+        state, metrics = step(state, program.put(batch))
+        told.append({name: float(value) for name, value in metrics.items()})
+    return told, state
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "changed"),
+    [
+        ({"data": 1}, {}, {}),
+        ({"data": 1}, {}, {"tied": "embed", "block": {"dropout": 0.1}, "optimizer": {"name": "lion"}}),
+        ({"fsdp": 2, "tensor": 4}, SPLIT_SEQUENCE, {"optimizer": {"moments": "bfloat16"}}),
+    ],
+    ids=["alone", "tied, dropout, lion", "split over eight"],
+)
+def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed, tmp_path):
+    plain, before = trained(tmp_path, "whole", mesh, parallel, **dict(changed))
+    ours, after = trained(tmp_path, "layerwise", mesh, parallel, **dict(changed))
+    for one, other in zip(plain, ours, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert other[name] == pytest.approx(one[name], rel=2e-5), name
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    if changed.get("optimizer") != {"name": "lion"}:  # a sign turns rounding into a whole step
+        for one, other in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+            np.testing.assert_allclose(other, one, atol=2e-4 if changed else 1e-5)
+            assert other.sharding == one.sharding
+
+
+def test_each_layer_is_clipped_by_its_own_norm(tmp_path):
+    (one, *_), _ = trained(tmp_path, "layerwise", {"data": 1}, clip=1e-3)
+    (whole, *_), _ = trained(tmp_path, "whole", {"data": 1}, clip=1e-3)
+    assert one["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)  # before clipping
+    assert trained(tmp_path, "layerwise", {"data": 1}, clip=1e-3)[0][-1]["loss"] < one["loss"] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"micro_batches": 2}, "micro_batches is 2"),
+        ({"optimizer": {"name": "muon"}}, "the optimizer is muon"),
+        ({"block": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "width": 16}}}, "mixture of experts"),
+    ],
+)
+def test_what_it_does_not_go_with_is_said(changed, why, tmp_path):
+    with pytest.raises(UserError, match=why):
+        trained(tmp_path, "layerwise", {"data": 1}, **changed)
