@@ -200,7 +200,7 @@ def walk(
         if any(step.stage.name == "collect" and not step.complete for step in steps):
             check_sources(loaded)
         return flow.folder
-    _prepare_process(loaded)
+    prepare_process(loaded)
     with OwnProcess():
         if as_json:
             rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
@@ -219,7 +219,7 @@ def write_report(context: "StageContext") -> "Summary":
     return write_report(context.run_folder, context.folder / "report.html")
 
 
-def _prepare_process(loaded: "LoadedRecipe") -> None:
+def prepare_process(loaded: "LoadedRecipe") -> None:
     """Set what must be set before anything heavy is imported."""
     from affinage.hardware.devices import prepare
     from affinage.stages.road import is_local

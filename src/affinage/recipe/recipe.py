@@ -1,6 +1,6 @@
 """The recipe: everything a run is told, in one frozen object."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -75,6 +75,8 @@ class Recipe(Settings):
     probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
+    # For `affinage sweep`: {key of a setting: its values}; a run is made of every combination.
+    sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
     hardware: HardwareSettings = HardwareSettings()  # what `affinage plan` plans for
     claims: Claims | None = None  # what somebody states of this run; `affinage plan` names what cannot be true
 

@@ -58,6 +58,7 @@ class TuningSettings(TrainSettings):
     mirror: str = ""  # a folder or URL with a copy of every remote source, each in a folder of its name; used instead
     sample: float = Field(default=1.0, gt=0, le=1)  # share of the conversations of each source, chosen by their content
     bad_conversations: Literal["stop", "skip"] = "stop"  # lines that are none: an error, or counted
+    base_step: int | None = Field(default=None, ge=1)  # of the model to begin with, a checkpoint it kept; default: last
     mixture: Mixture | None = None  # {source: weight}, shares of rows; default: every row once an epoch
     context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
     held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation

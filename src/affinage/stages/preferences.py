@@ -112,7 +112,7 @@ def _job(context: StageContext, graph: "Graph", settings: TrainSettings, feed: A
         seed=context.recipe.seed,
         feed=feed,
         folder=context.folder,
-        initial_params=begin_with(context, _base_graph(context), ("sft", "pretrain")),
+        initial_params=begin_with(context, _base_graph(context), ("sft", "pretrain"), _settings(context).base_step),
         name=context.folder.name.rpartition("-")[0],
         **more,
     )

@@ -179,7 +179,7 @@ def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str,
 def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
     base = _if(recipe.sft is not None, "sft") or _if(_pretrains(recipe), "pretrain")
     inputs, begun = (*base, "preferences", "tokenizer"), plugins if base else initial | plugins
-    computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision")}
+    computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision", "base_step")}
     told = {"system_prompt": recipe.chat_system_prompt}
     settings = {**_part(recipe, "model", "seed"), "dpo": _training(dpo) | told}
     return [

@@ -85,18 +85,30 @@ def sft(context: StageContext) -> Summary:
         validation,
         data={"rows": content_hash(context.inputs["conversations"], "train")},
         facts={"context": feed.context, "system_prompt": settings.system_prompt},
-        initial_params=begin_with(context, graph, ("pretrain",)),
+        initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
     )
 
 
-def begin_with(context: StageContext, graph: "Graph", trainings: Sequence[str]) -> Callable[[Any], Any] | None:
-    """The weights of the first of `trainings` that the stage reads, or those that the recipe begins with."""
+def begin_with(
+    context: StageContext, graph: "Graph", trainings: Sequence[str], step: int | None = None
+) -> Callable[[Any], Any] | None:
+    """The weights of the first of `trainings` that the stage reads, or those that the recipe begins with.
+
+    `step` is of the checkpoint, the last one by default. Raises UserError if it was not kept.
+    """
     from affinage.checkpoint import CheckpointStore
 
     for name in trainings:
         if name in context.inputs:
             store = CheckpointStore(context.inputs[name] / "checkpoints")
-            return lambda abstract: store.restore_params(None, abstract)
+            if step is not None and step not in store.steps():
+                kept = ", ".join(map(str, store.steps()))
+                raise UserError(
+                    f"{name} has kept no checkpoint of step {step}, but of {kept}",
+                    where=f"{context.folder.name.rpartition('-')[0]}.base_step",
+                    fix=f"Keep them with {name}.checkpoint.keep_every, and make it anew: --force {name}",
+                )
+            return lambda abstract: store.restore_params(step, abstract)
     return _imported(context, graph)
 
 

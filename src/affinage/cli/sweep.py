@@ -1,0 +1,155 @@
+"""The verb `sweep`: a run for every combination of some settings, and one table of what they score."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich
+import typer
+
+from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption
+
+if TYPE_CHECKING:
+    from affinage.stages.sweep import Point
+
+RESULTS = "sweep.json"  # in the folder of the recipe's run
+JUDGED = ("evaluate-dpo", "evaluate-sft", "evaluate-base")  # the last model that a point has
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verb."""
+    app.command("sweep")(sweep)
+
+
+def sweep(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run every combination of the settings in a recipe's `sweep`; what they have in common is made once.
+
+    Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
+    """
+    from affinage.cli.run import prepare_process
+    from affinage.data.atomic import write_json
+    from affinage.stages.flow import Runs
+    from affinage.stages.sweep import points
+
+    found = points(recipe, overrides or ())
+    if as_json:
+        rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
+    if dry_run:
+        _show_plan(found, Runs(runs), as_json=as_json)
+        return
+    prepare_process(found[0].loaded)
+    for point in found:
+        rich.get_console().rule(f"{point.number} of {len(found)}: {_said(point.settings)}", characters="-")
+        _run(point, Runs(runs))
+    told = [
+        {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings, "scores": scores}
+        for point in found
+        for scores in [scores_of(runs / point.loaded.recipe.name)]
+    ]
+    folder = runs / found[0].loaded.recipe.name.rpartition("-")[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / RESULTS, told)
+    if as_json:
+        print(json.dumps(told, ensure_ascii=False, indent=1))
+    else:
+        _show_scores(told)
+        rich.get_console().print(f"\nresults  {folder / RESULTS}", highlight=False)
+
+
+def _run(point: "Point", runs: Any) -> None:
+    from affinage.cli.run import write_report
+    from affinage.cli.watch import Watch
+    from affinage.stages.flow import Flow
+    from affinage.stages.foresight import check
+    from affinage.stages.road import road_of
+
+    flow = Flow(point.loaded, runs, road_of(point.loaded, write_report))
+    steps = flow.plan()
+    check(point.loaded, [step.stage.name for step in steps if not step.complete])
+    with Watch(steps) as watch:
+        flow.run(watch)
+
+
+def _show_plan(found: "list[Point]", runs: Any, *, as_json: bool) -> None:
+    from affinage.cli.run import write_report
+    from affinage.stages.flow import Flow
+    from affinage.stages.road import road_of
+
+    seen: set[tuple[str, str]] = set()
+    told: list[dict[str, Any]] = []
+    for point in found:
+        steps = Flow(point.loaded, runs, road_of(point.loaded, write_report)).plan()
+        missing = [(step.stage.name, step.request.key) for step in steps if not step.complete]
+        told.append(
+            {
+                "point": point.number,
+                "run": point.loaded.recipe.name,
+                "settings": point.settings,
+                "would_run": [name for name, key in missing if (name, key) not in seen],
+                "shared": [name for name, key in missing if (name, key) in seen],
+            }
+        )
+        seen.update(missing)
+    if as_json:
+        print(json.dumps(told, ensure_ascii=False, indent=1))
+        return
+    for one in told:
+        made, shared = (", ".join(one[key]) or "nothing" for key in ("would_run", "shared"))
+        rich.get_console().print(f"{one['point']}: {_said(one['settings'])}", highlight=False, markup=False)
+        rich.get_console().print(f"   would run {made}; shares {shared}", highlight=False, markup=False)
+
+
+def scores_of(run: Path) -> dict[str, dict[str, Any]]:
+    """Of the last model that was judged in a run: {task: {metric, value, stderr, chance}}, its headline metrics."""
+    from affinage.report.evaluations import read_evaluation
+    from affinage.stages.store import read_manifest
+
+    for stage in JUDGED:
+        manifest = read_manifest(run / stage)
+        if manifest is not None:
+            judged = read_evaluation(stage, run / stage, manifest["summary"])
+            return {
+                each.task: {"metric": each.metric, "value": each.value, "stderr": each.stderr, "chance": each.chance}
+                for each in judged.scores
+                if each.headline
+            }
+    return {}
+
+
+def _show_scores(told: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for one in told:
+        table.add_column(str(one["point"]), justify="right")
+    for key in told[0]["settings"]:
+        table.add_row(key, *(_value(one["settings"][key]) for one in told), style="bold")
+    for task in dict.fromkeys(task for one in told for task in one["scores"]):
+        first = next(one["scores"][task] for one in told if task in one["scores"])
+        table.add_row(f"{task} {first['metric']}", *(_score(one["scores"].get(task)) for one in told))
+    console = rich.get_console()
+    console.print()
+    console.print(table, highlight=False, markup=False)
+
+
+def _score(score: dict[str, Any] | None) -> str:
+    if score is None:
+        return "–"
+    share = score["metric"].startswith(("acc", "exact"))
+    value, error = (100 * part if share and part is not None else part for part in (score["value"], score["stderr"]))
+    return f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}")
+
+
+def _said(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {_value(value)}" for key, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""A grid of settings: every point is run once, what points have in common is made once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affinage.cli.program import main
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+GRID = {
+    "sft.base_step": [4, 8],
+    "sft.sources": [["pocket-world"], ["CHATS"]],
+    "sft.steps": [1, 2],
+}
+SETTINGS = [
+    "data.sources=[{path: pocket-world, megabytes: 0.05}]",
+    "pretrain={steps: 8, batch: 4, schedule: {peak: 1.0e-3, floor: 0}, checkpoint: {every_steps: 4, keep_every: 4}}",
+    "export=null",
+    "sft.held_out=0",
+    "model.nodes.blocks.repeat=1",
+    "report={prompts: [], questions: []}",
+]
+TASK = """\
+task: capitals
+dataset_path: json
+dataset_kwargs: {data_files: {test: items.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: right
+metric_list: [{metric: acc}]
+"""
+
+
+def run(runs: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict]:
+    chats = runs.parent / "chats.jsonl"
+    lines = [{"prompt": f"What is {i}?", "completion": f"It is {i}."} for i in range(20)]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (runs.parent / "capitals.yaml").write_text(TASK)
+    items = [{"question": f"The capital of {i} is", "choices": [f"{i}", "Paris"], "right": i % 2} for i in range(8)]
+    (runs.parent / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    grid = json.dumps(GRID).replace("CHATS", str(chats))
+    evaluate = json.dumps({"tasks": [str(runs.parent / "capitals.yaml")], "batch": 8})
+    settings = [word for each in (*SETTINGS, f"evaluate={evaluate}", f"sweep={grid}") for word in ("--set", each)]
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", TINY, "--runs", str(runs), "--json", *settings, *words])
+    assert ended.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_two_by_two_by_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = tmp_path / "runs"
+    planned = run(runs, capsys, "--dry-run")
+    assert len(planned) == 8 and "pretrain" in planned[0]["would_run"]
+    assert all("pretrain" in point["shared"] for point in planned[1:])
+    assert all("sft" in point["would_run"] for point in planned)
+
+    told = run(runs, capsys)
+    assert [point["settings"]["sft.steps"] for point in told] == [1, 2] * 4
+    assert [point["settings"]["sft.base_step"] for point in told] == [4] * 4 + [8] * 4
+    assert all(0 <= point["scores"]["capitals"]["value"] <= 1 for point in told)
+    assert all(point["scores"]["capitals"]["stderr"] is not None for point in told)
+    store = [path.name.rpartition("-")[0] for path in (runs / "store").glob("*-*")]
+    counts = {name: store.count(name) for name in set(store)}
+    assert counts["pretrain"] == counts["tokenizer"] == counts["world"] == 1
+    assert counts["conversations"] == 2 and counts["sft"] == counts["evaluate-sft"] == 8
+    assert json.loads((runs / "tiny" / "sweep.json").read_text()) == told
+
+    # Again: nothing is left to do, and the table is the same.
+    assert all(point["would_run"] == [] for point in run(runs, capsys, "--dry-run"))
+    assert run(runs, capsys) == told
+
+
+def test_a_recipe_without_a_grid_is_told_how_to_have_one(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", TINY])
+    assert ended.value.code == 2 and "has no `sweep`" in capsys.readouterr().err
