@@ -39,6 +39,11 @@ def plan(
         bool, typer.Option("--search", help="Look for the fastest mesh, micro-batches, recomputation and moments.")
     ] = False,
     best: Annotated[int, typer.Option("--best", min=1, help="How many of the best --search prints.")] = 3,
+    width: Annotated[
+        int | None,
+        typer.Option("--width", help="Find the most layers of this width that the slice's compiler lets train."),
+    ] = None,
+    tries: Annotated[int, typer.Option("--tries", min=1, help="Compilations at most for --width.")] = 6,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,6 +54,8 @@ def plan(
     affinage plan julian-600m --on v4-32 --search
 
     affinage plan julian-600m --which
+
+    affinage plan capacity --on v4-128 --width 10240
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
@@ -57,6 +64,12 @@ def plan(
 
     loaded = load(recipe, overrides)
     load_plugins(loaded)
+    if width is not None:
+        from affinage.cli.plan_capacity import capacity_and_show
+
+        where = find_slice(on) if on else default_slice(loaded.recipe)
+        capacity_and_show(recipe, overrides or [], where, width, tries, as_json)
+        return
     data = _summary(runs, loaded, "tokenizer").get("vocabulary"), _training_tokens(runs, loaded)
     graph = planned_graph(loaded, data[0] if loaded.recipe.tokenizer.kind == "characters" else None)
     if which:

@@ -143,7 +143,12 @@ class _Program:
         if not any(step.inside for step in inner.steps):  # one layer or one part of the logits, not a micro-batch
             inside.held = {"working": inside.total}
         results = []
-        for variable, value in zip(equation.outvars, outputs, strict=True):
+        constants, carries = parameters["num_consts"], parameters["num_carry"]
+        for index, (variable, value) in enumerate(zip(equation.outvars, outputs, strict=True)):
+            begun = arguments[constants + index] if index < carries else None
+            if begun is not None and begun.kind == "argument" and not begun.size:  # written where the state is
+                results.append(_Value(0.0, "argument", share=begun.share, read=begun.read))
+                continue
             copied = value.kind == "weights"
             share = value.share if copied else self.shares.get(variable.aval.shape)
             results.append(

@@ -198,7 +198,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
             _, chosen, _ = training_settings(settled)
             try:
                 split = lay_out(graph, chosen, sizes, context, where.devices, settled.parallel)
-                state = _state(split, chosen)
+                state = state_of(split, chosen)
             except UserError:
                 continue
             if state > capacity:
@@ -227,7 +227,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _state(split: Split, settings: TrainSettings) -> int:
+def state_of(split: Split, settings: TrainSettings) -> int:
     """Bytes of weights and moments on one device."""
     dtype = jnp.dtype(settings.precision.params)
     state = abstract_state(split.graph, dtype, optimizer_of(split.graph, settings), split.layout)

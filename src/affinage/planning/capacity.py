@@ -1,0 +1,189 @@
+"""The largest model of a width that trains on a slice: proposed by what must be held, decided by the compiler."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from affinage.errors import UserError
+from affinage.hardware.slices import Slice
+from affinage.model.analysis import parameters
+from affinage.planning.compiled import Verdict, compile_on
+from affinage.planning.local import lay_out
+from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
+from affinage.planning.search import state_of
+from affinage.recipe.load import load_recipe
+
+HEAD = 128  # of attention
+_FFN, _FFN_MULTIPLE = 8 / 3, 512  # times the width, rounded up to it: a gated layer with the parameters of 4 x width
+_MOST_TENSOR = 64
+_SHARE_OF_STATE = 0.92  # of a device's memory, where the first proposal is
+
+
+@dataclass(frozen=True)
+class FaxRow:
+    """A line of FAX's table 1: the largest model by width that it trained on a slice, at batch 1 and length 2,048."""
+
+    slice: str
+    width: int
+    parameters: float
+    seconds: float  # of a step
+
+
+FAX = (
+    FaxRow("v4-16", 5120, 13.7e9, 0.87),
+    FaxRow("v4-128", 10240, 86.6e9, 1.52),
+    FaxRow("v4-512", 16384, 340.0e9, 6.21),
+)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A number of layers, and what the compiler said of it."""
+
+    layers: int
+    parameters: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What was tried, in that order, and the largest model that fits.
+
+    Attributes:
+        attempts: all of them.
+        overrides: settings of the largest, beside the recipe's.
+        plan: its estimate, for the time of a step.
+    """
+
+    attempts: tuple[Attempt, ...]
+    overrides: tuple[str, ...]
+    plan: Plan
+
+    @property
+    def largest(self) -> Attempt:
+        """The one that `plan` is of."""
+        return max((one for one in self.attempts if one.verdict.fits), key=lambda one: one.layers)
+
+    @property
+    def fax(self) -> FaxRow | None:
+        """FAX's model of this width on this slice."""
+        rows = (row for row in FAX if row.slice == self.plan.where.name)
+        return next((row for row in rows if row.width == self.plan.split.graph.shapes["blocks"].width), None)
+
+
+def shape(width: int, where: Slice) -> list[str]:
+    """The overrides for a model of `width`, heads of 128, and a mesh of `tensor` and, beside it, `fsdp`."""
+    if width % HEAD:
+        raise UserError(f"width {width} has no whole heads of {HEAD}", where="--width", fix=_near(width))
+    heads = width // HEAD
+    tensor = math.gcd(math.gcd(heads, where.devices), _MOST_TENSOR)
+    ffn = math.ceil(_FFN * width / _FFN_MULTIPLE) * _FFN_MULTIPLE
+    blocks = "model.nodes.blocks"
+    return [
+        f"model.nodes.embed.width={width}",
+        f"{blocks}.attention.heads={heads}",
+        f"{blocks}.ffn.width={ffn}",
+        f"mesh={{fsdp: {where.devices // tensor}, tensor: {tensor}}}",
+    ]
+
+
+def _near(width: int) -> str:
+    below = max(HEAD, width // HEAD * HEAD)
+    return f"The nearest widths: {below} or {below + HEAD}."
+
+
+def capacity(
+    recipe: str,
+    overrides: Sequence[str],
+    where: Slice,
+    *,
+    step: int = 2,
+    tries: int = 6,
+    told: Callable[[Attempt], None] = lambda _: None,
+    compiler: Callable[[str, Sequence[str], Slice], Verdict] = compile_on,
+) -> Capacity:
+    """Search the most layers, a multiple of `step`, that the slice's compiler lets train.
+
+    Args:
+        recipe: with one repeated node called `blocks`.
+        overrides: as `shape` gives them, and the user's.
+        where: the slice.
+        step: layers between two models.
+        tries: compilations at most; the search ends when the next larger model was refused, or with these.
+        told: called after each compilation.
+        compiler: gives the verdicts.
+
+    Raises:
+        UserError: where no model was found that fits.
+    """
+    attempts: list[Attempt] = []
+
+    def attempt(layers: int) -> Attempt:
+        settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
+        count = parameters(planned_graph(load_recipe(recipe, settings))).total
+        one = Attempt(layers, count, compiler(recipe, settings, where))
+        attempts.append(one)
+        told(one)
+        return one
+
+    fixed, per_layer = _held(recipe, overrides, where)
+    room = where.chip.memory_per_device or 0
+    for layers in _proposals(attempts, fixed, per_layer, room, step, tries):
+        attempt(layers)
+    fitting = [one.layers for one in attempts if one.verdict.fits]
+    if not fitting:
+        raise UserError(
+            f"none of {', '.join(str(one.layers) for one in attempts)} layers fits {where.name}",
+            where="--on",
+            fix="Take a larger slice or a smaller width.",
+        )
+    best = [*overrides, f"model.nodes.blocks.repeat={max(fitting)}"]
+    loaded = load_recipe(recipe, best)
+    return Capacity(tuple(attempts), tuple(best), make_plan(loaded.recipe, planned_graph(loaded), where))
+
+
+def _proposals(
+    attempts: list[Attempt], fixed: float, per_layer: float, room: float, step: int, tries: int
+) -> Iterator[int]:
+    """Layers to try next: first by the state alone, then by the peak that the compiler told, then in halves."""
+
+    def whole(layers: float) -> int:
+        return max(step, int(layers // step) * step)
+
+    first = whole((_SHARE_OF_STATE * room - fixed) / per_layer)
+    yield first
+    while len(attempts) < tries:
+        low = max((one.layers for one in attempts if one.verdict.fits), default=0)
+        high = min((one.layers for one in attempts if not one.verdict.fits), default=0)
+        if high and high - low <= step:
+            return
+        newest = attempts[-1]
+        slope = _slope(attempts) or per_layer
+        guess = newest.layers + (room - newest.verdict.peak_bytes) / slope if newest.verdict.peak_bytes else 0
+        lowest, highest = low + step, (high - step if high else max(low + step, whole(guess)))
+        if not low <= guess <= max(high, highest + step):  # no amount was told, or one that cannot be
+            guess = (low + high) / 2 if high else low + step
+        yield min(max(whole(guess), lowest), highest)
+
+
+def _slope(attempts: list[Attempt]) -> float:
+    """Bytes of a layer, by the newest two peaks; 0 where there are none."""
+    told = [(one.layers, one.verdict.peak_bytes) for one in attempts if one.verdict.peak_bytes][-2:]
+    if len(told) < 2:
+        return 0.0
+    (a, first), (b, second) = told
+    return max(0.0, (second - first) / (b - a))
+
+
+def _held(recipe: str, overrides: Sequence[str], where: Slice) -> tuple[float, float]:
+    """Bytes of weights and moments on a device: what does not depend on the layers, and that of one layer."""
+
+    def state(layers: int) -> float:
+        loaded = load_recipe(recipe, [*overrides, f"model.nodes.blocks.repeat={layers}"])
+        _, settings, context = training_settings(loaded.recipe)
+        mesh = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
+        graph = planned_graph(loaded)
+        return state_of(lay_out(graph, settings, mesh, context, where.devices, loaded.recipe.parallel), settings)
+
+    two, four = state(2), state(4)
+    return 2 * two - four, (four - two) / 2
