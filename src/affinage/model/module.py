@@ -1,8 +1,8 @@
 """A graph as functions of a parameter tree, and as an NNX module."""
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -97,13 +97,47 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
     token counts. With `call.cache` the tokens continue its rows: they are written at their `positions` (a negative
     one marks padding) and see all earlier slots of their row.
     """
-    needed = graph.needed_for(call.until or graph.loss)
-    values: dict[str, Any] = {name: batch[name] for name, _ in graph.inputs if name in batch}
+    given = {name: batch[name] for name, _ in graph.inputs if name in batch}
+    part = apply_part(graph, graph.needed_for(call.until or graph.loss), params, given, batch, call)
+    values = part.values
+    if part.losses and isinstance(values.get(graph.loss), Loss):
+        loss = values[graph.loss]
+        values = {**values, graph.loss: replace(loss, sum=loss.sum + sum(part.losses) * loss.count)}
+    return Outputs(values, part.cache, part.metrics)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What some of a graph's nodes made: values by node (and those given), and by-products.
+
+    Attributes:
+        values: by the name of the node.
+        cache: as `Outputs.cache`.
+        metrics: name -> (sum, count).
+        losses: means per token that the training loss is to be raised by, times its count.
+    """
+
+    values: dict[str, Any]
+    cache: Tree | None
+    metrics: dict[str, tuple[Array, Array]]
+    losses: list[Array]
+
+
+def apply_part(
+    graph: Graph,
+    names: Collection[str],
+    params: Tree,
+    given: Mapping[str, Any],
+    batch: Mapping[str, Array],
+    call: Call,
+) -> Part:
+    """Values of the named nodes, in the graph's order, from those that are `given`; see `apply`."""
+    values: dict[str, Any] = dict(given)
     cache: Tree | None = None if call.cache is None else dict(call.cache)
     metrics: dict[str, tuple[Array, Array]] = {}
     losses: list[Array] = []
     for node in graph.nodes:
-        if node.name not in needed:
+        if node.name not in names:
             continue
         result = _apply_node(node, params, values, batch, call)
         values[node.name] = result.value
@@ -113,10 +147,7 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
             metrics[name] = (before[0] + total, before[1] + count)
         if cache is not None and result.cache is not None:
             cache[node.name] = result.cache
-    if losses and isinstance(values.get(graph.loss), Loss):
-        loss = values[graph.loss]
-        values[graph.loss] = replace(loss, sum=loss.sum + sum(losses) * loss.count)
-    return Outputs(values, cache, metrics)
+    return Part(values, cache, metrics, losses)
 
 
 def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapping[str, Array], call: Call) -> Result:

@@ -62,6 +62,8 @@ def make_train_step(
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state.averages, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
+    update = make_update(graph, optimizer, schedule, seed=seed, stochastic_rounding=stochastic_rounding)
+
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
         grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches)
@@ -69,15 +71,39 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
         means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
         grad_norm = optax.tree.norm(grads)
+        new, report = update(state, grads, means["loss"], grad_norm)
+        return new, {**means, **report, "targets": targets}
+
+    return step
+
+
+Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
+
+
+def make_update(
+    graph: Graph,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    *,
+    seed: int,
+    stochastic_rounding: bool = True,
+) -> Update:
+    """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
+
+    The loss and the norm say whether the update is healthy; else everything stays but the count of steps. The metrics
+    are grad_norm, learning_rate and skipped; the arguments are those of `make_train_step`.
+    """
+
+    def update(
+        state: TrainState, grads: PyTree, loss: Float[Array, ""], grad_norm: Float[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
         moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
         rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
         params = stored_like(state.params, moved, rounding)
-
         averages = None if state.averages is None else moved_averages(graph, state.averages, params)
-
-        healthy = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        healthy = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         new = TrainState(
             state.step + 1,
             _choose(healthy, params, state.params),
@@ -85,15 +111,9 @@ def make_train_step(
             _choose(healthy, averages, state.averages),
         )
         skipped = 1.0 - healthy.astype(jnp.float32)
-        return new, {
-            **means,
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "targets": targets,
-            "skipped": skipped,
-        }
+        return new, {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped}
 
-    return step
+    return update
 
 
 def make_validation_step(graph: Graph, *, call: Call) -> Callable[[Weights, Batch], dict[str, Any]]:
