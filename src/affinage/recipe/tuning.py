@@ -50,6 +50,25 @@ def _conversations_from_string(value: Any) -> Any:
 Conversations = Annotated[ConversationSettings, BeforeValidator(_conversations_from_string)]
 
 
+class WatchSettings(Settings):
+    """Benchmarks that are scored while a model is tuned, because its loss falls on when they do not.
+
+    An item that was right at an earlier look and is wrong now speaks for a degradation, one that became right against
+    it. A task is worse when so many or more speak for it by chance with a probability below `p` (McNemar's exact test,
+    one-sided), divided by the number of comparisons there can be: tasks times pairs of looks (Bonferroni).
+    """
+
+    tasks: tuple[str, ...] = Field(default=("winogrande", "arc_challenge"), min_length=1)  # as in `evaluate`
+    data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
+    every_steps: int = Field(ge=1)
+    items: int = Field(default=200, ge=2)  # of each task, the first ones, so always the same
+    p: float = Field(default=0.01, gt=0, lt=0.5)  # how often one would be stopped of whom nothing is worse, at most
+    # stop: training ends; keep: it goes on. Either way the model is then the one of the last look before a degradation.
+    # tell: it is only written down.
+    when_worse: Literal["stop", "keep", "tell"] = "stop"
+    batch: int = Field(default=64, ge=1)  # rows per forward pass
+
+
 class TuningSettings(TrainSettings):
     """What all training on conversations has in common."""
 
@@ -59,6 +78,8 @@ class TuningSettings(TrainSettings):
     sample: float = Field(default=1.0, gt=0, le=1)  # share of the conversations of each source, chosen by their content
     bad_conversations: Literal["stop", "skip"] = "stop"  # lines that are none: an error, or counted
     base_step: int | None = Field(default=None, ge=1)  # of the model to begin with, a checkpoint it kept; default: last
+    max_epochs: float | None = Field(default=None, gt=0)  # the training ends there if its steps are more; 1 is wise
+    watch: WatchSettings | None = None
     mixture: Mixture | None = None  # {source: weight}, shares of rows; default: every row once an epoch
     context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining
     held_out: float = Field(default=0.02, ge=0, lt=1)  # share of conversations for validation

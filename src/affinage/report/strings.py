@@ -9,6 +9,11 @@ _WORDS: dict[str, tuple[str, str]] = {
     "verdict_data": ("Text made ready for training", "Du texte préparé pour l’entraînement"),
     "verdict_tokens": ("trained on {tokens} tokens", "entraîné sur {tokens} tokens"),
     "verdict_images": ("shown {images} images", "à qui {images} images ont été montrées"),
+    "looks_caption": (
+        "Benchmarks while it was trained, ± one standard error; bold: worse than at an earlier step (McNemar’s test)",
+        "Bancs d’essai pendant l’apprentissage, ± une erreur type ; en gras : pire qu’à un pas antérieur (McNemar)",
+    ),
+    "ended": ("The training ended at step {step}: {why}.", "L’apprentissage s’est arrêté au pas {step} : {why}."),
     "verdict_dpo": ("taught preferences", "formé par préférences"),
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),
     "verdict_time": ("in {time}", "en {time}"),

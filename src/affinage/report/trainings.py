@@ -7,7 +7,7 @@ from typing import Any
 
 from affinage.report.costs import Node, node_costs
 from affinage.report.curves import Point
-from affinage.report.reading import json_file, json_lines, listing, mapping, number, string, whole
+from affinage.report.reading import json_file, json_lines, listing, mapping, mappings, number, string, whole
 
 CURVES = (
     *("loss", "learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
@@ -22,6 +22,14 @@ class Validated:
     name: str
     loss: float | None
     bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What watched benchmarks said after a step: task -> (share of right answers, standard error, whether worse)."""
+
+    step: int
+    scores: Mapping[str, tuple[float | None, float | None, bool]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Training:
     nodes: tuple[Node, ...]
     context: int | None
     skipped_updates: int
+    looks: tuple[Look, ...]  # at benchmarks, while it was trained
+    ended: str  # why it ended before its last step
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
 
@@ -92,8 +102,19 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
         nodes=nodes,
         context=context,
         skipped_updates=whole(summary.get("skipped_updates")) or 0,
+        looks=tuple(map(_look, mappings(json_file(folder / "watch.json").get("looks")))),
+        ended=string(summary.get("ended")),
         broken_steps=tuple(broken),
     )
+
+
+def _look(entry: Mapping[str, Any]) -> Look:
+    worse = {string(one.get("task")) for one in mappings(entry.get("worse"))}
+    scores = {
+        task: (number(mapping(score).get("value")), number(mapping(score).get("stderr")), task in worse)
+        for task, score in mapping(entry.get("scores")).items()
+    }
+    return Look(whole(entry.get("step")) or 0, scores)
 
 
 def _curves(path: Path) -> tuple[dict[str, list[Point]], dict[str, list[Point]], list[int]]:

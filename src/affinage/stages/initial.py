@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from affinage.model import Graph
 
 MODEL = "model.json"  # beside the checkpoints: what one must know to load them
+KEPT = "kept"  # checkpoints in place of the training's own
 TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is a result of its own
 
 
@@ -31,6 +32,15 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
             fix="Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER",
         )
     return folder
+
+
+def checkpoints_of(training: Path, step: int | None = None) -> Path:
+    """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
+
+    That is the one kept from before a benchmark became worse, where there is one; see `stages.watching`.
+    """
+    kept = training / KEPT
+    return kept if step is None and kept.is_dir() else training / "checkpoints"
 
 
 def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
 from affinage.stages.imports import fitting_tokenizer, system_prompt_of
-from affinage.stages.initial import MODEL, TOKENIZER
+from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of
 from affinage.stages.plugins import load_named_plugins
 from affinage.stages.store import Store, read_request
 
@@ -135,7 +135,7 @@ def load_trained(
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
-    checkpoints = CheckpointStore(folder / "checkpoints")
+    checkpoints = CheckpointStore(checkpoints_of(folder, step))
     if step is not None and step not in checkpoints.steps():
         listed = ", ".join(f"@{known}" for known in checkpoints.steps())
         raise UserError(f"there is no checkpoint of step {step}", where=str(folder), fix=f"There are {listed}.")

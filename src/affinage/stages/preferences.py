@@ -9,6 +9,7 @@ from affinage.recipe.tuning import DpoSettings
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash
 from affinage.stages.trainings import begin_with, graph_of, mesh_of, run_training, token_rows
+from affinage.stages.watching import judge_of
 
 if TYPE_CHECKING:
     from affinage.model import Graph
@@ -94,6 +95,7 @@ def dpo(context: StageContext) -> Summary:
             PreferenceFeed(feed, read_reference(told / "train")),
             data={"rows": content_hash(rows, "train"), "reference": content_hash(told, "train")},
             validation={name: PreferenceRows(found, validation[name]) for name, found in held_out.items()},
+            judge=judge_of(context, settings, _base_graph(context), feed, context.recipe.chat_system_prompt),
         ),
         # What it is used with is the model itself, whose loss is of the next token.
         graph=_base_graph(context),

@@ -46,7 +46,7 @@ def uses_pocket_world(recipe: Recipe) -> bool:
     """Whether any text, conversation or benchmark of the recipe comes from the pocket world."""
     sources = [source.path for source in recipe.data.sources] if recipe.data else []
     tuned = any(tuning.from_world for tuning in _tunings(recipe))
-    return tuned or POCKET_WORLD in (*sources, *_tasks(recipe))
+    return tuned or POCKET_WORLD in (*sources, *_tasks(recipe), *_watched(recipe))
 
 
 def is_local(recipe: Recipe) -> bool:
@@ -57,7 +57,11 @@ def is_local(recipe: Recipe) -> bool:
         sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
     places = [location(*source) for source in sources]
     on_hub = any(is_on_hub(source, mirror) for source, _, mirror in sources)
-    return not on_hub and not any(map(is_url, places)) and all(_is_here(recipe, task) for task in _tasks(recipe))
+    return (
+        not on_hub
+        and not any(map(is_url, places))
+        and all(_is_here(recipe, task) for task in (*_tasks(recipe), *_watched(recipe)))
+    )
 
 
 def local_tasks(recipe: Recipe) -> list[str]:
@@ -80,6 +84,20 @@ def looked_for(recipe: Recipe) -> list[str]:
 
 def _tunings(recipe: Recipe) -> list[TuningSettings]:
     return [tuning for tuning in (recipe.sft, recipe.dpo) if tuning is not None]
+
+
+def _watched(recipe: Recipe) -> list[str]:
+    tasks = [task for tuning in _tunings(recipe) if tuning.watch for task in tuning.watch.tasks]
+    return [POCKET_WORLD if task == QUICKSTART else task for task in tasks]
+
+
+def _read_by_watch(tuning: TuningSettings) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The stages and the user's files that are read to watch a tuning."""
+    tasks = tuning.watch.tasks if tuning.watch else ()
+    folder = tuning.watch.data_dir if tuning.watch else None
+    in_folder = fingerprints(str(file) for file in files_of(tasks, folder)) if folder is not None else {}
+    files = fingerprints(task_files(task for task in tasks if task != POCKET_WORLD and _is_local_task(task)))
+    return _if(bool({POCKET_WORLD, QUICKSTART} & {*tasks}), "world"), files | in_folder
 
 
 def _pretrains(recipe: Recipe) -> bool:
@@ -170,6 +188,8 @@ def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str,
         settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
         base = _if(_pretrains(recipe), "pretrain")
         inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
+        watched, files = _read_by_watch(recipe.sft)
+        inputs, begun = (*inputs, *watched), begun | files
         stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True, live=True))
     if recipe.dpo is not None:
         stages += _dpo_stages(recipe, recipe.dpo, initial, plugins)
@@ -180,11 +200,13 @@ def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugi
     base = _if(recipe.sft is not None, "sft") or _if(_pretrains(recipe), "pretrain")
     inputs, begun = (*base, "preferences", "tokenizer"), plugins if base else initial | plugins
     computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision", "base_step")}
-    told = {"system_prompt": recipe.chat_system_prompt}
+    told, (watched, files) = {"system_prompt": recipe.chat_system_prompt}, _read_by_watch(dpo)
     settings = {**_part(recipe, "model", "seed"), "dpo": _training(dpo) | told}
     return [
         Stage("reference", preferences.reference, computed, inputs, begun),
-        Stage("dpo", preferences.dpo, settings, ("reference", *inputs), begun, continues=True, live=True),
+        Stage(
+            "dpo", preferences.dpo, settings, ("reference", *inputs, *watched), begun | files, continues=True, live=True
+        ),
     ]
 
 
@@ -258,7 +280,8 @@ def _item_files(recipe: Recipe) -> dict[str, str]:
 
 def _is_here(recipe: Recipe, task: str) -> bool:
     """Whether the items of a task are on this machine."""
-    in_folder = recipe.evaluate is not None and recipe.evaluate.data_dir is not None
+    asked = [recipe.evaluate, *(tuning.watch for tuning in _tunings(recipe))]
+    in_folder = all(each.data_dir is not None for each in asked if each is not None and task in each.tasks)
     return _is_local_task(task) or (in_folder and (task in GROUPS or task in BENCHMARKS))
 
 

@@ -9,9 +9,10 @@ import rich
 from affinage.errors import UserError
 from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
-from affinage.stages.initial import MODEL, initial_folder, initial_params
+from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
+from affinage.stages.watching import judge_of
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
     from affinage.training import Feed, TrainJob, ValidationSet
+    from affinage.training.job import Judge
 
 FEED = "feed.json"
 
@@ -86,6 +88,7 @@ def sft(context: StageContext) -> Summary:
         data={"rows": content_hash(context.inputs["conversations"], "train")},
         facts={"context": feed.context, "system_prompt": settings.system_prompt},
         initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
+        judge=judge_of(context, settings, graph, feed, settings.system_prompt),
     )
 
 
@@ -100,7 +103,7 @@ def begin_with(
 
     for name in trainings:
         if name in context.inputs:
-            store = CheckpointStore(context.inputs[name] / "checkpoints")
+            store = CheckpointStore(checkpoints_of(context.inputs[name], step))
             if step is not None and step not in store.steps():
                 kept = ", ".join(map(str, store.steps()))
                 raise UserError(
@@ -190,6 +193,7 @@ def _train(
     data: dict[str, str],
     facts: dict[str, Any] | None = None,
     initial_params: Callable[[Any], Any] | None = None,
+    judge: "Judge | None" = None,
 ) -> Summary:
     from affinage.training import TrainJob
 
@@ -204,6 +208,7 @@ def _train(
         validation=validation,
         folder=context.folder,
         initial_params=initial_params,
+        judge=judge,
         name=context.folder.name.rpartition("-")[0],
     )
     return run_training(context, job, graph=graph, facts=facts or {})

@@ -44,6 +44,18 @@ class ValidationSet(Protocol):
 Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
 
 
+class Judge(Protocol):
+    """Decides whether a training goes on. What it decided at a step it must say again after a resume."""
+
+    def due(self, step: int) -> bool:
+        """Whether it wants to look at the state after this step."""
+        ...
+
+    def look(self, step: int, state: TrainState) -> str:
+        """Why the training should end here; "" if it should go on. Must not keep the state."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
     """One training run. Started again with the same job, it goes on from its newest checkpoint.
@@ -60,6 +72,7 @@ class TrainJob:
         name: how messages call the run, e.g. "pretrain".
         data: JSON-able facts that tell the feed's batches from any others': with others, no checkpoint is gone on from.
         on_step: called in turn after every step.
+        judge: may end the training before its last step.
         parallel: how a step is split over the mesh.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
@@ -75,6 +88,7 @@ class TrainJob:
     name: str = "train"
     data: Mapping[str, Any] = field(default_factory=dict)
     on_step: tuple[Hook, ...] = ()
+    judge: Judge | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     strategy: Strategy | None = None
 

@@ -66,6 +66,12 @@ def train(job: TrainJob) -> dict[str, Any]:
         if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
             report.validation(start, run_validation(state))  # the stop came before it was done
 
+        ended = ""
+        if job.judge is not None and job.judge.due(start):
+            with ledger.account("validation"):
+                ended = job.judge.look(start, state)
+            report.restart_clock()
+
         stop.something_to_lose()
         if stop:
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
@@ -73,20 +79,28 @@ def train(job: TrainJob) -> dict[str, Any]:
         # ---- the steps ----
         batches = job.feed.iterate(start)
         batch = program.put(next(batches)) if start < steps else None
-        for step in range(start + 1, steps + 1):
+        last = start
+        for step in range(start + 1, steps + 1 if not ended else start + 1):
             state, step_metrics = train_step(state, batch)
             upcoming, waited = _next(batches)  # while the devices compute
             batch = program.put(upcoming)
             report.training(step, step_metrics, waited)
             for hook in job.on_step:
                 hook(step, state)
+            last = step
 
-            if _due(step, settings.validate_every, steps):
+            if job.judge is not None and job.judge.due(step):
+                report.drain()
+                with ledger.account("validation"):
+                    ended = job.judge.look(step, state)
+                report.restart_clock()
+
+            if ended or _due(step, settings.validate_every, steps):
                 report.drain()
                 with ledger.account("validation"):
                     report.validation(step, run_validation(state))
 
-            if stop or rhythm.due(step):
+            if stop or ended or rhythm.due(step):
                 # First every line up to here: what a resumed run does not compute again must be in the file.
                 report.drain()
                 with ledger.account("save"):
@@ -100,11 +114,14 @@ def train(job: TrainJob) -> dict[str, Any]:
                     store.wait()
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
+            if ended:
+                display.say(f"ends at step {step:,}: {ended}")
+                break
 
         # ---- the end ----
         with ledger.account("save"):
             store.wait()
-        summary = summarize(program, metrics, ledger, resumed_at)
+        summary = summarize(program, metrics, ledger, resumed_at, last) | ({"ended": ended} if ended else {})
         written = job.folder / "summary.json.part"
         written.write_text(json.dumps(summary, indent=1))
         written.replace(job.folder / "summary.json")

@@ -42,13 +42,15 @@ def identity(program: Program) -> dict[str, Any]:
     return dict(json.loads(json.dumps(facts)))
 
 
-def summarize(program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at: Sequence[int]) -> dict[str, Any]:
-    """The JSON-able summary of a finished run.
+def summarize(
+    program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at: Sequence[int], steps: int
+) -> dict[str, Any]:
+    """The JSON-able summary of a run that ended after so many steps.
 
     `tokens_per_second` (of a model of images `images_per_second`) and `mfu` are over the whole run, from the seconds of
     training alone; `data_wait` are the seconds of them in which the next batch was waited for.
     """
-    lines, steps = metrics.training(), program.job.settings.steps
+    lines = metrics.training()
     seconds, seen = ledger.rounded(), steps * program.units
     peak, flops = program.peak_flops, program.flops_per_step
     count = parameters(program.job.graph)
