@@ -167,7 +167,9 @@ class GroupedTraining:
     ) -> tuple[list[Arrays], list[Arrays], dict[str, Any]]:
         """(what enters each stage, the batch on each group, sums of the metrics on the last group) of a micro-batch."""
         values: Arrays = {}
-        entered, batches, sums = [], [], {}
+        entered: list[Arrays] = []
+        batches: list[Arrays] = []
+        sums: dict[str, Any] = {}
         for index, stage in enumerate(self.stages):
             batches.append(jax.device_put(dict(rows), batch_sharding(stage.mesh, stage.layout.table)))
             entered.append({name: self._sent(values[name], stage) for name in stage.entering})
