@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -44,6 +44,10 @@ def plan(
         typer.Option("--width", help="Find the most layers of this width that the slice's compiler lets train."),
     ] = None,
     tries: Annotated[int, typer.Option("--tries", min=1, help="Compilations at most for --width.")] = 6,
+    curve: Annotated[
+        Literal["weak", "strong"] | None,
+        typer.Option("--curve", help="Scale from --on to 4,096 chips: the rows of a device stay (weak), or the batch."),
+    ] = None,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -79,6 +83,12 @@ def plan(
         _show_comparison(compare(loaded.recipe, graph), as_json)
         return
     where = find_slice(on) if on else default_slice(loaded.recipe)
+    if curve:
+        from affinage.cli.plan_curve import show_curve
+        from affinage.planning.curve import curve as scaled
+
+        show_curve(scaled(loaded.recipe, graph, curve, where), as_json)
+        return
     if search:
         from affinage.cli.plan_search import search_and_show
 

@@ -1,0 +1,90 @@
+"""Scaling on paper: the same training on ever larger slices of one family."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from affinage.errors import UserError
+from affinage.hardware.slices import Slice, find_slice
+from affinage.model import Graph
+from affinage.planning.plan import Plan, make_plan, training_settings
+from affinage.recipe.recipe import Recipe
+
+_TENSOR, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8)
+MOST_CHIPS = 4096
+
+
+@dataclass(frozen=True)
+class Point:
+    """A slice on the curve; `efficiency` is tokens/s a chip, of those of the smallest slice on which it fits."""
+
+    plan: Plan
+    efficiency: float
+
+    @property
+    def why(self) -> str:
+        """What a step's seconds are, in percent: products, memory, and links that are waited for."""
+        parts = {"compute": 0.0, "memory": self.plan.time.update, "links": 0.0}
+        for node in self.plan.time.nodes:
+            parts["links"] += node.exposed
+            parts[node.bound if node.bound != "links" or node.hidden > node.exposed else "compute"] += (
+                node.seconds - node.exposed
+            )
+        return ", ".join(f"{name} {part / self.plan.time.seconds:.0%}" for name, part in parts.items())
+
+
+def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: Slice) -> list[Point]:
+    """The recipe on `first` and on slices of twice, four times, ... its chips, up to 4,096.
+
+    Strong scaling keeps the batch, weak scaling the rows of a device. On each slice it is the fastest of the recipe's
+    own mesh and those of `fsdp` beside up to 8 devices of `tensor` and of `context`, among those that fit; slices on
+    which none does are left out.
+
+    Raises:
+        UserError: where it fits none.
+    """
+    name, settings, _ = training_settings(recipe)
+    rows = settings.batch or (settings.batch_per_device or 1) * first.devices
+    plans = []
+    for where in _larger(first):
+        batch = rows if kind == "strong" else rows * where.devices // first.devices
+        sized = settings.model_copy(update={"batch": batch, "batch_per_device": None})
+        best = _fastest(recipe.model_copy(update={name: sized}), graph, where)
+        if best is not None:
+            plans.append(best)
+    if not plans:
+        raise UserError(
+            f"{recipe.name} fits no slice from {first.name} on",
+            where="--curve",
+            fix="Set more micro_batches or `parallel.remat=block`.",
+        )
+    base = plans[0].tokens_per_second / plans[0].where.chips
+    return [Point(made, made.tokens_per_second / made.where.chips / base) for made in plans]
+
+
+def _larger(first: Slice) -> Iterator[Slice]:
+    family, _, number = first.name.rpartition("-")
+    count = int(number) if family and number.isdigit() else 0
+    while count:
+        try:
+            where = find_slice(f"{family}-{count}")
+        except UserError:  # no shape of that size, or the family ends
+            return
+        if where.chips > MOST_CHIPS:
+            return
+        yield where
+        count *= 2
+
+
+def _fastest(recipe: Recipe, graph: Graph, where: Slice) -> Plan | None:
+    own = {str(axis): size for axis, size in recipe.mesh.items()}
+    meshes = [own, *({"fsdp": "auto", "tensor": t, "context": c} for t in _TENSOR for c in _CONTEXT)]
+    best: Plan | None = None
+    for mesh in meshes:
+        try:
+            made = make_plan(recipe.model_copy(update={"mesh": mesh}), graph, where)
+        except UserError:
+            continue
+        if made.fits and (best is None or made.time.seconds < best.time.seconds):
+            best = made
+    return best

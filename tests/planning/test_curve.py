@@ -1,0 +1,45 @@
+"""Weak and strong scaling on paper."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affinage.cli import main
+from affinage.hardware.slices import find_slice
+from affinage.planning.curve import curve
+from affinage.planning.plan import planned_graph
+from affinage.recipe.load import load_recipe
+
+SMALL = str(Path(__file__).with_name("small.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Slices that a test has time for."""
+    monkeypatch.setattr("affinage.planning.curve.MOST_CHIPS", 16)
+    monkeypatch.setattr("affinage.planning.curve._CONTEXT", (1,))
+
+
+def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
+    loaded = load_recipe(SMALL)
+    graph = planned_graph(loaded)
+    weak, strong = (curve(loaded.recipe, graph, kind, find_slice("v4-8")) for kind in ("weak", "strong"))
+    assert [point.plan.where.name for point in weak] == ["v4-8", "v4-16", "v4-32"]
+    assert [point.plan.split.rows for point in weak] == [64, 128, 256]
+    assert {point.plan.split.rows for point in strong} == {64}
+    assert weak[0].efficiency == strong[0].efficiency == 1.0
+    assert weak[-1].efficiency > strong[-1].efficiency
+    times = [point.plan.time.seconds for point in strong]
+    assert times == sorted(times, reverse=True)
+    for point in (*weak, *strong):
+        assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
+
+
+def test_the_verb_prints_a_line_for_each_slice(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", SMALL, "--on", "v4-8", "--curve", "strong"])
+    assert "v4-32" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", SMALL, "--on", "v4-8", "--curve", "strong", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["curve"]) == 3
