@@ -15,8 +15,8 @@ from affinage.cli.program import app, main
 from affinage.errors import Preempted
 
 VERBS = [
-    "run", "data", "train", "sft", "eval", "generate", "chat", "export", "report", "graph", "doctor", "world", "import",
-    "checkpoint",
+    "run", "data", "train", "sft", "eval", "compare", "generate", "chat", "export", "report", "graph", "doctor", "world",
+    "import", "checkpoint",
 ]  # fmt: skip
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
@@ -92,6 +92,7 @@ def test_dry_run_as_json(tmp_path):
         (["eval", "runs/x"], 2, "no task was named"),
         (["eval", "quickstart", "--tasks", "piqa,boolq", "--data-dir", "no"], 2, "there is no `no`"),
         (["eval", "quickstart", "--tasks", "boolq", "--data-dir", "."], 2, "no items of `boolq` in ."),
+        (["compare", "nobody", "no one"], 2, "there are no results of `nobody`"),
         (["run", "quickstart", "--set", "name=store"], 2, "`store` is where results are kept"),
         (["run", "quickstart", "--set", "data=null"], 2, "no `data` section"),
         (["graph", "quickstart", "--set", "model.nodes.embed.kind=embeding"], 2, "--set model.nodes.embed.kind:"),

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from affinage.evaluation import scoring
+from affinage.evaluation.families import find_families
+from affinage.evaluation.rows import group_requests, in_pieces
 from affinage.evaluation.scoring import Scorer
-from tiny_models import CONTEXT, full_logits, tiny_llama
+from tiny_models import CONTEXT, full_logits, tiny_gpt2, tiny_llama
 
 
 def slow_score(model, before, continuation):
@@ -33,6 +35,11 @@ def some_pairs(model):
     tokens = [2, 40]
     for _ in range(4):
         tokens.append(int(full_logits(model, tokens)[-1].argmax()))
+    # What is shared is computed once: families of three, one of five that must be split, ends of one token and of many.
+    for size in (3, 3, 5, 2):
+        shared = [2, *draw(int(generator.integers(8, 40)))]
+        pairs += [(shared, draw(int(generator.integers(1, 9)))) for _ in range(size)]
+    pairs += [(pairs[-1][0], [pairs[-1][1][0], *pairs[-2][1][1:]]), (pairs[-1][0], draw(90))]
     return [*pairs, (tokens[:2], tokens[2:]), (tokens[:2], [*tokens[2:5], 11])]
 
 
@@ -51,6 +58,17 @@ def test_scores_equal_the_definition(batch, block, monkeypatch):
         assert greedy == expected_greedy
     assert results[-2][1] and not results[-1][1]
     scoring._compiled.cache_clear()
+
+
+def test_sharing_contexts_changes_nothing():
+    model = tiny_gpt2()
+    pairs = some_pairs(model)
+    shared, apart = (Scorer(model, batch=8, share=share).score(pairs) for share in (True, False))
+    assert [value for value, _ in shared] == pytest.approx([value for value, _ in apart], abs=2e-4)
+    rows = group_requests(in_pieces(pairs, CONTEXT)[0], CONTEXT)
+    families, alone, size = find_families(rows)
+    assert size == 3 and len(families) >= 4
+    assert sum(len(family.rows) for family in families) + len(alone) == len(rows)
 
 
 def test_nothing_to_score_is_no_error():

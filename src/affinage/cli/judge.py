@@ -1,6 +1,7 @@
-"""Verbs about what came out: `eval`, `report`."""
+"""Verbs about what came out: `eval`, `compare`, `report`."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ _STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
     app.command("eval")(evaluate)
+    app.command("compare")(compare)
     app.command("report")(report)
 
 
@@ -90,14 +92,68 @@ def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[st
     from affinage.stages.models import is_chat, locate_model, made_from, open_model
 
     training, _ = locate_model(target, runs)
+    folder = _folder_of(target, runs)
     world = made_from(training, "world")
     return evaluate(
         open_model(target, runs),
         tasks,
+        folder=folder,
+        keep=folder / "answers.jsonl",
         task_folders={POCKET_WORLD: world / "tasks"} if world else {},
         chat=is_chat(training),
         **{name: value for name, value in settings.items() if name != "tasks"},
     )
+
+
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A model that `eval` has judged, or a folder of results.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    runs: RunsOption = RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """How two models differ, item by item: paired differences with 95 % confidence intervals.
+
+    Examples: affinage compare quickstart/evaluate-base quickstart/evaluate-sft
+
+    affinage compare my_model/ quickstart/pretrain@800
+    """
+    from affinage.evaluation.compare import compare
+
+    differences = compare(_results_of(a, runs), _results_of(b, runs))
+    if as_json:
+        print(json.dumps([one.to_dict() for one in differences], ensure_ascii=False, indent=1))
+        return
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("task", "metric"):
+        table.add_column(title)
+    for title in ("A", "B", "B − A", "95 % interval", "items", ""):
+        table.add_column(title, justify="right")
+    for one in differences:
+        interval = f"{one.low:+.4f} to {one.high:+.4f}"
+        verdict = "real" if one.is_real else "may be noise"
+        values = (f"{one.a:.4f}", f"{one.b:.4f}", f"{one.difference:+.4f}", interval, f"{one.items:,}", verdict)
+        table.add_row(one.task, one.metric, *values)
+    console = rich.get_console()
+    console.print(table, highlight=False, markup=False)
+    if len({one.task for one in differences}) > 5:
+        console.print("Of 20 differences that are not there, one looks real by chance.", highlight=False)
+
+
+def _folder_of(target: str, runs: Path) -> Path:
+    """Where the results of a model are kept that no recipe judges."""
+    return runs / "evaluations" / re.sub(r"[^A-Za-z0-9@._-]+", "-", target).strip("-.")
+
+
+def _results_of(spec: str, runs: Path) -> Path:
+    places = [Path(spec), runs / spec, _folder_of(spec, runs)]
+    places += [runs / spec / stage for stage in reversed(_STAGES)]
+    found = next((place for place in places if (place / "items").is_dir()), None)
+    if found is None:
+        raise UserError(f"there are no results of `{spec}`", fix=f"Make them: affinage eval {spec} --tasks julian")
+    return found
 
 
 def report(recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption = RUNS) -> None:
@@ -124,8 +180,32 @@ def _show(results: dict[str, Any]) -> None:
             table.add_row(task, metric, value, error, chance, f"{entry['items']:,}")
     console = rich.get_console()
     console.print(table, highlight=False, markup=False)
+    _show_published(results["tasks"], console)
     if results.get("missing"):
         console.print(f"Not there, so left out: {', '.join(results['missing'])}", highlight=False, markup=False)
+
+
+def _show_published(tasks: dict[str, Any], console: Any) -> None:
+    """Beside ours, what others state of their models on the same benchmarks."""
+    from rich.table import Table
+
+    from affinage.evaluation.published import headline_metrics, published
+
+    known = [task for task in tasks if task in headline_metrics()]
+    if not known:
+        return
+    table = Table(box=None, pad_edge=False, title="in percent; published, not measured here", title_justify="left")
+    for title in ("", "tokens", *known):
+        table.add_column(title, justify="right" if title else "left")
+    ours = (tasks[task]["metrics"].get(headline_metrics()[task], {}).get("value") for task in known)
+    table.add_row("this model", "", *("–" if value is None else f"{100 * value:.1f}" for value in ours))
+    for model in published():
+        scores = (f"{100 * model.scores[task]:.1f}" if task in model.scores else "–" for task in known)
+        table.add_row(f"{model.name} (published)", model.tokens_as_stated, *scores)
+    console.print("")
+    console.print(table, highlight=False, markup=False)
+    for source in dict.fromkeys(model.source for model in published()):
+        console.print(f"Published: {source}", highlight=False, markup=False)
 
 
 def _shown(value: float | None) -> str:

@@ -11,6 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.data.chat import chat_template
+from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
@@ -42,6 +43,7 @@ class JaxLM(TemplateLM):
         *,
         batch: int = 64,
         max_new_tokens: int = 64,
+        ledger: Ledger | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class JaxLM(TemplateLM):
         self.requests = 0  # continuations scored and texts generated so far
         self._max_new_tokens = max_new_tokens
         self._progress = progress
-        self._scorer = Scorer(model, batch=batch)
+        self._scorer = Scorer(model, batch=batch, ledger=ledger)
         self._generator = Generator(model, batch=batch)
         self._in_chat_template = False
         # Sandboxed: a template may come with a model from somewhere else.

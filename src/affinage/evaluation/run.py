@@ -16,6 +16,7 @@ from affinage.data.atomic import write_atomically, write_json
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
+from affinage.evaluation.ledger import Ledger, fingerprint
 from affinage.evaluation.tasks import find_tasks
 from affinage.generation.model import LoadedModel
 
@@ -28,6 +29,7 @@ def evaluate(
     tasks: Sequence[str],
     *,
     folder: Path | None = None,
+    keep: Path | None = None,
     task_folders: Mapping[str, Path] | None = None,
     data_dir: str | Path | None = None,
     chat: bool = False,
@@ -48,12 +50,14 @@ def evaluate(
     per forward pass, `samples` items per task in the results for people to read. Of `texts` (validation texts by name)
     the bits per byte are measured, beside those of gzip and xz if `compressors`.
 
+    Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item.
     Raises UserError for tasks that cannot be found.
     """
     started = time.monotonic()
     found = find_tasks(tasks, task_folders or {}, data_dir)
-    lm = JaxLM(model, batch=batch, max_new_tokens=max_new_tokens, progress=progress)
+    ledger = None if keep is None else Ledger(keep, fingerprint(model))
+    lm = JaxLM(model, batch=batch, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
     rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}

@@ -1,6 +1,6 @@
 """Log-probabilities of continuations. Only scalars leave the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,11 +10,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.rows import Pair, RowBatch, batch_rows, group_requests, in_pieces
+from affinage.evaluation.families import batch_families, find_families
+from affinage.evaluation.ledger import Ledger
+from affinage.evaluation.rows import Pair, Row, batch_rows, group_requests, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.shapes import power_of_two
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
+from affinage.model.module import init_cache
 from affinage.model.parameter import Tree
 from affinage.recipe.training import AttentionImplementation
 
@@ -59,6 +62,42 @@ def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, mesh
     return score
 
 
+@lru_cache(maxsize=8)
+def _compiled_for_families(graph: Graph, dtype: str, mesh: jax.sharding.Mesh | None) -> Any:
+    """The jitted scoring function of families of rows: one pass over what they share, one over all their ends."""
+
+    @jax.jit
+    def score(
+        params: Tree,
+        shared: Int[Array, "B S"],
+        lengths: Int[Array, "B"],
+        ends: Int[Array, "N T"],
+        scored: Int[Array, "N"],
+        candidates: Int[Array, "N K"],
+    ) -> Scores:
+        (families, width), (rows, span) = shared.shape, ends.shape
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], shared.shape)
+        # Padding to the right also lands in the cache, at positions that are overwritten before they are looked at.
+        cache = init_cache(graph, families, width + span, jnp.dtype(dtype))
+        _, cache = logits_of(graph, params, shared, positions, dtype, cache, mesh=mesh)
+        of_each = rows // families
+        cache = jax.tree.map(lambda a: jnp.repeat(a, of_each, axis=1), cache)
+        steps = jnp.arange(span, dtype=jnp.int32)[None]
+        at = jnp.where(steps < scored[:, None], jnp.repeat(lengths, of_each)[:, None] + steps, -1)
+        lazy, _ = logits_of(graph, params, ends, at, dtype, cache, mesh=mesh)
+        ending = jnp.take_along_axis(lazy.hidden, (scored - 1)[:, None, None], axis=1)
+        last, last_best = _log_probabilities(lazy.kernel, lazy.softcap, ending, candidates[:, None])
+        total, greedy = jnp.zeros(scored.shape), jnp.ones(scored.shape, bool)
+        if span > 1:
+            inner, best = _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden[:, :-1], ends[:, 1:, None])
+            counted = steps[:, :-1] < scored[:, None] - 1
+            total = jnp.sum(jnp.where(counted, inner[:, :, 0], 0.0), axis=1)
+            greedy = jnp.all(jnp.where(counted, best[:, :, 0], True), axis=1)
+        return total, greedy, last[:, 0], last_best[:, 0]
+
+    return score
+
+
 def _log_probabilities(
     kernel: Float[Array, "V D"], softcap: float | None, hidden: Float[Array, "B T D"], targets: Int[Array, "B T K"]
 ) -> tuple[Float[Array, "B T K"], Bool[Array, "B T K"]]:
@@ -85,10 +124,16 @@ def _log_probabilities(
 class Scorer:
     """Scores continuations with one model, `batch` rows at a time."""
 
-    def __init__(self, model: LoadedModel, *, batch: int = 64) -> None:
+    def __init__(
+        self, model: LoadedModel, *, batch: int = 64, ledger: Ledger | None = None, share: bool = True
+    ) -> None:
+        """`ledger` keeps answers over a kill; `share`: compute contexts that continuations share once."""
         self.model = model
         self._batch = batch
+        self._ledger = ledger
+        self._share = share
         self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.mesh)
+        self._score_families = _compiled_for_families(model.graph, model.compute_dtype, model.mesh)
 
     def score(
         self,
@@ -110,33 +155,47 @@ class Scorer:
         return results
 
     def _score_pieces(self, pairs: Sequence[Pair], progress: Callable[[int], None]) -> list[tuple[float, bool]]:
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        rows = group_requests(pairs, self.model.context)
-        multiple = self.model.row_multiple
-        batch = -(-min(self._batch, power_of_two(len(rows))) // multiple) * multiple
-        batches = batch_rows(rows, batch, context=self.model.context, compile_tokens=self._compile_tokens(), pad=PAD)
-        pending: tuple[RowBatch, Scores] | None = None
-        for one in batches:
+        answers: dict[int, tuple[float, bool]] = {}
+        if self._ledger is not None:
+            found = ((index, self._ledger.get(*pair)) for index, pair in enumerate(pairs))
+            answers = {index: answer for index, answer in found if answer is not None}
+            progress(len(answers))
+        left = [index for index in range(len(pairs)) if index not in answers]
+
+        def collect(rows: Sequence[Row | None], scores: Scores) -> None:
+            new = {left[place]: answer for place, answer in _answers(rows, scores)}
+            answers.update(new)
+            if self._ledger is not None:
+                for index, answer in new.items():
+                    self._ledger.put(*pairs[index], answer)
+            progress(len(new))
+
+        pending: tuple[Sequence[Row | None], Scores] | None = None
+        for started in self._batches(group_requests([pairs[index] for index in left], self.model.context)):
             # The next batch is under way while the numbers of this one are taken apart.
-            started = (one, self._start(one))
             if pending is not None:
-                progress(_collect(*pending, results))
+                collect(*pending)
             pending = started
         if pending is not None:
-            progress(_collect(*pending, results))
-        return results
+            collect(*pending)
+        if self._ledger is not None:
+            self._ledger.flush()
+        return [answers[index] for index in range(len(pairs))]
 
-    def _start(self, batch: RowBatch) -> Scores:
-        place = self.model.place
-        scores: Scores = self._score(
-            self.model.params,
-            place(batch.tokens),
-            place(batch.lengths),
-            place(batch.scored),
-            place(batch.candidates),
-            span=batch.span,
-        )
-        return scores
+    def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[Sequence[Row | None], Scores]]:
+        """Every row in one batch, with the numbers of its batch, which the device may still be computing."""
+        place, params = self.model.place, self.model.params
+        context, multiple, compile_tokens = self.model.context, self.model.row_multiple, self._compile_tokens()
+        families, alone, size = find_families(rows) if self._share else ([], rows, 1)
+        for some in batch_families(
+            families, size, self._batch, context=context, compile_tokens=compile_tokens, pad=PAD, multiple=multiple
+        ):
+            arrays = (some.shared, some.lengths, some.ends, some.scored, some.candidates)
+            yield some.rows, self._score_families(params, *map(place, arrays))
+        batch = -(-min(self._batch, power_of_two(len(alone))) // multiple) * multiple
+        for one in batch_rows(alone, batch, context=context, compile_tokens=compile_tokens, pad=PAD):
+            arrays = (one.tokens, one.lengths, one.scored, one.candidates)
+            yield one.rows, self._score(params, *map(place, arrays), span=one.span)
 
     def _compile_tokens(self) -> float:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.model.params))
@@ -144,14 +203,11 @@ class Scorer:
         return flops / (2 * parameters)
 
 
-def _collect(batch: RowBatch, scores: Scores, results: list[tuple[float, bool]]) -> int:
-    """Put a batch's numbers where the requests that asked for them look; returns how many requests those were."""
+def _answers(rows: Sequence[Row | None], scores: Scores) -> Iterator[tuple[int, tuple[float, bool]]]:
+    """For every request that a batch answers, its place and its answer."""
     total, greedy, last, last_best = (np.asarray(a) for a in scores)
-    answered = 0
-    for index, row in enumerate(batch.rows):
-        for column, requests in enumerate(row.requests):
-            value = float(total[index]) + float(last[index, column])
+    for index, row in enumerate(rows):
+        for column, requests in enumerate(row.requests if row is not None else ()):
+            answer = float(total[index]) + float(last[index, column]), bool(greedy[index] and last_best[index, column])
             for request in requests:
-                results[request] = value, bool(greedy[index] and last_best[index, column])
-            answered += len(requests)
-    return answered
+                yield request, answer

@@ -13,6 +13,7 @@ from affinage.stages.store import read_manifest, write_json
 if TYPE_CHECKING:
     from affinage.hub.card import CardFacts
 
+_ANSWERS = "answers.jsonl"  # of an evaluation that is not complete yet
 _VERIFIED = 10  # validation documents of each source and language that `verify` compares
 
 
@@ -100,6 +101,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
         replace(model, attention=settings.attention),
         settings.tasks,
         folder=context.folder,
+        keep=context.folder / _ANSWERS,
         task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},
         data_dir=settings.data_dir,
         chat=chat,
@@ -111,6 +113,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
         compressors=settings.compressors,
         progress=context.progress,
     )
+    (context.folder / _ANSWERS).unlink()  # the results are there now
     said = answers(model, recipe.report.questions) if chat else continuations(model, recipe.report.prompts)
     results["samples"] |= said
     write_json(context.folder / "results.json", results)

@@ -250,7 +250,14 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
         works = {"pretrain": results.evaluate_base, "sft": results.evaluate_sft, "dpo": results.evaluate_dpo}
         names = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
         stages += [
-            Stage(names[model], works[model], {"evaluate": judged, "report": asked[model]}, (model, *read), local)
+            Stage(
+                names[model],
+                works[model],
+                {"evaluate": judged, "report": asked[model]},
+                (model, *read),
+                local,
+                continues=True,
+            )
             for model in trained
         ]
     if recipe.export is not None:

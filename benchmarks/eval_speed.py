@@ -1,0 +1,109 @@
+"""Items per second of an evaluation beside lm-evaluation-harness's `hf` backend: same machine, weights and items.
+
+    python benchmarks/eval_speed.py --data FOLDER --items 200 [--model HUGGING_FACE_FOLDER]
+
+Both are asked the same requests through the harness's own classes, so that prompts, tokenisation and scoring are timed,
+and the harness's own bookkeeping is not. The first pass compiles; the second one, over the same shapes, is the figure.
+CPU seconds are given beside those of the clock: on a machine that others use, too, they are the ones to compare.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from eval_parity import random_model
+
+TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "boolq", "belebele_fra_Latn")
+
+
+def requests_of(task: str, data: Path, items: int) -> list:
+    from affinage.evaluation.harness import tamed_harness, task_manager
+    from affinage.evaluation.tasks import find_tasks
+
+    with tamed_harness():
+        (loaded,) = task_manager([]).load(list(find_tasks([task], {}, data).local))["tasks"].values()
+        loaded.build_all_requests(limit=items, rank=0, world_size=1)
+    return loaded.instances
+
+
+def timed(lm, requests: list) -> dict[str, float]:
+    from affinage.evaluation.harness import tamed_harness
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    with tamed_harness():
+        lm.loglikelihood(requests)
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def useful_flops(lm, requests: list) -> float:
+    """2 x parameters x tokens that must be computed: contexts once, and the ends of all choices."""
+    import jax
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(lm.model.params))
+    contexts: dict[str, int] = {}
+    tokens = 0
+    for request in requests:
+        context, continuation = lm._encode_pair(*request.args)
+        contexts[request.args[0]] = min(len(context), lm.max_length)
+        tokens += len(continuation) - 1
+    return 2.0 * parameters * (sum(contexts.values()) + tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--peak", type=float, help="FLOP/s that the machine's matrix products reach")
+    parser.add_argument("--quick", action="store_true", help="10 items of three tasks")
+    options = parser.parse_args()
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    from affinage.evaluation.backend import JaxLM
+    from affinage.stages.models import open_model
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    tasks, items = (TASKS[:3], 10) if options.quick else (TASKS, options.items)
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.model or random_model(Path(temporary) / "model")
+        ours = JaxLM(open_model(str(folder), Path("runs")), batch=options.batch)
+        hf = HFLM(pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=options.batch)
+        for task in tasks:
+            requests = requests_of(task, options.data, items)
+            timed(ours, requests)  # compiles
+            mine, his = timed(ours, requests), timed(hf, requests)
+            flops = useful_flops(ours, requests)
+            row = {
+                "name": task,
+                "ours": items / mine["cpu"],
+                "peer": items / his["cpu"],
+                "unit": "items per CPU second",
+                "ratio": his["cpu"] / mine["cpu"],
+                "ratio_of_wall": his["wall"] / mine["wall"],
+                "requests_per_second": len(requests) / mine["wall"],
+                "useful_flops": flops,
+                "share_of_peak": flops / mine["wall"] / options.peak if options.peak else None,
+                "seconds": {"ours": mine, "hf": his},
+            }
+            results.append(row)
+            share = f", {row['share_of_peak']:.0%} of the arithmetic limit" if options.peak else ""
+            print(
+                f"{task:<20} {row['ours']:9.1f} items per CPU second, hf {row['peer']:9.1f}: {row['ratio']:.2f} x "
+                f"(of the clock {row['ratio_of_wall']:.2f} x){share}",
+                flush=True,
+            )
+    print(json.dumps({"benchmark": "eval_speed", "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Answers on disk as they come, so that a kill costs seconds and not the evaluation."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from affinage.generation.model import LoadedModel
+from affinage.model.parameter import Tree
+
+_SECONDS = 2.0  # between writes
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """What tells a model from others: its graph, how it is computed, and a sum over the bits of all weights."""
+    sums = [int(one) for one in jax.device_get(_sums(model.params))]
+    facts = json.dumps([model.graph.to_dict(), model.compute_dtype, model.context, sums], sort_keys=True, default=str)
+    return hashlib.blake2b(facts.encode(), digest_size=12).hexdigest()
+
+
+@jax.jit
+def _sums(params: Tree) -> list[UInt32[Array, ""]]:
+    return [_sum(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def _sum(leaf: Array) -> UInt32[Array, ""]:
+    """The bits of every element times a number that depends on its place, modulo 2**32; no copy of the weights."""
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    for axis in range(leaf.ndim):
+        place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        bits = bits * (place * jnp.uint32(2654435762) + jnp.uint32(1))
+    return jnp.sum(bits, dtype=jnp.uint32)
+
+
+class Ledger:
+    """The log-probabilities of one model by the tokens they are of, in a file that only grows.
+
+    Its first line names the model; a file of another is begun anew. A line that a kill cut off is not read, nor is
+    what follows it.
+    """
+
+    def __init__(self, path: Path, model: str) -> None:
+        self._path = path
+        self._known: dict[str, tuple[float, bool]] = {}
+        self._waiting: list[str] = []
+        self._written = time.monotonic()
+        header = json.dumps({"model": model}) + "\n"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        whole = len(header)
+        for line in lines[1:] if lines[:1] == [header] else ():
+            try:
+                key, value, greedy = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith("\n"):
+                break
+            self._known[key] = float(value), bool(greedy)
+            whole += len(line)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if lines[:1] != [header]:
+            path.write_text(header, encoding="utf-8")
+        else:
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, before: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool] | None:
+        """What was answered for these tokens; None if nothing was."""
+        return self._known.get(_key(before, continuation))
+
+    def put(self, before: Sequence[int], continuation: Sequence[int], answer: tuple[float, bool]) -> None:
+        """Keep an answer. It is on disk after some seconds, or after `flush`."""
+        key = _key(before, continuation)
+        self._known[key] = answer
+        self._waiting.append(json.dumps([key, answer[0], answer[1]]) + "\n")
+        if time.monotonic() - self._written > _SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(self._waiting))
+        self._waiting.clear()
+        self._written = time.monotonic()
+
+
+def _key(before: Sequence[int], continuation: Sequence[int]) -> str:
+    tokens = np.asarray([len(continuation), *before, *continuation], np.int32)
+    return hashlib.blake2b(tokens.tobytes(), digest_size=12).hexdigest()

@@ -1,0 +1,47 @@
+"""Results that others have published, to stand beside ours. None of them was measured here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """What somebody states of a model: scores as shares between 0 and 1, by task, of the task's headline metric."""
+
+    name: str
+    family: str
+    parameters: int
+    tokens: int  # trained on, fine-tuning included; a lower bound where the source says "+"
+    tokens_as_stated: str
+    source: str
+    scores: Mapping[str, float]
+    notes: Mapping[str, str]  # by task: what the source says otherwise elsewhere
+
+
+@lru_cache
+def published() -> tuple[PublishedModel, ...]:
+    """All published results that ship with affinage, in the order of their parameters as published."""
+    data = json.loads(files("affinage.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
+    return tuple(
+        PublishedModel(
+            name=one["model"],
+            family=one["family"],
+            parameters=one["parameters"],
+            tokens=one["tokens"],
+            tokens_as_stated=one["tokens_as_stated"],
+            source=data["sources"][one["source"]],
+            scores={task: score / 100 for task, score in one["scores"].items()},
+            notes=one.get("notes", {}),
+        )
+        for one in data["models"]
+    )
+
+
+@lru_cache
+def headline_metrics() -> Mapping[str, str]:
+    """The metric that the published score of each task is."""
+    data = json.loads(files("affinage.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
+    return dict(data["metrics"])
