@@ -15,8 +15,8 @@ from affinage.cli.program import app, main
 from affinage.errors import Preempted
 
 VERBS = [
-    "run", "data", "train", "sft", "eval", "compare", "generate", "chat", "export", "report", "graph", "doctor", "world",
-    "import", "checkpoint",
+    "run", "data", "train", "sft", "eval", "compare", "generate", "chat", "export", "report", "graph", "doctor",
+    "world", "import", "checkpoint",
 ]  # fmt: skip
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
