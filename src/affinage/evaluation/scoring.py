@@ -190,12 +190,12 @@ class Scorer:
         for some in batch_families(
             families, size, self._batch, context=context, compile_tokens=compile_tokens, pad=PAD, multiple=multiple
         ):
-            arrays = (some.shared, some.lengths, some.ends, some.scored, some.candidates)
-            yield some.rows, self._score_families(params, *map(place, arrays))
+            of_families = (some.shared, some.lengths, some.ends, some.scored, some.candidates)
+            yield some.rows, self._score_families(params, *map(place, of_families))
         batch = -(-min(self._batch, power_of_two(len(alone))) // multiple) * multiple
         for one in batch_rows(alone, batch, context=context, compile_tokens=compile_tokens, pad=PAD):
-            arrays = (one.tokens, one.lengths, one.scored, one.candidates)
-            yield one.rows, self._score(params, *map(place, arrays), span=one.span)
+            of_rows = (one.tokens, one.lengths, one.scored, one.candidates)
+            yield one.rows, self._score(params, *map(place, of_rows), span=one.span)
 
     def _compile_tokens(self) -> float:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.model.params))
