@@ -21,6 +21,7 @@ import affinage
 from affinage.report import sections, summary
 from affinage.report.facts import Facts, collect_facts
 from affinage.report.figures import Artist
+from affinage.report.published import beside_published
 from affinage.report.quantities import ABSENT, Quantities
 from affinage.report.reading import string
 from affinage.report.strings import LANGUAGES, reason_name, strings
@@ -79,6 +80,7 @@ def render(facts: Facts) -> str:
             pairs=sections.pairs(facts.near_duplicates),
             epochs=sections.epochs(facts),
             graph=sections.graph(facts),
+            published=beside_published(facts, artist),
             score_rows=sections.score_rows(facts.evaluations, words, quantities),
             probe_rows=sections.probe_rows(facts, words, quantities),
             samples=sections.samples(facts),

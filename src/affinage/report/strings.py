@@ -258,6 +258,16 @@ _WORDS: dict[str, tuple[str, str]] = {
     "scores_label": ("Scores per task with standard errors", "Scores par épreuve avec erreurs types"),
     "scores_axis": ("score of the task’s headline metric", "score de la mesure principale de l’épreuve"),
     "scores_caption": ("All metrics, value ± standard error", "Toutes les mesures, valeur ± erreur type"),
+    "published": ("Beside published results", "À côté de résultats publiés"),
+    "published_lead": (
+        "What others state of their models, taken from where it says below; only this run’s scores were measured here.",
+        "Ce que d’autres disent de leurs modèles, d’après les sources ci-dessous ; seuls les scores de cette "
+        "exécution ont été mesurés ici.",
+    ),
+    "published_mark": ("published", "publié"),
+    "published_tokens": ("Score against training tokens", "Score selon les jetons d’entraînement"),
+    "published_source": ("Published: {source}", "Publié : {source}"),
+    "training_tokens": ("training tokens (log)", "jetons d’entraînement (log)"),
     "this_model": ("this model", "ce modèle"),
     "points": ("pts", "pts"),
     "chance": ("chance", "hasard"),

@@ -1,0 +1,81 @@
+"""Our scores among those that others have published: bars per benchmark, and score against training tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from affinage.evaluation.published import PublishedModel, headline_metrics, published
+from affinage.report.charts import Axis, Interval, Row, Series, bar_chart, line_chart, responsive
+from affinage.report.facts import Facts
+from affinage.report.figures import Artist, Figure, Key
+
+_TRAINED_BY = {"base": ("pretrain",), "sft": ("pretrain", "sft"), "dpo": ("pretrain", "sft", "dpo")}
+
+
+@dataclass(frozen=True)
+class _Ours:
+    name: str
+    tokens: int
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What the page shows: figures, and who published what, from where."""
+
+    bars: tuple[Figure, ...]
+    curves: tuple[Figure, ...]
+    sources: tuple[str, ...]
+
+
+def beside_published(facts: Facts, artist: Artist) -> Beside | None:
+    """The figures; None for a run that was judged on no benchmark with published scores."""
+    tokens = {training.name: training.tokens or 0 for training in facts.trainings}
+    ours = [
+        _Ours(
+            artist.model_name(evaluation.model),
+            sum(tokens.get(name, 0) for name in _TRAINED_BY.get(evaluation.model, ())),
+            {
+                task: score.value
+                for task, metric in headline_metrics().items()
+                if (score := evaluation.score(task, metric)) is not None
+            },
+        )
+        for evaluation in facts.evaluations
+    ]
+    tasks = [task for task in headline_metrics() if any(task in one.scores for one in ours)]
+    if not tasks:
+        return None
+    others = published()
+    return Beside(
+        bars=tuple(_bars(task, ours, others, artist) for task in tasks),
+        curves=tuple(_curve(task, ours, others, artist) for task in tasks),
+        sources=tuple(dict.fromkeys(model.source for model in others)),
+    )
+
+
+def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:
+    words, write = artist.words, artist.quantities.percent
+    judged = [(one.name, one.scores[task]) for one in ours if task in one.scores]
+    rows = [Row(name, [Interval(score, 0.0, 0, write(score))]) for name, score in judged]
+    for model in others:
+        if task in model.scores:
+            title = f"{write(model.scores[task])} {words['published_mark']}"
+            rows.append(Row(model.name, [Interval(model.scores[task], 0.0, 1, title)]))
+    title = f"{task} {headline_metrics()[task]}"
+    picture = responsive(lambda width: bar_chart(rows, Axis("", artist.quantities.percent_ticks), title, width))
+    return Figure(title, "", picture, (Key(words["this_model"], 0, "bar"), Key(words["published_mark"], 1, "bar")))
+
+
+def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:
+    words = artist.words
+    mine = [(float(one.tokens), one.scores[task]) for one in ours if task in one.scores and one.tokens]
+    series = [Series(words["this_model"], mine, 0, "points")] if mine else []
+    for number, family in enumerate(dict.fromkeys(model.family for model in others), 1):
+        points = sorted((float(m.tokens), m.scores[task]) for m in others if m.family == family and task in m.scores)
+        if points:
+            series.append(Series(f"{family} ({words['published_mark']})", points, number, "points"))
+    x = Axis(words["training_tokens"], artist.quantities.ticks, log=True)
+    y = Axis(words["scores_axis"], artist.quantities.percent_ticks)
+    title = f"{task} {headline_metrics()[task]}"
+    picture = responsive(lambda width: line_chart(series, x, y, title, width, 260.0))
+    return Figure(title, "", picture, tuple(Key(one.label, one.colour, one.style) for one in series))
