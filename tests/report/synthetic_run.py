@@ -230,7 +230,7 @@ def training_summary(steps: int) -> dict[str, Any]:
         "flops_per_step": 9.6e9,
         "tokens": steps * 1024,
         "steps": steps,
-        "seconds": {"compile": 6.1, "train": 82.0, "validation": 4.0, "save": 2.1, "total": 94.2},
+        "seconds": {"compile": 6.1, "compute": 82.0, "validation": 4.0, "save": 2.1, "total": 94.2},
         "tokens_per_second": 22_478.0,
         "mfu": None,
         "first_loss": 8.05,

@@ -12,6 +12,7 @@ from affinage.data.documents import read_documents
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import BOS
 from affinage.stages.lineage import TrainingRows
+from affinage.stages.trainings import documents_of
 from tiny_corpus import write_split
 
 STEPS, BATCH = 90, 4
@@ -92,6 +93,10 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys)
                 piece = tokens[document["start"] : document["stop"]]
                 assert (piece[0] == BOS) == (document["offset"] == 0)
                 assert tokenizer.decode(piece.tolist()) in texts[document["source"], document["id"]]
+        told = documents_of(training.feed, training.folder / "train", step)
+        assert [(row["folder"], row["number"]) for row in told] == training.feed.where(step - 1)
+        named = [[f"{d['source']}/{d['id']}" for d in row["documents"]] for row in found["rows"]]
+        assert [row["documents"] for row in told] == named
         one = said(capsys, "data", "where", str(run), "--step", str(step), "--row", "2")
         shown = "".join(document["text"] for document in one["rows"][0]["documents"])
         assert shown == tokenizer.decode(batch["tokens"][2].tolist())

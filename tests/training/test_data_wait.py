@@ -34,4 +34,4 @@ def test_waiting_is_counted_per_step_and_in_all(tmp_path: Path):
     assert [line["step"] for line in lines] == [1, 2, 4, 6]
     assert all(line["data_wait"] >= SLOW for line in lines)  # each has the mean of its steps
     assert summary["data_wait"] >= STEPS * SLOW - 0.001  # rounded
-    assert summary["data_wait"] <= summary["seconds"]["train"]
+    assert summary["data_wait"] <= summary["seconds"]["compute"] + summary["seconds"]["data"]

@@ -75,10 +75,31 @@ OF_THE_ROWS = frozenset(
 )
 
 
+class HealthSettings(Settings):
+    """What becomes of updates whose loss or gradient is not finite, and of those whose loss is a spike.
+
+    skip leaves the update out, weights and optimizer bit for bit; rewind goes back to the checkpoint before and on from
+    there without the batches that led to it; note only writes it down.
+    """
+
+    on_non_finite: Literal["skip", "rewind"] = "skip"
+    on_spike: Literal["note", "skip", "rewind"] = "note"  # note: some data are harder than others
+    spike_deviations: float = Field(default=6.0, gt=0)  # robust standard deviations above the median of the window
+    window: int = Field(default=128, ge=8)  # losses before, from which the median is taken
+    rewind_batches: int = Field(default=1, ge=1)  # left out after a rewind, the last of them the one that was seen
+    # Updates left out in a row, or among the last `within` steps, at which a run stops with a diagnosis.
+    most_in_a_row: int = Field(default=3, ge=1)
+    most: int = Field(default=5, ge=1)
+    within: int = Field(default=100, ge=1)  # steps
+
+
 class SurvivalSettings(Settings):
     """What a run does when it is stopped or stuck."""
 
     grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM until it is killed; Google's machines give 30
+    # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer.
+    stuck_seconds: float = Field(default=30, gt=0)
+    leave_when_stuck: bool = False  # end with status 75, for whatever starts it again; else only say so
 
 
 class TrainSettings(Settings):
@@ -101,6 +122,7 @@ class TrainSettings(Settings):
     validation_rows: int = Field(default=256, ge=1)  # at most, per source and language
     log_every: int = Field(default=10, ge=1)  # steps
     checkpoint: CheckpointSettings = CheckpointSettings()
+    health: HealthSettings = HealthSettings()
     survival: SurvivalSettings = SurvivalSettings()
 
     @model_validator(mode="after")

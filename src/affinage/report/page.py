@@ -154,7 +154,7 @@ def _compositions(facts: Facts, words: dict[str, str], language: str) -> list[tu
 
 
 def _time_parts(training: Training, words: dict[str, str], quantities: Quantities) -> str:
-    accounts = ("compile", "restore", "train", "validation", "save")
+    accounts = ("compute", "compile", "data", "validation", "save", "restore", "lost", "idle")
     spent = [(account, training.seconds.get(account, 0.0)) for account in accounts]
     return ", ".join(words[f"time_{account}"].format(time=quantities.duration(s)) for account, s in spent if s)
 

@@ -209,7 +209,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "time_spent": ("Time: {parts}.", "Temps : {parts}."),
     "time_compile": ("compiling {time}", "compilation {time}"),
     "time_restore": ("restoring {time}", "restauration {time}"),
-    "time_train": ("steps {time}", "pas {time}"),
+    "time_compute": ("steps {time}", "pas {time}"),
+    "time_data": ("waiting for data {time}", "attente des données {time}"),
+    "time_lost": ("lost in kills {time}", "perdu dans des arrêts {time}"),
+    "time_idle": ("idle {time}", "inactif {time}"),
     "time_validation": ("validation {time}", "validation {time}"),
     "time_save": ("saving {time}", "sauvegardes {time}"),
     "conversations_lead": (

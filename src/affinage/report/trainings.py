@@ -51,7 +51,7 @@ class Training:
     tokens: int | None
     images: int | None  # instead of tokens, where the model sees images
     steps: int | None
-    seconds: Mapping[str, float]  # by account: compile, restore, train, validation, save, total
+    seconds: Mapping[str, float]  # by account: see `affinage.training.ledger`, and total
     tokens_per_second: float | None
     mfu: float | None
     first_loss: float | None
@@ -151,7 +151,9 @@ def _devices(value: Any) -> str:
 
 def _compared(summary: Mapping[str, Any]) -> tuple[Compared, ...]:
     """What was predicted, and what the time of the steps says about it."""
-    seconds = number(mapping(summary.get("seconds")).get("train"))
+    accounts = mapping(summary.get("seconds"))
+    spent = [number(accounts.get(name)) for name in ("compute", "data")]
+    seconds = sum(each for each in spent if each is not None) or None
     per_step, steps = number(summary.get("flops_per_step")), number(summary.get("steps"))
     measured = {
         "parameters": number(mapping(summary.get("parameters")).get("total")),

@@ -1,6 +1,7 @@
 """The work of the training stages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def pretrain(context: StageContext) -> Summary:
         feed,
         validation,
         data={"rows": content_hash(context.inputs["rows"], "train")},
+        documents=partial(documents_of, feed, context.inputs["rows"] / "train"),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
     )
@@ -86,6 +88,7 @@ def sft(context: StageContext) -> Summary:
         feed,
         validation,
         data={"rows": content_hash(context.inputs["conversations"], "train")},
+        documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
         facts={"context": feed.context, "system_prompt": settings.system_prompt},
         initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
         judge=judge_of(context, settings, graph, feed, settings.system_prompt),
@@ -183,6 +186,24 @@ def mesh_of(context: StageContext) -> dict[str, int | str]:
     return {str(axis): size for axis, size in context.recipe.mesh.items()}
 
 
+def documents_of(feed: "RowFeed", rows: Path, step: int) -> list[dict[str, Any]]:
+    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
+    from affinage.data.lineage import DOCUMENTS, spans_of_rows
+    from affinage.data.row_files import find_row_folders
+
+    folders, places = find_row_folders(rows), feed.where(step - 1)
+    spans = {
+        name: spans_of_rows(folders[name], [number for folder, number in places if folder == name])
+        for name in {folder for folder, _ in places}
+        if (folders[name] / DOCUMENTS).is_file()
+    }
+    named = [[f"{span['source']}/{span['id']}" for span in spans.get(name, {}).get(n, [])] for name, n in places]
+    return [
+        {"row": row, "folder": folder, "number": number, "documents": documents}
+        for row, ((folder, number), documents) in enumerate(zip(places, named, strict=True))
+    ]
+
+
 def _train(
     context: StageContext,
     graph: "Graph",
@@ -191,6 +212,7 @@ def _train(
     validation: "Mapping[str, ValidationSet]",
     *,
     data: dict[str, str],
+    documents: Callable[[int], Any] | None = None,
     facts: dict[str, Any] | None = None,
     initial_params: Callable[[Any], Any] | None = None,
     judge: "Judge | None" = None,
@@ -205,6 +227,7 @@ def _train(
         seed=context.recipe.seed,
         feed=feed,
         data=data,
+        documents=documents,
         validation=validation,
         folder=context.folder,
         initial_params=initial_params,

@@ -71,6 +71,7 @@ class TrainJob:
         initial_params: given the abstract parameters with shardings, the weights to begin with; None: random ones.
         name: how messages call the run, e.g. "pretrain".
         data: JSON-able facts that tell the feed's batches from any others': with others, no checkpoint is gone on from.
+        documents: what the batch of a step, counted from 1, was made of, as JSON; for what is said of sick steps.
         on_step: called in turn after every step.
         judge: may end the training before its last step.
         parallel: how a step is split over the mesh.
@@ -87,6 +88,7 @@ class TrainJob:
     initial_params: Callable[[PyTree], PyTree] | None = None
     name: str = "train"
     data: Mapping[str, Any] = field(default_factory=dict)
+    documents: Callable[[int], Any] | None = None
     on_step: tuple[Hook, ...] = ()
     judge: Judge | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

@@ -22,6 +22,7 @@ from affinage.recipe.training import TrainSettings
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.rounding import stored_like
 from affinage.training.schedule import learning_rate
+from affinage.training.spikes import judged
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import Batch, Metrics, Step
 
@@ -93,22 +94,28 @@ class _Layerwise:
         (_, sums), (outer_grads, grad) = rest(outer, last)
         _, targets = sums["loss"]
         means = {key: total / jnp.maximum(count, 1.0) for key, (total, count) in sums.items()}
-        update = self._updater(state, targets, jnp.isfinite(means["loss"]))
+        window, sound, told = judged(state.window, means["loss"], self.settings.health)
+        update = self._updater(state, targets, sound)
         params, moments, grad, squares = self._backward(state, update, layer, inputs, grad)
         (below,) = first_back(grad)
         outer_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), outer_grads, below)
         new_outer, opt_outer, square = update(outer, _part(state, tuple(outer)), outer_grads, 0)
         norm = jnp.sqrt(squares + square)
         new = TrainState(
-            state.step + 1, {**new_outer, name: params}, _together(state, opt_outer, name, moments), state.averages
+            state.step + 1,
+            {**new_outer, name: params},
+            _together(state, opt_outer, name, moments),
+            state.averages,
+            window,
         )
-        healthy = jnp.isfinite(means["loss"]) & jnp.isfinite(norm)
+        healthy = sound & jnp.isfinite(norm)
         return new, {
             **means,
             "grad_norm": norm,
             "learning_rate": self._rate(state),
             "targets": targets,
             "skipped": 1.0 - healthy.astype(jnp.float32),
+            **told,
         }
 
     def _rate(self, state: TrainState) -> Float[Array, ""]:

@@ -5,15 +5,17 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import refuse_changes
-from affinage.errors import Preempted
+from affinage.errors import Preempted, UserError
 from affinage.hardware.devices import acquire
 from affinage.parallel import make_mesh
+from affinage.training.diagnosis import diagnose
+from affinage.training.health import Health, Incurable
 from affinage.training.job import HostBatch, TrainJob
-from affinage.training.ledger import Ledger
+from affinage.training.ledger import Ledger, LifeSign
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
 from affinage.training.progress import StepDisplay
@@ -23,6 +25,7 @@ from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
 from affinage.training.summary import checkpoint_meta, identity, summarize
 from affinage.training.validation import validate
+from affinage.training.watchdog import Watchdog
 
 
 def train(job: TrainJob) -> dict[str, Any]:
@@ -36,12 +39,14 @@ def train(job: TrainJob) -> dict[str, Any]:
 
     Raises:
         Preempted: after SIGTERM or SIGINT, when everything done so far is saved.
-        UserError: where settings, mesh and model do not fit together.
+        UserError: where settings, mesh and model do not fit together, and where too many updates were left out.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     settings, steps, ledger = job.settings, job.settings.steps, Ledger()
+    life = LifeSign(job.folder / "alive")
     with contextlib.ExitStack() as cleanup:
         stop = cleanup.enter_context(StopRequest(job.name, grace=settings.survival.grace_seconds))
+        watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, settings.survival, life))
 
         # ---- the program ----
         mesh = make_mesh(job.mesh, acquire())
@@ -55,12 +60,13 @@ def train(job: TrainJob) -> dict[str, Any]:
         store = CheckpointStore(job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every)
         with ledger.account("restore" if store.steps() else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
-        rhythm = SaveRhythm(keep, steps)
-        ledger.carry(meta.get("seconds", {}))
+        ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
+        life.book(ledger, meta.get("clock"))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
         metrics = cleanup.enter_context(contextlib.closing(MetricsLog(job.folder / "metrics.jsonl", start)))
         display = cleanup.enter_context(StepDisplay(job.name, steps, start))
-        report = Reporter(program, metrics, display, ledger, start)
+        health = Health(settings.health, job.folder, start, meta.get("health", {}), job.documents)
+        report = Reporter(program, metrics, display, ledger, health, start)
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
         if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
@@ -77,51 +83,72 @@ def train(job: TrainJob) -> dict[str, Any]:
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 
         # ---- the steps ----
-        batches = job.feed.iterate(start)
+        cleanup.enter_context(ledger.account("compute"))
+        rhythm = SaveRhythm(keep, steps)
+        batches, step = job.feed.iterate(start), start
         batch = program.put(next(batches)) if start < steps else None
-        last = start
-        for step in range(start + 1, steps + 1 if not ended else start + 1):
-            state, step_metrics = train_step(state, batch)
-            upcoming, waited = _next(batches)  # while the devices compute
-            batch = program.put(upcoming)
-            report.training(step, step_metrics, waited)
-            for hook in job.on_step:
-                hook(step, state)
-            last = step
+        while step < steps and not ended:
+            step += 1
+            watchdog.step_begins(step)
+            try:
+                if step in health.left_out:
+                    state, batch = program.pass_over(state), program.put(next(batches))
+                else:
+                    state, step_metrics = train_step(state, batch)
+                    report.dispatched(step, step_metrics)
+                    upcoming, waited = _next(batches)  # while the devices compute
+                    batch = program.put(upcoming)
+                    report.training(step, step_metrics, waited)
+                for hook in job.on_step:
+                    hook(step, state)
+                stopping, judging = bool(stop), job.judge is not None and job.judge.due(step)
+                validating, saving = _due(step, settings.validate_every, steps), stopping or rhythm.due(step)
+                if judging or validating or saving:
+                    # Every line up to here: what a resumed run does not compute again must be in the file.
+                    report.drain()
+            except Incurable as end:
+                raise _diagnosed(program, state, end) from end
 
-            if job.judge is not None and job.judge.due(step):
-                report.drain()
+            if health.rewind_from is not None:
+                watchdog.begins("going back")
+                display.say(f"step {health.rewind_from:,} was not sound: back to the checkpoint before it")
+                step, state = _go_back(program, store, ledger, report, health)
+                batches = job.feed.iterate(step)
+                batch = program.put(next(batches))
+                continue
+
+            if judging and job.judge is not None:
+                watchdog.begins("a look at the benchmarks")
                 with ledger.account("validation"):
                     ended = job.judge.look(step, state)
                 report.restart_clock()
 
-            if ended or _due(step, settings.validate_every, steps):
-                report.drain()
+            if ended or validating:
+                watchdog.begins("the validation")
                 with ledger.account("validation"):
                     report.validation(step, run_validation(state))
+                stopping = stopping or bool(stop)  # it may have been given up: done again from this step
 
-            if stop or ended or rhythm.due(step):
-                # First every line up to here: what a resumed run does not compute again must be in the file.
-                report.drain()
-                with ledger.account("save"):
-                    facts = checkpoint_meta(program, ledger, resumed_at)
-                    store.save(step, state.named(), facts)
+            if stopping or ended or saving:
+                watchdog.begins("the save")
+                with ledger.stall():
+                    store.save(step, state.named(), checkpoint_meta(program, ledger, health, resumed_at))
                 rhythm.saved()
                 report.restart_clock()
 
-            if stop:
+            if stopping:
                 with ledger.account("save"):
                     store.wait()
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
             if ended:
                 display.say(f"ends at step {step:,}: {ended}")
-                break
 
         # ---- the end ----
+        watchdog.begins("the last save")
         with ledger.account("save"):
             store.wait()
-        summary = summarize(program, metrics, ledger, resumed_at, last) | ({"ended": ended} if ended else {})
+        summary = summarize(program, metrics, ledger, health, resumed_at, step) | ({"ended": ended} if ended else {})
         written = job.folder / "summary.json.part"
         written.write_text(json.dumps(summary, indent=1))
         written.replace(job.folder / "summary.json")
@@ -141,7 +168,13 @@ def _due(step: int, every: int, steps: int) -> bool:
     return step % every == 0 or step == steps
 
 
-def _resume_or_begin(program: Program, store: CheckpointStore) -> tuple[int, TrainState, dict[str, Any]]:
+class _Beginning(NamedTuple):
+    step: int
+    state: TrainState
+    meta: dict[str, Any]
+
+
+def _resume_or_begin(program: Program, store: CheckpointStore) -> _Beginning:
     job = program.job
 
     def accept(meta: Mapping[str, Any]) -> None:
@@ -152,9 +185,36 @@ def _resume_or_begin(program: Program, store: CheckpointStore) -> tuple[int, Tra
 
     newest = store.restore_newest(program.abstract.named(), accept)
     if newest is None:
-        return 0, program.begin(), {}
+        return _Beginning(0, program.begin(), {})
     step, state, meta = newest
-    return step, TrainState(**state), meta
+    return _Beginning(step, TrainState(**state), meta)
+
+
+def _go_back(
+    program: Program, store: CheckpointStore, ledger: Ledger, report: Reporter, health: Health
+) -> tuple[int, TrainState]:
+    """Step and state of the newest checkpoint. What was done since is lost, and forgotten but for the sick step."""
+    with ledger.account("restore"):
+        store.wait()
+        step, state, meta = _resume_or_begin(program, store)
+    ledger.lose_since(meta.get("seconds", {}))
+    report.rewind(step)
+    health.rewound(step)
+    return step, state
+
+
+def _diagnosed(program: Program, state: TrainState, end: Incurable) -> UserError:
+    """What the user is told when too many updates were left out; also in diagnosis.json."""
+    job = program.job
+    batch = next(job.feed.iterate(end.step - 1))
+    found = {
+        "step": end.step,
+        **diagnose(job.graph, program.call, state.params, state.averages, program.put(batch)),
+        "learning_rate": program.learning_rate(end.step),
+        "documents": None if job.documents is None else job.documents(end.step),
+    }
+    (job.folder / "diagnosis.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return end.told(job.folder, found)
 
 
 def _compiled_validation(

@@ -10,8 +10,9 @@ from typing import Any
 class MetricsLog:
     """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
 
-    Training lines have `step, loss, grad_norm, learning_rate, targets, skipped, tokens, tokens_per_second, mfu,
-    data_wait, seconds` and what the graph reports: cross_entropy and accuracy, and of a mixture of experts
+    Training lines have `step, loss, loss_z, spike, grad_norm, learning_rate, targets, skipped, tokens,
+    tokens_per_second, mfu, data_wait, seconds` and what the graph reports: cross_entropy and accuracy, and of a
+    mixture of experts
     load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and
     dropped_share (of the choices of experts). `data_wait` is for how many seconds a step waited for the next batch,
     which costs nothing as long as the devices compute longer. A model of images has `images, images_per_second` and a
@@ -20,11 +21,20 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self.rows = [row for row in _read(path) if row["step"] <= resume_step]
-        kept = path.with_suffix(".kept")
+        self._path = path
+        self._keep(_read(path), resume_step)
+
+    def cut(self, step: int) -> None:
+        """Drop all lines of later steps."""
+        self._file.close()
+        self._keep(self.rows, step)
+
+    def _keep(self, rows: list[dict[str, Any]], last: int) -> None:
+        self.rows = [row for row in rows if row["step"] <= last]
+        kept = self._path.with_suffix(".kept")
         kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        kept.replace(path)
-        self._file = path.open("a", buffering=1)  # a line is with the kernel once written, so a kill keeps it
+        kept.replace(self._path)
+        self._file = self._path.open("a", buffering=1)  # a line is with the kernel once written, so a kill keeps it
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one line."""

@@ -101,7 +101,7 @@ class Program:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         dtype = jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(self.job.graph, dtype, self.optimizer, self.layout)
+        return abstract_state(self.job.graph, dtype, self.optimizer, self.layout, self.job.settings.health.window)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
@@ -118,6 +118,14 @@ class Program:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.job.graph, self.optimizer, self.job.settings, self._call(), self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
+
+    def pass_over(self, state: TrainState) -> TrainState:
+        """Leave a batch out: the step is counted, and nothing else changes."""
+        return state._replace(step=jax.device_put(state.step + 1, self.abstract.step.sharding))
+
+    def learning_rate(self, step: int) -> float:
+        """Of the update that makes step number `step`, counted from 1."""
+        return float(learning_rate(self.job.settings.schedule, self.job.settings.steps)(jnp.asarray(step - 1)))
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
@@ -153,15 +161,19 @@ class Program:
             for name, array in batch.items()
         }
 
-    def _call(self) -> Call:
-        call = Call(
+    @property
+    def call(self) -> Call:
+        """How the graph is applied, without what the strategy makes of it."""
+        return Call(
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
             attention=self.job.settings.attention,
             layout=self.layout,
             ring_attention=self.job.parallel.context_attention == "ring",
         )
-        return self.strategy.adapt(with_remat(call, self.job.parallel))
+
+    def _call(self) -> Call:
+        return self.strategy.adapt(with_remat(self.call, self.job.parallel))
 
 
 def optimizer_of(graph: Graph, settings: TrainSettings) -> optax.GradientTransformation:
@@ -183,6 +195,7 @@ def step_of(
         micro_batches=settings.micro_batches,
         seed=seed,
         stochastic_rounding=settings.precision.rounding == "stochastic",
+        health=settings.health,
     )
 
 

@@ -80,7 +80,7 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     parts.append(f"grad {_number(row['grad_norm'], '.2f')}")
     parts.append(f"lr {row['learning_rate']:.2e}")
     if row.get("skipped"):
-        parts.append("UPDATE SKIPPED: loss or gradient not finite")
+        parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if row.get('spike') else 'loss or gradient not finite'}")
     if speed and row["step"] < steps:
         parts.append(f"ETA {_duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
     return "  ".join(parts)

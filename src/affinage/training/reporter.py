@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 import jax
 
+from affinage.training.health import Health
 from affinage.training.ledger import Ledger
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
 from affinage.training.progress import StepDisplay
+
+_STEPS_BETWEEN_PROBES = 100
 
 
 class Reporter:
@@ -20,19 +23,39 @@ class Reporter:
     steps share the threads.
     """
 
-    def __init__(self, program: Program, metrics: MetricsLog, display: StepDisplay, ledger: Ledger, start: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        metrics: MetricsLog,
+        display: StepDisplay,
+        ledger: Ledger,
+        health: Health,
+        start: int,
+    ) -> None:
         self._program, self._metrics, self._display, self._ledger = program, metrics, display, ledger
+        self._health = health
         many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
         self._ahead = 0 if many_on_cpu else 2
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._flops = program.flops_per_step
         self._peak = program.peak_flops
         self._clock_step = self._done = start
-        self._clock = self._ledger_clock = time.perf_counter()
+        self._clock = time.perf_counter()
         self._waited = 0.0  # seconds since the clock
+        self._start, self._compute = start, 0.0  # seconds of a step
+
+    def dispatched(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """A step was dispatched. Of one in a hundred it is measured how long the devices take by themselves."""
+        if (step - self._start) % _STEPS_BETWEEN_PROBES == 2:
+            jax.block_until_ready([pending for _, pending, _ in self._pending])
+            before = time.perf_counter()
+            jax.block_until_ready(metrics)
+            self._compute = time.perf_counter() - before
 
     def training(self, step: int, metrics: Mapping[str, jax.Array], waited: float = 0.0) -> None:
         """Take the metrics of a step that was just dispatched, and the seconds that the next batch was waited for."""
+        if metrics["skipped"].is_ready():  # type: ignore[attr-defined]  # the devices had nothing left to do when the batch came
+            self._ledger.move(max(0.0, waited - self._compute), "compute", "data")
         self._pending.append((step, metrics, waited))
         while len(self._pending) > self._ahead:
             self._finish_oldest()
@@ -41,6 +64,13 @@ class Reporter:
         """Wait for all steps in flight and write their lines."""
         while self._pending:
             self._finish_oldest()
+
+    def rewind(self, step: int) -> None:
+        """Forget all that came after a step."""
+        self._pending.clear()
+        self._metrics.cut(step)
+        self._done = step
+        self.restart_clock()
 
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]] | None) -> None:
         """Write the scores of a validation; None, given up, leaves no line."""
@@ -52,7 +82,6 @@ class Reporter:
     def restart_clock(self) -> None:
         """Leave the time since the last step out of the speed: it was spent on something else."""
         self._clock_step, self._clock = self._done, time.perf_counter()
-        self._ledger_clock = self._clock
         self._waited = 0.0
 
     def _finish_oldest(self) -> None:
@@ -61,12 +90,13 @@ class Reporter:
         jax.block_until_ready(metrics)
         self._done = step
         now = time.perf_counter()
-        self._ledger.seconds["train"] += now - self._ledger_clock
-        self._ledger_clock = now
         settings = self._program.job.settings
-        # A skipped update has a line of its own whenever it happens.
-        if step % settings.log_every == 0 or step in (1, settings.steps) or metrics["skipped"]:
+        # A sick step has a line of its own whenever it happens.
+        sick = bool(metrics["skipped"]) or bool(metrics.get("spike", 0.0))
+        if step % settings.log_every == 0 or step in (1, settings.steps) or sick:
             self._write(step, metrics, now)
+        if sick:
+            self._health.look(step, {name: float(value) for name, value in jax.device_get(dict(metrics)).items()})
 
     def _write(self, step: int, metrics: Mapping[str, jax.Array], now: float) -> None:
         values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
@@ -80,7 +110,7 @@ class Reporter:
             f"{self._program.unit}_per_second": round(self._program.units / per_step, 1),
             "mfu": None if self._peak is None else self._flops / per_step / self._peak,
             "data_wait": round(waited, 6),
-            "seconds": round(self._ledger.seconds["train"], 3),
+            "seconds": round(self._ledger.training, 3),
         }
         self._metrics.write(row)
         self._display.training(self._metrics.rows[-1])

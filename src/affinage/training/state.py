@@ -21,6 +21,7 @@ from affinage.model import (
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
 from affinage.training.optimizer import map_like_params
+from affinage.training.spikes import LossWindow
 
 PyTree = Any
 
@@ -33,15 +34,17 @@ class TrainState(NamedTuple):
         params: nested dict of weights.
         opt_state: the optimizer's, a tree of Optax.
         averages: moving averages of weights that the graph reads, see `Graph.averages`; None where it has none.
+        window: the losses that a spike is told from; None where nobody looks.
     """
 
     step: Int[Array, ""]
     params: PyTree
     opt_state: PyTree
     averages: PyTree = None
+    window: LossWindow | None = None
 
     def named(self) -> dict[str, PyTree]:
-        """The trees by name, as checkpoints hold them; without averages where there are none."""
+        """The trees by name, as checkpoints hold them; without those that are None."""
         return {name: tree for name, tree in self._asdict().items() if tree is not None}
 
 
@@ -59,11 +62,12 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
 
 
 def abstract_state(
-    graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTransformation, layout: MeshLayout
+    graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTransformation, layout: MeshLayout, window: int = 0
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    The optimizer's arrays and the averages are split like the parameter they belong to.
+    The optimizer's arrays and the averages are split like the parameter they belong to. `window` is how many losses a
+    spike is told from; 0 for none.
     """
     mesh, table = layout.mesh, layout.table
     abstract_weights, axes = abstract_params(graph, dtype), logical_axes(graph)
@@ -82,7 +86,9 @@ def abstract_state(
         of_averages = abstract_averages(graph)
         splits = param_shardings(mesh, average_axes(graph), of_averages, table)
         averages = jax.tree.map(_with_sharding, of_averages, splits)
-    return TrainState(cast(Any, step), params, opt_state, averages)
+    whole = partial(_with_sharding, sharding=replicated(mesh))
+    losses = jax.tree.map(whole, jax.eval_shape(partial(LossWindow.empty, window))) if window else None
+    return TrainState(cast(Any, step), params, opt_state, averages, losses)
 
 
 def begin(graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
@@ -93,7 +99,10 @@ def begin(graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.G
     averages = None
     if graph.averages:
         averages = jax.jit(partial(first_averages, graph), out_shardings=shardings.averages)(params)
-    return TrainState(step, params, opt_state, averages)
+    window = abstract.window
+    if window is not None:
+        window = jax.device_put(LossWindow.empty(window.losses.size), shardings.window)
+    return TrainState(step, params, opt_state, averages, window)
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -10,8 +10,10 @@ import optax
 from jaxtyping import Array, Float
 
 from affinage.model import Call, Graph, apply, moved_averages
+from affinage.recipe.training import HealthSettings
 from affinage.training.rounding import stored_like
 from affinage.training.schedule import Schedule
+from affinage.training.spikes import judged
 from affinage.training.state import Purpose, TrainState, random_key
 
 PyTree = Any
@@ -31,12 +33,14 @@ def make_train_step(
     micro_batches: int,
     seed: int,
     stochastic_rounding: bool = True,
+    health: HealthSettings | None = None,
 ) -> Step:
     """Build the step of a graph.
 
     The loss is a sum and a count over all micro-batches and devices, divided once, so the same step on any mesh and
     with any accumulation is the same step up to rounding. An update whose loss or gradient is not finite is left out:
-    weights, their moving averages and optimizer state stay bit for bit, only the step is counted.
+    weights, their moving averages and optimizer state stay bit for bit, only the step is counted. So is one whose loss
+    is a spike, where `health` says so.
 
     Args:
         graph: with a loss node.
@@ -46,11 +50,12 @@ def make_train_step(
         micro_batches: parts that a batch goes through one after the other; divides its rows.
         seed: of the run, for dropout, augmentation and rounding.
         stochastic_rounding: of weights that are stored in bfloat16; else to the nearest.
+        health: what is a spike, and what becomes of it; None: nothing is.
 
     Returns:
         The step. Its metrics are float32 scalars: loss (nats per counted token, or what the graph's loss is per
         example), grad_norm (before clipping), learning_rate, targets (tokens or examples that counted), skipped (0 or
-        1), and what the graph itself reports.
+        1), with a window in the state loss_z (its z-score) and spike (0 or 1), and what the graph itself reports.
     """
 
     def loss_sum(params: PyTree, averages: PyTree, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
@@ -62,7 +67,7 @@ def make_train_step(
         grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state.averages, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
-    update = make_update(graph, optimizer, schedule, seed=seed, stochastic_rounding=stochastic_rounding)
+    update = make_update(graph, optimizer, schedule, seed=seed, stochastic_rounding=stochastic_rounding, health=health)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
@@ -87,11 +92,12 @@ def make_update(
     *,
     seed: int,
     stochastic_rounding: bool = True,
+    health: HealthSettings | None = None,
 ) -> Update:
     """Build the step's second half: (state, gradient of the mean loss, that loss, the gradient's norm) -> next state.
 
     The loss and the norm say whether the update is healthy; else everything stays but the count of steps. The metrics
-    are grad_norm, learning_rate and skipped; the arguments are those of `make_train_step`.
+    are grad_norm, learning_rate, skipped and those of the window; the arguments are those of `make_train_step`.
     """
 
     def update(
@@ -103,15 +109,17 @@ def make_update(
         rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
         params = stored_like(state.params, moved, rounding)
         averages = None if state.averages is None else moved_averages(graph, state.averages, params)
-        healthy = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        window, sound, told = judged(state.window, loss, health)
+        healthy = sound & jnp.isfinite(grad_norm)
         new = TrainState(
             state.step + 1,
             _choose(healthy, params, state.params),
             _choose(healthy, opt_state, state.opt_state),
             _choose(healthy, averages, state.averages),
+            window,
         )
         skipped = 1.0 - healthy.astype(jnp.float32)
-        return new, {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped}
+        return new, {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **told}
 
     return update
 

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ import affinage
 from affinage.checkpoint.facts import IDENTITY
 from affinage.model.analysis import parameters
 from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS
-from affinage.training.ledger import Ledger
+from affinage.training.health import Health
+from affinage.training.ledger import ACCOUNTS, Ledger
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
 
 
-def checkpoint_meta(program: Program, ledger: Ledger, resumed_at: Sequence[int]) -> dict[str, Any]:
+def checkpoint_meta(program: Program, ledger: Ledger, health: Health, resumed_at: Sequence[int]) -> dict[str, Any]:
     """Facts saved with a checkpoint: what made it, where, and the accounts that a resumed run carries on."""
     job = program.job
     return {
@@ -26,6 +28,9 @@ def checkpoint_meta(program: Program, ledger: Ledger, resumed_at: Sequence[int])
         "settings": job.settings.model_dump(mode="json"),
         "mesh": dict(program.mesh.shape),
         "seconds": ledger.rounded(),
+        "stalls": ledger.stalls,
+        "clock": time.time(),  # seconds since 1970 at which the accounts above end
+        "health": health.facts(),
         "resumed_at": list(resumed_at),
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
@@ -43,15 +48,19 @@ def identity(program: Program) -> dict[str, Any]:
 
 
 def summarize(
-    program: Program, metrics: MetricsLog, ledger: Ledger, resumed_at: Sequence[int], steps: int
+    program: Program, metrics: MetricsLog, ledger: Ledger, health: Health, resumed_at: Sequence[int], steps: int
 ) -> dict[str, Any]:
     """The JSON-able summary of a run that ended after so many steps.
 
-    `tokens_per_second` (of a model of images `images_per_second`) and `mfu` are over the whole run, from the seconds of
-    training alone; `data_wait` are the seconds of them in which the next batch was waited for.
+    `seconds` and `percent` split the time since the first start into the accounts of `affinage.training.ledger`;
+    `saves` has for how many seconds each save stalled the loop. `tokens_per_second` (of a model of images
+    `images_per_second`) and `mfu` are over the whole run, from the seconds of its steps alone; `data_wait` are those
+    of them in which the next batch was waited for, most of it while the devices computed.
     """
     lines = metrics.training()
     seconds, seen = ledger.rounded(), steps * program.units
+    training, total = seconds["compute"] + seconds["data"], seconds["total"]
+    stalls = ledger.stalls
     peak, flops = program.peak_flops, program.flops_per_step
     count = parameters(program.job.graph)
     device = program.mesh.devices.flat[0]
@@ -62,12 +71,15 @@ def summarize(
         "steps": steps,
         program.unit: seen,
         "seconds": seconds,
-        f"{program.unit}_per_second": seen / seconds["train"] if seconds["train"] else None,
+        "percent": {name: round(100 * seconds[name] / total, 3) for name in ACCOUNTS} if total else {},
+        "saves": {"count": len(stalls), "stall_mean": _mean(stalls), "stall_most": max(stalls, default=0.0)},
+        f"{program.unit}_per_second": seen / training if training else None,
         "data_wait": round(_data_wait(lines), 3),
-        "mfu": flops * steps / seconds["train"] / peak if peak and seconds["train"] else None,
+        "mfu": flops * steps / training / peak if peak and training else None,
         "first_loss": lines[0]["loss"] if lines else None,
         "final_loss": lines[-1]["loss"] if lines else None,
         "skipped_updates": sum(bool(line["skipped"]) for line in lines),
+        "health": health.facts(),
         "validation": metrics.validation(),
         "predicted": {"parameters": count.total, "flops": flops * steps},
         "devices": {"kind": device.device_kind, "count": program.mesh.size, "mesh": dict(program.mesh.shape)},
@@ -80,6 +92,10 @@ def _data_wait(lines: Sequence[Mapping[str, Any]]) -> float:
     """Seconds: every line has the mean of the steps since the line before."""
     steps = [0, *(line["step"] for line in lines)]
     return sum(line.get("data_wait", 0.0) * (step - before) for line, before, step in zip(lines, steps, steps[1:]))
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return round(sum(seconds) / len(seconds), 6) if seconds else 0.0
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,80 @@
+"""Where a step falls sick: the first parameter, layer or gradient in which a value is not finite."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool
+
+from affinage.model import Call, Graph, apply
+from affinage.model.kind import Context, Result
+from affinage.model.node import Node
+from affinage.model.repeat import apply_layers
+
+PyTree = Any
+
+
+def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]) -> dict[str, Any]:
+    """Look for what is not finite in one forward and backward pass.
+
+    Returns:
+        first: in words, what is not finite first: a weight, else a value on the way forward, else a gradient on the
+        way back; "nothing" if all are finite. gradient_norms: {node: norm}.
+    """
+    weights = {name: bool(finite) for name, finite in _finite_parts(graph, params).items()}
+    values, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, averages, batch)
+    gradient_norms = {name: float(norms[name]) for name in _in_order(graph, norms)}
+    forward: dict[str, bool] = {}
+    for node in graph.nodes:
+        of_layers = values["layers"].get(node.name, [])
+        forward |= {f"{node.name}, layer {n} of {node.layers}": bool(f) for n, f in enumerate(of_layers, 1)}
+        forward[node.name] = bool(values["nodes"].get(node.name, True))
+    first = next((f"the weights of {name}" for name, finite in weights.items() if not finite), None)
+    first = first or next((f"the value of {name}" for name, finite in forward.items() if not finite), None)
+    back = (name for name in reversed(gradient_norms) if not jnp.isfinite(gradient_norms[name]))
+    first = first or next((f"the gradient of {name}" for name in back), "nothing")
+    return {"first": first, "gradient_norms": gradient_norms}
+
+
+def _passes(
+    graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Whether the values of all nodes and of all layers of repeated nodes are finite; norms of gradients by node."""
+
+    def loss(params: PyTree) -> tuple[Array, dict[str, Any]]:
+        seen: dict[str, list[Bool[Array, ""]]] = {}
+
+        def layers(node: Node, params: PyTree, x: Any, context: Context) -> Result:
+            result = Result(x)
+            context = replace(context, prepared=node.kind.prepare((x,), context))
+            for layer in range(node.layers):
+                own = jax.tree.map(lambda w, at=layer: w[at : at + 1], params)
+                step = apply_layers(replace(node, repeat=1), own, result.value, context, layer)
+                seen.setdefault(node.name, []).append(_finite(step.value))
+                result = Result(step.value, None, {}, {})
+            return result
+
+        outputs = apply(graph, params, batch, replace(call, key=None, averages=averages, layers=layers))
+        nodes = {node.name: _finite(outputs.values[node.name]) for node in graph.nodes if node.name in outputs.values}
+        total = outputs.values[graph.loss]
+        return total.sum / jnp.maximum(total.count, 1.0), {"nodes": nodes, "layers": seen}
+
+    grads, seen = jax.grad(loss, has_aux=True)(params)
+    return seen, {name: optax.tree.norm(grads[name]) for name in _in_order(graph, grads)}
+
+
+def _finite_parts(graph: Graph, params: PyTree) -> dict[str, Bool[Array, ""]]:
+    return {name: _finite(params[name]) for name in _in_order(graph, params)}
+
+
+def _in_order(graph: Graph, tree: PyTree) -> list[str]:
+    return [node.name for node in graph.nodes if node.name in tree]
+
+
+def _finite(tree: Any) -> Bool[Array, ""]:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in floats]).all() if floats else jnp.array(True)

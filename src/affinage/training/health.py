@@ -1,0 +1,145 @@
+"""What a run knows of its sick steps: which updates were left out, where it went back, and when it must stop."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.recipe.training import HealthSettings
+
+FILE = "health.jsonl"
+_REWINDS = 10  # after which going back again will not help
+
+
+class Health:
+    """Looks at the metrics of every sick step, in order. Its `facts` are part of every checkpoint.
+
+    Every sick step has a line in health.jsonl: step, cause, done, loss, loss_z, grad_norm, learning_rate, the batches
+    left out, and what `documents` knows of the batch.
+
+    Args:
+        settings: policies and limits.
+        folder: of the run.
+        start: the step it goes on from; later lines of the file are dropped.
+        facts: of the checkpoint that it goes on from; {} at the beginning.
+        documents: what the batch of a step, counted from 1, was made of.
+    """
+
+    def __init__(
+        self,
+        settings: HealthSettings,
+        folder: Path,
+        start: int,
+        facts: Mapping[str, Any],
+        documents: Callable[[int], Any] | None = None,
+    ) -> None:
+        self._settings, self._documents = settings, documents
+        self._path = folder / FILE
+        self._cut(start)
+        self.sick: list[int] = list(facts.get("sick", []))  # the latest steps whose update was left out
+        self.left_out: list[int] = list(facts.get("left_out", []))  # steps whose batch is not trained on
+        self.rewinds: list[list[int]] = list(facts.get("rewinds", []))  # [seen at, back to]
+        self.spikes = int(facts.get("spikes", 0))
+        self.rewind_from: int | None = None  # set when the run must go back; then nothing more is looked at
+        self._seen: dict[str, Any] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able: what a resumed run must know."""
+        return {"sick": self.sick, "left_out": self.left_out, "rewinds": self.rewinds, "spikes": self.spikes}
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at a step that is done, and whose update was left out or whose loss is a spike.
+
+        Raises:
+            Incurable: the updates of too many steps were left out.
+        """
+        spike, skipped = bool(metrics.get("spike")), bool(metrics["skipped"])
+        self.spikes += spike
+        if self.rewind_from is not None or not (spike or skipped):
+            return
+        cause = "spike" if spike else "not finite"
+        policy = self._settings.on_spike if spike else self._settings.on_non_finite
+        shown = {name: metrics.get(name) for name in ("loss", "loss_z", "grad_norm", "learning_rate")}
+        self._seen = {"step": step, "cause": cause, **shown}
+        if policy == "note":
+            self._write({**self._seen, "done": "noted"})
+            return
+        self.sick = sorted({*(s for s in self.sick if s > step - self._settings.within), step})
+        if policy == "rewind" and len(self.rewinds) < _REWINDS:
+            self.rewind_from = step
+        self._break(step, cause)
+        if self.rewind_from is None:
+            self._write({**self._seen, "done": "skipped", "documents": self._batch(step)})
+
+    def rewound(self, to: int) -> None:
+        """The run is back at a checkpoint, and will leave out the batches that led away from it."""
+        seen_at = self.rewind_from
+        assert seen_at is not None
+        self.rewind_from = None
+        batches = [step for step in range(seen_at - self._settings.rewind_batches + 1, seen_at + 1) if step > to]
+        self.left_out = sorted({*self.left_out, *batches})
+        self.rewinds.append([seen_at, to])
+        documents = {step: self._batch(step) for step in batches}
+        self._write({**self._seen, "done": f"rewound to {to}", "left_out": batches, "documents": documents})
+
+    def _break(self, step: int, cause: str) -> None:
+        in_a_row = 0
+        while step - in_a_row in self.sick or step - in_a_row in self.left_out:
+            in_a_row += 1
+        limits = self._settings
+        if in_a_row < limits.most_in_a_row and len(self.sick) < limits.most:
+            return
+        how = (
+            f"{in_a_row} updates in a row" if in_a_row >= limits.most_in_a_row
+            else f"{len(self.sick)} updates within {limits.within} steps"
+        )  # fmt: skip
+        self._write({**self._seen, "done": "stopped", "documents": self._batch(step)})
+        raise Incurable(step, f"{how} had to be left out, the last at step {step}: its loss was {self._told(cause)}")
+
+    def _told(self, cause: str) -> str:
+        if cause == "spike":
+            return f"{self._seen['loss']:.4g}, {self._seen['loss_z']:.1f} deviations above those before"
+        return f"{self._seen['loss']}, the norm of its gradient {self._seen['grad_norm']}"
+
+    def _batch(self, step: int) -> Any:
+        return None if self._documents is None else self._documents(step)
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def _cut(self, start: int) -> None:
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        kept = [line for line in lines if _step(line) <= start]
+        if len(kept) < len(lines):
+            part = self._path.with_suffix(".part")
+            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(part, self._path)
+
+
+class Incurable(Exception):
+    """Too many updates were left out; the run stops at `step`."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(what)
+        self.step = step
+
+    def told(self, folder: Path, diagnosis: Mapping[str, Any]) -> UserError:
+        """What the user is told."""
+        lines = [f"{name}: {diagnosis[name]}" for name in ("first", "learning_rate", "gradient_norms", "documents")]
+        listed = "".join(f"\n    {line[:300]}" for line in lines)
+        return UserError(
+            f"{self}{listed}",
+            where=str(folder / "diagnosis.json"),
+            fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak, more warm-up or a "
+            "smaller optimizer.clip_norm help against divergence; health.on_spike: rewind against bad batches.",
+        )
+
+
+def _step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 2**62  # the line that a kill cut in two

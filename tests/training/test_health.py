@@ -1,0 +1,184 @@
+"""Sick steps: seen on the devices, left out or gone back from, told with their documents, and stopped in time."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from affinage.checkpoint import CheckpointStore
+from affinage.errors import UserError
+from affinage.model import Call, init_params
+from affinage.training import TrainJob, train
+from affinage.training.diagnosis import diagnose
+from affinage.training.spikes import LossWindow
+
+
+class SickFeed(tiny.RandomFeed):
+    """Batches of the given steps, counted from 1, lead to a loss that is not finite, or to a spike of it."""
+
+    def __init__(self, not_finite: tuple[int, ...] = (), spikes: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self._not_finite, self._spikes = not_finite, spikes
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        batch = super().batch(step)
+        if step + 1 in self._not_finite:
+            batch["loss_mask"] = np.full_like(batch["loss_mask"], np.nan)
+        if step + 1 in self._spikes:
+            batch["tokens"] = np.full_like(batch["tokens"], tiny.VOCABULARY - 1)
+        return batch
+
+
+def job(folder: Path, feed: SickFeed, steps: int = 15, every: int = 5, hook=None, **health: object) -> TrainJob:
+    return TrainJob(
+        graph=tiny.graph(layers=1),
+        settings=tiny.settings(steps, checkpoint={"every_steps": every}, health=health),
+        mesh={"data": 1},
+        seed=1,
+        feed=feed,
+        folder=folder,
+        documents=lambda step: [f"document {step}"],
+        on_step=(hook,) if hook else (),
+    )
+
+
+def params(folder: Path, step: int) -> list[bytes]:
+    state = CheckpointStore(folder / "checkpoints").restore(step, {"params": None, "opt_state": None})
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def events(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
+
+
+def series(steps: int, seed: int) -> np.ndarray:
+    """Losses as of a training: a fall from 10 to 3, noise that has heavy tails and shrinks, and slow waves."""
+    draw, at = np.random.default_rng(seed), np.arange(steps)
+    level = 3 + 7 * (1 + at / 200) ** -0.5 + 0.02 * np.sin(at / 3000)
+    return (level * (1 + 0.01 * draw.standard_t(8, steps))).astype(np.float32)
+
+
+@jax.jit
+def scores(losses: jax.Array) -> jax.Array:
+    def step(window: LossWindow, loss: jax.Array) -> tuple[LossWindow, jax.Array]:
+        return window.with_loss(loss), window.score(loss)
+
+    return jax.lax.scan(step, LossWindow.empty(128), losses)[1]
+
+
+def test_the_score_is_that_of_numpy():
+    losses = series(400, 0)
+    losses[[150, 151]] = np.nan, np.inf
+    got, seen = np.asarray(scores(losses)), []
+    for step, loss in enumerate(losses):
+        expected = 0.0
+        if len(seen) >= 64:
+            window = np.array(seen[-128:], np.float64)
+            median = np.median(window)
+            spread = max(1.4826 * np.median(np.abs(window - median)), 0.002 * median)
+            expected = (loss - median) / spread
+        np.testing.assert_allclose(got[step], expected, rtol=2e-3, atol=1e-3)
+        if np.isfinite(loss):
+            seen.append(loss)
+
+
+def test_a_hundred_thousand_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():
+    clean = series(100_000, 1)
+    spikes = np.asarray(scores(clean)) > 6
+    assert spikes.mean() < 1e-3
+    assert np.convolve(spikes, np.ones(3), "valid").max() < 3  # the limits of the breaker
+    assert np.convolve(spikes, np.ones(100), "valid").max() < 5
+    at = np.arange(5_000, 20_000, 497)
+    sick = clean[:20_000].copy()
+    sick[at] *= 1.15  # thirteen deviations
+    assert (np.asarray(scores(sick))[at] > 6).all()
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("skipped")
+    train(job(folder, SickFeed(not_finite=(8,))))
+    return folder
+
+
+def test_a_skipped_update_is_written_down_with_its_documents(skipped: Path):
+    (event,) = events(skipped)
+    assert event["step"] == 8 and event["cause"] == "not finite" and event["done"] == "skipped"
+    assert event["documents"] == ["document 8"] and event["learning_rate"] > 0
+
+
+def test_going_back_and_leaving_the_batch_out_is_the_same_as_never_having_made_the_update(
+    tmp_path: Path, skipped: Path
+):
+    seen = []
+    hook = lambda step, state: seen.append(step)  # noqa: E731
+    summary = train(job(tmp_path, SickFeed(not_finite=(8,)), hook=hook, on_non_finite="rewind"))
+    seen_late = seen[7:-10]  # steps may be in flight when the metrics of one are looked at
+    assert seen[:7] == [*range(1, 8)] and seen_late in ([8], [8, 9], [8, 9, 10]) and seen[-10:] == [*range(6, 16)]
+    assert summary["health"]["left_out"] == [8] and summary["health"]["rewinds"] == [[8, 5]]
+    assert summary["seconds"]["lost"] > 0
+    assert params(tmp_path, 15) == params(skipped, 15)
+    (event,) = events(tmp_path)
+    assert event["done"] == "rewound to 5" and event["documents"] == {"8": ["document 8"]}
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [step for step in range(1, 16) if step != 8]
+
+
+def test_what_was_left_out_stays_out_when_the_run_is_started_again(tmp_path: Path, skipped: Path):
+    def fall(step: int, state: object) -> None:
+        if step == 12:
+            raise RuntimeError("the machine fails")
+
+    feed = SickFeed(not_finite=(8,))
+    with pytest.raises(RuntimeError):
+        train(job(tmp_path, feed, hook=fall, on_non_finite="rewind"))
+    summary = train(job(tmp_path, feed, on_non_finite="rewind"))
+    assert summary["resumed_at"] == [10]
+    assert summary["health"]["left_out"] == [8] and len(summary["health"]["rewinds"]) == 1
+    assert params(tmp_path, 15) == params(skipped, 15)
+
+
+def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Path):
+    def fall(step: int, state: object) -> None:
+        if step == 6:
+            raise RuntimeError("the machine fails")
+
+    feed = SickFeed(not_finite=(5, 6, 7))
+    with pytest.raises(RuntimeError):
+        train(job(tmp_path, feed, every=1, hook=fall))
+    with pytest.raises(UserError, match="3 updates in a row") as stopped:
+        train(job(tmp_path, feed, every=1))
+    assert "first: the value of loss" in str(stopped.value) and "document 7" in str(stopped.value)
+    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert found["step"] == 7 and found["learning_rate"] > 0 and set(found["gradient_norms"]) >= {"embed", "blocks"}
+
+
+def test_too_many_among_the_last_steps_stop_it_too(tmp_path: Path):
+    with pytest.raises(UserError, match="2 updates within 5 steps"):
+        train(job(tmp_path, SickFeed(not_finite=(3, 9, 12)), every=99, most=2, within=5))
+    assert [event["done"] for event in events(tmp_path)] == ["skipped", "skipped", "stopped"]
+
+
+@pytest.mark.parametrize("policy", ["note", "skip", "rewind"])
+def test_a_spike_is_noted_skipped_or_gone_back_from(tmp_path: Path, policy: str):
+    summary = train(job(tmp_path, SickFeed(spikes=(13,)), window=16, on_spike=policy))
+    (event,) = events(tmp_path)
+    assert event["step"] == 13 and event["cause"] == "spike" and event["loss_z"] > 6
+    assert event["done"] == {"note": "noted", "skip": "skipped", "rewind": "rewound to 10"}[policy]
+    assert summary["skipped_updates"] == (policy == "skip")
+    assert summary["health"]["left_out"] == ([13] if policy == "rewind" else [])
+
+
+def test_the_diagnosis_names_the_layer_in_which_a_value_is_no_longer_finite():
+    graph, batch = tiny.graph(layers=3), tiny.RandomFeed().batch(0)
+    params = init_params(graph, jax.random.key(0))
+    assert diagnose(graph, Call(), params, None, batch)["first"] == "nothing"
+    grown = jax.tree.map(lambda w: w.at[1].mul(1e30) if w.ndim > 2 else w, params["blocks"])
+    found = diagnose(graph, Call(), {**params, "blocks": grown}, None, batch)
+    assert found["first"] == "the value of blocks, layer 2 of 3"
+    lost = {**params, "norm": {"scale": params["norm"]["scale"].at[3].set(jnp.nan)}}
+    assert diagnose(graph, Call(), lost, None, batch)["first"] == "the weights of norm"
