@@ -37,7 +37,7 @@ class Run:
             os.kill(self.pid, number)
 
     def said(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text() if self.log.exists() else ""
 
     def steps(self) -> list[int]:
         return [int(line.split()[1]) for line in self.said().splitlines() if line.startswith("step ")]
@@ -76,6 +76,7 @@ class Nursery:
         """Start a run in a folder; in the phase `when` it sends itself a signal."""
         folder.mkdir(parents=True, exist_ok=True)
         log = folder.with_suffix(".log")
+        log.unlink(missing_ok=True)  # what an earlier run in the folder said
         job = {"folder": str(folder), "log": str(log), "steps": steps, "when": when, "number": int(number)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
