@@ -103,6 +103,12 @@ def test_the_verb_prints_and_speaks_json(capsys):
     assert status == 0 and "estimate: fits" in out and "tokens/s" in out
 
 
+def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(capsys):
+    status, out, err = told(capsys, SMALL, "--on", "v5e-256", "--json")
+    assert status == 0 and json.loads(out)["rows"] == 256
+    assert "batch 64 does not divide" in err and "--set pretrain.batch=256" in err
+
+
 def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
     status, out, _ = told(capsys, "julian-600m-as-published")
     assert status == 0
@@ -114,7 +120,7 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
     [
         ((SMALL, "--on", "v4-9"), "there is no v4-9"),
         ((SMALL, "--on", "v4-8", "--which"), "--which looks through all slices"),
-        ((SMALL, "--on", "v5e-256"), "batch 64 does not divide"),
+        ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "the mesh has 8 devices, the slice 256"),
     ],
 )
 def test_mistakes_are_one_message(capsys, words, message):

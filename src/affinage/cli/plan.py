@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,7 +64,14 @@ def plan(
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
-    from affinage.planning.plan import compare, default_slice, make_plan, planned_graph
+    from affinage.planning.plan import (
+        compare,
+        default_slice,
+        dividing_batch,
+        make_plan,
+        planned_graph,
+        training_settings,
+    )
     from affinage.stages.plugins import load_plugins
 
     loaded = load(recipe, overrides)
@@ -94,6 +102,17 @@ def plan(
 
         search_and_show(recipe, overrides or [], loaded, graph, where, best, compile_step, as_json)
         return
+    overrides = overrides or []
+    batch = dividing_batch(loaded.recipe, where)
+    if batch is not None:
+        section, settings, _ = training_settings(loaded.recipe)
+        what = f"batch {settings.batch} does not divide over the mesh on {where.name}"
+        print(
+            f"Warning: {what}; planned with {batch}, the nearest that does: --set {section}.batch={batch}",
+            file=sys.stderr,
+        )
+        overrides = [*overrides, f"{section}.batch={batch}"]
+        loaded = load(recipe, overrides)
     made = make_plan(loaded.recipe, graph, where, data[1])
     verdict = _verdict(recipe, overrides, made) if compile_step else None
     if as_json:

@@ -171,10 +171,11 @@ def lay_out(
     sizes = axis_sizes(mesh, devices)
     used = math.prod(sizes.values())
     if used != devices:
+        near = " or ".join(f"`mesh: {mesh}`" for mesh in nearest_meshes(sizes, devices))
         raise UserError(
             f"the mesh has {used} devices, the slice {devices}",
             where="mesh",
-            fix="Make one axis auto, e.g. `mesh: {fsdp: auto}`.",
+            fix=f"The nearest meshes: {near}. Or make one axis auto, e.g. `mesh: {{fsdp: auto}}`.",
         )
     split = Split(
         graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, parallel or ParallelSettings()
@@ -182,6 +183,19 @@ def lay_out(
     check_rows_divide(split.rows, split.micro_batches, split.layout.mesh, split.table)
     check_positions_divide(context, split.layout.mesh, split.table)
     return split
+
+
+def nearest_meshes(sizes: Mapping[str, int], devices: int) -> list[str]:
+    """Meshes of so many devices in which one axis differs, the two that change it least; else FSDP alone."""
+    found: list[tuple[float, str]] = []
+    for axis in AXES:
+        others = math.prod(size for name, size in sizes.items() if name != axis)
+        if devices % others == 0 and (sizes[axis] > 1 or axis in ("data", "fsdp")):
+            changed = {**sizes, axis: devices // others}
+            shown = ", ".join(f"{name}: {changed[name]}" for name in AXES if changed[name] > 1)
+            found.append((abs(math.log(changed[axis] / sizes[axis])), f"{{{shown or 'data: 1'}}}"))
+    near = list(dict.fromkeys(shown for _, shown in sorted(found, key=lambda pair: pair[0])))
+    return near[:2] or [f"{{fsdp: {devices}}}"]
 
 
 def state_bytes(tree: Any, sizes: Mapping[str, int]) -> int:

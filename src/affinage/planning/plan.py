@@ -11,6 +11,8 @@ from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_flops
 from affinage.hardware.slices import Slice, compared, find_slice
 from affinage.model import Graph, parse
+from affinage.parallel.mesh import axis_sizes
+from affinage.parallel.sharding import table_with
 from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.local import Split, lay_out
 from affinage.planning.memory import Memory, step_memory
@@ -192,6 +194,23 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     price = recipe.hardware.price if recipe.hardware.price is not None else where.chip.price
     time = step_time(split, settings, where, memory)
     return Plan(recipe.name, where, split, settings, memory, time, facts, tuple(claimed), price)
+
+
+def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
+    """The batch nearest to the recipe's that divides over its mesh on a slice; None where its own does.
+
+    Also None where there is no telling: for a mesh that is refused, and for rows that are given per device.
+    """
+    _, settings, _ = training_settings(recipe)
+    try:
+        sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
+    except UserError:
+        return None
+    table = table_with(recipe.parallel.sharding)
+    pieces = math.prod(sizes[axis] for axis in table["batch"]) * settings.micro_batches
+    if settings.batch is None or settings.batch % pieces == 0:
+        return None
+    return max(1, round(settings.batch / pieces)) * pieces
 
 
 def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
