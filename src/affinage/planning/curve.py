@@ -1,5 +1,6 @@
 """Scaling on paper: the same training on ever larger slices of one family."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -7,7 +8,9 @@ from typing import Literal
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
+from affinage.planning.local import lay_out
 from affinage.planning.plan import Plan, make_plan, training_settings
+from affinage.planning.roofline import least_time
 from affinage.recipe.recipe import Recipe
 
 _TENSOR, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8)
@@ -77,12 +80,25 @@ def _larger(first: Slice) -> Iterator[Slice]:
 
 
 def _fastest(recipe: Recipe, graph: Graph, where: Slice) -> Plan | None:
-    own = {str(axis): size for axis, size in recipe.mesh.items()}
-    meshes = [own, *({"fsdp": "auto", "tensor": t, "context": c} for t in _TENSOR for c in _CONTEXT)]
-    best: Plan | None = None
-    for mesh in meshes:
+    own: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
+    meshes = [own]
+    for tensor, context in itertools.product(_TENSOR, _CONTEXT):
+        meshes.append({"fsdp": "auto", "tensor": tensor, "context": context})
+    _, settings, length = training_settings(recipe)
+    bounds: list[tuple[float, int, Recipe]] = []
+    for number, mesh in enumerate(meshes):
         try:
-            made = make_plan(recipe.model_copy(update={"mesh": mesh}), graph, where)
+            split = lay_out(graph, settings, mesh, length, where.devices, recipe.parallel)
+            bound = least_time(split, settings, where, 0.0)
+        except UserError:
+            continue
+        bounds.append((bound, number, recipe.model_copy(update={"mesh": mesh})))
+    best: Plan | None = None
+    for bound, _, changed in sorted(bounds, key=lambda entry: entry[:2]):
+        if best is not None and best.time.seconds <= bound:
+            break  # none of the others can be faster
+        try:
+            made = make_plan(changed, graph, where)
         except UserError:
             continue
         if made.fits and (best is None or made.time.seconds < best.time.seconds):
