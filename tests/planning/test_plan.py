@@ -72,6 +72,13 @@ def test_what_does_not_fit_is_said_with_settings_that_do():
     assert plan_of(SMALL, "v5e-4", "pretrain.batch=4096", f"pretrain.micro_batches={parts}").fits
 
 
+def test_dropout_that_rules_the_kernel_out_is_told_where_there_is_one():
+    dropout = "model.nodes.blocks.attention.dropout=0.1"
+    assert any("attention probabilities" in warning for warning in plan_of(SMALL, "v4-8", dropout).warnings)
+    assert plan_of(SMALL, "v4-8").warnings == ()
+    assert not any("attention probabilities" in warning for warning in plan_of(SMALL, "cpu", dropout).warnings)
+
+
 def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     loaded = load_recipe(SMALL, ["pretrain.batch=256"])
     found = compare(loaded.recipe, planned_graph(loaded))

@@ -258,7 +258,7 @@ def _time_table(made: "Plan") -> Any:
 
 
 def _outcome(made: "Plan") -> list[str]:
-    speed = f"\n{made.tokens_per_second:,.0f} tokens/s"
+    speed = f"\n{'' if made.fits else 'if it fitted: '}{made.tokens_per_second:,.0f} tokens/s"
     if made.mfu is not None:
         speed += f", an MFU of {made.mfu:.0%}"
     cost = ""

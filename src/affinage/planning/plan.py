@@ -98,7 +98,18 @@ class Plan:
             found.append(f"does not fit: {missing:.2f} GiB too much; {self._remedy()}")
         elif self.memory.total > NEARLY_FULL * self.capacity:
             found.append("nearly full: let the compiler say whether it fits, with --compile")
+        dropping = [name for name in self._attention_with_dropout() if self.where.platform in ("tpu", "gpu")]
+        if dropping:
+            setting = f"model.nodes.{dropping[0]}.attention.dropout=0"
+            found.append(
+                f"dropout of attention probabilities in `{dropping[0]}` keeps the chip's own kernel from being used: all "
+                f"pairs of positions are computed and kept. See what `--set {setting}` does to this plan"
+            )
         return tuple(found)
+
+    def _attention_with_dropout(self) -> list[str]:
+        kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}
+        return [name for name, attention in kinds.items() if attention is not None and attention.dropout > 0]
 
     def _remedy(self) -> str:
         memory, split = self.memory, self.split
