@@ -74,9 +74,9 @@ def test_what_does_not_fit_is_said_with_settings_that_do():
 
 def test_dropout_that_rules_the_kernel_out_is_told_where_there_is_one():
     dropout = "model.nodes.blocks.attention.dropout=0.1"
-    assert any("attention probabilities" in warning for warning in plan_of(SMALL, "v4-8", dropout).warnings)
+    assert any("dropout of attention" in warning for warning in plan_of(SMALL, "v4-8", dropout).warnings)
     assert plan_of(SMALL, "v4-8").warnings == ()
-    assert not any("attention probabilities" in warning for warning in plan_of(SMALL, "cpu", dropout).warnings)
+    assert not any("dropout of attention" in warning for warning in plan_of(SMALL, "cpu", dropout).warnings)
 
 
 def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():

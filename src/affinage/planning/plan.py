@@ -102,7 +102,7 @@ class Plan:
         if dropping:
             setting = f"model.nodes.{dropping[0]}.attention.dropout=0"
             found.append(
-                f"dropout of attention probabilities in `{dropping[0]}` keeps the chip's own kernel from being used: all "
+                f"dropout of attention in `{dropping[0]}` keeps the chip's own kernel from being used: all "
                 f"pairs of positions are computed and kept. See what `--set {setting}` does to this plan"
             )
         return tuple(found)
