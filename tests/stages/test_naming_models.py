@@ -67,3 +67,15 @@ def test_there_is_no_such_model(runs, tmp_path, spec, message):
     with pytest.raises(UserError) as caught:
         locate_model(spec, tmp_path.joinpath("runs").relative_to(tmp_path))
     assert message in str(caught.value)
+
+
+def test_a_run_and_a_folder_of_one_name(runs, tmp_path):
+    folder = tmp_path / "runs"
+    (tmp_path / "one").mkdir()
+    assert locate_model("one", folder)[0].name.startswith("sft-"), "a folder without a model is not meant"
+    (tmp_path / "one" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a run and also a folder here") as caught:
+        locate_model("one@3", folder.relative_to(tmp_path))
+    assert caught.value.fix == "Write `runs/one` for the run, `./one` for the folder."
+    assert locate_model("./one", folder)[0] == tmp_path / "one"
+    assert locate_model("runs/one", folder)[0].name.startswith("sft-")

@@ -12,6 +12,7 @@ import typer
 
 from affinage.cli import doctor
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,6 +54,8 @@ def graph(
     from affinage.stages.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
 
+    if as_json + as_mermaid + (as_svg is not None) > 1:
+        raise UserError("--json, --mermaid and --svg are three outputs", fix="Ask for one at a time.")
     loaded = load(recipe, overrides)
     load_plugins(loaded)
     if schedule:

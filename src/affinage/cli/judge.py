@@ -11,16 +11,18 @@ from affinage.cli.options import (
     RUNS,
     ForceOption,
     JsonOption,
-    RecipeArgument,
     RunsOption,
     SetOption,
     TargetArgument,
     is_recipe,
+    recorded,
+    run_folder,
 )
 from affinage.cli.run import walk
 from affinage.errors import UserError
 
 _STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
+_SETTINGS = ("tasks", "data_dir", "limit", "shots", "batch", "max_new_tokens")  # of `evaluate` in a recipe
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,7 +44,7 @@ def evaluate(
             "--task",
             metavar="TASK",
             help="julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. "
-            "A recipe has its own.",
+            "A recipe and a run have their own.",
         ),
     ] = None,
     data_dir: Annotated[
@@ -64,7 +66,7 @@ def evaluate(
     asked: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir and str(data_dir)}
     asked |= {"limit": limit, "shots": shots, "batch": batch}
     given = {name: value for name, value in asked.items() if value is not None}
-    if is_recipe(target):
+    if is_recipe(target, runs):
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
         folder = walk(target, [*(overrides or ()), *settings], runs, _STAGES, force=force, as_json=as_json)
         for stage in () if as_json else _STAGES:
@@ -72,6 +74,10 @@ def evaluate(
                 typer.echo(f"\n{stage.removeprefix('evaluate-')}")
                 _show(json.loads((folder / stage / "results.json").read_text(encoding="utf-8")))
         return
+    if not chosen:
+        as_made = recorded(run_folder(target, runs)).get("evaluate") or {}
+        given = {name: as_made[name] for name in _SETTINGS if as_made.get(name) is not None} | given
+        chosen = given.get("tasks", [])
     if not chosen:
         raise UserError("no task was named", fix="For example: --tasks julian, or --task my_task.yaml")
     if overrides or force:
@@ -156,12 +162,27 @@ def _results_of(spec: str, runs: Path) -> Path:
     return found
 
 
-def report(recipe: RecipeArgument, overrides: SetOption = None, runs: RunsOption = RUNS) -> None:
-    """Run a recipe up to its report, one HTML file.
+def report(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run.", show_default=False)],
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+) -> None:
+    """Write the report, one HTML file: of a run as it is, or of a recipe, which is run up to there.
 
-    Example: affinage report quickstart --set report.language=fr
+    Examples: affinage report quickstart
+
+    affinage report my_recipe.yaml --set report.language=fr
     """
-    walk(recipe, overrides, runs, ("report",))
+    run = run_folder(target, runs)
+    if is_recipe(target, runs) or run is None or not recorded(run):
+        walk(target, overrides, runs, ("report",))
+        return
+    if overrides:
+        raise UserError("--set is of recipes", where=target, fix="Leave it out for a run, or name the recipe's file.")
+    from affinage.report import write_report
+
+    write_report(run, run / "report.html")
+    typer.echo(f"The report is in {run / 'report.html'}.")
 
 
 def _show(results: dict[str, Any]) -> None:

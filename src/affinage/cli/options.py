@@ -1,7 +1,8 @@
 """Arguments and options that several verbs have."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,8 +55,32 @@ def load(recipe: str, overrides: list[str] | None) -> "LoadedRecipe":
     return load_recipe(recipe, overrides or ())
 
 
-def is_recipe(word: str) -> bool:
-    """Whether RECIPE is meant where a verb takes RECIPE or MODEL."""
+def is_recipe(word: str, runs: Path) -> bool:
+    """Whether RECIPE is meant where a verb takes RECIPE or MODEL: a file, or a name that no run has yet.
+
+    Says which one is meant where the word could be both.
+    """
     from affinage.recipe.layers import packaged_recipes
 
-    return Path(word).suffix in (".yaml", ".yml", ".json") or (word in packaged_recipes() and not Path(word).is_dir())
+    if Path(word).suffix in (".yaml", ".yml", ".json"):
+        return True
+    if word not in packaged_recipes():
+        return False
+    made = run_folder(word, runs)
+    if made is not None:
+        said = f"`{word}` is {made}, as it was made; the recipe of this name is run by `affinage run {word}`."
+        typer.echo(said, err=True)
+    return made is None
+
+
+def run_folder(word: str, runs: Path) -> Path | None:
+    """The folder that is there under the name of a run, or as a path."""
+    return next((place for place in (runs / word, Path(word)) if place.is_dir()), None)
+
+
+def recorded(run: Path | None) -> dict[str, Any]:
+    """The settings that a run was last made with; none if it is no run."""
+    if run is None or not (run / "recipe.json").is_file():
+        return {}
+    settings: dict[str, Any] = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
+    return settings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, is_recipe
+from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, is_recipe, run_folder
 from affinage.cli.run import walk
 from affinage.errors import UserError
 
@@ -70,22 +70,26 @@ def export(
     ] = None,
     public: Annotated[bool, typer.Option(help="With --push: a repository that is made is public.")] = False,
 ) -> None:
-    """Write the Hugging Face folder of a recipe's last model, as a stage of its run, or of any model.
+    """Write the Hugging Face folder of any model, or of a recipe's last one, as a stage of its run.
+
+    A run that has written it already is not written again: --verify and --push take its folder.
 
     Examples: affinage export quickstart --verify
 
     affinage export runs/quickstart/pretrain@1000 --to my_model --dtype bfloat16 --push me/my_model
     """
     offline = "HF_HUB_OFFLINE" in os.environ
-    if is_recipe(target):
+    if is_recipe(target, runs):
         settings = ["export={verify: true}" if check else "export={}"]
         folder = walk(target, [*(overrides or ()), *settings], runs, ("export",)) / "export" / "model"
-    elif to is None:
-        raise UserError("where to?", fix="Name a folder: --to my_model")
     else:
-        folder = to
-        written = {"dtype": dtype, "shard_gigabytes": shard_gigabytes, "trim_vocabulary": trim}
-        _write(target, runs, folder, written, licence=licence, check=check)
+        folder = _exported(target, runs) if to is None else to
+        if to is not None:
+            written = {"dtype": dtype, "shard_gigabytes": shard_gigabytes, "trim_vocabulary": trim}
+            _write(target, runs, to, written, licence=licence)
+        if check:
+            _verify(target, runs, folder)
+        typer.echo(f"The model is in {folder}.")
     if push is not None:
         if not offline:
             os.environ.pop("HF_HUB_OFFLINE", None)  # set for the run of a recipe that needs no network
@@ -94,7 +98,7 @@ def export(
         typer.echo(f"The model is at {upload(folder, push, private=not public)}.")
 
 
-def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licence: str, check: bool) -> None:
+def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licence: str) -> None:
     _must_be_new(to)
     from affinage.hub.card import CardFacts
     from affinage.hub.export import DTYPES, export
@@ -105,11 +109,26 @@ def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licenc
     model: LoadedModel = open_model(target, runs)
     chat = is_chat(locate_model(target, runs)[0])
     export(model, to, facts=CardFacts(licence=licence), chat=chat, **written)
-    if check:
-        from affinage.hub.verify import verify
 
-        verify(to, model, _PROBES)
-    typer.echo(f"The model is in {to}.")
+
+def _exported(target: str, runs: Path) -> Path:
+    """The folder that the run itself wrote of the model."""
+    from affinage.stages.models import export_of, locate_model
+
+    training, step = locate_model(target, runs)
+    run = run_folder(target, runs)
+    found = export_of(training, run) if run is not None and step is None else None
+    if found is None:
+        raise UserError("where to?", fix="Name a folder: --to my_model")
+    return found
+
+
+def _verify(target: str, runs: Path, folder: Path) -> None:
+    from affinage.cli.watch import verified_in_words
+    from affinage.hub.verify import verify
+    from affinage.stages.models import open_model
+
+    typer.echo(verified_in_words(verify(folder, open_model(target, runs), _PROBES)))
 
 
 def _must_be_new(folder: Path) -> None:

@@ -44,7 +44,7 @@ def generate(
     texts = prompts or [sys.stdin.read()]
     loaded = _open(model, runs)
     request = _request(tokens, temperature, top_p, seed)
-    rows = [_fitting([*loaded.tokenizer.opening, *loaded.tokenizer.encode(text)], loaded) for text in texts]
+    rows = [_fitting(_prompt(text, loaded), loaded) for text in texts]
     for text, result in zip(texts, Generator(loaded).generate(rows, request)):
         if as_json:
             print(json.dumps({"prompt": text, "text": result.text, "ended_by": result.ended_by}, ensure_ascii=False))
@@ -93,6 +93,11 @@ def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Reque
     from affinage.generation.sampling import Sampling
 
     return Request(max_new_tokens=tokens, sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed))
+
+
+def _prompt(text: str, model: "LoadedModel") -> list[int]:
+    tokenizer = model.tokenizer
+    return [*tokenizer.opening, *tokenizer.encode(text)] or [tokenizer.bos]  # not every model has an opening
 
 
 def _fitting(prompt: list[int], model: "LoadedModel") -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,6 +116,8 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
 
 
 def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    from affinage.stages.plugins import VARIABLE
+
     folder = os.path.relpath(flow.folder)
     runs = "" if flow.runs.folder == Path("runs") else f" --runs {os.path.relpath(flow.runs.folder)}"
     recipe = flow.loaded.recipe.name
@@ -123,10 +126,13 @@ def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield "report", f"{folder}/report.html"
     if "export" in names:
         yield "model", f"{folder}/export/model"
+    model = folder if Path(recipe).exists() else f"{recipe}{runs}"  # a folder here of the same name is another model
+    plugins = os.pathsep.join(os.path.relpath(flow.loaded.beside(path)) for path in flow.loaded.recipe.plugins)
+    before = f"{VARIABLE}={shlex.quote(plugins)} " if plugins else ""
     if {"sft", "dpo"} & set(names):
-        yield "next", f"affinage chat {recipe}{runs}"
+        yield "next", f"{before}affinage chat {model}"
     elif {"pretrain", "tokenizer"} <= set(names):
-        yield "next", f"affinage generate {recipe}{runs} 'Once upon a time'"
+        yield "next", f"{before}affinage generate {model} 'Once upon a time'"
 
 
 def headline(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -156,6 +162,17 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"loss {summary['final_loss']:.3f}"
     if isinstance(summary.get("tasks"), Mapping):
         yield f"{len(summary['tasks'])} tasks"
+    if isinstance(summary.get("verified"), Mapping):
+        yield verified_in_words(summary["verified"])
+
+
+def verified_in_words(facts: Mapping[str, Any]) -> str:
+    """What `hub.verify` compared, and how well it agreed."""
+    return (
+        f"transformers computes the same: logits of {facts['tokens']:,} tokens in {facts['texts']:,} texts "
+        f"at most {facts['largest_logit_difference']:.1e} apart, the same ids of {facts['token_sequences']:,} texts "
+        f"and {facts['conversations']:,} conversations"
+    )
 
 
 def _reasons(removed: Any) -> str:

@@ -9,6 +9,7 @@ from affinage.errors import UserError
 
 Message = Mapping[str, str]
 
+_OPENING = "{{- bos_token -}}"  # of a template
 ROLES = ("system", "user", "assistant")
 
 
@@ -86,7 +87,7 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
         "{%- endif -%}"
     )
     return (
-        ("{{- bos_token -}}" if opened else "")
+        (_OPENING if opened else "")
         + (default if system_prompt else "")
         + "{%- for message in messages -%}"
         + "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
@@ -100,6 +101,11 @@ def system_prompt_in(template: str) -> str | None:
     found = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)
     system_prompt: str = json.loads(found[1]) if found else ""
     return system_prompt if template in (chat_template(system_prompt, opened=o) for o in (True, False)) else None
+
+
+def opens(template: str) -> bool:
+    """Whether it is a template of `chat_template` that begins a conversation with the bos_token."""
+    return system_prompt_in(template) is not None and template.startswith(_OPENING)
 
 
 CHAT_TEMPLATE = chat_template()

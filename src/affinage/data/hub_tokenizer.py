@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.data import special_tokens
 from affinage.data.atomic import write_atomically
+from affinage.data.chat import opens
 from affinage.data.special_tokens import CONTROL_PIECES, Marks
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -76,10 +77,21 @@ class HubTokenizer(Tokenizer):
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text; nothing for GPT-2 and Qwen."""
+        """What the tokenizer itself puts before a text; nothing for GPT-2 and Qwen.
+
+        Its bos_token also where only a chat template of ours says so: tokenizer.json does not, as `encode` adds none.
+        """
         plain = self._fast.encode(_ANCHOR, add_special_tokens=False).ids
         whole = self._fast.encode(_ANCHOR).ids
-        return tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+        before = tuple(whole[: len(whole) - len(plain)]) if whole[len(whole) - len(plain) :] == plain else ()
+        begin = self._named("bos_token")
+        return (begin,) if not before and begin is not None and opens(self._template) else before
+
+    @property
+    def _template(self) -> str:
+        own_file = self._folder / TEMPLATE
+        template = own_file.read_text(encoding="utf-8") if own_file.is_file() else self._config.get("chat_template")
+        return template if isinstance(template, str) else ""
 
     @property
     def bos(self) -> int:

@@ -233,7 +233,8 @@ class BpeTokenizer(Tokenizer):
             raise UserError(
                 f"the first ids are {pieces}, not {list(FIXED_PIECES)}",
                 where=str(path),
-                fix="use a model trained by affinage: raw text could otherwise turn into control tokens",
+                fix="Of another project's model, tokenizer.json is read, which transformers makes of this file:\n"
+                "  AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         self._piece_bytes = np.array([self._bytes_of(i) for i in range(self.vocabulary)], np.int64)
         self._words = WordEncoder(self._model, len(FIXED_PIECES), self.dtype)

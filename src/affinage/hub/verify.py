@@ -56,10 +56,11 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     compared = _compare_tokens(folder, theirs_tokenizer, model, [*texts, *TRICKY_TEXTS])
     conversations = _compare_conversations(folder, theirs_tokenizer, model)
     theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
-    largest = 0.0
+    largest, tokens = 0.0, 0
     params = _rounded(model.params, json.loads((folder / "config.json").read_text())["dtype"])
     for text in texts:
         ids = [*model.tokenizer.opening, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
+        tokens += len(ids)
         with torch.no_grad():
             their_logits = theirs(torch.tensor([ids])).logits[0].numpy()
         ours = _our_logits(model, params, ids)[:, : their_logits.shape[1]]  # an export may leave out unused ids
@@ -69,6 +70,7 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
             raise _disagreement(folder, f"the logits of {text[:60]!r} differ by {difference:.2e}, not {TOLERANCE:.0e}")
     return {
         "texts": len(texts),
+        "tokens": tokens,
         "largest_logit_difference": largest,
         "token_sequences": compared,
         "conversations": conversations,
@@ -109,8 +111,11 @@ def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequen
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
-    if not isinstance(theirs.chat_template, str) or system_prompt_in(theirs.chat_template) is None:
+    default = system_prompt_in(theirs.chat_template) if isinstance(theirs.chat_template, str) else None
+    if default is None:
         return 0  # none, or another model's
+    # A base model that was trained on from a chat model keeps that one's template, and has no system prompt itself.
+    system_prompt = model.system_prompt or default
     question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
     answer = {"role": "assistant", "content": "En France."}
     conversations = [
@@ -121,7 +126,7 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
     for messages in conversations:
         text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = theirs.encode(text, add_special_tokens=False)
-        if ids != encode_prompt(messages, model.tokenizer, model.system_prompt):
+        if ids != encode_prompt(messages, model.tokenizer, system_prompt):
             raise _disagreement(folder, f"the chat template makes other tokens than training did of {messages!r}")
     return len(conversations)
 

@@ -58,6 +58,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
                 where = loaded.locate(("export", "verify"))
                 fix = "Install it: pip install 'affinage[verify]'"
                 raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
+    if recipe.export is not None and "export" in stages:
+        _check_export(loaded)
     if recipe.rows.url and "rows" in stages:
         from affinage.data.shards import check_url
 
@@ -71,6 +73,19 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         _check_training(loaded, recipe.sft, "sft")
     if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
         _check_training(loaded, recipe.dpo, "dpo")
+
+
+def _check_export(loaded: LoadedRecipe) -> None:
+    from affinage.hub.families import family_of
+    from affinage.model import parse
+
+    recipe = loaded.recipe
+    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocabulary), loaded.locate)
+    try:
+        family_of(graph).hf_config(graph, context=recipe.rows.context)
+    except UserError as error:
+        fix = "Set `export: null`: everything else works with it, as a MODEL too."
+        raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
 
 
 def check_sources(loaded: LoadedRecipe) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from affinage.hub.read import HubModel
 
 RECIPE = "recipe.yaml"
+_ANY_TEXT = "The quick brown fox, 0123456789; été; привет; 世界\n"  # a tokenizer that has words has some of these
 
 _HEADER = """\
 # Begins with the weights and the tokenizer of {name}, which lie beside this file. Its graph is what config.json says.
@@ -100,12 +101,21 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
 
 
 def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
-    """The tokenizer of a folder of the hub; UserError where it has ids that a model of `vocabulary` ids has not."""
+    """The tokenizer of a folder of the hub; UserError if it does not fit.
+
+    That is: it has ids that a model of `vocabulary` ids has not, or none to write text with.
+    """
     from affinage.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(source)
     if tokenizer.vocabulary > vocabulary:
         raise UserError(f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}", where=str(source))
+    if tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}, and it cannot write text with them",
+            where=str(source),
+            fix="Put the tokenizer.json that the model was trained with there.",
+        )
     return tokenizer
 
 

@@ -1,15 +1,16 @@
 """From what a user calls a model to the model: a run, a stage of a run, or one checkpoint of it."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
 from affinage.stages.imports import fitting_tokenizer, system_prompt_of
 from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of
-from affinage.stages.plugins import load_named_plugins
-from affinage.stages.store import Store, read_request
+from affinage.stages.plugins import VARIABLE, load_named_plugins
+from affinage.stages.store import Store, read_manifest, read_request
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
@@ -62,12 +63,20 @@ def is_chat(training: Path) -> bool:
     return request[0].stage in CHAT
 
 
+def export_of(training: Path, run: Path) -> Path | None:
+    """The Hugging Face folder that the export stage of `run` wrote of this training; None if it wrote none of it."""
+    export, trained = read_request(run / "export"), read_request(training)
+    if export is None or trained is None or read_manifest(run / "export") is None:
+        return None
+    return run / "export" / "model" if export[0].inputs.get(trained[0].stage) == trained[1] else None
+
+
 def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
     """The folder of the training that `spec` names, in the store, and the step it asks for."""
     name, _, step = spec.partition("@")
     if step and not step.isdigit():
         raise UserError(f"`@{step}` is no checkpoint", where=spec, fix="Write the number of a step, such as @1000.")
-    folder = next((place for place in (Path(name), runs / name) if place.is_dir()), None)
+    folder = _meant(name, runs)
     if folder is None:
         known = sorted(entry.parent.name for entry in runs.glob("*/pretrain")) if runs.is_dir() else []
         hint = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no trained models in {runs}."
@@ -77,6 +86,21 @@ def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
     if not (folder / MODEL).is_file() and not is_hub_folder(folder):
         folder = _last_training(folder)
     return folder.resolve(), int(step) if step else None
+
+
+def _meant(name: str, runs: Path) -> Path | None:
+    """The folder that is called so: here, or among the runs; the one with a model in it."""
+    here, run = Path(name), runs / name
+    if name.startswith((".", "/")) or not run.is_dir() or not here.is_dir():
+        return here if here.is_dir() else run if run.is_dir() else None
+    if _has_model(here) and _has_model(run) and here.resolve() != run.resolve():
+        fix = f"Write `{run}` for the run, `./{here}` for the folder."
+        raise UserError(f"`{name}` is a run and also a folder here, and both hold a model", fix=fix)
+    return here if _has_model(here) and not _has_model(run) else run
+
+
+def _has_model(folder: Path) -> bool:
+    return is_hub_folder(folder) or any((folder / name / MODEL).is_file() for name in ("", *TRAININGS))
 
 
 def is_hub_folder(folder: Path) -> bool:
@@ -128,7 +152,9 @@ def load_trained(
 
     load_named_plugins()
     facts = json.loads((folder / MODEL).read_text(encoding="utf-8"))
-    graph, precision = parse(facts["graph"]), PrecisionSettings(**facts["precision"])
+    with _told_where_kinds_are(folder):
+        graph = parse(facts["graph"])
+    precision = PrecisionSettings(**facts["precision"])
     devices = acquire()
     abstract = abstract_params(graph, jnp.dtype(precision.params))
     grid, shardings = serving_mesh(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract)
@@ -149,6 +175,16 @@ def load_trained(
         system_prompt=facts["system_prompt"],
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
     )
+
+
+@contextlib.contextmanager
+def _told_where_kinds_are(folder: Path) -> Iterator[None]:
+    """Say of a graph that cannot be read how to name the file with its kinds."""
+    try:
+        yield
+    except UserError as error:
+        fix = f"If a plugin brings it: {VARIABLE}=my_nodes.py affinage ... {error.fix}".rstrip()
+        raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
 def _load_hub_folder(folder: Path, *, name: str) -> "LoadedModel":
