@@ -110,6 +110,7 @@ def test_dry_run_as_json(tmp_path):
         (["sft", "quickstart", "--set", "sft.sources=[no.jsonl]"], 2, "--set sft.sources: there is no `no.jsonl`"),
         (["run", "quickstart", "--set", "evaluate.tasks=[a/b.yaml]"], 2, "there is no `a/b.yaml`"),
         (["data", "quickstart", "--set", "data.sources=[no/]"], 2, "Error: --set data.sources: no such file"),
+        (["graph", "quickstart", "--json", "--mermaid"], 2, "--json, --mermaid and --svg are three outputs"),
         (["run"], 2, "Missing argument"),
         (["rum"], 2, "No such command"),
     ],

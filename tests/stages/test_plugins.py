@@ -1,5 +1,6 @@
 """Node kinds of the user's own, as docs/node_kinds.md tells to write them."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from affinage.cli.watch import _places
 from affinage.errors import UserError
 from affinage.model import Call, apply, init_params, parse
 from affinage.model.kind import KINDS, Context
@@ -18,6 +20,7 @@ from affinage.recipe.load import load_recipe
 from affinage.stages import plugins
 from affinage.stages.flow import Flow, Runs
 from affinage.stages.foresight import check
+from affinage.stages.models import load_trained
 from affinage.stages.plugins import load_named_plugins, load_plugins
 from affinage.stages.road import road_of
 from affinage.stages.trainings import with_vocabulary
@@ -46,7 +49,7 @@ def written(tmp_path):
 
 
 def keys(folder: Path) -> dict[str, str]:
-    loaded = load_recipe(folder / "my_recipe.yaml")
+    loaded = load_recipe(folder / "my_recipe.yaml", ["export={}"])
     return {step.stage.name: step.request.key for step in Flow(loaded, Runs(folder / "runs"), road_of(loaded)).plan()}
 
 
@@ -131,6 +134,32 @@ def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
     monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
     load_named_plugins()
     assert "channel_mix" in KINDS
+
+
+def test_a_model_of_an_unknown_kind_names_the_variable(written):
+    facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
+    (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
+    with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
+        load_trained(written, written, name="mine")
+    assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["my_recipe", "my_blocks"])
+def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(written, name):
+    with pytest.raises(UserError) as caught:
+        check(load_recipe(written / f"{name}.yaml", ["export={}"]), {"export"})
+    assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
+    stages = [stage.name for stage in road_of(load_recipe(written / f"{name}.yaml"))]
+    assert "pretrain" in stages and "export" not in stages
+    check(load_recipe(written / "own_optimizer.yaml"), {"export"})
+
+
+def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
+    monkeypatch.chdir(written)
+    flow = Flow(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), road_of(loaded))
+    assert dict(_places(flow, ["sft"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    Path("with_my_nodes").mkdir()
+    assert dict(_places(flow, ["sft"]))["next"].endswith("affinage chat runs/with_my_nodes")
 
 
 def test_an_upgraded_package_changes_the_model_and_not_the_data(written, tmp_path, monkeypatch):
