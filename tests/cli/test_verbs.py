@@ -63,8 +63,8 @@ def test_help_imports_nothing_heavy_and_is_quick():
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
 
 
-def test_planning_needs_no_jax(tmp_path):
-    code = f"import sys; from affinage.cli import main\ntry: main(['run', {TINY!r}, '--dry-run'])\nfinally: "
+def test_planning_data_needs_no_jax(tmp_path):
+    code = f"import sys; from affinage.cli import main\ntry: main(['data', {TINY!r}, '--dry-run'])\nfinally: "
     shown = subprocess.run(
         [sys.executable, "-c", code + "print('jax' in sys.modules)"], capture_output=True, text=True, cwd=tmp_path
     )

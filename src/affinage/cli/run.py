@@ -179,7 +179,7 @@ def walk(
     """
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
-    from affinage.stages.foresight import check, check_sources
+    from affinage.stages.foresight import check
     from affinage.stages.road import road_of
 
     loaded = load(recipe, overrides)
@@ -197,8 +197,8 @@ def walk(
     if dry_run:
         steps = flow.plan()
         show_plan(steps, as_json=as_json)
-        if any(step.stage.name == "collect" and not step.complete for step in steps):
-            check_sources(loaded)
+        prepare_process(loaded)
+        check(loaded, [step.stage.name for step in steps if not step.complete])
         return flow.folder
     prepare_process(loaded)
     with OwnProcess():

@@ -29,11 +29,7 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
     compressed (.gz, .bz2, .zst) and anywhere that fsspec reads. Raises UserError for what cannot be read.
     """
     name = path.rstrip("/").rsplit("/", 1)[-1]
-    kind = name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst").rsplit(".", 1)[-1].lower()
-    reader = {"jsonl": _lines, "parquet": _table, "txt": _text}.get(kind)
-    if reader is None:
-        fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
-        raise UserError(f"`{path}` is no file of benchmark items", where="data.decontaminate.against", fix=fix)
+    reader = _READERS[kind_of_items(path)]
     number = 0
     try:
         for number, value in enumerate(reader(path), 1):
@@ -42,6 +38,16 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
     except (OSError, EOFError, ValueError, pa.ArrowException) as error:
         where = f"data.decontaminate.against, {path}" + (f" after item {number}" if number else "")
         raise UserError(f"the benchmark's items cannot be read: {error}", where=where) from error
+
+
+def kind_of_items(path: str, where: str = "data.decontaminate.against") -> str:
+    """What a file of items is by its name: jsonl, parquet or txt. Raises UserError for any other."""
+    name = path.rstrip("/").rsplit("/", 1)[-1]
+    kind = name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst").rsplit(".", 1)[-1].lower()
+    if kind not in _READERS:
+        fix = "Items are read from .jsonl, .parquet and .txt files, and from .yaml task files."
+        raise UserError(f"`{path}` is no file of benchmark items", where=where, fix=fix)
+    return kind
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -72,3 +78,6 @@ def _table(path: str) -> Iterator[Any]:
     with fsspec.open(str(Path(path).expanduser()) if "://" not in path else path, "rb") as file:
         for batch in pq.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
+
+
+_READERS = {"jsonl": _lines, "parquet": _table, "txt": _text}

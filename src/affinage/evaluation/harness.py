@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from functools import lru_cache, partialmethod
 from unittest.mock import patch
 
@@ -68,10 +69,12 @@ def task_manager(named: Sequence[str]) -> TaskManager:
     manager = TaskManager()
     for name in named:
         if name not in manager.all_tasks:
+            close = get_close_matches(name, manager.all_tasks, n=1, cutoff=0.7)
             raise UserError(
                 f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
                 where="evaluate.tasks",
-                fix=f"Groups are {', '.join(GROUPS)}; `lm-eval ls tasks` lists the names of the harness.",
+                fix=(f"Did you mean `{close[0]}`? " if close else "")
+                + f"Groups are {', '.join(GROUPS)}; `lm-eval ls tasks` lists the names of the harness.",
             )
     return manager
 

@@ -87,6 +87,13 @@ def _read_all(place: Path) -> list[dict[str, Any]]:
     tasks = [_with_local_data(task, file) for file, task in configurations if isinstance(task.get("task"), str)]
     if not tasks:
         raise UserError("holds no task (a YAML file with a `task:` key)", where=str(place))
+    for task in tasks:
+        if "dataset_path" not in task and "custom_dataset" not in task:
+            raise UserError(
+                f"the task `{task['task']}` says nothing of its items",
+                where=str(place),
+                fix="A task file needs `dataset_path:`, such as `json`, and `dataset_kwargs: {data_files: ...}`.",
+            )
     return tasks
 
 

@@ -58,7 +58,7 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
     preset = PRESETS[name]
-    language = given.get("language") or preset.get("language", "")
+    language = str(given.get("language") or preset.get("language", "")).lower()
     elsewhere = bool(given.get("path") or given.get("dataset"))
     filled = {}
     for key, value in preset.items():

@@ -4,7 +4,7 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from affinage.recipe.presets import with_preset
 from affinage.recipe.settings import Settings
@@ -14,6 +14,9 @@ POCKET_MEGABYTES = 3.0  # of the pocket world, unless a recipe says how much
 _SUFFIX = re.compile(
     r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
 )
+
+
+Language = Annotated[str, StringConstraints(to_lower=True)]
 
 
 class SourceSettings(Settings):
@@ -30,7 +33,7 @@ class SourceSettings(Settings):
     # text; code: goes past language id, is wrapped in <|code|> <|endcode|> and is its own group beside the languages;
     # gutenberg: a book of Project Gutenberg, freed of its header and licence and cut into chapters
     kind: Literal["text", "code", "gutenberg"] = "text"
-    language: str = ""  # ISO 639-1 code, if the user knows it; default: identified per document
+    language: Language = ""  # ISO 639-1 code, if the user knows it; default: identified per document
     licence: str = ""  # carried with every document into the manifest
     text_key: str = "text"  # the JSON key or Parquet column that holds the text; `a.b` is the key b within a
     id_key: str = "id"

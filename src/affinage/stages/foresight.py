@@ -12,6 +12,7 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
+from affinage.stages.names import check_against, check_languages, check_tasks
 from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
@@ -36,22 +37,18 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         _check_tuning_sources(loaded, recipe.sft, "sft")
     if recipe.dpo is not None and "preferences" in stages:
         _check_tuning_sources(loaded, recipe.dpo, "dpo")
-    if recipe.data is not None and recipe.data.decontaminate is not None and "decontaminate" in stages:
-        for index, path in enumerate(recipe.data.decontaminate.against):
-            _exists(loaded, path, ("data", "decontaminate", "against", index))
+    if "clean" in stages:
+        check_languages(loaded)
+    if "decontaminate" in stages:
+        check_against(loaded)
     if "compare-tokenizers" in stages:
         for index, path in enumerate(recipe.tokenizer.compare):
             _exists(loaded, path, ("tokenizer", "compare", index))
     if recipe.data is not None and recipe.data.engine == "ray" and importlib.util.find_spec("ray") is None:
         fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.engine=local"
         raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "engine")), fix=fix)
-    if recipe.evaluate is not None and {"evaluate-base", "evaluate-sft", "evaluate-dpo"} & set(stages):
-        for task in local_tasks(recipe):
-            _exists(loaded, task, ("evaluate", "tasks", recipe.evaluate.tasks.index(task)))
-        if recipe.evaluate.data_dir is not None:
-            _exists(loaded, recipe.evaluate.data_dir, ("evaluate", "data_dir"))
-            with _written(loaded, "evaluate", "tasks"):
-                names_of(recipe.evaluate.tasks, Path(recipe.evaluate.data_dir).expanduser())
+    if _asks_for_tasks(loaded, stages):
+        _check_tasks(loaded)
     if recipe.export is not None and recipe.export.verify and "export" in stages:
         for package in _VERIFY:
             if importlib.util.find_spec(package) is None:
@@ -67,8 +64,8 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
             check_url(recipe.rows.url)
     if recipe.pretrain is not None and "pretrain" in stages:
         _check_training(loaded, recipe.pretrain, "pretrain")
-        if "rows" in stages:  # those that are packed tell by themselves what they are of
-            _check_mixture(loaded)
+    if "rows" in stages:  # those that are packed tell by themselves what they are of
+        _check_mixture(loaded)
     if recipe.sft is not None and "sft" in stages:
         _check_training(loaded, recipe.sft, "sft")
     if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
@@ -98,6 +95,26 @@ def check_sources(loaded: LoadedRecipe) -> None:
     for index, source in enumerate(data.sources):
         with _written(loaded, "data", "sources", index):
             check_source(source, data)
+
+
+def _asks_for_tasks(loaded: LoadedRecipe, stages: Collection[str]) -> bool:
+    data = loaded.recipe.data
+    evaluates = bool({"evaluate-base", "evaluate-sft", "evaluate-dpo"} & set(stages))
+    cleared = data is not None and data.decontaminate is not None and data.decontaminate.benchmarks
+    return evaluates or ("decontaminate" in stages and cleared)
+
+
+def _check_tasks(loaded: LoadedRecipe) -> None:
+    evaluate = loaded.recipe.evaluate
+    if evaluate is None:
+        return
+    for task in local_tasks(loaded.recipe):
+        _exists(loaded, task, ("evaluate", "tasks", evaluate.tasks.index(task)))
+    if evaluate.data_dir is not None:
+        _exists(loaded, evaluate.data_dir, ("evaluate", "data_dir"))
+        with _written(loaded, "evaluate", "tasks"):
+            names_of(evaluate.tasks, Path(evaluate.data_dir).expanduser())
+    check_tasks(loaded)
 
 
 def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:

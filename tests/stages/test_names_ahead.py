@@ -1,0 +1,70 @@
+"""What a recipe names and nobody knows is said before the first stage runs, and by a dry run."""
+
+import pytest
+import yaml
+
+from affinage.cli import main
+from affinage.errors import UserError
+from affinage.recipe.load import load_recipe
+from affinage.stages.foresight import check
+
+RECIPE = """\
+name: small
+model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
+data: {sources: [{path: texts.txt, language: EN}]}
+tokenizer: {kind: characters}
+pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+evaluate: {tasks: []}
+"""
+
+
+@pytest.fixture
+def ahead(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "texts.txt").write_text("some text")
+    (tmp_path / "exam.yaml").write_text(yaml.safe_dump({"task": "bogus"}))
+    (tmp_path / "exam.pdf").write_text("no items")
+
+    def ahead(*overrides: str, stages=("collect", "clean", "decontaminate", "rows")) -> UserError:
+        with pytest.raises(UserError) as caught:
+            check(load_recipe("r.yaml", overrides), stages)
+        return caught.value
+
+    return ahead
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "fix"),
+    [
+        ("data.languages=[en, french]", "no language `french`", "Did you mean `fr`?"),
+        ("data.languages=[en, xx]", "no language `xx`", "ISO 639-1"),
+        ("data.sources=[{path: texts.txt, language: en-US}]", "no language `en-us`", "Did you mean `en`?"),
+        ("data.decontaminate.against=[none.yaml]", "there is no `none.yaml`", "working directory"),
+        ("data.decontaminate.against=[exam.pdf]", "no file of benchmark items", ".jsonl"),
+        ("data.decontaminate.against=[exam.yaml]", "`bogus` says nothing of its items", "dataset_path"),
+        ("evaluate.tasks=[hellaswagg]", "knows no task 'hellaswagg'", "Did you mean `hellaswag`?"),
+        ("evaluate.tasks=[none.yaml]", "there is no `none.yaml`", "working directory"),
+        ("pretrain.mixture=[{weights: {text: 1}}]", "weight for 'text'", "texts"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, what, fix):
+    error = ahead(override)
+    assert what in error.what and fix in f"{error.what} {error.fix}"
+    assert "--set" in error.where
+
+
+def test_names_of_any_case_are_languages(ahead):
+    data = load_recipe("r.yaml", ["data.languages=[EN, Fr]"]).recipe.data
+    assert data.languages == ("en", "fr") and data.sources[0].language == "en"
+    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), ["collect", "clean", "decontaminate", "rows"])
+
+
+@pytest.mark.parametrize(
+    "override", ["pretrain.optimizer.name=adammm", "mesh.data=7", "pretrain.batch=7", "evaluate.tasks=[hellaswagg]"]
+)
+def test_a_dry_run_says_so_too(ahead, override, capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["run", "r.yaml", "--dry-run", "--set", override])
+    assert status.value.code == 2
+    assert override.rpartition("=")[0].partition(".")[0] in capsys.readouterr().err
