@@ -13,12 +13,22 @@ def test_the_reasons_that_count_most_are_named():
     assert list(headline({"documents_in": 5, "documents_out": 5, "removed": {}, "masked": {}})) == ["5 documents"]
 
 
+def test_one_more_reason_is_named_and_parts_are_counted():
+    removed = {"too short": 12, "other language": 3, "binary": 2, "empty": 1}
+    summary = {"documents_in": 20, "documents_out": 8, "removed": removed, "split": {"documents": 2, "parts": 8}}
+    assert list(headline(summary)) == [
+        "20 → 8 documents (12 too short, 3 other language, 2 binary, 1 empty)",
+        "2 long documents split into 8 parts",
+    ]
+
+
 def test_benchmarks_found_in_the_text_are_named():
     quiz, other = {"items": 10_000, "found": 12}, {"items": 50, "found": 0}
     summary = {"documents_out": 9, "documents_in": 10, "removed": {"in a benchmark": 1}}
     said = list(headline(summary | {"benchmarks": {"quiz": quiz, "other": other}}))
-    assert said == ["10 → 9 documents (1 in a benchmark)", "found 12 of 10,000 items of quiz"]
-    assert list(headline(summary | {"benchmarks": {"other": other}}))[1] == "found no item of a benchmark"
+    found = "found 12 of 10,000 items of quiz; found no item of other"
+    assert said == ["10 → 9 documents (1 in a benchmark)", found]
+    assert list(headline(summary | {"benchmarks": {"other": other}}))[1] == "found no item of other"
 
 
 def test_compared_tokenizers_are_said_with_what_they_need_a_token():

@@ -102,7 +102,7 @@ def test_split_parts_join_to_the_text(text):
 def test_nothing_left_is_one_message(tmp_path):
     with pytest.raises(UserError, match="none of 2 documents; 2 are too short") as error:
         run(tmp_path, ["short", "tiny"])
-    assert "d0" in error.value.where
+    assert "such as d0 of s: 5 characters" in error.value.what
 
 
 def test_an_unknown_language_is_refused(tmp_path):

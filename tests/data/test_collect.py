@@ -95,6 +95,22 @@ def test_fsspec_urls(tmp_path):
     assert len(run(tmp_path, "memory://corpus")[1]) == 2
 
 
+def test_every_empty_file_is_counted(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, content in {"a.jsonl": b"", "b.txt": b"", "c.jsonl": b"\n\n", "d.jsonl": jsonl()}.items():
+        (folder / name).write_bytes(content)
+    summary, rows = run(tmp_path, str(folder))
+    assert summary["removed"] == {"empty": 3} and len(rows) == 2
+
+
+def test_parquet_without_the_column_of_text_says_which_it_has(tmp_path):
+    pq.write_table(pa.table({"content": ["eins"], "score": [1]}), tmp_path / "t.parquet")
+    with pytest.raises(UserError) as caught:
+        run(tmp_path, str(tmp_path / "t.parquet"), damaged_files="skip")
+    assert "'text'; it has content, score" in caught.value.what and "text_key" in caught.value.fix
+
+
 def test_parquet_with_a_text_key(tmp_path):
     table = pa.table({"content": ["eins", None, "drei"], "url": ["u1", "u2", "u3"], "score": [1, 2, 3]})
     pq.write_table(table, tmp_path / "t.parquet")
@@ -211,7 +227,7 @@ def test_an_unknown_protocol_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b"", "no document"),
+        ("a.jsonl", b"", "no text in the file"),
         ("a.jsonl", b'{"body": "x", "n": 1}\n', "'text' among the keys body, n"),
         ("a.jsonl", b"plain words\nmore", "not JSON"),
         ("a.jsonl", b"plain words\nmore", "line 1"),

@@ -27,6 +27,7 @@ def masked(text: str, settings: MaskSettings | None = None) -> str:
         ("The server 8.8.8.8 answered.", f"The server {NOBODYS_V4} answered."),
         ("at 91.121.4.7:8080", f"at {NOBODYS_V4}:8080"),
         ("at 2a01:e0a:1::42, fine", f"at {NOBODYS_V6}, fine"),
+        ("conversion 1.2.3.4, in 8.8.8.8", f"conversion {NOBODYS_V4}, in {NOBODYS_V4}"),
         ("at [2606:4700:4700:0:0:0:0:1111]", f"at [{NOBODYS_V6}]"),
     ],
 )
@@ -39,6 +40,8 @@ def test_addresses_are_replaced(text, expected):
     [
         "a @ b, 3@2, @home, user@localhost, user@@example.com",
         "version 1.2.3.4.5, 999.1.1.1, 1.2.3, section 4.1.2.",
+        "version 1.2.3.4, Versions 8.8.4.4, v1.2.3.4, v. 1.2.3.4, release 1.2.3.4, firmware: 1.2.3.4",
+        "la version 1.2.3.4, la révision 8.8.8.8, la mise à jour 9.9.9.9",
         "127.0.0.1, 10.0.0.1, 192.168.1.1 and ::1 and fe80::1 are private",
         "at 12:30:45 on 10:20; std::vector a::b",
         "0.0.0.0 and ::",

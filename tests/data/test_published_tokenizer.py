@@ -45,6 +45,12 @@ def test_a_tokenizer_json_and_a_sentencepiece_model(tmp_path: Path, byte_level: 
     assert PublishedTokenizer(tmp_path / "tokenizer.json").encode_batch(TEXTS) == [
         byte_level.encode(text).ids for text in TEXTS
     ]
+    assert PublishedTokenizer(tmp_path).encode_batch(TEXTS) == PublishedTokenizer(
+        tmp_path / "tokenizer.json"
+    ).encode_batch(TEXTS)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+        PublishedTokenizer(tmp_path / "empty")
     pieces = PublishedTokenizer(tmp_path / "other.model.v1")
     assert pieces.vocabulary == bpe.vocabulary
     assert pieces.encode_batch(TEXTS) == [bpe.encode(text) for text in TEXTS]

@@ -100,6 +100,12 @@ def test_all_mistakes_are_told_at_once_in_reading_order(write):
     assert caught.value.what.startswith("the recipe has 3 mistakes")
 
 
+def test_a_mistake_within_a_list_does_not_make_the_list_empty(write):
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(GOOD), ["data.sources=[{path: jl, langage: en}]"])
+    assert "langage" in caught.value.what and "mistakes" not in caught.value.what
+
+
 def test_overrides_lie_over_the_file_and_are_named_in_errors(write):
     path = write(GOOD)
     loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation=0.5"])

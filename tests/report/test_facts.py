@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from synthetic_run import build_run, write_json
 
 from affinage.report import collect_facts, render
+from affinage.report.cleaning import ThresholdCost, Thresholds
 from affinage.report.differences import differences
 
 anything = st.recursive(
@@ -42,7 +43,8 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert facts.flows[1].removals[0].reason == "too short" and facts.flows[1].removals[0].count == 412
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
-    assert facts.thresholds and facts.thresholds.costs[0].documents_kept == (799 / 800, 0.8)
+    assert facts.thresholds and facts.thresholds.shown == (0, 1)
+    assert facts.thresholds.costs[0].documents_kept == (799 / 800, 0.8)
     assert (
         facts.contamination and facts.contamination.benchmarks[0].found == 1 and facts.contamination.boilerplate == 42
     )
@@ -126,3 +128,15 @@ def test_marked_differences_lose_no_text(left: str, right: str) -> None:
     assert tuple("".join(text for text, _ in side) for side in pieces) == (left, right)
     shared = ["".join(text for text, differs in side if not differs) for side in pieces]
     assert shared[0] == shared[1]
+
+
+def test_of_the_thresholds_those_near_the_ones_in_use_are_shown():
+    grid = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+
+    def shown(*asked: float) -> list[float]:
+        costs = tuple(ThresholdCost("web", "fr", 1, grid, grid, one) for one in asked)
+        return [grid[k] for k in Thresholds(grid, costs).shown]
+
+    assert shown(0.8) == [0.7, 0.75, 0.8, 0.85, 0.9]
+    assert {0.5, 0.9} <= set(shown(0.5, 0.9)) and len(shown(0.5, 0.9)) == 5
+    assert shown(0.95) == [0.75, 0.8, 0.85, 0.9, 0.95]

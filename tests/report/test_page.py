@@ -186,7 +186,7 @@ def test_facts_are_on_the_page(tmp_path: Path) -> None:
         *(
             "What a threshold",
             "80.0% 70.0%",
-            "Benchmarks found in the text",
+            "Benchmarks looked for in the text",
             "1,234",
             "· quiz · 17",
             "42 runs of words",

@@ -10,7 +10,12 @@ from affinage.stages.foresight import check
 
 RECIPE = """\
 name: small
-model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
+model:
+  inputs: [tokens]
+  nodes:
+    embed: {kind: embedding, in: tokens, vocab: 64, width: 8}
+    logits: {kind: unembed, in: embed, vocab: 64, tied: false}
+    loss: {kind: next_token_loss, in: [logits, tokens]}
 data: {sources: [{path: texts.txt, language: EN}]}
 tokenizer: {kind: characters}
 pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
@@ -61,10 +66,16 @@ def test_names_of_any_case_are_languages(ahead):
 
 
 @pytest.mark.parametrize(
-    "override", ["pretrain.optimizer.name=adammm", "mesh.data=7", "pretrain.batch=7", "evaluate.tasks=[hellaswagg]"]
+    ("override", "said"),
+    [
+        ("pretrain.optimizer.name=adammm", "Did you mean `adamw`?"),
+        ("mesh.data=7", "does not divide over data = 7"),
+        ("pretrain.batch=7", "batch 7 does not divide"),
+        ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
+    ],
 )
-def test_a_dry_run_says_so_too(ahead, override, capsys):
+def test_a_dry_run_says_so_too(ahead, override, said, capsys):
     with pytest.raises(SystemExit) as status:
         main(["run", "r.yaml", "--dry-run", "--set", override])
     assert status.value.code == 2
-    assert override.rpartition("=")[0].partition(".")[0] in capsys.readouterr().err
+    assert said in capsys.readouterr().err

@@ -137,8 +137,9 @@ def find(
         count = f"{document['occurrences']} times" if document["occurrences"] > 1 else "once"
         print(f"{_named(document)}  {document['language'] or '?'}, {document['part']}, {count}")
         for row in document["rows"]:
-            steps = ", ".join(map(str, row["steps"])) or f"none of {training.steps}"
-            print(f"    {row['folder']}, row {row['number']}: steps {steps}")
+            steps = ", ".join(map(str, row["steps"]))
+            read = f"read at steps {steps}" if steps else f"read at none of the {training.steps} steps"
+            print(f"    {row['folder']}, row {row['number']}: {read}")
     if more:
         print(f"... and more; --limit {limit * 10} shows more of them")
     if not found:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NAME = 14  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
+NAMES = 6  # benchmarks without an item in the text that are named
 
 
 class Watch:
@@ -142,6 +143,8 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         left = summary["documents_out"]
         reasons = _reasons(summary.get("removed"))
         yield (f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents") + reasons
+    if (parted := summary.get("split")) and isinstance(parted, Mapping) and parted.get("documents"):
+        yield f"{parted['documents']:,} long documents split into {parted['parts']:,} parts"
     if summary.get("validation_documents"):
         yield f"{summary['validation_documents']:,} held out"
     for what in ("masked", "benchmarks"):
@@ -180,8 +183,9 @@ def _reasons(removed: Any) -> str:
     if not isinstance(removed, Mapping) or not removed:
         return ""
     ranked = sorted(removed.items(), key=lambda reason: -reason[1])
-    rest = sum(count for _, count in ranked[REASONS:])
-    shown = [f"{count:,} {reason}" for reason, count in ranked[:REASONS]]
+    named = REASONS + (len(ranked) == REASONS + 1)  # to name one is no longer than to say that there is one
+    rest = sum(count for _, count in ranked[named:])
+    shown = [f"{count:,} {reason}" for reason, count in ranked[:named]]
     return f" ({', '.join([*shown, f'{rest:,} for other reasons'] if rest else shown)})"
 
 
@@ -192,7 +196,13 @@ def _found(what: str, facts: Any) -> Iterator[str]:
         yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in facts.items())
     else:
         found = [f"{one['found']:,} of {one['items']:,} items of {name}" for name, one in facts.items() if one["found"]]
-        yield "found " + (", ".join(found[:REASONS]) or "no item of a benchmark")
+        clean = [name for name, one in facts.items() if not one["found"]]
+        told = [f"found {_listed(found, REASONS)}"] if found else []
+        yield "; ".join([*told, *([f"found no item of {_listed(clean, NAMES)}"] if clean else [])])
+
+
+def _listed(names: Sequence[str], shown: int) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _odd(summary: Mapping[str, Any]) -> Iterator[str]:

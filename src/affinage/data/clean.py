@@ -264,8 +264,9 @@ def split_text(text: str, limit: int) -> list[str]:
 def _refuse_nothing_left(funnel: Funnel) -> None:
     reason, count = funnel.removed.most_common(1)[0]
     sample = funnel.samples[reason][0]
+    example = f"{sample['id']} of {sample['source']}" + (f": {sample['detail']}" if sample["detail"] else "")
     raise UserError(
-        f"cleaning left none of {funnel.documents_in} documents; {count} are {reason} ({sample['detail']})",
-        where=f"document {sample['id']} of {sample['source']}",
+        f"cleaning left none of {funnel.documents_in} documents; {count} are {reason}, such as {example}",
+        where="data.clean",
         fix="See data.clean and data.languages; data.clean.long_documents=split keeps long texts in parts.",
     )

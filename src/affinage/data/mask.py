@@ -20,7 +20,12 @@ _EMAIL = re.compile(
     r"(?![\w@])"
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
+# Four numbers after such a word are a version, though they may be an address in form.
+_VERSION = re.compile(
+    r"\b(?:versions?|release|build|firmware|ver|v|rev|r[ée]vision|mise à jour)[.:]? ?$", re.IGNORECASE
+)
 _IPV6 = re.compile(r"(?<![\w:.])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:]|\.\d)")
+_WORD_BEFORE = 16  # characters, in which the longest of those words fits
 _HANDED_OUT = ipaddress.ip_network("2000::/3")
 
 
@@ -56,8 +61,8 @@ def mask(text: pa.Array, settings: MaskSettings) -> tuple[pa.Array, np.ndarray, 
     """Replace the addresses in a batch of texts.
 
     An address of IPv4 or IPv6 counts if `ipaddress` parses it and, with `public_only`, calls it global, and of IPv6
-    only what is handed out to anybody today (2000::/3; a::b is more often C++). So version numbers such as 1.2.3.4.5
-    and times such as 12:30:45 stay; 8.8.4.4 as a version does not.
+    only what is handed out to anybody today (2000::/3; a::b is more often C++). Times such as 12:30:45 and
+    version numbers such as 1.2.3.4.5 stay, and those of four parts after a word for them, such as v or version.
 
     Returns:
         The texts, the rows that changed (int64), and how many addresses of each kind were replaced.
@@ -86,6 +91,8 @@ def mask_one(text: str, settings: MaskSettings, counts: Counter[str]) -> str:
         def replace(match: re.Match[str]) -> str:
             found = match.group()
             if found == by or not holds(found):
+                return found
+            if kind == "IPv4" and _VERSION.search(match.string, max(0, match.start() - _WORD_BEFORE), match.start()):
                 return found
             counts[kind] += 1
             return by

@@ -16,8 +16,9 @@ class PublishedTokenizer:
     """Encodes and decodes text without adding or interpreting special tokens."""
 
     def __init__(self, path: Path) -> None:
-        """Read it from one file. Raises UserError if that is none of a tokenizer."""
+        """Read it from one file, or the folder of a model. Raises UserError if that is none of a tokenizer."""
         self.name = path.name
+        path = _in_folder(path) if path.is_dir() else path
         self._pieces: sentencepiece.SentencePieceProcessor | None = None
         self._fast: Tokenizer | None = None
         if not path.is_file():
@@ -58,6 +59,15 @@ class PublishedTokenizer:
             return str(self._pieces.decode(list(ids)))
         assert self._fast is not None
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
+
+
+def _in_folder(folder: Path) -> Path:
+    """The tokenizer's file in the folder of a model."""
+    found = [file for file in (folder / "tokenizer.json", *sorted(folder.glob("*.model"))) if file.is_file()]
+    if not found:
+        fix = f"tokenizer.compare takes {KINDS}, or a folder of one of the first two"
+        raise UserError("this folder holds no tokenizer.json and no .model", where=str(folder), fix=fix)
+    return found[0]
 
 
 def _of_merges(path: Path) -> Tokenizer:

@@ -13,9 +13,10 @@ from affinage.data import records
 from affinage.data.file_kinds import kind_of
 from affinage.data.gutenberg import chapters
 from affinage.data.opening import CHUNK_BYTES, SourceFile, damage_told, open_plain, open_stored
-from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
+from affinage.data.records import BadRecord, Record, needed_columns, record_of
 from affinage.data.warc import read_warc
 from affinage.data.wikipedia import read_dump
+from affinage.errors import UserError
 from affinage.recipe.sources import SourceSettings
 
 Records = Iterator[Record | BadRecord]
@@ -28,7 +29,7 @@ def read_records(file: SourceFile, settings: SourceSettings) -> Records:
     """Stream the records of a file; broken ones come as BadRecord.
 
     Ids that the file does not give are `<file>#<line>` (lines and rows count from 1), or `<file>` for a text file.
-    Raises DamagedFile where the file as a whole cannot be read (on).
+    Raises DamagedFile where the file as a whole cannot be read (on), UserError where a table has no column of text.
     """
     readers: dict[str, Callable[[SourceFile, SourceSettings], Records]] = {
         "text": _read_text,
@@ -89,16 +90,19 @@ def _read_lines(file: SourceFile, settings: SourceSettings) -> Records:
     limit = records.MAX_RECORD_BYTES
     with open_plain(file) as stream:
         lines = stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(cast(Any, stream), CHUNK_BYTES)
-        number = 0
+        number, blank = 0, True
         while line := lines.readline(limit):
             number += 1
             place = f"{file.name}#{number}"
+            blank = blank and line.isspace()
             if len(line) == limit and not line.endswith(b"\n"):
                 while (rest := lines.readline(CHUNK_BYTES)) and not rest.endswith(b"\n"):
                     pass
                 yield BadRecord(place, "too large", f"a line over {limit / 1e6:.0f} MB")
             elif not line.isspace():
                 yield _parse_line(line, place, settings)
+    if blank:
+        yield BadRecord(file.name, "empty", "no text in the file")
 
 
 def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | BadRecord:
@@ -122,7 +126,11 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
         table = pq.ParquetFile(raw)
         names = table.schema_arrow.names
         if not {settings.text_key, settings.text_key.partition(".")[0]} & set(names):
-            raise DamagedFile(f"the table has no column {settings.text_key!r}; it has {', '.join(names)}")
+            raise UserError(
+                f"the table has no column {settings.text_key!r}; it has {', '.join(names)}",
+                where=file.url.removeprefix("file://"),
+                fix="Name the column that holds the text: sources: [{path: ..., text_key: COLUMN}].",
+            )
         columns = [name for name in names if name in needed_columns(settings)]
         number = 0
         for batch in table.iter_batches(batch_size=256, columns=columns):

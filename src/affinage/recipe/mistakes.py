@@ -37,6 +37,8 @@ def explain(
     found: dict[tuple[str, str, str], None] = {}  # an ordered set: unions report the same value several times
     for details in _without_union_echoes(error.errors(include_url=False), raw):
         path, what, fix = _sentence(details, model, raw)
+        if details["type"] == "too_short" and details["input"]:
+            continue  # pydantic leaves out the entries with mistakes of their own, and then finds too few
         found[(locate(path), what, fix)] = None
     mistakes = [UserError(what, where=where, fix=fix) for where, what, fix in sorted(found, key=_reading_order)]
     if len(mistakes) == 1:

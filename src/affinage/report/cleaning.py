@@ -7,6 +7,7 @@ from typing import Any
 from affinage.report.reading import listing, mapping, mappings, number, string, whole
 
 MATCHES_SHOWN = 5
+THRESHOLDS_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class Thresholds:
 
     grid: tuple[float, ...]
     costs: tuple[ThresholdCost, ...]
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The places in the grid of the thresholds that a page has room for: the nearest to those that were used."""
+        asked = {cost.asked for cost in self.costs if cost.asked is not None} or {0.8}
+        near = sorted(range(len(self.grid)), key=lambda k: (min(abs(self.grid[k] - one) for one in asked), k))
+        return tuple(sorted(near[:THRESHOLDS_SHOWN]))
 
 
 @dataclass(frozen=True)

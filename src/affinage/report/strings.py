@@ -79,7 +79,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Part des documents et, en petit, de leurs octets que garde chaque seuil ; celui appliqué est en gras. "
         "Les documents dans d’autres langues ne comptent pas.",
     ),
-    "contamination": ("Benchmarks found in the text", "Épreuves trouvées dans le texte"),
+    "contamination": ("Benchmarks looked for in the text", "Épreuves cherchées dans le texte"),
     "contamination_lead": (
         "Looked for: {ngram} words in a row, or shorter items whole. "
         "Left out as common to many items or documents: {boilerplate} runs of words.",
