@@ -21,7 +21,7 @@ def write(folder, name, content):
 def test_data_files_are_found_beside_the_task_file(tmp_path, monkeypatch):
     write(tmp_path / "tasks", "one.yaml", TASK)
     write(tmp_path / "tasks", "one.jsonl", '{"a": "x\u2028y"}\n')
-    write(tmp_path / "tasks", "chat.yaml", {"task": "two", "output_type": "generate_until"})
+    write(tmp_path / "tasks", "chat.yaml", {"task": "two", "dataset_path": "hub/two", "output_type": "generate_until"})
     monkeypatch.chdir(tmp_path)
     found = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})
     assert [task["task"] for task in found.local] == ["two", "one"] and found.named == ("hellaswag",)
@@ -34,10 +34,10 @@ def test_data_files_are_found_beside_the_task_file(tmp_path, monkeypatch):
 
 
 def test_templates_are_included_and_are_no_tasks_themselves(tmp_path):
-    write(tmp_path, "shared.yaml", {"output_type": "multiple_choice", "tag": ["chat"]})
+    write(tmp_path, "shared.yaml", {"dataset_path": "hub/one", "output_type": "multiple_choice", "tag": ["chat"]})
     write(tmp_path, "one.yaml", {"include": "shared.yaml", "task": "one"})
     (task,) = find_tasks([str(tmp_path)], {}).chat()
-    assert task == {"output_type": "multiple_choice", "tag": ["chat"], "task": "one"}
+    assert task == {"dataset_path": "hub/one", "output_type": "multiple_choice", "tag": ["chat"], "task": "one"}
 
 
 def test_compressed_lines_are_read(tmp_path):
@@ -52,6 +52,7 @@ def test_compressed_lines_are_read(tmp_path):
         ("task: one\ndoc_to_text: !function code.f", "cannot be read"),
         ("- a list", "not a task"),
         ("output_type: generate_until", "holds no task"),
+        ("task: bogus", "`bogus` says nothing of its items"),
         (yaml.safe_dump(TASK), "is missing"),
     ],
 )
