@@ -80,6 +80,8 @@ def test_what_the_run_exported_itself_is_verified_where_it_is(trained, capsys):
     said = capsys.readouterr().out
     assert "The model is in runs/quickstart/export/model." in said
     assert "transformers computes the same: logits of" in said and "tokens in 3 texts at most" in said
+    for more in (["--dtype", "bfloat16"], ["--set", "export.dtype=bfloat16"]):
+        assert affinage("export", "quickstart", *more) == 2, "it is not what the run wrote"
     put("export", 2, pretrain="of another model")
     assert affinage("export", "quickstart", "--verify") == 2
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
 
+_DTYPE, _LICENCE, _SHARD_GIGABYTES = "float32", "apache-2.0", 5.0
+
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
@@ -58,9 +60,11 @@ def export(
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
     to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="MODEL only: where to write.")] = None,
-    dtype: Annotated[str, typer.Option(help="MODEL only: float32, bfloat16 or float16.")] = "float32",
-    licence: Annotated[str, typer.Option(help="MODEL only: SPDX identifier of the weights.")] = "apache-2.0",
-    shard_gigabytes: Annotated[float, typer.Option(min=1e-6, help="MODEL only: most of one file, in 1e9 bytes.")] = 5.0,
+    dtype: Annotated[str, typer.Option(help="MODEL only: float32, bfloat16 or float16.")] = _DTYPE,
+    licence: Annotated[str, typer.Option(help="MODEL only: SPDX identifier of the weights.")] = _LICENCE,
+    shard_gigabytes: Annotated[
+        float, typer.Option(min=1e-6, help="MODEL only: most of one file, in 1e9 bytes.")
+    ] = _SHARD_GIGABYTES,
     trim: Annotated[
         bool, typer.Option("--trim-vocabulary", help="MODEL only: leave out ids that the tokenizer does not have.")
     ] = False,
@@ -83,9 +87,12 @@ def export(
         settings = ["export={verify: true}" if check else "export={}"]
         folder = walk(target, [*(overrides or ()), *settings], runs, ("export",)) / "export" / "model"
     else:
-        folder = _exported(target, runs) if to is None else to
+        if overrides:
+            raise UserError("--set is of recipes", where=target, fix="Leave it out for a model.")
+        written = {"dtype": dtype, "shard_gigabytes": shard_gigabytes, "trim_vocabulary": trim}
+        anew = (dtype, licence, shard_gigabytes, trim) != (_DTYPE, _LICENCE, _SHARD_GIGABYTES, False)
+        folder = _exported(target, runs, anew=anew) if to is None else to
         if to is not None:
-            written = {"dtype": dtype, "shard_gigabytes": shard_gigabytes, "trim_vocabulary": trim}
             _write(target, runs, to, written, licence=licence)
         if check:
             _verify(target, runs, folder)
@@ -111,15 +118,16 @@ def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licenc
     export(model, to, facts=CardFacts(licence=licence), chat=chat, **written)
 
 
-def _exported(target: str, runs: Path) -> Path:
+def _exported(target: str, runs: Path, *, anew: bool) -> Path:
     """The folder that the run itself wrote of the model."""
     from affinage.stages.models import export_of, locate_model
 
     training, step = locate_model(target, runs)
     run = run_folder(target, runs)
-    found = export_of(training, run) if run is not None and step is None else None
+    found = export_of(training, run) if run is not None and step is None and not anew else None
     if found is None:
-        raise UserError("where to?", fix="Name a folder: --to my_model")
+        fix = "Name a folder: --to my_model"
+        raise UserError("where to? The run has not written such an export of this model itself", fix=fix)
     return found
 
 
