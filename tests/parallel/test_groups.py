@@ -103,7 +103,7 @@ def test_twenty_steps_equal_those_of_one_program(grouped: GroupedTraining):
     for step in range(STEPS):
         state, expected = one(state, program.put(feed.batch(step)))
         states, got = grouped.step(states, feed.batch(step))
-        assert set(got) == set(expected)
+        assert set(got) == set(expected) - {"loss_z", "spike"}  # which only one program judges
         for name in ("loss", "grad_norm", "targets", "learning_rate"):
             np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, err_msg=f"{name} of step {step}")
     used = {device for each in states for device in each.step.sharding.device_set}

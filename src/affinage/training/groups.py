@@ -63,8 +63,8 @@ class _Stage:
 class GroupedTraining:
     """The training step of a graph cut into stages, each on its own devices.
 
-    It is the same step as `make_train_step`'s up to rounding. A stage keeps the values that enter it for each
-    micro-batch, and computes the rest again in its backward pass.
+    It is the same step as `make_train_step`'s up to rounding, but for spikes of the loss, which it does not judge. A
+    stage keeps the values that enter it for each micro-batch, and computes the rest again in its backward pass.
 
     Args:
         graph: without moving averages; nodes that share weights must be in one stage.
