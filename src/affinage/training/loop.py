@@ -58,6 +58,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         # ---- where it begins: the newest checkpoint, or step 0 ----
         keep = settings.checkpoint
         store = CheckpointStore(job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every)
+        cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
         with ledger.account("restore" if store.steps() else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
