@@ -11,7 +11,12 @@ import affinage
 from affinage.cli import checkpoint, data, inspect, judge, plan, release, run, sweep, talk
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 
-_EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu"}  # package -> extra that brings it
+_EXTRAS = {
+    "transformers": "verify",
+    "torch": "verify",
+    "libtpu": "tpu",
+    "google": "cloud",
+}  # package -> extra that brings it
 
 app = typer.Typer(
     name="affinage",

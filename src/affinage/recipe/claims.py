@@ -40,8 +40,22 @@ class Claims(Settings):
     sft: SftClaims = SftClaims()
 
 
+class CloudSettings(Settings):
+    """Of a TPU slice that `affinage launch --rent` asks Google's cloud for. No secrets: those are gcloud's."""
+
+    project: str  # the cloud project that pays
+    zone: str  # such as us-central2-b
+    image: str = ""  # the hosts' system, a runtime version of the API; default: the usual one for the chip
+    spot: bool = False  # cheaper, and may be taken back at any time
+    reservation: str = ""  # name of a reservation to take it from
+    network: str = ""  # of the project; default: the project's default one
+    external_addresses: bool = False  # hosts can be reached from outside the cloud's network
+    wait_hours: float = Field(default=6.0, gt=0)  # in the queue
+
+
 class HardwareSettings(Settings):
     """Of the machines that a run is planned for; training itself takes what it finds."""
 
     slice: str | None = None  # by the cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it
     price: float | None = Field(default=None, ge=0)  # US dollars per chip and hour; default: the chip table's
+    cloud: CloudSettings | None = None  # where the slice is rented

@@ -1,0 +1,176 @@
+"""A cloud slice against a local server that speaks the TPU API's protocol."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import requests
+
+from affinage.errors import UserError
+from affinage.hardware.cloud import CloudSlice
+from affinage.hardware.slices import find_slice
+from affinage.recipe.claims import CloudSettings
+
+SETTINGS = CloudSettings(project="lab", zone="us-central2-b", spot=True, wait_hours=0.1)
+PLACE = "/v2/projects/lab/locations/us-central2-b"
+
+
+class Cloud:
+    """One zone: a queue whose entries take one more state with every question."""
+
+    def __init__(self) -> None:
+        self.queue: dict[str, dict] = {}
+        self.asked: list[str] = []
+        self.wishes: list[dict] = []
+        self.course = ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
+        self.busy = 0  # so many answers 503 come first
+        self.forget_answer = False  # a POST is carried out, but answered 503
+
+    def answer(self, method: str, target: str, body: dict | None) -> tuple[int, dict]:
+        self.asked.append(f"{method} {target}")
+        if self.busy:
+            self.busy -= 1
+            return 503, {"error": {"message": "try again"}}
+        url = urlsplit(target)
+        if not url.path.startswith(PLACE):
+            return 403, {"error": {"message": "permission denied on project"}}
+        collection, _, name = url.path.removeprefix(PLACE + "/").partition("/")
+        query = parse_qs(url.query)
+        if method == "POST":
+            (name,) = query["queuedResourceId"]
+            if name in self.queue:
+                return 409, {"error": {"message": "exists"}}
+            self.wishes.append(body or {})
+            self.queue[name] = {"course": list(self.course)}
+            return (503, {}) if self.forget_answer else (200, {"name": "operations/1"})
+        if name not in self.queue:
+            return 404, {"error": {"message": "not found"}}
+        entry = self.queue[name]
+        if method == "DELETE":
+            if entry["course"][0] == "ACTIVE" and query.get("force") != ["true"]:
+                return 400, {"error": {"message": "it has nodes"}}
+            entry["course"] = ["DELETING", ""]
+            return 200, {"name": "operations/2"}
+        if collection == "nodes":
+            ends = [{"ipAddress": f"10.0.0.{n}", "accessConfig": {}} for n in range(4)]
+            return 200, {"state": "READY", "networkEndpoints": ends}
+        state = entry["course"][0]
+        if len(entry["course"]) > 1:
+            entry["course"].pop(0)
+        if not state:
+            del self.queue[name]
+            return 404, {"error": {"message": "not found"}}
+        failure = {"failedData": {"error": {"message": "no quota"}}} if state == "FAILED" else {}
+        return 200, {"state": {"state": state} | failure}
+
+
+@pytest.fixture
+def cloud() -> Iterator[tuple[Cloud, str]]:
+    cloud = Cloud()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _speak(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            status, found = cloud.answer(self.command, self.path, body)
+            data = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_DELETE = _speak
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield cloud, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def rented(api: str, said: list[str] | None = None, name: str = "v4-32", **changes: object) -> CloudSlice:
+    settings = SETTINGS.model_copy(update=changes)
+    say = (said if said is not None else []).append
+    return CloudSlice("run-1", find_slice(name), settings, say, requests.Session(), pause=lambda seconds: None, api=api)
+
+
+def test_it_is_asked_for_waited_for_used_and_given_back(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    said: list[str] = []
+    with rented(api, said) as hosts:
+        assert [host.internal for host in hosts] == ["10.0.0.0", "10.0.0.1", "10.0.0.2", "10.0.0.3"]
+        assert "run-1" in server.queue
+    assert server.queue == {}
+    (wish,) = server.wishes
+    (spec,) = wish["tpu"]["nodeSpec"]
+    assert spec["node"]["acceleratorType"] == "v4-32" and spec["parent"] == "projects/lab/locations/us-central2-b"
+    assert wish["spot"] == {} and wish["queueingPolicy"] == {"validUntilDuration": "360s"}
+    assert any("provisioning" in line for line in said) and said[-1].endswith("given back")
+
+
+def test_whatever_happens_inside_it_is_given_back(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    with pytest.raises(KeyboardInterrupt), rented(api):
+        raise KeyboardInterrupt
+    assert server.queue == {}
+
+
+def test_an_interrupted_wait_leaves_nothing_in_the_queue(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    server.course = ["WAITING_FOR_RESOURCES"]
+    slice = rented(api)
+
+    def interrupted(seconds: float) -> None:
+        slice._pause = lambda seconds: None
+        raise KeyboardInterrupt
+
+    slice._pause = interrupted
+    with pytest.raises(KeyboardInterrupt), slice:
+        pass
+    assert server.queue == {}
+
+
+def test_one_that_is_there_is_taken_over_and_one_that_was_taken_back_is_asked_for_again(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    server.queue["run-1"] = {"course": ["ACTIVE"]}
+    assert len(rented(api).acquire()) == 4 and not server.wishes
+    server.queue["run-1"] = {"course": ["SUSPENDED"]}
+    assert len(rented(api).acquire()) == 4 and len(server.wishes) == 1
+
+
+def test_a_busy_cloud_is_asked_again_and_a_lost_answer_makes_no_second_slice(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    server.busy = 3
+    assert rented(api).acquire()
+    rented(api).release()
+    server.forget_answer = True
+    assert rented(api).acquire()
+    assert len(server.wishes) == 2  # one of each acquisition
+
+
+def test_what_the_cloud_refuses_is_told_in_its_words(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    with pytest.raises(UserError, match=r"403.*permission denied"):
+        rented(api, project="another").acquire()
+    server.course = ["WAITING_FOR_RESOURCES", "FAILED"]
+    with pytest.raises(UserError, match=r"not given: FAILED \(no quota\)"):
+        rented(api).acquire()
+    server.queue.clear()
+    server.course = ["WAITING_FOR_RESOURCES"]
+    with pytest.raises(UserError, match=r"has not come in 0.1 h"):
+        rented(api).acquire()
+
+
+def test_the_words_of_the_api_for_a_slice(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    rented(api, name="v5e-16").acquire()
+    node = server.wishes[0]["tpu"]["nodeSpec"][0]["node"]
+    assert node["acceleratorType"] == "v5litepod-16" and node["runtimeVersion"] == "v2-alpha-tpuv5-lite"
+    with pytest.raises(UserError, match="not a TPU slice"):
+        rented(api, name="h100x8")
