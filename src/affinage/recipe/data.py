@@ -60,7 +60,9 @@ class DataSettings(Settings):
     """Where the text comes from and what is done to it before it becomes tokens; or `arrays`, and nothing else."""
 
     sources: tuple[Source, ...] = Field(default=(), min_length=1, validate_default=False)
-    arrays: Annotated[ArraySettings | None, BeforeValidator(_from_string)] = None
+    arrays: Annotated[
+        ArraySettings | None, BeforeValidator(_from_string, json_schema_input_type=str | ArraySettings | None)
+    ] = None
     sample: float = Field(default=1.0, gt=0, le=1)  # share of the documents of each source, chosen by their ids
     broken_records: Literal["skip", "stop"] = "skip"  # lines that are no JSON and the like: counted, or an error
     damaged_files: Literal["stop", "skip"] = "stop"  # truncated or unreadable: an error, or keep what can be read

@@ -19,6 +19,7 @@ class Layers:
 
     value: dict[str, Any] = field(default_factory=dict)
     origins: dict[PathTuple, str] = field(default_factory=dict)
+    base: Path | None = None  # the recipe that the file itself starts from
 
     def locate(self, path: Sequence[str | int]) -> str:
         """Say where `path`, or the nearest thing around it that was written down, comes from."""
@@ -69,7 +70,7 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     marked = marked_yaml.parse(text, shown)
     if not isinstance(marked.value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
-    layers = Layers()
+    layers, base_path = Layers(), None
     base = marked.value.pop("base", None)
     if base is not None:
         where = f"{shown}:{marked.lines[('base',)]}"
@@ -77,6 +78,7 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
         if base_path in (*below, path.resolve()):
             raise UserError("this recipe is its own base", where=where)
         layers = read_file(base_path, (*below, path.resolve()))
+    layers.base = base_path
     origins = {known: f"{shown}:{line}" for known, line in marked.lines.items() if known[:1] != ("base",)}
     layers.origins[()] = origins[()]
     for key, value in marked.value.items():

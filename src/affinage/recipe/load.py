@@ -22,6 +22,7 @@ class LoadedRecipe:
     raw: dict[str, Any]  # what was written, after bases and overrides, before defaults
     locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
     command: str = ""  # that runs it again
+    base: Path | None = None  # the recipe that its file starts from
 
     def beside(self, path: str) -> Path:
         """Where a path is that the recipe gives relative to itself; one that is not there, to the working directory."""
@@ -48,7 +49,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
         raise explain(error, Recipe, raw, layers.locate) from None
-    return LoadedRecipe(recipe, path, raw, layers.locate, _command(path_or_name, overrides))
+    return LoadedRecipe(recipe, path, raw, layers.locate, _command(path_or_name, overrides), layers.base)
 
 
 def _command(path_or_name: str | Path, overrides: Sequence[str]) -> str:

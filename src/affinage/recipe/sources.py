@@ -72,7 +72,7 @@ def _from_string(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-Source = Annotated[SourceSettings, BeforeValidator(_from_string)]
+Source = Annotated[SourceSettings, BeforeValidator(_from_string, json_schema_input_type=str | SourceSettings)]
 
 
 def location(source: SourceSettings, root: str, mirror: str) -> str:

@@ -165,7 +165,9 @@ def _stages_in_order(stages: tuple[MixtureSettings, ...]) -> tuple[MixtureSettin
 
 
 Mixture = Annotated[
-    tuple[MixtureSettings, ...], BeforeValidator(_mixture_from_weights), AfterValidator(_stages_in_order)
+    tuple[MixtureSettings, ...],
+    BeforeValidator(_mixture_from_weights, json_schema_input_type=dict[str, float] | tuple[dict[str, Any], ...]),
+    AfterValidator(_stages_in_order),
 ]
 
 

@@ -47,7 +47,9 @@ def _conversations_from_string(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-Conversations = Annotated[ConversationSettings, BeforeValidator(_conversations_from_string)]
+Conversations = Annotated[
+    ConversationSettings, BeforeValidator(_conversations_from_string, json_schema_input_type=str | ConversationSettings)
+]
 
 
 class WatchSettings(Settings):

@@ -1,0 +1,179 @@
+"""Verbs about recipes themselves: `recipes`, `new`, `explain`, `schema`."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from affinage.cli.options import JsonOption, RecipeArgument, SetOption, load
+from affinage.errors import UserError
+
+if TYPE_CHECKING:
+    from affinage.recipe.effective import Value
+
+_SCHEMA_FILE = "recipe.schema.json"
+_NEW = """\
+# yaml-language-server: $schema={schema}
+#
+#   affinage run {file} --dry-run    what would run
+#   affinage run {file}              run it
+#   affinage explain {file}          every value in effect, and where it comes from
+base: {base}
+name: {name}
+
+# What differs from the base comes here, for example:
+#
+# data:
+#   sources: [my_text/]            # a folder, files, or a dataset of the Hub
+#   languages: [en, fr]
+# pretrain: {{steps: 2000}}
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verbs."""
+    for verb in (recipes, new, explain, schema):
+        app.command(verb.__name__)(verb)
+
+
+def recipes(as_json: JsonOption = False) -> None:
+    """List the recipes that come along.
+
+    Example: affinage recipes
+    """
+    from affinage.recipe.layers import packaged_recipes, read_file
+
+    found = []
+    for name, path in packaged_recipes().items():
+        found.append({"name": name, "description": read_file(path).value.get("description", ""), "head": head(path)})
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for recipe in found:
+        table.add_row(f"[bold]{recipe['name']}[/]", recipe["description"])
+    console = Console()
+    console.print(table)
+    console.print("\nRun one: affinage run NAME. Begin with one: affinage new my-run --like NAME.", highlight=False)
+
+
+def head(path: Path) -> str:
+    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return "\n".join(lines)
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the run, and of the file NAME.yaml.")],
+    like: Annotated[str, typer.Option("--like", metavar="RECIPE", help="The recipe to begin with.")] = "quickstart",
+) -> None:
+    """Write NAME.yaml, a recipe that begins with another one, and the schema with which editors check it.
+
+    Example: affinage new my-run --like novels
+    """
+    from affinage.recipe.layers import find_recipe, packaged_recipes
+
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UserError(f"a run cannot be called `{name}`", fix="Use letters, digits, dots and dashes.")
+    path = Path(f"{name}.yaml")
+    if path.exists():
+        raise UserError("this file is there already", where=str(path), fix="Take another name, or remove it first.")
+    base = find_recipe(like)
+    shown = like if like in packaged_recipes() else base.as_posix()
+    schema_path = Path(_SCHEMA_FILE)
+    if not schema_path.exists():
+        schema_path.write_text(_schema_text(), encoding="utf-8")
+    path.write_text(_NEW.format(schema=_SCHEMA_FILE, file=path, base=shown, name=name), encoding="utf-8")
+    print(f"Written: {path}, which begins with `{shown}`. Change it, then: affinage run {path}")
+
+
+def explain(
+    recipe: RecipeArgument,
+    key: Annotated[
+        str | None, typer.Argument(metavar="[KEY]", help="Only this section or setting, and what it means.")
+    ] = None,
+    overrides: SetOption = None,
+    changes: Annotated[bool, typer.Option("--changes", help="Only what differs from the recipe's base.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every value in effect, where it was written, and what it was in the recipe's base.
+
+    What is printed is a recipe, too, without a base.
+
+    Example: affinage explain novels-chat pretrain
+    """
+    from affinage.recipe.effective import as_text, effective
+
+    loaded = load(recipe, overrides)
+    values = effective(loaded)
+    if key is not None:
+        values = _under(values, key)
+    if changes:
+        values = [value for value in values if value.differs]
+    if as_json:
+        rows = [
+            {"key": dotted(value), "value": value.value, "origin": value.origin, "meaning": value.meaning}
+            | ({"base": value.base} if value.differs else {})
+            for value in values
+        ]
+        print(json.dumps(rows, indent=1, ensure_ascii=False, default=list))
+        return
+    sys.stdout.write(as_text(values, meanings=key is not None))
+
+
+def dotted(value: "Value") -> str:
+    """The key of a value as `--set` takes it."""
+    return ".".join(map(str, value.path))
+
+
+def _under(values: "list[Value]", key: str) -> "list[Value]":
+    found = [value for value in values if dotted(value) == key or dotted(value).startswith(f"{key}.")]
+    if found:
+        return found
+    # It may be one that is left out: then what it means is all there is to say.
+    from affinage.recipe.recipe import Recipe
+    from affinage.recipe.reference import sections
+
+    plain = re.sub(r"\.\d+(?=\.|$)", "[]", key)
+    settings = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
+    if plain in settings:
+        setting = settings[plain]
+        print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")
+        return []
+    raise UserError(
+        f"`{key}` is not a setting", where="KEY", fix=_near(key, [*settings, *(dotted(value) for value in values)])
+    )
+
+
+def _near(key: str, known: list[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"Did you mean `{close[0]}`?" if close else "`affinage explain RECIPE` lists them."
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors.
+
+    Example: affinage schema > recipe.schema.json
+    """
+    sys.stdout.write(_schema_text())
+
+
+def _schema_text() -> str:
+    import affinage.model.kinds  # noqa: F401  the kinds register themselves
+    from affinage.model.kind import KINDS
+    from affinage.recipe.schema import json_schema
+
+    written: dict[str, Any] = json_schema(KINDS)
+    return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
