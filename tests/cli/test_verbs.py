@@ -179,7 +179,9 @@ def test_graph_prints_what_a_model_costs():
     assert f"{total['training_flops_all_pairs']:.4g} if attention counts" in shown
     assert total["training_flops"] < total["training_flops_all_pairs"]
     assert "cache of one row" in shown and memory["cache_of_a_row"] > 0
-    assert all(f"({policy})" in shown and memory["activations"][policy] > 0 for policy in ("none", "block", "full"))
+    assert all(
+        f"({policy})" in shown and memory["activations"][policy] > 0 for policy in ("none", "dots", "block", "full")
+    )
     assert CliRunner().invoke(app, ["graph", "quickstart", "--mermaid"]).output.startswith("flowchart TD\n")
 
 

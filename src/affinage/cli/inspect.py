@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from affinage.model.graph import Graph
+    from affinage.recipe.parallel import Remat
     from affinage.recipe.recipe import Recipe
 
 _WITH_INPUTS = 100  # columns from which on there is room for what a node reads
@@ -77,7 +78,7 @@ def graph(
         "context": context if of_tokens else None,
         "parameters": asdict(parameters(model)),
         "nodes": summary_table(model, batch, context),
-        "memory": _memory(model, batch, context),
+        "memory": _memory(model, batch, context, loaded.recipe.parallel.remat),
     }
     if as_json:
         print(json.dumps(facts, indent=1))
@@ -92,18 +93,22 @@ def _show_schedules(recipe: "Recipe", as_json: bool) -> None:
     print(json.dumps(rates, indent=1) if as_json else "\n\n".join(drawn(*pair) for pair in rates.items()))
 
 
-def _memory(model: "Graph", batch: int, context: int) -> dict[str, Any]:
+def _memory(model: "Graph", batch: int, context: int, remat: "Remat") -> dict[str, Any]:
     """Bytes in bfloat16: the cache of one row, and what a step keeps for its backward pass, all devices together."""
     import jax.numpy as jnp
 
     from affinage.model.activations import POLICIES, activations
     from affinage.model.analysis import cache_bytes
 
-    nodes = {policy: activations(model, batch, context, policy) for policy in POLICIES}
+    settings: dict[str, Remat] = dict(zip(POLICIES, POLICIES, strict=True))
+    if not isinstance(remat, str):
+        settings["by name"] = remat
+    nodes = {policy: activations(model, batch, context, setting) for policy, setting in settings.items()}
     return {
         "cache_of_a_row": cache_bytes(model, 1, context, jnp.bfloat16),
         "activations": {policy: sum(node.kept for node in found) for policy, found in nodes.items()},
         "activations_by_node": {policy: {n.name: n.kept for n in found} for policy, found in nodes.items()},
+        "offloaded": {policy: sum(node.offloaded for node in found) for policy, found in nodes.items()},
         "recomputed_at_once": {policy: max(node.recomputed for node in found) for policy, found in nodes.items()},
     }
 
@@ -152,6 +157,8 @@ def _facts_in_words(facts: dict[str, Any]) -> Iterator[str]:
         yield f"{_gigabytes(memory['cache_of_a_row'])} cache of one row when decoding, in bfloat16"
     kept = ", ".join(f"{_gigabytes(count)} ({policy})" for policy, count in memory["activations"].items())
     yield f"{kept} kept of a step's forward pass in bfloat16, by what is recomputed"
+    if away := memory["offloaded"].get("by name"):
+        yield f"{_gigabytes(away)} (by name) wait in the host's memory"
 
 
 def _gigabytes(count: int) -> str:

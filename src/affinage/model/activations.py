@@ -2,33 +2,42 @@
 
 Kept is what JAX's differentiation hands from one pass to the other and is no parameter: intermediate values, and a
 node's inputs where the gradient reads them. Copies of the weights in the compute dtype are among them, and so are masks
-and rotary tables, once for all layers of a node. Nodes that no gradient goes through keep nothing. XLA may keep less,
-by computing cheap values again, never more.
+and rotary tables, once for all layers of a node that is compiled as a loop. Nodes that no gradient goes through keep
+nothing. A value that several nodes hand over is counted for the first. XLA may keep less, by computing cheap values
+again, never more.
 
     none    every such value
-    block   of a repeated node only the input of every layer (`Call.remat = jax.checkpoint`); of other nodes as in none
-    full    of every node its inputs alone, a repeated node's layers included
+    dots    of every layer its input and the results of its matrix products with weights
+    block   of every layer its input alone
+    full    of every node its inputs alone, the layers of a repeated node included
+    by name of every layer its input and the values named, on the device or in the host's memory
+
+Other than in `full`, nodes that are not repeated keep what they do in `none`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal as Constant
+from jax.extend.core import Jaxpr, Var
 
 from affinage.model.call import Call
 from affinage.model.graph import Graph
-from affinage.model.kind import Context, Result
+from affinage.model.module import abstract_averages, abstract_params, apply_part
 from affinage.model.node import Node
-from affinage.model.parameter import Parameter, Tree, map_parameters
+from affinage.model.parameter import Tree
+from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
+from affinage.recipe.parallel import Remat, RematPreset
 
-Policy = Literal["none", "block", "full"]
-POLICIES: tuple[Policy, ...] = ("none", "block", "full")
+POLICIES: tuple[RematPreset, ...] = ("none", "dots", "block", "full")
+_CUTS = frozenset({"split", "squeeze", "slice"})  # take a layer's weights from those of all layers
+_WRAPPERS = frozenset({"scan", "jit", "pjit", "closed_call", "shard_map", "checkpoint", "remat2"})
+_VIEWS = _CUTS | {"name", "reshape"}  # of a value that is there: nothing is computed
 
 
 @dataclass(frozen=True)
@@ -36,62 +45,50 @@ class NodeActivations:
     """Bytes of one node, all its layers together."""
 
     name: str
-    kept: int  # from the forward to the backward pass
-    recomputed: int  # at once in the backward pass, on top: one layer's values (block) or all of the node's (full)
-
-
-@dataclass(frozen=True)
-class _Residuals:
-    inputs: int  # bytes of the inputs
-    inputs_read: int  # of these, what the gradient reads
-    shared: int  # the same for all layers
-    own: int  # of one layer
-
-    def of(self, layers: int) -> int:
-        """Of so many layers."""
-        return layers * (self.inputs_read + self.own) + self.shared
-
-
-class _Given(NamedTuple):
-    """What a node is applied to, as shapes."""
-
-    params: Tree
-    shared: Tree | None
-    averages: Tree | None
-    inputs: tuple[Any, ...]
+    kept: int  # from the forward to the backward pass, on the device
+    offloaded: int  # the same, in the host's memory
+    recomputed: int  # at once in the backward pass, on top: of one layer, and in `full` of the node around its layers
 
 
 def activations(
-    graph: Graph, batch: int, context: int, policy: Policy, *, dtype: Any = jnp.bfloat16, platform: str = "tpu"
+    graph: Graph, batch: int, context: int, remat: Remat, *, dtype: Any = jnp.bfloat16, platform: str = "tpu"
 ) -> tuple[NodeActivations, ...]:
-    """Bytes for `batch` rows of `context` tokens, with float32 weights computed with in `dtype`; allocates nothing."""
-    call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, key=jax.random.key(0))
-    arrays = batch_shapes(graph, batch, context)
-    values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
+    """Bytes for `batch` rows of `context` tokens, with float32 weights computed with in `dtype`; allocates nothing.
+
+    Raises:
+        UserError: for activations to be offloaded where the platform has no other memory.
+    """
+    call = with_remat(Call(compute_dtype=jnp.dtype(dtype), platform=platform, key=jax.random.key(0)), remat)
+    again: dict[str, int] = {}
+
+    def passes(weights: Any, arrays: Mapping[str, Any]) -> list[Any]:
+        params, averages = weights
+        values = {name: arrays[name] for name, _ in graph.inputs}
+        handed: list[Any] = []
+        for node in graph.nodes:
+            function, due = _of_node(graph, node, params, values, arrays, replace(call, averages=averages))
+            if node.name in graph.differentiated:
+                (values[node.name], losses), backward = jax.vjp(function, *due)
+                handed.append(backward)
+                linear = jax.make_jaxpr(backward)((values[node.name], losses)).jaxpr
+                again[node.name] = _recomputed(linear, linear.invars)
+            else:
+                values[node.name], _ = function(*due)
+                handed.append(None)
+        return handed
+
+    weights = (abstract_params(graph), abstract_averages(graph))
+    traced, shapes = jax.make_jaxpr(passes, return_shape=True)(weights, batch_shapes(graph, batch, context))
+    counted = _weights(traced.jaxpr, len(jax.tree.leaves(weights)))
+    results = iter(traced.jaxpr.outvars)
     found = []
-    for node in graph.nodes:
-        given = _Given(
-            params=_abstract(node.kind.parameters(graph.input_shapes(node))),
-            shared=_abstract(graph.parameters[node.kind.shares]) if node.kind.shares else None,
-            averages=_abstract(graph.averages[node.name]) if node.name in graph.averages else None,
-            inputs=tuple(values[name] for name in node.inputs),
-        )
-        values[node.name] = jax.eval_shape(partial(_value, node, call), given, arrays)
-        if node.name in graph.differentiated:
-            moving = tuple(name in graph.differentiated for name in node.inputs)
-            found.append(_by_policy(node, policy, partial(_residuals, node, call, moving, given, arrays)))
-        else:
-            found.append(NodeActivations(node.name, 0, 0))
+    for node, shape in zip(graph.nodes, shapes, strict=True):
+        own = {v for v in islice(results, len(jax.tree.leaves(shape))) if isinstance(v, Var)} - counted
+        counted |= own
+        away = {variable for variable in own if _on_host(variable)}
+        sizes = (sum(map(_bytes, own - away)), sum(map(_bytes, away)))
+        found.append(NodeActivations(node.name, *sizes, again.get(node.name, 0)))
     return tuple(found)
-
-
-def _by_policy(node: Node, policy: Policy, residuals: Callable[..., _Residuals]) -> NodeActivations:
-    plain = residuals()
-    if policy == "full":
-        return NodeActivations(node.name, plain.inputs, plain.of(node.layers) - plain.inputs_read)
-    if policy == "block" and node.repeat is not None:
-        return NodeActivations(node.name, residuals(remat=jax.checkpoint).of(node.layers), plain.own)
-    return NodeActivations(node.name, plain.of(node.layers), 0)
 
 
 def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
@@ -105,70 +102,75 @@ def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
     return arrays
 
 
-def _value(node: Node, call: Call, given: _Given, arrays: Mapping[str, Any]) -> Any:
-    context = Context(call, arrays, key=call.key, shared=given.shared, averages=given.averages)
-    prepared = node.kind.prepare(given.inputs, context)
-    return _result(node, given, replace(context, prepared=prepared)).value
+def _of_node(
+    graph: Graph, node: Node, params: Tree, values: Mapping[str, Any], arrays: Mapping[str, Any], call: Call
+) -> tuple[Callable[..., Any], tuple[Tree, Mapping[str, Any]]]:
+    """A node as a function of its weights and of those inputs that a gradient is due to, and these."""
+    read = {name: params[name] for name in (node.name, node.kind.shares) if name in params}
+    moving = {name: values[name] for name in node.inputs if name in graph.differentiated}
+
+    def function(read: Tree, moving: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        part = apply_part(graph, (node.name,), read, {**values, **moving}, arrays, call)
+        return part.values[node.name], part.losses
+
+    return function, (read, moving)
 
 
-def _result(node: Node, given: _Given, context: Context) -> Result:
-    result = node.kind.apply(given.params, given.inputs, context)
-    return result if isinstance(result, Result) else Result(result)
+def _weights(jaxpr: Jaxpr, count: int) -> set[Var]:
+    """The first `count` arguments, and each layer's part of them."""
+    found = {*jaxpr.invars[:count], *jaxpr.constvars}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _CUTS and found.issuperset(equation.invars):
+            found.update(equation.outvars)
+    return found
 
 
-def _residuals(
-    node: Node,
-    call: Call,
-    moving: tuple[bool, ...],
-    given: _Given,
-    arrays: Mapping[str, Any],
-    remat: Callable[..., Any] = lambda function: function,
-) -> _Residuals:
-    """Of one layer; `moving` says which inputs a gradient is due to: nothing is kept for that of a constant."""
+def _recomputed(jaxpr: Jaxpr, due: Collection[Var], again: bool = False) -> int:
+    """Bytes that a backward pass computes anew and holds until it reads them, in the layer where they are most.
 
-    def passes(given: _Given, arrays: Mapping[str, Any]) -> Any:
-        due = _Given(given.params, given.shared, None, tuple(x for x, moves in zip(given.inputs, moving) if moves))
-        leaves, structure = jax.tree.flatten(due)
-        context = Context(call, arrays, key=call.key, averages=given.averages)
-        prepared = node.kind.prepare(given.inputs, context)
-
-        def forward(leaves: list[Any]) -> Any:
-            params, shared, _, moved = jax.tree.unflatten(structure, leaves)
-            rest = iter(moved)
-            inputs = tuple(next(rest) if moves else x for x, moves in zip(given.inputs, moving, strict=True))
-            within = replace(context, shared=shared, prepared=prepared)
-            result = _result(node, _Given(params, shared, given.averages, inputs), within)
-            return result.value, result.losses
-
-        return prepared, jax.vjp(remat(forward), leaves)[1]
-
-    traced, shapes = jax.make_jaxpr(passes, return_shape=True)(given, arrays)
-    weights = len(jax.tree.leaves(given[:-1]))
-    first_array = len(jax.tree.leaves(given))
-    return _sort(traced.jaxpr, weights, first_array, len(jax.tree.leaves(shapes[0])))
+    They are what checkpoints compute of values handed over, without `due`, which comes from the loss, for operations
+    that need both.
+    """
+    from_loss, anew, needed = set(due), set[Var](), set[Var]()
+    handed = {*jaxpr.constvars, *jaxpr.invars} - from_loss
+    inside = 0
+    for equation in jaxpr.eqns:
+        read = {atom for atom in equation.invars if isinstance(atom, Var)}
+        if not from_loss.isdisjoint(read):
+            from_loss.update(equation.outvars)
+            needed |= read & anew
+            inner = _inner(equation)
+            if inner is not None:
+                reads_due = [isinstance(atom, Var) and atom in from_loss for atom in equation.invars]
+                for turned in _carried(equation):
+                    reads_due[turned] = True
+                inner_due = {variable for variable, reads in zip(inner.invars, reads_due, strict=True) if reads}
+                checkpointed = "differentiated" in equation.params
+                inside = max(inside, _recomputed(inner, inner_due, again or checkpointed))
+        elif equation.primitive.name in _VIEWS and handed.issuperset(read):
+            handed.update(equation.outvars)
+        elif not (handed | anew).isdisjoint(read):
+            anew.update(equation.outvars)
+    return inside + (sum(map(_bytes, needed)) if again else 0)
 
 
-def _sort(jaxpr: Any, parameters: int, first_array: int, prepared: int) -> _Residuals:
-    """Tells apart what the backward pass is handed, by where it comes from."""
-    inputs = jaxpr.invars[parameters:first_array]
-    alike = {v for v in jaxpr.outvars[:prepared] if not isinstance(v, Constant)} | {*jaxpr.invars[first_array:]}
-    weights = {*jaxpr.invars[:parameters], *jaxpr.constvars}
-    handed = {v for v in jaxpr.outvars[prepared:] if not isinstance(v, Constant)} - weights
-    return _Residuals(
-        inputs=sum(map(_bytes, inputs)),
-        inputs_read=sum(_bytes(variable) for variable in inputs if variable in handed),
-        shared=sum(map(_bytes, handed & alike)),
-        own=sum(map(_bytes, handed - alike - {*inputs})),
-    )
+def _inner(equation: Any) -> Jaxpr | None:
+    """The program that an operation runs with its own arguments."""
+    inner = equation.params.get("jaxpr") if equation.primitive.name in _WRAPPERS else None
+    return getattr(inner, "jaxpr", inner)
 
 
-def _bytes(variable: Any) -> int:
-    dtype = variable.aval.dtype
-    return prod(variable.aval.shape) * (0 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize)
+def _carried(equation: Any) -> range:
+    """Which arguments a loop passes from turn to turn."""
+    constants, carries = (equation.params.get(key, 0) for key in ("num_consts", "num_carry"))
+    return range(constants, constants + carries)
 
 
-def _abstract(declared: Tree) -> Tree:
-    def shape(_: tuple[str, ...], parameter: Parameter) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+def _on_host(variable: Var) -> bool:
+    aval: Any = variable.aval
+    return bool(aval.memory_space == jax.memory.Space.Host)
 
-    return map_parameters(shape, declared)
+
+def _bytes(variable: Var) -> int:
+    aval: Any = variable.aval
+    return prod(aval.shape) * (0 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize)

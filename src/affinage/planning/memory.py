@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType
 from affinage.hardware.chips import Chip
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
+from affinage.model.remat import with_remat
 from affinage.parallel import AXES, MeshLayout
-from affinage.parallel.remat import with_remat
 from affinage.planning.liveness import Peak, Traced, measure, trace
 from affinage.planning.local import Split, state_bytes
 from affinage.planning.part import Part, part_of
@@ -87,7 +87,7 @@ def call_of(settings: TrainSettings, parallel: ParallelSettings, chip: Chip, pla
     dtype = compute_dtype(settings.precision, chip)
     attention = "auto" if settings.attention == "cudnn" else settings.attention
     call = Call(compute_dtype=dtype, platform="tpu" if platform == "gpu" else platform, attention=attention)
-    return with_remat(call, parallel)
+    return with_remat(call, parallel.remat)
 
 
 def _peak(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Peak:

@@ -45,6 +45,10 @@ class RematSettings(Settings):
         return self
 
 
+RematPreset = Literal["none", "dots", "block", "full"]
+Remat = RematPreset | RematSettings
+
+
 class ParallelSettings(Settings):
     """Beside the mesh, how the work is split. Nothing here changes what a step computes beyond rounding."""
 
@@ -54,6 +58,6 @@ class ParallelSettings(Settings):
     pipeline_rounds: int = Field(default=1, ge=1)  # times each goes round the stages; more: smaller bubble, more talk
     # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
     # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes.
-    remat: Literal["none", "dots", "block", "full"] | RematSettings = "none"
+    remat: Remat = "none"
     # Options for XLA, by their names, beside those of `affinage.hardware.xla_flags`.
     xla_flags: dict[str, bool | int | str] = {}

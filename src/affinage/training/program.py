@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Graph, apply, decayed, init_params, matrices
 from affinage.model.analysis import analyse
+from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
-from affinage.parallel.remat import with_remat
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.job import HostBatch, TrainJob, rows_per_step
@@ -173,7 +173,7 @@ class Program:
         )
 
     def _call(self) -> Call:
-        return self.strategy.adapt(with_remat(self.call, self.job.parallel))
+        return self.strategy.adapt(with_remat(self.call, self.job.parallel.remat))
 
 
 def optimizer_of(graph: Graph, settings: TrainSettings) -> optax.GradientTransformation:

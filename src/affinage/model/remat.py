@@ -8,26 +8,25 @@ from jax import checkpoint_policies as policies
 
 from affinage.errors import UserError
 from affinage.model.call import Call
-from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.parallel import Remat
 
 
-def with_remat(call: Call, settings: ParallelSettings) -> Call:
-    """The call with layers, and for `full` also nodes, that keep no more than the settings say.
+def with_remat(call: Call, remat: Remat) -> Call:
+    """The call with layers, and for `full` also nodes, that keep no more than the setting says.
 
     Raises:
         UserError: for activations that are to wait in the host's memory where the device's memory is the host's.
     """
-    chosen = settings.remat
-    if chosen == "none":
+    if remat == "none":
         return call
-    if chosen == "dots":
+    if remat == "dots":
         return replace(call, remat=partial(jax.checkpoint, policy=policies.dots_with_no_batch_dims_saveable))
-    if chosen == "block":
+    if remat == "block":
         return replace(call, remat=jax.checkpoint)
-    if chosen == "full":
+    if remat == "full":
         return replace(call, remat=jax.checkpoint, remat_nodes=True)
-    if not chosen.offload:
-        return replace(call, remat=partial(jax.checkpoint, policy=policies.save_only_these_names(*chosen.keep)))
+    if not remat.offload:
+        return replace(call, remat=partial(jax.checkpoint, policy=policies.save_only_these_names(*remat.keep)))
     if call.platform == "cpu":
         raise UserError(
             "a CPU has no other memory to offload activations to",
@@ -35,8 +34,8 @@ def with_remat(call: Call, settings: ParallelSettings) -> Call:
             fix="Move these names to `keep`, or leave them out: they are then computed again.",
         )
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(chosen.keep),
-        names_which_can_be_offloaded=list(chosen.offload),
+        names_which_can_be_saved=list(remat.keep),
+        names_which_can_be_offloaded=list(remat.offload),
         offload_src="device",
         offload_dst="pinned_host",
     )
