@@ -1,11 +1,12 @@
 # make quickstart   sets everything up and goes from raw text to a chat model
 # make test         sets everything up and runs the quality gates and the tests
+# make docs         builds the documentation: site/index.html
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check setup clean
+.PHONY: quickstart test check setup docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/affinage run recipes/quickstart.yaml
@@ -32,6 +33,11 @@ check: $(VENV)/.tested
 
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# The documentation as a site: site/index.html, or with search: python3 -m http.server -d site
+docs: $(VENV)/.tested
+	$(BIN)/python tools/reference.py
+	$(BIN)/zensical build --clean --strict
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,56 @@
+"""The documentation builds without a broken link, and says every verb and every setting."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from affinage.recipe.layers import packaged_recipes
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the documentation, built strictly: a link to nowhere ends it."""
+    here = tmp_path_factory.mktemp("docs")
+    shutil.copytree(ROOT / "docs", here / "docs", ignore=shutil.ignore_patterns("reference"))
+    shutil.copy(ROOT / "zensical.toml", here)
+    (here / "src").symlink_to(ROOT / "src")
+    subprocess.run([sys.executable, ROOT / "tools/reference.py", here / "docs/reference"], check=True, timeout=300)
+    built = subprocess.run(
+        [Path(sys.executable).with_name("zensical"), "build", "--strict"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return here / "site"
+
+
+def test_every_setting_verb_and_recipe_has_its_place(site: Path):
+    settings = (site / "reference/settings.html").read_text()
+    assert "min_language_probability" in settings and "share of letters and digits" in settings
+    verbs = (site / "reference/verbs.html").read_text()
+    assert "affinage checkpoint verify" in verbs and "Exit status" in verbs
+    recipes = (site / "reference/recipes.html").read_text()
+    assert all(f'id="{name.replace(".", "")}"' in recipes for name in packaged_recipes())
+    assert "rms_norm" in (site / "reference/kinds.html").read_text()
+
+
+def test_docstrings_are_there_and_nothing_is_loaded_from_elsewhere(site: Path):
+    assert "Union-find" in (site / "LOG.html").read_text()
+    assert "refuse_changes" in (site / "reference/api/checkpoint.html").read_text()
+    start = (site / "index.html").read_text()
+    assert 'src="http' not in start and 'rel="stylesheet" href="http' not in start
+
+
+def test_a_link_to_nowhere_ends_the_build(site: Path):
+    page = site.parent / "docs/index.md"
+    page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
+    command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
+    broken = subprocess.run(command, cwd=site.parent, capture_output=True, text=True, timeout=300)
+    assert broken.returncode != 0 and "page does not exist" in broken.stderr
