@@ -14,35 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from twins import Size, graph_of
 
 from affinage.model import Call, abstract_params, apply, parse
 
 DEPTHS = (18, 72)
 
 
-def model(layers: int, width: int, scan: bool) -> dict[str, Any]:
-    """A Llama-like graph."""
-    block = {
-        "kind": "transformer_block",
-        "in": "embed",
-        "repeat": layers,
-        "scan": scan,
-        "attention": {"heads": width // 64, "rope": {"theta": 10000}},
-        "ffn": {"kind": "swiglu", "width": 4 * width},
-    }
-    nodes = {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": 32000, "width": width},
-        "blocks": block,
-        "norm": {"kind": "rms_norm", "in": "blocks"},
-        "logits": {"kind": "unembed", "in": "norm", "tied": True},
-        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-    }
-    return {"inputs": ["tokens"], "nodes": nodes}
-
-
 def seconds(layers: int, width: int, scan: bool) -> float:
     """CPU seconds of tracing, lowering and compiling, whatever else the machine does; nothing is run or allocated."""
-    graph = parse(model(layers, width, scan))
+    graph = parse(graph_of("llama", Size(width, 4 * width, width // 64, layers, 32000, 512, 2), scan=scan))
 
     def loss(params: Any, batch: Any) -> jax.Array:
         total: jax.Array = apply(graph, params, batch, Call(compute_dtype=jnp.bfloat16)).values[graph.loss].sum

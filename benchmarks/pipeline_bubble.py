@@ -18,6 +18,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import jax
 import numpy as np
+from twins import Size, graph_of
 
 from affinage.model import Call, Graph, abstract_params, apply, init_params, logical_axes, parse
 from affinage.parallel import MeshLayout, Pipeline, make_mesh, param_shardings
@@ -27,22 +28,7 @@ ROWS, CONTEXT = 4, 128  # of a micro-batch
 
 def model(width: int) -> Graph:
     """Eight Llama-like layers between a small embedding and a small head."""
-    block = {
-        "kind": "transformer_block",
-        "in": "embed",
-        "repeat": 8,
-        "scan": True,
-        "attention": {"heads": width // 32, "rope": {"theta": 10000}},
-        "ffn": {"kind": "swiglu", "width": 4 * width},
-    }
-    nodes = {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": 64, "width": width},
-        "blocks": block,
-        "norm": {"kind": "rms_norm", "in": "blocks"},
-        "logits": {"kind": "unembed", "in": "norm", "tied": True},
-        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-    }
-    return parse({"inputs": ["tokens"], "nodes": nodes})
+    return parse(graph_of("llama", Size(width, 4 * width, width // 32, 8, 64, CONTEXT, ROWS), scan=True))
 
 
 def seconds(graph: Graph, stages: int, rounds: int, parts: int, repeats: int) -> float:

@@ -47,15 +47,15 @@ def tokens_of(size: Size) -> np.ndarray:
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def graph_of(family: str, size: Size) -> dict[str, Any]:
-    """The recipe's `model:` of a family."""
+def graph_of(family: str, size: Size, scan: bool | str = "auto") -> dict[str, Any]:
+    """The recipe's `model:` of a family; `scan` as in a recipe."""
     llama = family == "llama"
     norm = {"kind": "rms", "eps": 1e-6} if llama else {"kind": "layer", "eps": 1e-5}
     attention: dict[str, Any] = {"heads": size.heads}
     attention |= {"rope": {"theta": 10000}} if llama else {"bias": True}
     ffn: dict[str, Any] = {"kind": "swiglu" if llama else "gelu", "width": size.ffn}
     ffn |= {} if llama else {"bias": True}
-    block = {"kind": "transformer_block", "in": "embed", "repeat": size.layers}
+    block = {"kind": "transformer_block", "in": "embed", "repeat": size.layers, "scan": scan}
     nodes: dict[str, Any] = {
         "embed": {"kind": "embedding", "in": "tokens", "vocab": size.vocabulary, "width": size.width},
         "blocks": {**block, "attention": attention, "ffn": ffn, "norm": norm},

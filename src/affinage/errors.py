@@ -1,5 +1,8 @@
 """The one way in which affinage tells its user that something they gave cannot be used."""
 
+import difflib
+from collections.abc import Iterable
+
 EXIT_USER_ERROR = 2  # a mistake in the input: one message, no traceback
 EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a scheduler starts the run again
 
@@ -21,6 +24,12 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  {self.fix}")
         return "\n".join(lines)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The question whether the user meant the one of `known` that is nearest to `word`; "" where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean `{near[0]}`?" if near else ""
 
 
 class Preempted(Exception):

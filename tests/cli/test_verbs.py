@@ -102,7 +102,7 @@ def test_dry_run_as_json(tmp_path):
             "does not divide into 5 heads",
         ),
         (["train", "quickstart", "--set", "model.nodes.embed.vocab=99"], 2, "the tokenizer will have 3072 pieces"),
-        (["train", "quickstart", "--set", "pretrain.mixture={pocket-wrld: 1}"], 2, "Did you mean 'pocket-world'?"),
+        (["train", "quickstart", "--set", "pretrain.mixture={pocket-wrld: 1}"], 2, "Did you mean `pocket-world`?"),
         (["data", "quickstart", "--set", "rows.url=nowhere://x"], 2, "Protocol not known: nowhere"),
         (["train", "quickstart", "--set", "mesh={data: 3}"], 2, "batch 8 does not divide"),
         (["train", "quickstart", "--set", "mesh={tensor: 8}"], 2, "does not divide over tensor = 8"),

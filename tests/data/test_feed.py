@@ -114,7 +114,7 @@ def test_a_weight_may_be_zero_and_folders_left_out(folder: Path):
     ("weights", "complaint"),
     [
         ({"de": 1}, "no rows of it"),
-        ({"cod": 1}, "Did you mean 'code'"),
+        ({"cod": 1}, "Did you mean `code`"),
         ({"en": -1}, "is -1"),
         ({"en": 0.0}, "all weights are zero"),
         ({}, "all weights"),

@@ -126,7 +126,7 @@ def test_names_stand_for_sources_languages_and_both():
         pools_of({"web": 1, "en": 1}, GROUPS)
     with pytest.raises(UserError) as raised:
         pools_of({"wikki": 1}, GROUPS)
-    assert "Did you mean 'wiki'" in str(raised.value) and raised.value.where == "pretrain.mixture"
+    assert "Did you mean `wiki`" in str(raised.value) and raised.value.where == "pretrain.mixture"
 
 
 def test_a_mixture_draws_by_arithmetic_what_a_walk_would():

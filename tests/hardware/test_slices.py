@@ -61,7 +61,7 @@ def test_a_program_may_take_what_the_compiler_says():
     [
         ("v4-31", "no v4-31", "v4-16 or v4-32"),
         ("v5e-512", "no v5e-512", "v5e-128 or v5e-256"),
-        ("v9-8", "called `v9-8`", "Did you mean v"),
+        ("v9-8", "called `v9-8`", "Did you mean `v"),
         ("h100x12", "whole boxes of 8", "h100x16"),
         ("v4-0", "no v4-0", "v4-8"),
     ],

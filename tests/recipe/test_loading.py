@@ -174,7 +174,7 @@ def test_a_name_finds_a_recipe_that_comes_along_and_a_wrong_one_is_corrected(wri
     write(GOOD)
     with pytest.raises(UserError) as caught:
         load_recipe("q.yaml")
-    assert "Did you mean r.yaml?" in str(caught.value)
+    assert "Did you mean `r.yaml`?" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_names_of_any_case_are_languages(ahead):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("pretrain.optimizer.name=adammm", "Did you mean `adamw`?"),
+        ("pretrain.optimizer.name=adammm", "--set pretrain.optimizer.name: there is no optimizer `adammm`"),
+        ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings: `share` is not a setting"),
         ("mesh.data=7", "does not divide over data = 7"),
         ("pretrain.batch=7", "batch 7 does not divide"),
         ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),

@@ -43,8 +43,8 @@ def written(tmp_path):
     KINDS.pop("channel_mix", None)
     GATED.pop("reglu", None)
     NORMS.pop("l1", None)
-    OPTIMIZERS._classes.pop("signed_momentum", None)
-    SCHEDULES._classes.pop("staircase", None)
+    OPTIMIZERS.pop("signed_momentum", None)
+    SCHEDULES.pop("staircase", None)
     plugins._run.cache_clear()
 
 
@@ -105,7 +105,7 @@ def test_an_activation_and_a_norm_are_one_function_each(written):
     normed = x / (np.abs(x).mean(-1, keepdims=True) + block.norm.eps)
     np.testing.assert_allclose(block.norm.apply(first["ffn_norm"], jnp.asarray(x)), normed, rtol=1e-5)
     taken = type("Other", (), {"__qualname__": "other"})
-    with pytest.raises(ValueError, match="`swiglu` is already registered"):
+    with pytest.raises(ValueError, match="activation `swiglu` is already registered"):
         activation("swiglu", gated=True)(taken)
 
 

@@ -165,7 +165,7 @@ def test_bfloat16_moments_leave_what_is_no_moment_alone():
     [
         ({"name": "adamv"}, "Did you mean `adamw`"),
         ({"name": "muon", "settings": {"betta": 0.9}}, "Did you mean `beta`"),
-        ({"name": "muon", "settings": {"beta": "much"}}, "`beta` of optimizer muon"),
+        ({"name": "muon", "settings": {"beta": "much"}}, "`beta` is `much`, and must be a number"),
     ],
 )
 def test_what_nobody_knows_is_told(changes: dict, message: str):

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from affinage.cli.options import (
-    RUNS,
-    AnyCodeOption,
-    DryRunOption,
-    ForceOption,
-    JsonOption,
-    RecipeArgument,
-    RunsOption,
-    SetOption,
-)
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, Walking, walks
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,27 +48,22 @@ def add_to(app: typer.Typer) -> None:
 
 
 @group.command("run")
+@walks
 def run(
     recipe: RecipeArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
     sample: Annotated[
         float | None, typer.Option("--sample", metavar="SHARE", help="Of each source's documents, e.g. 0.001.")
     ] = None,
-    force: ForceOption = None,
-    any_code: AnyCodeOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
+    *,
+    how: Walking,
 ) -> None:
     """Run the data stages: from the sources to rows of tokens. `affinage data RECIPE` does the same.
 
     Example: affinage data quickstart --set data.sources='[my_folder/]'
     """
-    from affinage.cli.run import walk
+    from affinage.cli.run import sampled, walk
 
-    if sample is not None:
-        overrides = [*(overrides or ()), f"data.sample={sample:.12f}".rstrip("0")]
-    walk(recipe, overrides, runs, DATA, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+    walk(recipe, how if sample is None else sampled(how, "data", sample), DATA)
 
 
 @group.command("where")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from affinage.model.graph import Graph
+    from affinage.recipe.load import LoadedRecipe
     from affinage.recipe.parallel import Remat
     from affinage.recipe.recipe import Recipe
 
@@ -60,7 +61,7 @@ def graph(
     loaded = load(recipe, overrides)
     load_plugins(loaded)
     if schedule:
-        _show_schedules(loaded.recipe, as_json)
+        _show_schedules(loaded, as_json)
         return
     model = parse(with_vocabulary(loaded.recipe.model, _vocabulary(loaded.recipe, runs)), loaded.locate)
     if as_mermaid:
@@ -86,10 +87,10 @@ def graph(
         _show(facts)
 
 
-def _show_schedules(recipe: "Recipe", as_json: bool) -> None:
+def _show_schedules(loaded: "LoadedRecipe", as_json: bool) -> None:
     from affinage.cli.schedules import drawn, learning_rates
 
-    rates = learning_rates(recipe)
+    rates = learning_rates(loaded)
     print(json.dumps(rates, indent=1) if as_json else "\n\n".join(drawn(*pair) for pair in rates.items()))
 
 

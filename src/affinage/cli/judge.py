@@ -14,6 +14,7 @@ from affinage.cli.options import (
     RunsOption,
     SetOption,
     TargetArgument,
+    Walking,
     is_recipe,
     recorded,
     run_folder,
@@ -68,7 +69,7 @@ def evaluate(
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
-        folder = walk(target, [*(overrides or ()), *settings], runs, _STAGES, force=force, as_json=as_json)
+        folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), _STAGES)
         for stage in () if as_json else _STAGES:
             if (folder / stage / "results.json").is_file():
                 typer.echo(f"\n{stage.removeprefix('evaluate-')}")
@@ -175,7 +176,7 @@ def report(
     """
     run = run_folder(target, runs)
     if is_recipe(target, runs) or run is None or not recorded(run):
-        walk(target, overrides, runs, ("report",))
+        walk(target, Walking(overrides, runs), ("report",))
         return
     if overrides:
         raise UserError("--set is of recipes", where=target, fix="Leave it out for a run, or name the recipe's file.")

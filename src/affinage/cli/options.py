@@ -1,6 +1,10 @@
 """Arguments and options that several verbs have."""
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +50,36 @@ AnyCodeOption = Annotated[
 ]
 
 RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Walking:
+    """How a verb walks the road of a recipe; see `walks`."""
+
+    overrides: SetOption = None
+    runs: RunsOption = RUNS
+    force: ForceOption = None
+    any_code: AnyCodeOption = False
+    dry_run: DryRunOption = False
+    as_json: JsonOption = False
+
+
+def walks(verb: Callable[..., None]) -> Callable[..., None]:
+    """Gives a verb the options of `Walking`; it takes them together, as `how`."""
+    words, options = inspect.Parameter.KEYWORD_ONLY, {option.name: option for option in fields(Walking)}
+    own = [each.replace(kind=words) for each in inspect.signature(verb).parameters.values() if each.name != "how"]
+    shared = [
+        inspect.Parameter(name, words, default=option.default, annotation=option.type)
+        for name, option in options.items()
+    ]
+
+    @functools.wraps(verb)
+    def wrapped(**given: Any) -> None:
+        how = Walking(**{name: given.pop(name) for name in options})
+        verb(**given, how=how)
+
+    vars(wrapped)["__signature__"] = inspect.Signature([*own, *shared])
+    return wrapped
 
 
 def load(recipe: str, overrides: list[str] | None) -> "LoadedRecipe":

@@ -73,9 +73,12 @@ def plan(
         training_settings,
     )
     from affinage.stages.plugins import load_plugins
+    from affinage.training.choices import check_choices
 
     loaded = load(recipe, overrides)
     load_plugins(loaded)
+    section, settings, _ = training_settings(loaded.recipe)
+    check_choices(settings, lambda path: loaded.locate((section, *path)))
     if width is not None:
         from affinage.cli.plan_capacity import capacity_and_show
 
@@ -105,7 +108,6 @@ def plan(
     overrides = overrides or []
     batch = dividing_batch(loaded.recipe, where)
     if batch is not None:
-        section, settings, _ = training_settings(loaded.recipe)
         what = f"batch {settings.batch} does not divide over the mesh on {where.name}"
         print(
             f"Warning: {what}; planned with {batch}, the nearest that does: --set {section}.batch={batch}",

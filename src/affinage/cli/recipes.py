@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli.options import JsonOption, RecipeArgument, SetOption, load
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from affinage.recipe.effective import Value
@@ -150,16 +150,8 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
         setting = settings[plain]
         print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")
         return []
-    raise UserError(
-        f"`{key}` is not a setting", where="KEY", fix=_near(key, [*settings, *(dotted(value) for value in values)])
-    )
-
-
-def _near(key: str, known: list[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"Did you mean `{close[0]}`?" if close else "`affinage explain RECIPE` lists them."
+    fix = did_you_mean(key, [*settings, *map(dotted, values)]) or "`affinage explain RECIPE` lists them."
+    raise UserError(f"`{key}` is not a setting", where="KEY", fix=fix)
 
 
 def schema() -> None:

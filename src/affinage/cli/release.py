@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, is_recipe, run_folder
+from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, Walking, is_recipe, run_folder
 from affinage.cli.run import walk
 from affinage.errors import UserError
 
@@ -85,7 +85,7 @@ def export(
     offline = "HF_HUB_OFFLINE" in os.environ
     if is_recipe(target, runs):
         settings = ["export={verify: true}" if check else "export={}"]
-        folder = walk(target, [*(overrides or ()), *settings], runs, ("export",)) / "export" / "model"
+        folder = walk(target, Walking([*(overrides or ()), *settings], runs), ("export",)) / "export" / "model"
     else:
         if overrides:
             raise UserError("--set is of recipes", where=target, fix="Leave it out for a model.")

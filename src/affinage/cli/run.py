@@ -2,23 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import rich
 import typer
 
-from affinage.cli.options import (
-    RUNS,
-    AnyCodeOption,
-    DryRunOption,
-    ForceOption,
-    JsonOption,
-    RecipeArgument,
-    RunsOption,
-    SetOption,
-    load,
-)
+from affinage.cli.options import RecipeArgument, Walking, load, walks
 from affinage.errors import UserError
 from affinage.stopping import OwnProcess
 
@@ -36,53 +27,32 @@ def add_to(app: typer.Typer) -> None:
     app.command("world")(world)
 
 
+@walks
 def run(
     recipe: RecipeArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
     until: Annotated[list[str] | None, typer.Option("--until", metavar="STAGE", help="Stop after this stage.")] = None,
-    force: ForceOption = None,
-    any_code: AnyCodeOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
+    *,
+    how: Walking,
 ) -> None:
     """Run a recipe, from raw text to the report. What is complete is not run again.
 
     Example: affinage run quickstart --set pretrain.steps=200
     """
-    walk(
-        recipe,
-        overrides,
-        runs,
-        until or (),
-        force=force,
-        any_code=any_code,
-        dry_run=dry_run,
-        as_json=as_json,
-        strict=True,
-    )
+    walk(recipe, how, until or (), strict=True)
 
 
-def train(
-    recipe: RecipeArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-    force: ForceOption = None,
-    any_code: AnyCodeOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@walks
+def train(recipe: RecipeArgument, *, how: Walking) -> None:
     """Run up to the end of pretraining.
 
     Example: affinage train quickstart --set pretrain.steps=200
     """
-    walk(recipe, overrides, runs, ("pretrain",), force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
+    walk(recipe, how, ("pretrain",))
 
 
+@walks
 def sft(
     recipe: RecipeArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
     show: Annotated[
         int | None,
         typer.Option("--show", min=1, metavar="N", help="Only make the rows, and show N conversations of them."),
@@ -90,43 +60,38 @@ def sft(
     sample: Annotated[
         float | None, typer.Option("--sample", metavar="SHARE", help="Of each source's conversations, e.g. 0.001.")
     ] = None,
-    force: ForceOption = None,
-    any_code: AnyCodeOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
+    *,
+    how: Walking,
 ) -> None:
     """Run up to the end of supervised fine-tuning; or show what would be trained on.
 
     Example: affinage sft quickstart --show 3
     """
     if sample is not None:
-        overrides = [*(overrides or ()), f"sft.sample={sample:.12f}".rstrip("0")]
+        how = sampled(how, "sft", sample)
     until = ("sft",) if show is None else ("conversations",)
-    folder = walk(recipe, overrides, runs, until, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
-    if show is not None and not dry_run:
+    folder = walk(recipe, how, until)
+    if show is not None and not how.dry_run:
         _show_conversations(folder / "conversations", show)
 
 
+@walks
 def dpo(
     recipe: RecipeArgument,
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
     show: Annotated[
         int | None,
         typer.Option("--show", min=1, metavar="N", help="Only make the rows, and show N pairs of them."),
     ] = None,
-    force: ForceOption = None,
-    any_code: AnyCodeOption = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
+    *,
+    how: Walking,
 ) -> None:
     """Run up to the end of direct preference optimisation; or show the pairs that it would learn from.
 
     Example: affinage dpo quickstart --set dpo.beta=0.3
     """
     until = ("dpo",) if show is None else ("preferences",)
-    folder = walk(recipe, overrides, runs, until, force=force, any_code=any_code, dry_run=dry_run, as_json=as_json)
-    if show is not None and not dry_run:
+    folder = walk(recipe, how, until)
+    if show is not None and not how.dry_run:
         _show_conversations(folder / "preferences", show, documents=2)
 
 
@@ -161,18 +126,13 @@ def world(
     typer.echo(f"The pocket world is in {folder}.")
 
 
-def walk(
-    recipe: str,
-    overrides: list[str] | None,
-    runs: Path,
-    until: Sequence[str],
-    *,
-    force: list[str] | None = None,
-    any_code: bool = False,
-    dry_run: bool = False,
-    as_json: bool = False,
-    strict: bool = False,
-) -> Path:
+def sampled(how: Walking, section: str, share: float) -> Walking:
+    """The same, with a share of the section's sources only."""
+    setting = f"{section}.sample={share:.12f}".rstrip("0")
+    return replace(how, overrides=[*(how.overrides or ()), setting])
+
+
+def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = False) -> Path:
     """Walk the road of a recipe up to the stages `until`, to its end if there are none. Returns the run's folder.
 
     If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
@@ -182,7 +142,7 @@ def walk(
     from affinage.stages.foresight import check
     from affinage.stages.road import road_of
 
-    loaded = load(recipe, overrides)
+    loaded = load(recipe, how.overrides)
     road = road_of(loaded, write_report)
     if not road:
         raise UserError(
@@ -193,22 +153,22 @@ def walk(
     names = [stage.name for stage in road]
     if not strict:
         until = [name for name in until if name in names] or until
-    flow = Flow(loaded, Runs(runs), road, until=until, force=force or (), any_code=any_code)
-    if dry_run:
+    flow = Flow(loaded, Runs(how.runs), road, until=until, force=how.force or (), any_code=how.any_code)
+    if how.dry_run:
         steps = flow.plan()
-        show_plan(steps, as_json=as_json)
+        show_plan(steps, as_json=how.as_json)
         prepare_process(loaded)
         check(loaded, [step.stage.name for step in steps if not step.complete])
         return flow.folder
     prepare_process(loaded)
     with OwnProcess():
-        if as_json:
+        if how.as_json:
             rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
         steps = flow.plan()
         check(loaded, [step.stage.name for step in steps if not step.complete])
         with Watch(steps) as watch:
             flow.run(watch)
-    show_result(flow, steps, watch.seconds, as_json=as_json)
+    show_result(flow, steps, watch.seconds, as_json=how.as_json)
     return flow.folder
 
 

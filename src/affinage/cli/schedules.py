@@ -1,18 +1,31 @@
 """The learning rate of a recipe's trainings, drawn in the terminal."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from affinage.recipe.recipe import Recipe
+from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 
 _LINES = 24  # at most, for one training
 _WIDTH = 48  # characters of the longest bar
 
 
-def learning_rates(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+def learning_rates(loaded: LoadedRecipe) -> dict[str, list[dict[str, Any]]]:
     """Of every training: steps (counted from 0, the first and the last among them) with their learning rates."""
-    trainings = {"pretrain": recipe.pretrain, "sft": recipe.sft, "dpo": recipe.dpo}
-    return {name: _rates(settings) for name, settings in trainings.items() if settings is not None}
+    from affinage.training.choices import check_choices
+
+    recipe = loaded.recipe
+    rates = {}
+    for name, settings in (("pretrain", recipe.pretrain), ("sft", recipe.sft), ("dpo", recipe.dpo)):
+        if settings is not None:
+            check_choices(settings, partial(_located, loaded, name))
+            rates[name] = _rates(settings)
+    return rates
+
+
+def _located(loaded: LoadedRecipe, section: str, path: Sequence[str | int]) -> str:
+    return loaded.locate((section, *path))
 
 
 def drawn(name: str, rates: list[dict[str, Any]]) -> str:

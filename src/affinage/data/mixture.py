@@ -1,13 +1,12 @@
 """Which part of the rows each row of training is drawn from: weights, in stages, as a function of the step alone."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 
 SLOTS = 1024  # rows over which weights hold, rounded to whole rows: to a tenth of a percent
 ALL = "all"
@@ -176,12 +175,10 @@ def _meant(name: str, groups: Mapping[str, Group]) -> list[str]:
 def refuse_unknown(name: str, known: set[str]) -> None:
     """Raise the UserError for a weight of something that there is not."""
     names = sorted(known - {""})
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
     raise UserError(
         f"a weight for {name!r}, but there are no rows of it",
         where=_KEY,
-        fix=f"{hint}Rows there are: {', '.join(names)}",
+        fix=f"{did_you_mean(name, names)} Rows there are: {', '.join(names)}".lstrip(),
     )
 
 

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from functools import lru_cache, partialmethod
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ import lm_eval.utils
 import tqdm
 from lm_eval.tasks import TaskManager
 
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS
 from affinage.evaluation.item_files import DEFINITIONS
 
@@ -69,12 +68,11 @@ def task_manager(named: Sequence[str]) -> TaskManager:
     manager = TaskManager()
     for name in named:
         if name not in manager.all_tasks:
-            close = get_close_matches(name, manager.all_tasks, n=1, cutoff=0.7)
+            groups = f"Groups are {', '.join(GROUPS)}; `lm-eval ls tasks` lists the names of the harness."
             raise UserError(
                 f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
                 where="evaluate.tasks",
-                fix=(f"Did you mean `{close[0]}`? " if close else "")
-                + f"Groups are {', '.join(GROUPS)}; `lm-eval ls tasks` lists the names of the harness.",
+                fix=f"{did_you_mean(name, manager.all_tasks)} {groups}".lstrip(),
             )
     return manager
 

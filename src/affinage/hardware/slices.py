@@ -1,12 +1,11 @@
 """What can be rented, by the names the clouds give it: which chips, how they are wired, how many JAX devices."""
 
-import difflib
 import math
 import os
 import re
 from dataclasses import dataclass
 
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 from affinage.hardware.chips import Chip, GiB, named
 
 
@@ -107,12 +106,11 @@ def find_slice(name: str) -> Slice:
     if tpu and tpu[1] in _TPUS:
         return _tpus(name, _TPUS[tpu[1]], int(tpu[2]), tpu[1])
     known = [*_COMPARED, "v5litepod-16", "v4-8192", "cpu"]
-    near = difflib.get_close_matches(word, known, n=1)
     families = ", ".join([*(f"{family}-N" for family in _TPUS), *(f"{family}xN" for family in _GPUS), "cpu"])
     raise UserError(
         f"no slice is called `{name}`",
         where="--on",
-        fix=f"{f'Did you mean {near[0]}? ' if near else ''}The names are {families}.",
+        fix=f"{did_you_mean(word, known)} The names are {families}.".lstrip(),
     )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 from affinage.model.call import Call
 from affinage.model.parameter import Tree
 from affinage.model.shape import Shape
+from affinage.recipe.registry import Registry
 from affinage.recipe.settings import Settings
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class NodeKind(Settings):
         return Cost()
 
 
-KINDS: dict[str, type[NodeKind]] = {}
+KINDS: Registry[type[NodeKind]] = Registry("node kind")
 
 K = TypeVar("K", bound=type[NodeKind])
 
@@ -126,11 +127,7 @@ def node_kind(name: str) -> Callable[[K], K]:
     """Registers a NodeKind under the name that recipes call it by; a taken name is refused."""
 
     def register(cls: K) -> K:
-        taken = KINDS.get(name)
-        if taken is not None and taken.__qualname__ != cls.__qualname__:
-            raise ValueError(f"node kind {name!r} is already registered by {taken.__module__}.{taken.__qualname__}")
-        cls.kind_name = name
-        KINDS[name] = cls
+        KINDS.register(name)(cls).kind_name = name
         return cls
 
     return register

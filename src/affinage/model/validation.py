@@ -1,6 +1,5 @@
 """From a recipe's nodes to validated ones, or to one message that says which line is wrong."""
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import affinage.model.kinds  # noqa: F401  registers the kinds of the package
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 from affinage.model.kind import KINDS, NodeKind
 from affinage.model.node import Node, ancestors
 from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
@@ -22,8 +21,7 @@ NODE_KEYS = ("kind", "in", "repeat", "scan")
 
 def _suggest(word: str, known: Iterable[str]) -> str:
     """A line that names the nearest known word, or all of them."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(sorted(known))}."
+    return did_you_mean(word, known) or f"There are: {', '.join(sorted(known))}."
 
 
 def known_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> None:

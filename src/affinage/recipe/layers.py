@@ -1,13 +1,12 @@
 """A recipe is made of layers: the bases it names, the file itself, and `--set` on the command line."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import affinage
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 from affinage.recipe import marked_yaml
 
 PathTuple = marked_yaml.Path
@@ -129,17 +128,12 @@ def find_recipe(path_or_name: str | Path) -> Path:
         packaged = packaged_recipes()
         if name in packaged:
             return packaged[name]
-        close = difflib.get_close_matches(name, packaged, n=1)
-        hint = (
-            f"Did you mean `{close[0]}`?" if close else "Recipes that come with affinage: " + ", ".join(packaged) + "."
-        )
-        raise UserError(f"there is no recipe named `{name}`", fix=hint)
+        fix = did_you_mean(name, packaged) or f"Recipes that come with affinage: {', '.join(packaged)}."
+        raise UserError(f"there is no recipe named `{name}`", fix=fix)
     if path.is_dir():
         raise UserError("this is a folder, not a recipe", where=str(path), fix="Name the .yaml file.")
-    near = difflib.get_close_matches(path.name, [p.name for p in _siblings(path)], n=1)
-    raise UserError(
-        "there is no such recipe file", where=str(path), fix=f"Did you mean {path.parent / near[0]}?" if near else ""
-    )
+    fix = did_you_mean(path.name, [sibling.name for sibling in _siblings(path)])
+    raise UserError("there is no such recipe file", where=str(path), fix=fix)
 
 
 def packaged_recipes() -> dict[str, Path]:

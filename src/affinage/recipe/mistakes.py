@@ -1,6 +1,5 @@
 """What pydantic finds wrong with a recipe, said in plain sentences."""
 
-import difflib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 from affinage.recipe.settings import Settings
 
 _WANTED = {  # pydantic's error types that mean "another kind of value is needed here"
@@ -104,7 +103,7 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
     if kind == "union_tag_invalid":
         words = [word.strip(" '\"") for word in context["expected_tags"].split(",")]
         what = f"`{dotted}.kind` is {_shown(context['tag'])}, and must be one of: {', '.join(words)}"
-        return (*path, "kind"), what, _close(context["tag"], words)
+        return (*path, "kind"), what, did_you_mean(context["tag"], words)
     if kind == "literal_error":
         words = [word.strip(" '\"") for word in context["expected"].replace(" or ", ", ").split(",")]
         if loc[-1] == "[key]":
@@ -113,7 +112,7 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
         return (
             path,
             f"`{dotted}` is {given}, and must be {also}one of: {', '.join(words)}",
-            _close(str(details["input"]), words),
+            did_you_mean(str(details["input"]), words),
         )
     if kind in _BOUNDS:
         words_, bound = _BOUNDS[kind]
@@ -144,12 +143,7 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(word: str, known: Sequence[str]) -> str:
-    return _close(word, known) or ("Settings here: " + ", ".join(known) + "." if known else "")
-
-
-def _close(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"Did you mean `{close[0]}`?" if close else ""
+    return did_you_mean(word, known) or ("Settings here: " + ", ".join(known) + "." if known else "")
 
 
 def _needed(model: type[Settings], loc: Sequence[str | int]) -> str:

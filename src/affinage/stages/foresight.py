@@ -137,8 +137,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.parallel import MeshLayout, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
-    from affinage.training.optimizer import OPTIMIZERS
-    from affinage.training.schedule import learning_rate
+    from affinage.training.choices import check_choices
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
@@ -161,10 +160,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         )
     with _written(loaded, "mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
-    with _written(loaded, name, "optimizer"):
-        OPTIMIZERS.build(settings.optimizer.name, settings.optimizer.settings)
-    with _written(loaded, name, "schedule"):
-        learning_rate(settings.schedule, settings.steps)
+    check_choices(settings, lambda path: loaded.locate((name, *path)))
     with _written(loaded, "parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)
     with _written(loaded, name, "batch"):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from affinage.errors import UserError
@@ -45,7 +45,6 @@ class Group:
 class _Stage:
     """A group with what it computes. `entering` and `leaving` name values of nodes."""
 
-    index: int
     names: frozenset[str]
     layout: MeshLayout
     entering: tuple[str, ...]
@@ -224,7 +223,7 @@ class GroupedTraining:
         return new, {**means, **report, "targets": targets}
 
     def _sent(self, x: Array, stage: _Stage) -> Array:
-        return jax.device_put(x, NamedSharding(stage.mesh, batch_sharding(stage.mesh, stage.layout.table).spec))
+        return jax.device_put(x, batch_sharding(stage.mesh, stage.layout.table))
 
     # ---- what the groups compile ----
 
@@ -298,5 +297,5 @@ def _cut(graph: Graph, groups: Sequence[Group]) -> list[_Stage]:
                     where="groups",
                     fix="Cut elsewhere, or give it weights of its own (`tied: false`).",
                 )
-        stages.append(_Stage(index, own, MeshLayout(group.mesh), tuple(sorted(entering)), tuple(sorted(leaving))))
+        stages.append(_Stage(own, MeshLayout(group.mesh), tuple(sorted(entering)), tuple(sorted(leaving))))
     return stages

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from affinage.recipe.registry import Registry, build
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import OptimizerSettings
-from affinage.training.registry import Registry
 
 PyTree = Any
 
@@ -38,7 +38,7 @@ class Optimizer(Settings):
         raise NotImplementedError
 
 
-OPTIMIZERS: Registry[Optimizer] = Registry("optimizer")
+OPTIMIZERS: Registry[type[Optimizer]] = Registry("optimizer")
 
 T = TypeVar("T", bound=type[Optimizer])
 
@@ -131,7 +131,7 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     Raises:
         UserError: an optimizer or a setting of it that nobody knows.
     """
-    chosen = OPTIMIZERS.build(settings.name, settings.settings)
+    chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         _stored_in(jnp.dtype(settings.moments), chosen.direction(settings, weights)),

@@ -7,9 +7,9 @@ import optax
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
+from affinage.recipe.registry import Registry, build
 from affinage.recipe.settings import Settings
 from affinage.recipe.training import ScheduleSettings
-from affinage.training.registry import Registry
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 
@@ -27,7 +27,7 @@ class Shape(Settings):
         raise NotImplementedError
 
 
-SCHEDULES: Registry[Shape] = Registry("schedule")
+SCHEDULES: Registry[type[Shape]] = Registry("schedule")
 
 T = TypeVar("T", bound=type[Shape])
 
@@ -95,7 +95,7 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
         UserError: a schedule or a setting of it that nobody knows.
     """
     warmup_steps = settings.warmup(steps)
-    shape = SCHEDULES.build(settings.name, settings.settings)
+    shape = build(SCHEDULES, settings.name, settings.settings)
     # One update is at the peak (the last of the warm-up, or step 0), and the last one is at the floor.
     after = shape.after_warmup(settings, max(steps - max(warmup_steps, 1), 1))
     if warmup_steps <= 1:

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from affinage.model.kind import Context
 from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
-from affinage.model.kinds.registry import add, one_of
 from affinage.model.parameter import Tree
+from affinage.recipe.registry import Registry, one_of
 from affinage.recipe.settings import Settings
 
 Elementwise = Callable[[Array], Array]
@@ -23,19 +23,15 @@ def _gelu(x: Array) -> Array:
 
 
 # Kinds with a gate have three matrices: down(activation(gate(x)) * up(x)) (Shazeer, 2020); the others two.
-GATED: dict[str, Elementwise] = {"swiglu": jax.nn.silu, "geglu": _gelu}
-PLAIN: dict[str, Elementwise] = {"gelu": _gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
+GATED: Registry[Elementwise] = Registry("activation", {"swiglu": jax.nn.silu, "geglu": _gelu})
+PLAIN: Registry[Elementwise] = Registry("activation", {"gelu": _gelu, "relu2": lambda x: jnp.square(jax.nn.relu(x))})
 Activation = Annotated[str, one_of(GATED, PLAIN)]
 
 
 def activation(name: str, *, gated: bool = False) -> Callable[[Elementwise], Elementwise]:
     """Registers a function of every element as the feed-forward layer's `kind: name`, with a gate or without."""
 
-    def register(function: Elementwise) -> Elementwise:
-        add(GATED if gated else PLAIN, name, function)
-        return function
-
-    return register
+    return (GATED if gated else PLAIN).register(name)
 
 
 class FfnSettings(Settings):

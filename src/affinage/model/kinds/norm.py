@@ -10,9 +10,9 @@ from pydantic import Field
 from typing_extensions import override
 
 from affinage.model.kind import Context, NodeKind, node_kind
-from affinage.model.kinds.registry import add, one_of
 from affinage.model.parameter import Parameter, Tree
 from affinage.model.shape import Shape
+from affinage.recipe.registry import Registry, one_of
 from affinage.recipe.settings import Settings
 
 
@@ -39,20 +39,16 @@ def _along_last(vector: Float[Array, "D"], x: Float[Array, "*N D"]) -> Float[Arr
 
 
 Normalisation = Callable[[Tree, Array, float], Array]  # of the last axis, with a scale, on request an offset, and eps
-NORMS: dict[str, Normalisation] = {"rms": rms, "layer": layer}
+NORMS: Registry[Normalisation] = Registry("norm", {"rms": rms, "layer": layer})
 WITH_OFFSET = {"layer"}  # those that `bias` applies to
 
 
 def norm(name: str, *, offset: bool = False) -> Callable[[Normalisation], Normalisation]:
     """Registers a function as the norm's `kind: name`; with `offset` it is given a bias beside the scale."""
 
-    def register(function: Normalisation) -> Normalisation:
-        add(NORMS, name, function)
-        if offset:
-            WITH_OFFSET.add(name)
-        return function
-
-    return register
+    if offset:
+        WITH_OFFSET.add(name)
+    return NORMS.register(name)
 
 
 class NormSettings(Settings):
