@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from affinage.hardware.slices import Slice
 from affinage.planning.plan import Plan, make_plan, planned_graph
@@ -69,7 +68,10 @@ def measured(recipe: str, overrides: Sequence[str], meshes: Sequence[Mesh], step
         done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
         if not answer.is_file():
             raise RuntimeError(f"measuring layouts ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        return [Measured(each["mesh"], each["bubble"], tuple(each["cpu_seconds"])) for each in json.loads(answer.read_text())]
+        return [
+            Measured(each["mesh"], each["bubble"], tuple(each["cpu_seconds"]))
+            for each in json.loads(answer.read_text())
+        ]
 
 
 def _environment() -> dict[str, str]:
@@ -95,7 +97,7 @@ def _measure(recipe: str, overrides: Sequence[str], mesh: Mesh, steps: int) -> M
     seconds = []
     for _ in range(steps + 1):
         began = time.process_time()
-        state, metrics = jax.block_until_ready(step(state, put))
+        state, _ = jax.block_until_ready(step(state, put))
         seconds.append(time.process_time() - began)
     stages, parallel = mesh.get("pipeline", 1), loaded.recipe.parallel
     parts = parallel.pipeline_micro_batches or 4 * stages

@@ -42,6 +42,7 @@ class NodeTime:
     memory: float
     hidden: float  # collectives beside the products
     exposed: float  # collectives that are waited for
+    forward: float = 0.0  # of `seconds`, the forward pass
 
     @property
     def seconds(self) -> float:
@@ -121,7 +122,11 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         flops = passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
         moved = done.moved * split.micro_batches
         hidden, exposed = _collectives(split, node, links, call, settings)
-        nodes.append(NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed))
+        time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
+        read = done.forward * split.micro_batches / _bandwidth(where)
+        # Of what fsdp gathers and scatters a third is forward, of tensor parallelism's sums half.
+        forward = max(time.compute / passes, read, hidden / 3) + exposed / 2
+        nodes.append(replace(time, forward=min(forward, time.seconds)))
     stages = split.sizes["pipeline"]
     parts = (split.parallel.pipeline_micro_batches or 4 * stages) * split.parallel.pipeline_rounds
     # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
@@ -134,6 +139,7 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
 class _Work:
     moved: float  # bytes read and written in one micro-batch, forward and backward, on one device
     kernel: bool  # whether attention is a kernel, which skips the pairs that causality hides; plain products do not
+    forward: float = 0.0  # of `moved`, the forward pass alone
 
 
 def _work(split: Split, settings: TrainSettings, where: Slice) -> Mapping[str, _Work]:
@@ -160,8 +166,9 @@ def _work_of(part: Part) -> Mapping[str, _Work]:
         forward = partial(_forward, node, call)
         values[node.name] = jax.eval_shape(forward, *given, arrays, key)[0]
         moved = measure(trace(partial(_both_ways, forward), *given, arrays, key), {}, part.platform).moved
+        ahead = measure(trace(forward, *given, arrays, key), {}, part.platform).moved
         kernel = node.repeat is not None and _has_kernel(jax.make_jaxpr(forward)(*given, arrays, key))
-        found[node.name] = _Work(moved, kernel)
+        found[node.name] = _Work(moved, kernel, ahead)
     return found
 
 

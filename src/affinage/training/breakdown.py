@@ -71,9 +71,7 @@ def program_of(
 ) -> Program:
     """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
     nothing: Any = None
-    job = TrainJob(
-        graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel
-    )
+    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
     return Program(job, make_mesh(mesh, acquire()), batch)
 
 
@@ -124,7 +122,7 @@ def differentiated(program: Program) -> tuple[Callable[..., Any], Callable[..., 
     call = dataclasses.replace(program.adapted_call, key=key)
     inputs = {name for name, _ in graph.inputs}
     read = tuple(name for name in graph[graph.loss].inputs if name not in inputs)
-    before = graph.needed_for(graph.loss) - {graph.loss}
+    before = set(graph.needed_for(graph.loss)) - {graph.loss}
 
     def values_of(params: PyTree, batch: PyTree) -> Any:
         given = {name: batch[name] for name in inputs if name in batch}

@@ -116,7 +116,7 @@ class Program:
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
-        step = step_of(self.job.graph, self.optimizer, self.job.settings, self._call(), self.job.seed)
+        step = step_of(self.job.graph, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def pass_over(self, state: TrainState) -> TrainState:
@@ -129,13 +129,13 @@ class Program:
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
-        step = make_validation_step(self.job.graph, call=self._call())
+        step = make_validation_step(self.job.graph, call=self.adapted_call)
         weights = (self.abstract.params, self.abstract.averages)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
         """A compiled function from parameters and a batch to the value of a node, whole on every device."""
-        call = dataclasses.replace(self._call(), key=None, until=node)
+        call = dataclasses.replace(self.adapted_call, key=None, until=node)
 
         def value(params: PyTree, batch: PyTree) -> Any:
             return apply(self.job.graph, params, batch, call).values[node]
@@ -172,7 +172,9 @@ class Program:
             ring_attention=self.job.parallel.context_attention == "ring",
         )
 
-    def _call(self) -> Call:
+    @property
+    def adapted_call(self) -> Call:
+        """How the steps apply the graph."""
         return self.strategy.adapt(with_remat(self.call, self.job.parallel.remat))
 
 
