@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval.evaluator
+import numpy as np
 from lm_eval.tasks import TaskManager
 
 from affinage import __version__
@@ -34,6 +35,7 @@ def evaluate(
     data_dir: str | Path | None = None,
     chat: bool = False,
     limit: int | None = None,
+    draw: int | None = None,
     shots: int = 0,
     batch: int = 64,
     max_new_tokens: int = 64,
@@ -46,9 +48,10 @@ def evaluate(
 
     `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
     chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
-    so that their scores can be compared. `limit` is items per task, `shots` examples before each question, `batch` rows
-    per forward pass, `samples` items per task in the results for people to read. Of `texts` (validation texts by name)
-    the bits per byte are measured, beside those of gzip and xz if `compressors`.
+    so that their scores can be compared. `limit` is items per task, the first ones or, with `draw`, those that the seed
+    draws; `shots` examples before each question, `batch` rows per forward pass, `samples` items per task in the
+    results for people to read. Of `texts` (validation texts by name) the bits per byte are measured, beside those of
+    gzip and xz if `compressors`.
 
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item.
@@ -65,7 +68,8 @@ def evaluate(
         manager = task_manager(found.named)
         for chosen, templated in rounds:
             if chosen:
-                raw = _run(lm, chosen, manager, limit=limit, shots=shots, templated=templated)
+                drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
+                raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=shots, templated=templated)
                 outcome |= _by_task(raw)
                 items |= raw["samples"]
     seconds = time.monotonic() - started
@@ -94,15 +98,33 @@ def evaluate(
     return results
 
 
+def _drawn(tasks: list[Any], manager: TaskManager, count: int, seed: int) -> dict[str, list[int]]:
+    """For every task the places of `count` of its items. What is drawn of a task does not depend on the others."""
+    drawn = {}
+    for name, task in manager.load(tasks)["tasks"].items():
+        items = len(task.eval_docs)
+        random = np.random.default_rng([seed, *name.encode()])
+        drawn[name] = sorted(map(int, random.choice(items, min(count, items), replace=False)))
+    return drawn
+
+
 def _run(
-    lm: JaxLM, tasks: list[Any], manager: TaskManager, *, limit: int | None, shots: int, templated: bool
+    lm: JaxLM,
+    tasks: list[Any],
+    manager: TaskManager,
+    *,
+    limit: int | None,
+    drawn: dict[str, list[int]] | None,
+    shots: int,
+    templated: bool,
 ) -> dict[str, Any]:
     results = lm_eval.evaluator.simple_evaluate(
         model=lm,
         tasks=tasks,
         task_manager=manager,
         num_fewshot=shots or None,  # None leaves a task its own number
-        limit=limit,
+        limit=None if drawn else limit,
+        samples=drawn,
         bootstrap_iters=_BOOTSTRAP,
         apply_chat_template=templated,
         torch_random_seed=None,  # importing torch for its seed would take longer than the evaluation

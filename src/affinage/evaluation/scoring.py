@@ -171,15 +171,17 @@ class Scorer:
             progress(len(new))
 
         pending: tuple[Sequence[Row | None], Scores] | None = None
-        for started in self._batches(group_requests([pairs[index] for index in left], self.model.context)):
-            # The next batch is under way while the numbers of this one are taken apart.
+        try:
+            for started in self._batches(group_requests([pairs[index] for index in left], self.model.context)):
+                # The next batch is under way while the numbers of this one are taken apart.
+                if pending is not None:
+                    collect(*pending)
+                pending = started
             if pending is not None:
                 collect(*pending)
-            pending = started
-        if pending is not None:
-            collect(*pending)
-        if self._ledger is not None:
-            self._ledger.flush()
+        finally:  # whoever is told of the progress may end it
+            if self._ledger is not None:
+                self._ledger.flush()
         return [answers[index] for index in range(len(pairs))]
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[Sequence[Row | None], Scores]]:

@@ -67,7 +67,10 @@ class CheckpointSettings(Settings):
 # How a training is carried out, not what it computes: changing these must not begin a long run from the start.
 # (The mesh is none of a training's settings for the same reason.)
 CARRIED_OUT = frozenset(
-    {"micro_batches", "attention", "log_every", "validate_every", "validation_rows", "checkpoint", "survival"}
+    {
+        *("micro_batches", "attention", "log_every", "validate_every", "validation_rows", "evaluate"),
+        *("checkpoint", "survival"),
+    }
 )
 # What the rows are made of: known by the rows themselves.
 OF_THE_ROWS = frozenset(
@@ -171,7 +174,18 @@ Mixture = Annotated[
 ]
 
 
+class InLoopSettings(Settings):
+    """Benchmarks that are scored while a model is pretrained. They change nothing of the training."""
+
+    tasks: tuple[str, ...] = Field(min_length=1)  # as in `evaluate`
+    every_steps: int = Field(ge=1)  # also before the first step, and after the last
+    items: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
+    data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
+    batch: int = Field(default=64, ge=1)  # rows per forward pass
+
+
 class PretrainSettings(TrainSettings):
     """Training from random weights on packed rows of documents."""
 
     mixture: Mixture | None = None  # {name: weight}, or a list of {from_step, weights}; default: all rows as they come
+    evaluate: InLoopSettings | None = None

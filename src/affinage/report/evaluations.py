@@ -1,6 +1,6 @@
 """What an evaluation stage left behind: scores with standard errors, bits per byte, samples."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,17 @@ def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) 
     )
 
 
+def headline(task: str, metrics: Collection[str]) -> str:
+    """The one of the metrics of a task that stands for it; "" if there are none."""
+    wanted = (HEADLINE.get(task, "acc"), *SHARES)
+    return next((name for name in wanted if name in metrics), next(iter(metrics), ""))
+
+
 def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
     metrics = {name: mapping(value) for name, value in mapping(entry.get("metrics")).items()}
     values = {name: number(value.get("value")) for name, value in metrics.items()}
     known = {name: value for name, value in values.items() if value is not None}
-    wanted = (HEADLINE.get(task, "acc"), *SHARES)
-    headline = next((name for name in wanted if name in known), next(iter(known), ""))
+    shown = headline(task, known)
     chance = number(entry.get("chance"))
     return [
         Score(
@@ -116,7 +121,7 @@ def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
             items=whole(entry.get("items")),
             shots=whole(entry.get("shots")),
             chance=(CHANCE.get(task) if chance is None else chance) if name in SHARES else None,
-            headline=name == headline,
+            headline=name == shown,
         )
         for name, value in known.items()
     ]

@@ -33,6 +33,7 @@ SMALL = (  # the small charts beside the loss
     *("expert_load_max", "dropped_share"),
 )
 SHARES = ("mfu", "dropped_share")  # of them, those in percent
+_COLOURS = 6  # that tell curves apart
 WIDE_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to see its end
 
 
@@ -80,6 +81,26 @@ class Artist:
         axis = Axis(self.words[f"{kind}_log_axis" if log else f"{kind}_axis"], self.quantities.ticks, log)
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
+
+    def looks(self, training: Training) -> list[Figure]:
+        """Benchmarks while it was trained, and bits per byte of each language, where they were looked at twice."""
+        tasks = list(dict.fromkeys(task for look in training.looks for task in look.scores))
+        scored = []
+        for i, task in enumerate(tasks[:_COLOURS]):
+            found = [(look.step, look.scores[task]) for look in training.looks if task in look.scores]
+            known = [(float(step), value, error or 0.0) for step, (value, error, _) in found if value is not None]
+            points, errors = [(x, y) for x, y, _ in known], [error for _, _, error in known]
+            scored.append(Series(task, points, i, "points", errors))
+        bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
+        drawn = (
+            ("looks", scored, Axis(self.words["looks_axis"], self.quantities.percent_ticks)),
+            ("bits_per_byte", bits, Axis(self.words["bits_per_byte_axis"], self.quantities.ticks)),
+        )
+        return [
+            self._curves(self.words[name], series, axis, self.words[name], HALF, 240.0, training.resumed_at)
+            for name, series, axis in drawn
+            if any(len(one.points) > 1 for one in series)
+        ]
 
     def small(self, training: Training) -> list[Figure]:
         """Learning rate, throughput, gradient norm and MFU, where they were logged."""

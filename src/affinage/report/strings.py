@@ -13,6 +13,13 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Benchmarks while it was trained, ± one standard error; bold: worse than at an earlier step (McNemar’s test)",
         "Bancs d’essai pendant l’apprentissage, ± une erreur type ; en gras : pire qu’à un pas antérieur (McNemar)",
     ),
+    "looks_in_loop_caption": (
+        "Benchmarks while it was trained, on few items, ± one standard error",
+        "Bancs d’essai pendant l’apprentissage, sur peu de questions, ± une erreur type",
+    ),
+    "looks": ("Benchmarks on the way", "Bancs d’essai en chemin"),
+    "looks_axis": ("score ± one standard error", "score ± une erreur type"),
+    "bits_per_byte_axis": ("bits per byte of validation text", "bits par octet du texte de validation"),
     "ended": ("The training ended at step {step}: {why}.", "L’apprentissage s’est arrêté au pas {step} : {why}."),
     "verdict_dpo": ("taught preferences", "formé par préférences"),
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),

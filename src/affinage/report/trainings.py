@@ -7,6 +7,7 @@ from typing import Any
 
 from affinage.report.costs import Node, node_costs
 from affinage.report.curves import Point
+from affinage.report.evaluations import headline
 from affinage.report.reading import json_file, json_lines, listing, mapping, mappings, number, string, whole
 
 CURVES = (
@@ -26,7 +27,7 @@ class Validated:
 
 @dataclass(frozen=True)
 class Look:
-    """What watched benchmarks said after a step: task -> (share of right answers, standard error, whether worse)."""
+    """What benchmarks said after a step: task -> (the score that is reported of it, standard error, whether worse)."""
 
     step: int
     scores: Mapping[str, tuple[float | None, float | None, bool]]
@@ -66,6 +67,8 @@ class Training:
     context: int | None
     skipped_updates: int
     looks: tuple[Look, ...]  # at benchmarks, while it was trained
+    watched: bool  # whether they were looked at to end it
+    bits_per_byte: Mapping[str, list[Point]]  # of the validation text of a language
     ended: str  # why it ended before its last step
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
@@ -75,6 +78,8 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
     summary = {**stage_summary, **json_file(folder / "summary.json")}
     nodes, context = node_costs(folder)
     curves, validation, broken = _curves(folder / "metrics.jsonl")
+    watched = tuple(map(_look, mappings(json_file(folder / "watch.json").get("looks"))))
+    evaluated, bits = _evaluated(folder / "metrics.jsonl")
     parameters = summary.get("parameters")
     return Training(
         name=name,
@@ -102,7 +107,9 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
         nodes=nodes,
         context=context,
         skipped_updates=whole(summary.get("skipped_updates")) or 0,
-        looks=tuple(map(_look, mappings(json_file(folder / "watch.json").get("looks")))),
+        looks=watched or evaluated,
+        watched=bool(watched),
+        bits_per_byte=bits,
         ended=string(summary.get("ended")),
         broken_steps=tuple(broken),
     )
@@ -115,6 +122,25 @@ def _look(entry: Mapping[str, Any]) -> Look:
         for task, score in mapping(entry.get("scores")).items()
     }
     return Look(whole(entry.get("step")) or 0, scores)
+
+
+def _evaluated(path: Path) -> tuple[tuple[Look, ...], dict[str, list[Point]]]:
+    """The benchmarks scored on the way, each by its headline metric, and bits per byte by language."""
+    looks: dict[int, Look] = {}
+    bits: dict[str, list[Point]] = {}
+    for record in json_lines(path):
+        step, told = whole(record.get("step")), mapping(record.get("evaluation"))
+        if step is None or not told:
+            continue
+        scores = {}
+        for task, metrics in mapping(told.get("tasks")).items():
+            score = mapping(mapping(metrics).get(headline(task, mapping(metrics))))
+            scores[task] = (number(score.get("value")), number(score.get("stderr")), False)
+        looks[step] = Look(step, scores)
+        for language, value in mapping(told.get("bits_per_byte")).items():
+            if (known := number(value)) is not None:
+                bits.setdefault(language, []).append((step, known))
+    return tuple(looks.values()), bits
 
 
 def _curves(path: Path) -> tuple[dict[str, list[Point]], dict[str, list[Point]], list[int]]:

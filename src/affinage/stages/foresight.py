@@ -12,7 +12,7 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
-from affinage.stages.names import check_against, check_languages, check_tasks
+from affinage.stages.names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
@@ -63,6 +63,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         with _written(loaded, "rows", "url"):
             check_url(recipe.rows.url)
     if recipe.pretrain is not None and "pretrain" in stages:
+        check_tasks_in_loop(loaded)
         _check_training(loaded, recipe.pretrain, "pretrain")
     if "rows" in stages:  # those that are packed tell by themselves what they are of
         _check_mixture(loaded)

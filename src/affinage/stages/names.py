@@ -1,9 +1,10 @@
 """Whether the languages and benchmarks that a recipe names exist, asked before any stage runs and without a network."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 
@@ -61,10 +62,31 @@ def _hint(language: str) -> str:
 def check_tasks(loaded: LoadedRecipe) -> None:
     """See that the benchmarks of `evaluate.tasks` are files here or known to the harness. Raises UserError."""
     asked = loaded.recipe.evaluate
+    if asked is not None:
+        _check_each(loaded, asked.tasks, asked.data_dir, ("evaluate", "tasks"))
+
+
+def check_tasks_in_loop(loaded: LoadedRecipe) -> None:
+    """The same of `pretrain.evaluate.tasks`, of which a training could not do without one it began with."""
+    recipe = loaded.recipe
+    asked = recipe.pretrain.evaluate if recipe.pretrain is not None else None
     if asked is None:
         return
+    if asked.data_dir is not None and not Path(asked.data_dir).expanduser().is_dir():
+        where = loaded.locate(("pretrain", "evaluate", "data_dir"))
+        raise UserError(f"there is no folder {asked.data_dir}", where=where)
+    sources = [source.path for source in recipe.data.sources] if recipe.data else []
     for index, task in enumerate(asked.tasks):
-        _check_task(loaded, task, asked.data_dir, ("evaluate", "tasks", index))
+        if task in (POCKET_WORLD, QUICKSTART) and POCKET_WORLD not in sources:
+            where = loaded.locate(("pretrain", "evaluate", "tasks", index))
+            what = "the pocket world's benchmarks are about facts that only its text tells"
+            raise UserError(what, where=where, fix="Add `pocket-world` to data.sources, or watch other benchmarks.")
+    _check_each(loaded, asked.tasks, asked.data_dir, ("pretrain", "evaluate", "tasks"))
+
+
+def _check_each(loaded: LoadedRecipe, tasks: Sequence[str], data_dir: str | None, key: tuple[str | int, ...]) -> None:
+    for index, task in enumerate(tasks):
+        _check_task(loaded, task, data_dir, (*key, index))
 
 
 def check_against(loaded: LoadedRecipe) -> None:

@@ -88,6 +88,7 @@ def _tunings(recipe: Recipe) -> list[TuningSettings]:
 
 def _watched(recipe: Recipe) -> list[str]:
     tasks = [task for tuning in _tunings(recipe) if tuning.watch for task in tuning.watch.tasks]
+    tasks += recipe.pretrain.evaluate.tasks if recipe.pretrain and recipe.pretrain.evaluate else ()
     return [POCKET_WORLD if task == QUICKSTART else task for task in tasks]
 
 
@@ -287,7 +288,8 @@ def _item_files(recipe: Recipe) -> dict[str, str]:
 
 def _is_here(recipe: Recipe, task: str) -> bool:
     """Whether the items of a task are on this machine."""
-    asked = [recipe.evaluate, *(tuning.watch for tuning in _tunings(recipe))]
+    in_loop = recipe.pretrain.evaluate if recipe.pretrain else None
+    asked = [recipe.evaluate, in_loop, *(tuning.watch for tuning in _tunings(recipe))]
     in_folder = all(each.data_dir is not None for each in asked if each is not None and task in each.tasks)
     return _is_local_task(task) or (in_folder and (task in GROUPS or task in BENCHMARKS))
 

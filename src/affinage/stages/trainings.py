@@ -10,6 +10,7 @@ import rich
 from affinage.errors import UserError
 from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
+from affinage.stages.in_loop import InLoop
 from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
     from affinage.training import Feed, TrainJob, ValidationSet
-    from affinage.training.job import Judge
+    from affinage.training.job import Benchmarks, Judge
 
 FEED = "feed.json"
 
@@ -44,6 +45,7 @@ def pretrain(context: StageContext) -> Summary:
         documents=partial(documents_of, feed, context.inputs["rows"] / "train"),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
+        benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.evaluate else None,
     )
     return summary | {"epochs": feed.epochs(settings.steps)}
 
@@ -216,6 +218,7 @@ def _train(
     facts: dict[str, Any] | None = None,
     initial_params: Callable[[Any], Any] | None = None,
     judge: "Judge | None" = None,
+    benchmarks: "Benchmarks | None" = None,
 ) -> Summary:
     from affinage.training import TrainJob
 
@@ -232,6 +235,7 @@ def _train(
         folder=context.folder,
         initial_params=initial_params,
         judge=judge,
+        benchmarks=benchmarks,
         name=context.folder.name.rpartition("-")[0],
     )
     return run_training(context, job, graph=graph, facts=facts or {})

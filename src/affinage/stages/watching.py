@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings, WatchSettings
 from affinage.stages.initial import KEPT
 from affinage.stages.stage import StageContext
@@ -21,6 +22,7 @@ from affinage.stages.store import write_json
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
+    from affinage.generation.model import LoadedModel
     from affinage.model import Graph
     from affinage.training.state import TrainState
 
@@ -156,26 +158,9 @@ def _answers(
     system_prompt: str,
     params: Any,
 ) -> Answers:
-    import jax
-
-    from affinage.data.tokenizer import Tokenizer
     from affinage.evaluation.run import evaluate
-    from affinage.generation.model import LoadedModel
-    from affinage.hardware.chips import chip
-    from affinage.training.program import compute_dtype
 
-    sharding = jax.tree.leaves(params)[0].sharding
-    device = next(iter(sharding.device_set))
-    model = LoadedModel(
-        graph=graph,
-        params=params,
-        tokenizer=Tokenizer.load(context.inputs["tokenizer"]),
-        name=context.recipe.name,
-        context=length,
-        mesh=sharding.mesh if len(sharding.device_set) > 1 else None,
-        system_prompt=system_prompt,
-        compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
-    )
+    model = model_in_training(context, settings, graph, length, system_prompt, params)
     worlds = {POCKET_WORLD: context.inputs["world"] / "tasks"} if "world" in context.inputs else {}
     with TemporaryDirectory() as folder:
         evaluate(
@@ -188,6 +173,31 @@ def _answers(
             batch=watch.batch,
         )
         return {path.stem: _right(path) for path in sorted((Path(folder) / "items").glob("*.jsonl"))}
+
+
+def model_in_training(
+    context: StageContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
+) -> "LoadedModel":
+    """A model of `length` tokens of context with the weights that it has now, where they are."""
+    import jax
+
+    from affinage.data.tokenizer import Tokenizer
+    from affinage.generation.model import LoadedModel
+    from affinage.hardware.chips import chip
+    from affinage.training.program import compute_dtype
+
+    sharding = jax.tree.leaves(params)[0].sharding
+    device = next(iter(sharding.device_set))
+    return LoadedModel(
+        graph=graph,
+        params=params,
+        tokenizer=Tokenizer.load(context.inputs["tokenizer"]),
+        name=context.recipe.name,
+        context=length,
+        mesh=sharding.mesh if len(sharding.device_set) > 1 else None,
+        system_prompt=system_prompt,
+        compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
+    )
 
 
 def _right(path: Path) -> list[int]:

@@ -56,6 +56,23 @@ class Judge(Protocol):
         ...
 
 
+class Benchmarks(Protocol):
+    """Scores of a model that is being trained, to be written down; they decide nothing."""
+
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is to be scored."""
+        ...
+
+    def scores(
+        self, step: int, state: TrainState, validation: Mapping[str, Mapping[str, float]], stop: Callable[[], bool]
+    ) -> dict[str, Any] | None:
+        """JSON-able scores of the state, of which `validation` has the scores on the validation sets.
+
+        Must not keep the state. `stop` is asked now and then; when true the scores are given up, and None is returned.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
     """One training run. Started again with the same job, it goes on from its newest checkpoint.
@@ -74,6 +91,7 @@ class TrainJob:
         documents: what the batch of a step, counted from 1, was made of, as JSON; for what is said of sick steps.
         on_step: called in turn after every step.
         judge: may end the training before its last step.
+        benchmarks: scored on the way.
         parallel: how a step is split over the mesh.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
@@ -91,6 +109,7 @@ class TrainJob:
     documents: Callable[[int], Any] | None = None
     on_step: tuple[Hook, ...] = ()
     judge: Judge | None = None
+    benchmarks: Benchmarks | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     strategy: Strategy | None = None
 

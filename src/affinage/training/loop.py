@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
@@ -13,6 +13,7 @@ from affinage.errors import Preempted, UserError
 from affinage.hardware.devices import acquire
 from affinage.parallel import make_mesh
 from affinage.training.diagnosis import diagnose
+from affinage.training.examination import Examination
 from affinage.training.health import Health, Incurable
 from affinage.training.job import HostBatch, TrainJob
 from affinage.training.ledger import Ledger, LifeSign
@@ -24,7 +25,6 @@ from affinage.training.saving import SaveRhythm
 from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
 from affinage.training.summary import checkpoint_meta, identity, summarize
-from affinage.training.validation import validate
 from affinage.training.watchdog import Watchdog
 
 
@@ -53,7 +53,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         program = Program(job, mesh, next(job.feed.iterate(0)))
         with ledger.account("compile"):
             train_step = program.compile_training()
-            run_validation = _compiled_validation(program, stop)
+            examination = Examination(program, stop)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
         keep = settings.checkpoint
@@ -70,8 +70,9 @@ def train(job: TrainJob) -> dict[str, Any]:
         report = Reporter(program, metrics, display, ledger, health, start)
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
-        if start and _due(start, settings.validate_every, steps) and metrics.validation(start) is None:
-            report.validation(start, run_validation(state))  # the stop came before it was done
+        if examination.left_over(start, metrics):
+            with ledger.account("validation"):
+                examination.look(start, state, report)
 
         ended = ""
         if job.judge is not None and job.judge.due(start):
@@ -103,8 +104,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                 for hook in job.on_step:
                     hook(step, state)
                 stopping, judging = bool(stop), job.judge is not None and job.judge.due(step)
-                validating, saving = _due(step, settings.validate_every, steps), stopping or rhythm.due(step)
-                if judging or validating or saving:
+                examining, saving = examination.due(step), stopping or rhythm.due(step)
+                if judging or examining or saving:
                     # Every line up to here: what a resumed run does not compute again must be in the file.
                     report.drain()
             except Incurable as end:
@@ -124,10 +125,10 @@ def train(job: TrainJob) -> dict[str, Any]:
                     ended = job.judge.look(step, state)
                 report.restart_clock()
 
-            if ended or validating:
+            if ended or examining:
                 watchdog.begins("the validation")
                 with ledger.account("validation"):
-                    report.validation(step, run_validation(state))
+                    examination.look(step, state, report)
                 stopping = stopping or bool(stop)  # it may have been given up: done again from this step
 
             if stopping or ended or saving:
@@ -163,10 +164,6 @@ def _next(batches: Iterator[HostBatch]) -> tuple[HostBatch, float]:
     asked = time.perf_counter()
     batch = next(batches)
     return batch, time.perf_counter() - asked
-
-
-def _due(step: int, every: int, steps: int) -> bool:
-    return step % every == 0 or step == steps
 
 
 class _Beginning(NamedTuple):
@@ -216,16 +213,3 @@ def _diagnosed(program: Program, state: TrainState, end: Incurable) -> UserError
     }
     (job.folder / "diagnosis.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return end.told(job.folder, found)
-
-
-def _compiled_validation(
-    program: Program, stop: StopRequest
-) -> Callable[[TrainState], dict[str, dict[str, float]] | None]:
-    """A function from the state to the scores of all validation sets."""
-    sets = program.job.validation
-    if not sets:
-        return lambda state: None
-    step = program.compile_validation(next(iter(next(iter(sets.values())))))
-    return lambda state: validate(
-        (state.params, state.averages), sets, step=step, put=program.put, stop=lambda: bool(stop)
-    )

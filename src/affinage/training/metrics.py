@@ -16,8 +16,9 @@ class MetricsLog:
     load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and
     dropped_share (of the choices of experts). `data_wait` is for how many seconds a step waited for the next batch,
     which costs nothing as long as the devices compute longer. A model of images has `images, images_per_second` and a
-    loss per image. Validation lines have `step, validation: {name: {loss, bits_per_byte}}`. A number that is not
-    finite is written as null.
+    loss per image. Validation lines have `step, validation: {name: {loss, bits_per_byte}}`, lines of benchmarks
+    `step, evaluation: {tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}`. A number that is
+    not finite is written as null.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -50,6 +51,10 @@ class MetricsLog:
         """The validation at a step, or the last one; None if there was none."""
         found = [row for row in self.rows if "validation" in row and step in (None, row["step"])]
         return found[-1]["validation"] if found else None
+
+    def evaluated(self, step: int) -> bool:
+        """Whether benchmarks were scored at a step."""
+        return any("evaluation" in row and row["step"] == step for row in self.rows)
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -77,6 +78,11 @@ class Reporter:
         if scores is not None:
             self._metrics.write({"step": step, "validation": scores})
             self._display.validation(step, scores)
+        self.restart_clock()
+
+    def evaluation(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Write the scores of benchmarks."""
+        self._metrics.write({"step": step, "evaluation": scores})
         self.restart_clock()
 
     def restart_clock(self) -> None:

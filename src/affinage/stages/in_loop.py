@@ -1,0 +1,96 @@
+"""Benchmarks scored while a model is pretrained, on small subsets that are always the same."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.training import PretrainSettings
+from affinage.stages.models import made_from
+from affinage.stages.stage import StageContext
+from affinage.stages.watching import model_in_training
+
+if TYPE_CHECKING:
+    from affinage.data.validation_rows import ValidationRows
+    from affinage.model import Graph
+    from affinage.training.state import TrainState
+
+ANSWERS = "benchmarks.jsonl"  # of the scores that are being made
+
+
+class _GivenUp(Exception):
+    """Raised between batches to leave an evaluation."""
+
+
+class InLoop:
+    """See `affinage.training.job.Benchmarks`.
+
+    Answers are on disk as they come, under a fingerprint of the weights: training that is killed comes by the same
+    weights again, bit for bit, and scores on from there.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        settings: PretrainSettings,
+        graph: "Graph",
+        length: int,
+        held_out: "Mapping[str, ValidationRows]",
+    ) -> None:
+        assert settings.evaluate is not None
+        self._context, self._settings, self._asked = context, settings, settings.evaluate
+        self._graph, self._length, self._held_out = graph, length, held_out
+        self._world = made_from(context.inputs["rows"], "world")
+
+    def due(self, step: int) -> bool:
+        """Every so many steps, at the beginning and at the end."""
+        return step % self._asked.every_steps == 0 or step == self._settings.steps
+
+    def scores(
+        self,
+        step: int,
+        state: "TrainState",
+        validation: Mapping[str, Mapping[str, float]],
+        stop: Callable[[], bool],
+    ) -> dict[str, Any] | None:
+        """{tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}; None if stopped."""
+        import jax
+
+        from affinage.evaluation.run import evaluate
+
+        def go_on(_: str) -> None:
+            if stop():
+                raise _GivenUp
+
+        context, asked = self._context, self._asked
+        model = model_in_training(context, self._settings, self._graph, self._length, "", state.params)
+        try:
+            results = evaluate(
+                model,
+                asked.tasks,
+                # Several hosts must ask the devices the same, whatever one of them has on its disk.
+                keep=context.folder / ANSWERS if jax.process_count() == 1 else None,
+                task_folders={} if self._world is None else {POCKET_WORLD: self._world / "tasks"},
+                data_dir=asked.data_dir,
+                limit=asked.items,
+                draw=context.recipe.seed,
+                batch=asked.batch,
+                samples=0,
+                progress=go_on,
+            )
+        except _GivenUp:
+            return None
+        tasks = {task: entry["metrics"] for task, entry in results["tasks"].items()}
+        return {"tasks": tasks, "bits_per_byte": by_language(validation, self._held_out)}
+
+
+def by_language(
+    validation: Mapping[str, Mapping[str, float]], held_out: "Mapping[str, ValidationRows]"
+) -> dict[str, float]:
+    """Bits per UTF-8 byte of all validation text of a language, over its sources (sets are `source.language`)."""
+    bits: dict[str, float] = {}
+    size: dict[str, int] = {}
+    for name, score in validation.items():
+        language = name.rpartition(".")[2]
+        bits[language] = bits.get(language, 0.0) + score["bits_per_byte"] * held_out[name].bytes
+        size[language] = size.get(language, 0) + held_out[name].bytes
+    return {language: bits[language] / size[language] for language in bits}

@@ -1,0 +1,55 @@
+"""What is asked of a model while it is trained: its loss on held-out text, and benchmarks."""
+
+from collections.abc import Callable
+
+from affinage.training.metrics import MetricsLog
+from affinage.training.program import Program
+from affinage.training.reporter import Reporter
+from affinage.training.signals import StopRequest
+from affinage.training.state import TrainState
+from affinage.training.validation import validate
+
+Scores = dict[str, dict[str, float]]
+
+
+class Examination:
+    """Validates at the job's rhythm, and has its benchmarks scored at theirs."""
+
+    def __init__(self, program: Program, stop: StopRequest) -> None:
+        self._job, self._stop = program.job, stop
+        self._validate = _compiled_validation(program, stop)
+
+    def due(self, step: int) -> bool:
+        """Whether the state after this step is looked at."""
+        return self._validates(step) or self._scores(step)
+
+    def left_over(self, step: int, metrics: MetricsLog) -> bool:
+        """Whether anything is due at the step that a run begins from: what a stop came before, or a beginning."""
+        unvalidated = step > 0 and self._validates(step) and metrics.validation(step) is None
+        return unvalidated or (self._scores(step) and not metrics.evaluated(step))
+
+    def look(self, step: int, state: TrainState, report: Reporter) -> None:
+        """Write down how the state does. A stop gives it up; it is then done again from this step."""
+        validation = self._validate(state)
+        report.validation(step, validation)
+        if self._job.benchmarks is not None and self._scores(step) and not self._stop:
+            scores = self._job.benchmarks.scores(step, state, validation or {}, lambda: bool(self._stop))
+            if scores is not None:
+                report.evaluation(step, scores)
+
+    def _validates(self, step: int) -> bool:
+        return step % self._job.settings.validate_every == 0 or step == self._job.settings.steps
+
+    def _scores(self, step: int) -> bool:
+        return self._job.benchmarks is not None and self._job.benchmarks.due(step)
+
+
+def _compiled_validation(program: Program, stop: StopRequest) -> Callable[[TrainState], Scores | None]:
+    """A function from the state to the scores of all validation sets."""
+    sets = program.job.validation
+    if not sets:
+        return lambda state: None
+    step = program.compile_validation(next(iter(next(iter(sets.values())))))
+    return lambda state: validate(
+        (state.params, state.averages), sets, step=step, put=program.put, stop=lambda: bool(stop)
+    )
