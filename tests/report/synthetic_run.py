@@ -274,12 +274,13 @@ def write_metrics(path: Path, steps: int, seed: int) -> None:
                 "pocket-world.fr": {"loss": smooth + 0.08, "bits_per_byte": smooth / 2.9},
             }
             lines.append(json.dumps({"step": step, "validation": entry}))
-            value = 0.3 + 0.4 * step / steps
-            scored = {"acc": {"value": value - 0.05, "stderr": 0.04}, "acc_norm": {"value": value, "stderr": 0.04}}
-            bits = {"en": smooth / 3, "fr": smooth / 2.9}
-            lines.append(
-                json.dumps({"step": step, "evaluation": {"tasks": {"hellaswag": scored}, "bits_per_byte": bits}})
-            )
+            if path.parent.name == "pretrain":
+                value = 0.3 + 0.4 * step / steps
+                scored = {"acc": {"value": value - 0.05, "stderr": 0.04}, "acc_norm": {"value": value, "stderr": 0.04}}
+                bits = {"en": smooth / 3, "fr": smooth / 2.9}
+                lines.append(
+                    json.dumps({"step": step, "evaluation": {"tasks": {"hellaswag": scored}, "bits_per_byte": bits}})
+                )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + '\n{"step": 99', encoding="utf-8")  # as a kill leaves it
 
