@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import EXECUTABLE, Browser, browser
 from synthetic_run import build_run
 
 from affinage.report import write_report
+from browser import EXECUTABLE, Browser, browser
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
