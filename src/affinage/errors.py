@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from affinage.secrets import masked
+
 EXIT_USER_ERROR = 2  # a mistake in the input: one message, no traceback
 EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a scheduler starts the run again
 
@@ -23,7 +25,7 @@ class UserError(Exception):
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.fix:
             lines.append(f"  {self.fix}")
-        return "\n".join(lines)
+        return masked("\n".join(lines))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,9 +1,11 @@
 """Files at URLs, fetched once into a cache: an interrupted download goes on, and what came is checked."""
 
+import base64
 import contextlib
 import fcntl
 import hashlib
 import json
+import netrc
 import os
 import time
 import urllib.error
@@ -120,7 +122,7 @@ def _from_http(url: str, path: Path, part: Path) -> int | None:
     if start and mark:  # without a mark nobody knows whether the rest would be of the same file
         headers |= {"Range": f"bytes={start}-", "If-Range": mark}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT) as answer:
+        with urllib.request.urlopen(_request(url, headers), timeout=_TIMEOUT) as answer:
             if answer.status != 206:
                 start = 0
             mark = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
@@ -140,6 +142,21 @@ def _from_http(url: str, path: Path, part: Path) -> int | None:
         ) from None
     except urllib.error.URLError as error:
         raise _Unreachable(f"{error.reason}") from None
+
+
+def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
+    """A request, with the user and password that ~/.netrc (or the file NETRC) has for the server."""
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        known = netrc.netrc(os.environ.get("NETRC") or None).authenticators(
+            request.host.rpartition(":")[0] or request.host
+        )
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if known is not None:
+        told = base64.b64encode(f"{known[0]}:{known[2]}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {told}")  # not for whom it is sent on to
+    return request
 
 
 def _append(answer: Any, part: Path, start: int) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from affinage.errors import UserError
 from affinage.recipe.layers import find_recipe, put_override, read_file
 from affinage.recipe.mistakes import admits_null, explain
 from affinage.recipe.recipe import Recipe
+from affinage.secrets import secret_in
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,25 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     for override in overrides:
         put_override(layers, override)
     raw = _without_nulls(layers.value, ())
+    _refuse_secrets(raw, (), layers.locate)
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
         raise explain(error, Recipe, raw, layers.locate) from None
     return LoadedRecipe(recipe, path, raw, layers.locate, _command(path_or_name, overrides), layers.base)
+
+
+def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[Sequence[str | int]], str]) -> None:
+    """What a recipe says stands in manifests, reports and model cards."""
+    if isinstance(value, dict | list):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_secrets(child, (*path, key), locate)
+    elif isinstance(value, str) and secret_in(value):
+        raise UserError(
+            "this holds a password or a token, which would be written into manifests and reports",
+            where=locate(path),
+            fix="Leave it to the environment: ~/.netrc for https, HF_TOKEN, WANDB_API_KEY, the clouds' own for gs, s3.",
+        )
 
 
 def _command(path_or_name: str | Path, overrides: Sequence[str]) -> str:

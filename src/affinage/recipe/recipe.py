@@ -8,6 +8,7 @@ from affinage.recipe.claims import Claims, HardwareSettings
 from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.parallel import MeshAxis, ParallelSettings
 from affinage.recipe.settings import Settings
+from affinage.recipe.tracking import TrackersSettings
 from affinage.recipe.training import AttentionImplementation, PretrainSettings
 from affinage.recipe.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
 
@@ -75,6 +76,7 @@ class Recipe(Settings):
     probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
+    trackers: TrackersSettings = TrackersSettings()  # where metrics go beside metrics.jsonl
     # For `affinage sweep`: {key of a setting: its values}; a run is made of every combination.
     sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
     hardware: HardwareSettings = HardwareSettings()  # what `affinage plan` plans for

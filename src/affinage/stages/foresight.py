@@ -16,6 +16,7 @@ from affinage.stages.names import check_against, check_languages, check_tasks, c
 from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
+from affinage.tracking.choice import check_trackers
 
 _VERIFY = ("transformers", "torch")  # packages
 
@@ -62,6 +63,9 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
 
         with _written(loaded, "rows", "url"):
             check_url(recipe.rows.url)
+    if {"pretrain", "sft", "dpo"} & set(stages):
+        with _written(loaded, "trackers"):
+            check_trackers(recipe.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
         check_tasks_in_loop(loaded)
         _check_training(loaded, recipe.pretrain, "pretrain")

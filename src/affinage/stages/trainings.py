@@ -1,6 +1,7 @@
 """The work of the training stages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,8 +244,12 @@ def _train(
 
 def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
+    from affinage.tracking import trackers_of
     from affinage.training import train
 
+    settings, recipe = context.recipe.trackers, context.recipe.name
+    makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
+    job = replace(job, trackers=makers, tracked=settings)
     told = {"graph": graph.to_dict(), **facts}
     write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     return train(job)

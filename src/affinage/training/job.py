@@ -10,7 +10,9 @@ import numpy as np
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.tracking import TrackersSettings
 from affinage.recipe.training import TrainSettings
+from affinage.tracking import Tracker
 from affinage.training.state import TrainState
 
 PyTree = Any
@@ -93,6 +95,8 @@ class TrainJob:
         judge: may end the training before its last step.
         benchmarks: scored on the way.
         parallel: how a step is split over the mesh.
+        trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
+        tracked: limits of the trackers; which of them there are is in `trackers`.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
 
@@ -111,6 +115,8 @@ class TrainJob:
     judge: Judge | None = None
     benchmarks: Benchmarks | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)
+    tracked: TrackersSettings = field(default_factory=TrackersSettings)
     strategy: Strategy | None = None
 
 

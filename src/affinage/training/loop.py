@@ -12,6 +12,7 @@ from affinage.checkpoint.facts import refuse_changes
 from affinage.errors import Preempted, UserError
 from affinage.hardware.devices import acquire
 from affinage.parallel import make_mesh
+from affinage.tracking import TrackedRun, Trackers
 from affinage.training.diagnosis import diagnose
 from affinage.training.examination import Examination
 from affinage.training.health import Health, Incurable
@@ -24,7 +25,7 @@ from affinage.training.reporter import Reporter
 from affinage.training.saving import SaveRhythm
 from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
-from affinage.training.summary import checkpoint_meta, identity, summarize
+from affinage.training.summary import checkpoint_meta, facts_for_trackers, identity, summarize
 from affinage.training.watchdog import Watchdog
 
 
@@ -67,7 +68,11 @@ def train(job: TrainJob) -> dict[str, Any]:
         metrics = cleanup.enter_context(contextlib.closing(MetricsLog(job.folder / "metrics.jsonl", start)))
         display = cleanup.enter_context(StepDisplay(job.name, steps, start))
         health = Health(settings.health, job.folder, start, meta.get("health", {}), job.documents)
-        report = Reporter(program, metrics, display, ledger, health, start)
+        tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
+        trackers = cleanup.enter_context(
+            Trackers(job.trackers, tracked, job.folder, before=metrics.rows, say=display.say, limits=job.tracked)
+        )
+        report = Reporter(program, metrics, display, ledger, health, start, trackers)
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
         if examination.left_over(start, metrics):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from affinage.tracking import Trackers
 from affinage.training.health import Health
 from affinage.training.ledger import Ledger
 from affinage.training.metrics import MetricsLog
@@ -32,9 +33,10 @@ class Reporter:
         ledger: Ledger,
         health: Health,
         start: int,
+        trackers: Trackers,
     ) -> None:
         self._program, self._metrics, self._display, self._ledger = program, metrics, display, ledger
-        self._health = health
+        self._health, self._trackers = health, trackers
         many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
         self._ahead = 0 if many_on_cpu else 2
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
@@ -76,7 +78,7 @@ class Reporter:
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]] | None) -> None:
         """Write the scores of a validation; None, given up, leaves no line."""
         if scores is not None:
-            self._metrics.write({"step": step, "validation": scores})
+            self._written({"step": step, "validation": scores})
             self._display.validation(step, scores)
         self.restart_clock()
 
@@ -118,5 +120,9 @@ class Reporter:
             "data_wait": round(waited, 6),
             "seconds": round(self._ledger.training, 3),
         }
-        self._metrics.write(row)
+        self._written(row)
         self._display.training(self._metrics.rows[-1])
+
+    def _written(self, row: Mapping[str, Any]) -> None:
+        self._metrics.write(row)
+        self._trackers.log(self._metrics.rows[-1])

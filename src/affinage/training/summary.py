@@ -13,6 +13,7 @@ import affinage
 from affinage.checkpoint.facts import IDENTITY
 from affinage.model.analysis import parameters
 from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS
+from affinage.secrets import masked
 from affinage.training.health import Health
 from affinage.training.ledger import ACCOUNTS, Ledger
 from affinage.training.metrics import MetricsLog
@@ -86,6 +87,20 @@ def summarize(
         "resumed_at": list(resumed_at),
         "versions": versions(),
     }
+
+
+def facts_for_trackers(program: Program) -> dict[str, Any]:
+    """What trackers are told of a run, as JSON."""
+    job, device = program.job, program.mesh.devices.flat[0]
+    facts = {
+        "settings": job.settings.model_dump(mode="json"),
+        "seed": job.seed,
+        "parameters": parameters(job.graph).total,
+        "flops_per_step": program.flops_per_step,
+        "devices": {"kind": device.device_kind, "count": program.mesh.size, "mesh": dict(program.mesh.shape)},
+        "versions": versions(),
+    }
+    return dict(json.loads(masked(json.dumps(facts))))
 
 
 def _data_wait(lines: Sequence[Mapping[str, Any]]) -> float:

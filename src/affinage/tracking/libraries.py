@@ -1,0 +1,181 @@
+"""The trackers that come with affinage. Each imports its library in `start`."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from affinage.tracking.tracker import Ending, TrackedRun, Tracker
+
+
+class TensorBoard:
+    """Event files by tensorboardX. The id is their folder."""
+
+    def __init__(self, *, folder: str) -> None:
+        self._folder = folder
+
+    def start(self, run: TrackedRun) -> str:
+        """See `Tracker.start`; what an earlier start wrote of later steps is hidden."""
+        from tensorboardX import SummaryWriter
+
+        folder = run.id or self._folder
+        self._writer = SummaryWriter(folder, purge_step=run.start + 1 if run.id else None)
+        if not run.id:
+            rows = "".join(f"| {name} | {value} |\n" for name, value in _flat(run.facts))
+            self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", run.start)
+        return folder
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`; on disk when it returns."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, ending: Ending) -> None:
+        """See `Tracker.finish`."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Weights & Biases: a run of the same id at every start; offline, a folder for each start, for `wandb sync`."""
+
+    def __init__(self, *, name: str, mode: str, project: str, entity: str, folder: str) -> None:
+        self._name, self._mode, self._project, self._entity, self._folder = name, mode, project, entity, folder
+
+    def start(self, run: TrackedRun) -> str:
+        """See `Tracker.start`."""
+        import wandb
+
+        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity or None,
+            name=self._name,
+            id=run.id or uuid4().hex,
+            resume="allow",
+            mode="online" if self._mode == "online" else "offline",
+            dir=self._folder,
+            config=dict(run.facts),
+            # Neither the command line, nor the environment, nor the code go along.
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                disable_job_creation=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+            ),
+        )
+        # W&B's own step must never go back; that of a training does, after a kill.
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        self._run.log({**values, "step": step})
+
+    def finish(self, ending: Ending) -> None:
+        """See `Tracker.finish`."""
+        self._run.finish(exit_code=0 if ending == "finished" else 1)
+
+
+class Trackio:
+    """Trackio's database on this machine. The id is the run's name, of which there is one in a project."""
+
+    def __init__(self, *, name: str, project: str, folder: str) -> None:
+        self._name, self._project, self._folder = name, project, folder
+
+    def start(self, run: TrackedRun) -> str:
+        """See `Tracker.start`."""
+        os.environ["TRACKIO_DIR"] = self._folder  # read when it is imported
+        import trackio
+
+        name = run.id or f"{self._name}-{uuid4().hex[:8]}"
+        facts = {key: value for key, value in run.facts.items() if not key.startswith("_")}
+        self._run = trackio.init(
+            project=self._project,
+            name=name,
+            config=facts,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        return name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, ending: Ending) -> None:
+        """See `Tracker.finish`."""
+        self._run.finish()
+
+
+class Mlflow:
+    """An MLflow run on a server, or in a database on this machine."""
+
+    _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+    _PARAMETERS = 100  # at once, as its service has it
+
+    def __init__(self, *, name: str, uri: str, experiment: str, folder: str) -> None:
+        self._name, self._uri, self._experiment, self._folder = name, uri, experiment, folder
+
+    def start(self, run: TrackedRun) -> str:
+        """See `Tracker.start`."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        if self._uri.startswith("sqlite:///"):
+            Path(self._uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=self._uri)
+        if run.id:
+            self._client.update_run(run.id, status="RUNNING")
+            self._id = run.id
+            return run.id
+        found = self._client.get_experiment_by_name(self._experiment)
+        where = Path(self._folder).as_uri() if self._uri.startswith("sqlite:") else None
+        kept = found.experiment_id if found else self._client.create_experiment(self._experiment, where)
+        self._id = str(self._client.create_run(kept, run_name=self._name).info.run_id)
+        parameters = [Param(_name(key), str(value)[:500]) for key, value in _flat(run.facts)]
+        for first in range(0, len(parameters), self._PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[first : first + self._PARAMETERS])
+        return self._id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.log`."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._id, metrics=[Metric(_name(key), value, now, step) for key, value in values.items()]
+        )
+
+    def finish(self, ending: Ending) -> None:
+        """See `Tracker.finish`."""
+        self._client.set_terminated(self._id, status=self._STATUS[ending])
+
+
+LIBRARIES: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": Mlflow,
+}
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes: letters, digits and a few signs."""
+    return re.sub(r"[^\w.\-/ :]", "_", name)

@@ -1,0 +1,56 @@
+"""What a tracker is."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+Ending = Literal["finished", "stopped", "failed"]  # done; told to stop, and to go on later; by an error
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A training, as trackers are told of it."""
+
+    name: str  # of the training, e.g. pretrain
+    id: str = ""  # what `start` gave at the training's first start; "" at the first
+    start: int = 0  # the step that it goes on from
+    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON-able: settings, mesh, versions
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON; `TrackedRun(**value)` is the way back."""
+        return asdict(self)
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one training. All calls come from one thread, which may wait as long as it likes.
+
+    Whatever a method raises is told once, and the training goes on.
+    """
+
+    def start(self, run: TrackedRun) -> str:
+        """Begin, or go on with what is called `run.id`. Returns the id to go on with."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of a step. One that was done again after a kill may come again, with the same values."""
+        ...
+
+    def finish(self, ending: Ending) -> None:
+        """Write out what is left; nothing comes after it but another start of the run, in another process."""
+        ...
+
+
+def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl by the names that trackers show: train/loss, validation/NAME/loss."""
+    if "validation" in row:
+        return {
+            f"validation/{name}/{metric}": float(value)
+            for name, scores in row["validation"].items()
+            for metric, value in scores.items()
+            if _is_number(value)
+        }
+    return {f"train/{name}": float(value) for name, value in row.items() if name != "step" and _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)

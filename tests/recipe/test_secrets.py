@@ -1,0 +1,92 @@
+"""Secrets reach neither messages nor anything that is kept."""
+
+import http.server
+import threading
+from pathlib import Path
+
+import pytest
+
+from affinage.data.downloads import cached
+from affinage.errors import UserError
+from affinage.recipe.load import load_recipe
+from affinage.secrets import masked
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("cannot read https://ada:lovelace@host.org/x.parquet", "cannot read https://***@host.org/x.parquet"),
+        ("GET https://b.org/f?X-Amz-Signature=0a1b&part=2", "GET https://b.org/f?X-Amz-Signature=***&part=2"),
+        ("https://b.org/f?sig=0a1b%3D&sv=1", "https://b.org/f?sig=***&sv=1"),
+        ("no access with hf_abcdefghijklmnopqrstuvwxyz", "no access with ***"),
+        ("401 {'Authorization': 'Bearer abcdefgh'}", "401 {'Authorization': 'Bearer ***'}"),
+        ("the key of the map, tokens=3 and s3://bucket/key/x", "the key of the map, tokens=3 and s3://bucket/key/x"),
+        ("mail to someone@example.org", "mail to someone@example.org"),
+    ],
+)
+def test_what_is_a_secret_is_masked_and_nothing_else(said: str, wanted: str):
+    assert masked(said) == wanted
+    assert str(UserError(said)) == wanted
+
+
+def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, f"of {name.lower()}")
+        assert masked(f"<of {name.lower()}>") == "<***>"
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/home/ada/key.json")  # a file, whose name is none
+    assert masked("/home/ada/key.json is not there") == "/home/ada/key.json is not there"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.root=https://ada:lovelace@host.org",
+        "data.sources=['https://b.org/f.parquet?token=0a1b']",
+        "trackers.mlflow={uri: 'http://u:p@127.0.0.1:5000'}",
+        "description=hf_abcdefghijklmnopqrstuvwxyz",
+    ],
+)
+def test_a_recipe_with_a_secret_is_refused_without_repeating_it(override: str):
+    with pytest.raises(UserError, match="holds a password or a token") as refused:
+        load_recipe("quickstart", [override])
+    assert "lovelace" not in str(refused.value) and "0a1b" not in str(refused.value)
+    assert str(refused.value).startswith(f"--set {override.partition('=')[0]}")
+
+
+def test_a_download_takes_its_password_from_netrc_and_gives_it_to_no_other_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[tuple[int, str | None]] = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.server.server_address[1], self.headers["Authorization"]))
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", f"http://localhost:{other.server_address[1]}/x")
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
+    first, other = servers
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login ada password lovelace\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("AFFINAGE_CACHE", str(tmp_path / "cache"))
+    try:
+        assert cached(f"http://127.0.0.1:{first.server_address[1]}/moved").read_bytes() == b"ok"
+    finally:
+        for server in servers:
+            server.shutdown()
+    assert seen == [(first.server_address[1], "Basic YWRhOmxvdmVsYWNl"), (other.server_address[1], None)]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and b"lovelace" in path.read_bytes()]

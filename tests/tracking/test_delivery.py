@@ -1,0 +1,165 @@
+"""A tracker that is slow, fails or hangs takes nothing from the training and is told of once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
+import tiny
+
+from affinage.errors import UserError
+from affinage.recipe.load import load_recipe
+from affinage.recipe.tracking import TrackersSettings
+from affinage.stages.road import road_of
+from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
+from affinage.tracking.child import Child
+from affinage.training import TrainJob, train
+
+
+class Listed:
+    """Keeps what it gets, and fails where it is told to."""
+
+    def __init__(self, fails: str = "", hangs: threading.Event | None = None) -> None:
+        self.fails, self.hangs, self.runs, self.lines, self.endings = fails, hangs, [], [], []
+
+    def _enter(self, method: str) -> None:
+        if self.fails == method:
+            if self.hangs is not None:
+                self.hangs.wait()
+            raise SystemExit(f"no {method} with token=abcdefgh12345")
+
+    def start(self, run: TrackedRun) -> str:
+        self._enter("start")
+        self.runs.append(run)
+        return run.id or "the id"
+
+    def log(self, step: int, values: dict) -> None:
+        self._enter("log")
+        self.lines.append((step, values))
+
+    def finish(self, ending: str) -> None:
+        self._enter("finish")
+        self.endings.append(ending)
+
+
+def job(folder: Path, trackers: dict[str, Listed], hook=None) -> TrainJob:
+    return TrainJob(
+        graph=tiny.graph(layers=1),
+        settings=tiny.settings(10),
+        mesh={"data": 1},
+        seed=1,
+        feed=tiny.RandomFeed(),
+        validation={"x": tiny.HeldOut()},
+        folder=folder,
+        trackers={name: (lambda each=each: each) for name, each in trackers.items()},
+        on_step=(hook,) if hook else (),
+    )
+
+
+def test_a_tracker_gets_every_line_and_its_id_again(tmp_path: Path):
+    def fail(step: int, state: object) -> None:
+        if step == 8:
+            raise RuntimeError("the machine fails")
+
+    first, second, late = Listed(), Listed(), Listed()
+    with pytest.raises(RuntimeError):
+        train(job(tmp_path, {"a": first}, fail))
+    train(job(tmp_path, {"a": second, "late": late}))
+    assert (first.runs[0].id, second.runs[0].id) == ("", "the id") and second.runs[0].start == 5
+    assert first.endings == ["failed"] and second.endings == ["finished"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [(step, values["train/loss"]) for step, values in late.lines if "train/loss" in values]
+    assert told == [(row["step"], row["loss"]) for row in rows if "loss" in row]  # also of before it was there
+    assert [step for step, values in late.lines if "validation/x/bits_per_byte" in values] == [10]
+    assert [step for step, _ in second.lines] == [6, 7, 8, 9, 10, 10]
+    assert second.runs[0].facts["settings"]["steps"] == 10
+
+
+def deliver(folder: Path, trackers: dict[str, Listed], lines: int = 10, **limits: object) -> list[str]:
+    """Hand over some lines; what was said."""
+    said: list[str] = []
+    makers = {name: (lambda each=each: each) for name, each in trackers.items()}
+    settings = TrackersSettings.model_validate(limits)
+    with Trackers(makers, TrackedRun("t"), folder, before=(), say=said.append, limits=settings) as delivery:
+        for step in range(1, lines + 1):
+            delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
+            while limits.get("queue") and len(trackers["well"].lines) < step:
+                time.sleep(0.001)
+    return said
+
+
+@pytest.mark.parametrize("method", ["start", "log", "finish"])
+def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path, method: str):
+    well = Listed()
+    [said] = deliver(tmp_path, {"sick": Listed(method), "well": well})
+    assert len(well.lines) == 10 and well.endings == ["finished"]
+    assert well.lines[:2] == [(1, {"train/skipped": 0.0}), (2, {"train/loss": 0.5, "train/skipped": 0.0})]
+    assert f"the tracker sick fails: SystemExit: no {method}" in said and "abcdefgh12345" not in said
+
+
+@pytest.mark.parametrize("method", ["start", "log", "finish"])
+def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str):
+    for_ever, well = threading.Event(), Listed()
+    [said] = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, queue=3, close_seconds=0.3)
+    for_ever.set()
+    assert len(well.lines) == 10
+    assert said.startswith("the tracker stuck " + ("does not come" if method == "finish" else "is slower"))
+
+
+def test_plugins_have_trackers_too(tmp_path: Path):
+    @tracker("listed")
+    class Own(Listed):
+        pass
+
+    made = trackers_of(TrackersSettings(own={"listed": {"fails": "never"}}), recipe="r", training="t", runs=tmp_path)[
+        "listed"
+    ]()
+    assert isinstance(made, Own) and made.fails == "never"
+    with pytest.raises(UserError, match="no plug-in has a tracker `lisded`"):
+        trackers_of(TrackersSettings(own={"lisded": {}}), recipe="r", training="t", runs=tmp_path)
+
+
+def test_trackers_are_in_no_key_of_a_stage():
+    plain = road_of(load_recipe("quickstart"))
+    tracked = road_of(load_recipe("quickstart", ["trackers.tensorboard=true", "trackers.mlflow={experiment: x}"]))
+    assert [(stage.name, stage.settings) for stage in plain] == [(stage.name, stage.settings) for stage in tracked]
+    assert load_recipe("quickstart", ["trackers=[wandb]"]).recipe.trackers.wandb is not None
+
+
+def test_a_library_that_dies_or_is_not_there_is_an_error_of_the_tracker(tmp_path: Path):
+    child = Child("tensorboard", {"folder": str(tmp_path)})
+    child.start(TrackedRun("t"))
+    os.kill(child._process.pid, signal.SIGKILL)
+    child._process.wait()
+    with pytest.raises(RuntimeError, match="has ended"):
+        child.log(1, {"a": 1.0})
+    with pytest.raises(RuntimeError, match="KeyError"):
+        Child("no such library", {}).start(TrackedRun("t"))
+
+
+def test_nothing_is_left_running_after_a_kill_and_what_was_under_way_is_finished(tmp_path: Path):
+    program = (
+        "import os, signal, sys\n"
+        "from affinage.tracking import TrackedRun\n"
+        "from affinage.tracking.child import Child\n"
+        "child = Child('tensorboard', {'folder': sys.argv[1]})\n"
+        "child.start(TrackedRun('t'))\n"
+        "child.log(1, {'a': 1.0})\n"
+        "print(child._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "tb")], capture_output=True, text=True)
+    pid = int(killed.stdout)
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/status").read_text().find("zombie") < 0:
+        assert time.monotonic() < until, "it still runs"
+        time.sleep(0.05)
+    [events] = (tmp_path / "tb").iterdir()
+    assert b"a" in events.read_bytes()
