@@ -163,3 +163,11 @@ def test_nothing_is_left_running_after_a_kill_and_what_was_under_way_is_finished
         time.sleep(0.05)
     [events] = (tmp_path / "tb").iterdir()
     assert b"a" in events.read_bytes()
+
+
+def test_scores_have_names_by_what_they_are_of():
+    scores = {"tasks": {"piqa": {"acc": {"value": 0.5, "stderr": None}}}, "bits_per_byte": {"en": 1.5}}
+    assert metrics_of({"step": 7, "evaluation": scores}) == {
+        "evaluation/tasks/piqa/acc/value": 0.5,
+        "evaluation/bits_per_byte/en": 1.5,
+    }

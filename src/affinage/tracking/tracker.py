@@ -1,6 +1,6 @@
 """What a tracker is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -42,15 +42,15 @@ class Tracker(Protocol):
 
 def metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl by the names that trackers show: train/loss, validation/NAME/loss."""
-    if "validation" in row:
-        return {
-            f"validation/{name}/{metric}": float(value)
-            for name, scores in row["validation"].items()
-            for metric, value in scores.items()
-            if _is_number(value)
-        }
-    return {f"train/{name}": float(value) for name, value in row.items() if name != "step" and _is_number(value)}
+    part = next((part for part in ("validation", "evaluation") if part in row), "")
+    numbers = _numbers(row[part], part) if part else _numbers(row, "train")
+    return {name: value for name, value in numbers if name != "train/step"}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+def _numbers(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        inside = f"{path}/{name}"
+        if isinstance(value, Mapping):
+            yield from _numbers(value, inside)
+        elif isinstance(value, int | float):
+            yield inside, float(value)

@@ -84,7 +84,7 @@ class Reporter:
 
     def evaluation(self, step: int, scores: Mapping[str, Any]) -> None:
         """Write the scores of benchmarks."""
-        self._metrics.write({"step": step, "evaluation": scores})
+        self._written({"step": step, "evaluation": scores})
         self.restart_clock()
 
     def restart_clock(self) -> None:
