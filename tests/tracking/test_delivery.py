@@ -20,6 +20,7 @@ from affinage.recipe.tracking import TrackersSettings
 from affinage.stages.road import road_of
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.child import Child
+from affinage.tracking.tracker import metrics_of
 from affinage.training import TrainJob, train
 
 
