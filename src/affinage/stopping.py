@@ -1,7 +1,9 @@
 """Being told to stop by SIGTERM or SIGINT, at any moment, also while the main thread is in native code."""
 
 import contextlib
+import ctypes
 import os
+import platform
 import signal
 import socket
 import sys
@@ -13,6 +15,8 @@ from typing import ClassVar, NoReturn
 from affinage.errors import EXIT_PREEMPTED, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
 
 Listener = Callable[[signal.Signals], None]
@@ -81,6 +85,16 @@ class OwnProcess:
         if self._listener is None and not self._raised.is_set():
             self._raised.set()
             raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
+
+
+def die_with_parent() -> None:
+    """Be killed when the process that started this one, and is named in AFFINAGE_PARENT, ends. On Linux only."""
+    parent = os.environ.get(PARENT)
+    if parent is None or platform.system() != "Linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:

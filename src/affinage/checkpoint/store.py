@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import absl.logging
-import jax
 from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.seal import SEAL, damage, fingerprint, seal
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 
 PyTree = Any
 
@@ -37,6 +37,9 @@ class CheckpointStore:
     A step counts only once it is sealed, see `affinage.checkpoint.seal`, so a process may die at any moment; and it is
     restored only if it is what was sealed: Orbax itself loads a flipped bit without a word.
 
+    Where many hosts work together, all of them save and restore, each its own part; the first one decides what, and
+    seals it. All see the same folder.
+
     Args:
         folder: made if it is not there.
         keep_last: how many of the newest steps stay.
@@ -54,6 +57,9 @@ class CheckpointStore:
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         self._context.async_options.timeout_secs = _SAVE_TIMEOUT
+        if not Hosts.current.together:  # this host alone
+            of_many = self._context.multiprocessing
+            of_many.primary_host, of_many.active_processes = Hosts.current.index, {Hosts.current.index}
         # Weights are noise to a compressor: zstd makes a save take three times as long for 8 % fewer bytes.
         self._context.array.saving.use_compression = False
 
@@ -78,10 +84,11 @@ class CheckpointStore:
             meta: JSON-able facts about the run, read again by `meta`.
         """
         self.wait()
-        if step in self.steps() and step not in self._unreadable:
+        hosts = _at_work()
+        if hosts.share("a save that is there", step in self.steps() and step not in self._unreadable):
             return
         target = self.folder / str(step)
-        if jax.process_index() == 0 and os.path.lexists(target):
+        if hosts.first and os.path.lexists(target):
             _remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
         with self._context:
@@ -92,7 +99,7 @@ class CheckpointStore:
 
     def _finish(self, written: ocp.AsyncResponse[None], target: Path) -> None:
         written.result()
-        if jax.process_index() == 0:
+        if _at_work().first:
             seal(target)
             self._prune()
 
@@ -111,6 +118,11 @@ class CheckpointStore:
         saved_as = self._metadata(step).get("step")
         return "" if saved_as == step else f"it was saved as step {saved_as}"
 
+    def _damage_seen_by_first(self, step: int, only: Mapping[str, Any]) -> str:
+        """See `damage`; of hosts that work together one reads the files."""
+        hosts = _at_work()
+        return str(hosts.share("damage", self.damage(step, only) if hosts.first else ""))
+
     def fingerprint(self, step: int) -> str:
         """A hash of everything in a step."""
         return fingerprint(self.folder / str(step))
@@ -125,7 +137,7 @@ class CheckpointStore:
         Raises:
             UserError: if it is damaged.
         """
-        if found := self.damage(step, abstract):
+        if found := self._damage_seen_by_first(step, abstract):
             raise UserError(
                 f"the checkpoint of step {step} is damaged: {found}",
                 where=str(self.folder),
@@ -147,12 +159,12 @@ class CheckpointStore:
         Raises:
             UserError: if there are steps but none can be read; starting from nothing would hide it.
         """
-        steps, reason = self.steps(), ""
-        for step, _ in reversed(self.entries()):
+        steps, reason = _at_work().share("checkpoints", self.steps()), ""
+        for step in reversed(_at_work().share("what is called like one", [step for step, _ in self.entries()])):
             if step not in steps:
                 _warn(step, "it is not complete")
                 continue
-            reason = self.damage(step, abstract)
+            reason = self._damage_seen_by_first(step, abstract)
             if not reason:
                 meta = self.meta(step)
                 accept(meta)
@@ -203,8 +215,14 @@ class CheckpointStore:
                 _remove(self.folder / str(step))
 
 
+def _at_work() -> Hosts:
+    """The hosts that share this piece of work."""
+    return Hosts.current if Hosts.current.together else Hosts()
+
+
 def _warn(step: int, reason: str) -> None:
-    warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
+    if _at_work().first:
+        warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
 
 
 def _is_complete(path: Path) -> bool:

@@ -11,6 +11,7 @@ import typer
 
 from affinage.cli.options import RecipeArgument, Walking, load, walks
 from affinage.errors import UserError
+from affinage.hardware.hosts import joined
 from affinage.stopping import OwnProcess
 
 if TYPE_CHECKING:
@@ -161,11 +162,15 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
         check(loaded, [step.stage.name for step in steps if not step.complete])
         return flow.folder
     prepare_process(loaded)
-    with OwnProcess():
+    with OwnProcess(), joined() as hosts:
+        if not hosts.first:
+            flow.follow()
+            return flow.folder
         if how.as_json:
             rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
         steps = flow.plan()
-        check(loaded, [step.stage.name for step in steps if not step.complete])
+        with hosts.all_at_work():  # the mesh is of all their devices
+            check(loaded, [step.stage.name for step in steps if not step.complete])
         with Watch(steps) as watch:
             flow.run(watch)
     show_result(flow, steps, watch.seconds, as_json=how.as_json)

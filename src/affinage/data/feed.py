@@ -127,3 +127,7 @@ class RowFeed:
             finally:
                 for future in ahead:
                     future.cancel()
+
+    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[Batch]:
+        """See `affinage.training.job.DivisibleFeed`."""
+        return self.iterate(start_step, part, parts)

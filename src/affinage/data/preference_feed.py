@@ -23,8 +23,13 @@ class PreferenceFeed:
 
     def iterate(self, start_step: int) -> Iterator[Batch]:
         """Batches of steps start_step, start_step + 1, ..., without end."""
-        for step, batch in zip(itertools.count(start_step), self._rows.iterate(start_step)):
-            found = [self._reference[folder][row] for folder, row in self._rows.where(step)]
+        return self.iterate_part(start_step, 0, 1)
+
+    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[Batch]:
+        """See `affinage.training.job.DivisibleFeed`."""
+        for step, batch in zip(itertools.count(start_step), self._rows.iterate(start_step, part, parts)):
+            own = slice(part * len(batch["rows"]), (part + 1) * len(batch["rows"]))
+            found = [self._reference[folder][row] for folder, row in self._rows.where(step)[own]]
             yield {**batch, REFERENCE: np.stack(found).astype(np.float32)}
 
 

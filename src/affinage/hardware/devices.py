@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
 from affinage.hardware.allocator import keep_freed_memory
+from affinage.hardware.hosts import Hosts
 
 if TYPE_CHECKING:
     import jax
@@ -34,7 +35,7 @@ def compilation_cache() -> Path:
 
 
 def acquire() -> "list[jax.Device]":
-    """All devices that JAX finds, of all hosts, ready to compute.
+    """All devices that JAX finds, ready to compute: of all hosts where they work together, else of this one.
 
     Raises:
         UserError: where JAX finds no device of the platform that was asked for.
@@ -47,7 +48,7 @@ def acquire() -> "list[jax.Device]":
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     try:
-        return list(jax.devices())
+        return list(jax.devices() if Hosts.current.together else jax.local_devices())
     except RuntimeError as error:
         wanted = os.environ.get("JAX_PLATFORMS", "")
         raise UserError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
 from affinage.stages.plugins import load_plugins
@@ -18,6 +19,7 @@ from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Store, link, write_json
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit on the size of files
+_NEXT = "the next stage"
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 
 
@@ -81,11 +83,27 @@ class Flow:
         return plan(self._stages, self.runs.store, self.folder, force=self._force, any_code=self._any_code)
 
     def run(self, watcher: Watcher) -> list[Step]:
-        """Make what is missing; returns the steps that ran.
+        """Make what is missing; returns the steps that ran. Of many hosts, the others call `follow`.
 
         Raises:
             UserError: also if another process writes to the same store.
         """
+        try:
+            return self._run(watcher)
+        finally:
+            Hosts.current.share(_NEXT, None)
+
+    def follow(self) -> None:
+        """Work at what all hosts work at, as the first one says, which goes the road by `run`."""
+        load_plugins(self.loaded)
+        store, stages = self.runs.store, {stage.name: stage for stage in self._road}
+        while (told := Hosts.current.share(_NEXT, None, seconds=None)) is not None:
+            inputs = {name: store.find(name, key) for name, key in told["inputs"].items()}
+            context = StageContext(self.loaded, store.find(told["stage"], told["key"]), inputs, self.folder)
+            with Hosts.current.all_at_work(), self._located_errors():
+                stages[told["stage"]].work(context)
+
+    def _run(self, watcher: Watcher) -> list[Step]:
         load_plugins(self.loaded)
         steps = self.plan()
         if all(step.complete for step in steps):
@@ -113,7 +131,9 @@ class Flow:
         watcher.began(step, folder)
         started, clock = time.time(), time.monotonic()
         with self._located_errors(), _told_full_disk(folder):
-            summary = stage.work(StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed))
+            context = StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed)
+            with _all_hosts(step) if stage.together else contextlib.nullcontext():
+                summary = stage.work(context)
             manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
         watcher.ended(step, manifest)
 
@@ -147,6 +167,15 @@ class Flow:
         for entry in self.folder.iterdir():
             if entry.is_symlink() and entry.name not in names and _leads_into(entry, self.runs.store.folder):
                 entry.unlink()
+
+
+@contextlib.contextmanager
+def _all_hosts(step: Step) -> Iterator[None]:
+    """Inside, those that follow work at the same stage."""
+    request = step.request
+    Hosts.current.share(_NEXT, {"stage": request.stage, "key": request.key, "inputs": request.inputs})
+    with Hosts.current.all_at_work():
+        yield
 
 
 def _leads_into(entry: Path, folder: Path) -> bool:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import DpoSettings
 from affinage.stages.stage import StageContext, Summary
@@ -73,7 +74,8 @@ def _write_reference(context: StageContext, program: Any, params: Any, rows: Pat
             context.progress(f"{part}/{name} {number / len(batches):.0%}")
             compiled = compiled or program.compile_value(ANSWERS, batch)
             found.append(np.asarray(jax.device_get(compiled(params, program.put(batch))))[..., 0])
-        write_array(context.folder / part / f"{name}.npy", np.concatenate(found)[: batches.rows])
+        if Hosts.current.first:
+            write_array(context.folder / part / f"{name}.npy", np.concatenate(found)[: batches.rows])
         counts[name] = batches.rows
     return counts
 

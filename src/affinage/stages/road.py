@@ -164,9 +164,7 @@ def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]
     stages = [Stage("arrays", images.arrays, settings, (), local)]
     if recipe.pretrain is not None:
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
-        stages.append(
-            Stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), plugins, continues=True, live=True)
-        )
+        stages.append(_training_stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), plugins))
         if recipe.probe is not None:
             stages.append(Stage("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain"), plugins))
     return stages
@@ -182,16 +180,14 @@ def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str,
     if recipe.pretrain is not None and _pretrains(recipe):
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
         begun = initial | plugins
-        stages.append(
-            Stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun, continues=True, live=True)
-        )
+        stages.append(_training_stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun))
     if recipe.sft is not None:
         settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
         base = _if(_pretrains(recipe), "pretrain")
         inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
         watched, files = _read_by_watch(recipe.sft)
         inputs, begun = (*inputs, *watched), begun | files
-        stages.append(Stage("sft", trainings.sft, settings, inputs, begun, continues=True, live=True))
+        stages.append(_training_stage("sft", trainings.sft, settings, inputs, begun))
     if recipe.dpo is not None:
         stages += _dpo_stages(recipe, recipe.dpo, initial, plugins)
     return stages
@@ -204,10 +200,8 @@ def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugi
     told, (watched, files) = {"system_prompt": recipe.chat_system_prompt}, _read_by_watch(dpo)
     settings = {**_part(recipe, "model", "seed"), "dpo": _training(dpo) | told}
     return [
-        Stage("reference", preferences.reference, computed, inputs, begun),
-        Stage(
-            "dpo", preferences.dpo, settings, ("reference", *inputs, *watched), begun | files, continues=True, live=True
-        ),
+        Stage("reference", preferences.reference, computed, inputs, begun, together=True),
+        _training_stage("dpo", preferences.dpo, settings, ("reference", *inputs, *watched), begun | files),
     ]
 
 
@@ -313,3 +307,13 @@ def _part(recipe: Recipe, *names: str) -> dict[str, Any]:
 def _training(settings: TrainSettings) -> dict[str, Any]:
     """What a training computes. What its rows are made of is in the keys of the stages that make them."""
     return settings.model_dump(mode="json", exclude=set(CARRIED_OUT | OF_THE_ROWS))
+
+
+def _training_stage(
+    name: str,
+    work: Callable[[StageContext], Summary],
+    settings: dict[str, Any],
+    inputs: tuple[str, ...],
+    sources: dict[str, str],
+) -> Stage:
+    return Stage(name, work, settings, inputs, sources, continues=True, live=True, together=True)

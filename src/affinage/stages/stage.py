@@ -39,3 +39,4 @@ class Stage:
     shows: str = ""  # a file of the result that the run's folder links to, for people
     continues: bool = False  # after a kill it goes on from what is in its folder; others start with an empty one
     live: bool = False  # shows its own progress on a terminal, as a training does
+    together: bool = False  # all hosts of a run work at it; others are the first one's, and computed with its devices

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import rich
 
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.in_loop import InLoop
 from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
-from affinage.stages.watching import judge_of
+from affinage.stages.watching import judge_of, refuse_on_many_hosts
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -34,6 +35,8 @@ def pretrain(context: StageContext) -> Summary:
 
     settings = context.recipe.pretrain
     assert settings is not None
+    if settings.evaluate:
+        refuse_on_many_hosts("pretrain.evaluate")
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
     feed, validation = token_rows(context, settings, context.inputs["rows"])
     summary = _train(
@@ -80,9 +83,10 @@ def sft(context: StageContext) -> Summary:
     assert settings is not None
     tokenizer = Tokenizer.load(context.inputs["tokenizer"])
     graph = graph_of(context, tokenizer)
-    rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-    for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
-        rich.print(example)
+    if Hosts.current.first:
+        rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
+        for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
+            rich.print(example)
     feed, validation = token_rows(context, settings, context.inputs["conversations"])
     return _train(
         context,
@@ -168,7 +172,8 @@ def token_rows(
     feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
     # How to find the rows of a step again; the number of devices may have a part in the batch.
     told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
-    write_json(context.folder / FEED, told)
+    if Hosts.current.first:
+        write_json(context.folder / FEED, told)
     # A micro-batch is what fits in memory.
     held_out = validation_sets(
         rows / "validation", batch=batch // settings.micro_batches, limit=settings.validation_rows
@@ -251,5 +256,6 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
     job = replace(job, trackers=makers, tracked=settings)
     told = {"graph": graph.to_dict(), **facts}
-    write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
+    if Hosts.current.first:
+        write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     return train(job)

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings, WatchSettings
@@ -118,6 +119,8 @@ def judge_of(
     context: StageContext, settings: TuningSettings, graph: "Graph", feed: "RowFeed", system_prompt: str
 ) -> Watch | None:
     """The judge that a tuning's settings ask for; None if it goes on to its last step in any case."""
+    if settings.watch is not None:
+        refuse_on_many_hosts(f"{context.folder.name.rpartition('-')[0]}.watch")
     last_step = None
     if settings.max_epochs is not None:
         last_step = _last_step(feed, settings.steps, settings.max_epochs)
@@ -138,6 +141,16 @@ def judge_of(
         return _answers(context, settings, settings.watch, graph, feed.context, system_prompt, state.params)
 
     return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step)
+
+
+def refuse_on_many_hosts(setting: str) -> None:
+    """Benchmarks are scored by one host with its own devices, which do not hold the whole model while it is trained."""
+    if Hosts.current.count > 1:
+        raise UserError(
+            "benchmarks cannot be scored during a training on many hosts",
+            where=setting,
+            fix=f"Set {setting}=null; those of `evaluate` are run by the first host when the training is done.",
+        )
 
 
 def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:

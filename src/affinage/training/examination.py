@@ -8,6 +8,7 @@ from affinage.training.reporter import Reporter
 from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
 from affinage.training.validation import validate
+from affinage.training.watchdog import Watchdog
 
 Scores = dict[str, dict[str, float]]
 
@@ -15,9 +16,9 @@ Scores = dict[str, dict[str, float]]
 class Examination:
     """Validates at the job's rhythm, and has its benchmarks scored at theirs."""
 
-    def __init__(self, program: Program, stop: StopRequest) -> None:
+    def __init__(self, program: Program, stop: StopRequest, watchdog: Watchdog) -> None:
         self._job, self._stop = program.job, stop
-        self._validate = _compiled_validation(program, stop)
+        self._validate = _compiled_validation(program, stop, watchdog)
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is looked at."""
@@ -44,12 +45,17 @@ class Examination:
         return self._job.benchmarks is not None and self._job.benchmarks.due(step)
 
 
-def _compiled_validation(program: Program, stop: StopRequest) -> Callable[[TrainState], Scores | None]:
+def _compiled_validation(
+    program: Program, stop: StopRequest, watchdog: Watchdog
+) -> Callable[[TrainState], Scores | None]:
     """A function from the state to the scores of all validation sets."""
     sets = program.job.validation
     if not sets:
         return lambda state: None
     step = program.compile_validation(next(iter(next(iter(sets.values())))))
-    return lambda state: validate(
-        (state.params, state.averages), sets, step=step, put=program.put, stop=lambda: bool(stop)
-    )
+
+    def asked_to_stop() -> bool:
+        watchdog.begins("a batch of the validation", patience=1)
+        return stop.agreed()
+
+    return lambda state: validate((state.params, state.averages), sets, step=step, put=program.put, stop=asked_to_stop)

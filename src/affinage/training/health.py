@@ -21,7 +21,7 @@ class Health:
 
     Args:
         settings: policies and limits.
-        folder: of the run.
+        folder: of the run; None: nothing is written, as on all hosts but the first.
         start: the step it goes on from; later lines of the file are dropped.
         facts: of the checkpoint that it goes on from; {} at the beginning.
         documents: what the batch of a step, counted from 1, was made of.
@@ -30,14 +30,15 @@ class Health:
     def __init__(
         self,
         settings: HealthSettings,
-        folder: Path,
+        folder: Path | None,
         start: int,
         facts: Mapping[str, Any],
         documents: Callable[[int], Any] | None = None,
     ) -> None:
         self._settings, self._documents = settings, documents
-        self._path = folder / FILE
-        self._cut(start)
+        self._path = None if folder is None else folder / FILE
+        if self._path is not None:
+            _cut(self._path, start)
         self.sick: list[int] = list(facts.get("sick", []))  # the latest steps whose update was left out
         self.left_out: list[int] = list(facts.get("left_out", []))  # steps whose batch is not trained on
         self.rewinds: list[list[int]] = list(facts.get("rewinds", []))  # [seen at, back to]
@@ -107,16 +108,9 @@ class Health:
         return None if self._documents is None else self._documents(step)
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-
-    def _cut(self, start: int) -> None:
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        kept = [line for line in lines if _step(line) <= start]
-        if len(kept) < len(lines):
-            part = self._path.with_suffix(".part")
-            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(part, self._path)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
 
 
 class Incurable(Exception):
@@ -136,6 +130,15 @@ class Incurable(Exception):
             fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak, more warm-up or a "
             "smaller optimizer.clip_norm help against divergence; health.on_spike: rewind against bad batches.",
         )
+
+
+def _cut(path: Path, start: int) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if _step(line) <= start]
+    if len(kept) < len(lines):
+        part = path.with_suffix(".part")
+        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(part, path)
 
 
 def _step(line: str) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,15 @@ class Feed(Protocol):
 
         Keys and shapes are the same every time: `tokens` [B, S] and whatever else the graph's loss reads.
         """
+        ...
+
+
+@runtime_checkable
+class DivisibleFeed(Feed, Protocol):
+    """A feed that can read a part of the rows alone, so that of many hosts each reads its own."""
+
+    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[HostBatch]:
+        """See `Feed.iterate`; of every batch only its rows from part / parts to (part + 1) / parts."""
         ...
 
 

@@ -88,24 +88,31 @@ class Ledger:
 
 
 class LifeSign:
-    """A file whose time of change says when a run was last alive, so that its next start knows what was lost."""
+    """A file whose time of change says when a run was last alive, so that its next start knows what was lost.
 
-    def __init__(self, path: Path) -> None:
+    Without a path, as on all hosts but the first, nothing is said and nothing known.
+    """
+
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        now = time.time()
+        now = self._now = time.time()
+        self.before: float | None = None  # seconds since 1970; None at the first start
+        self.began = now
+        if path is None:
+            return
         try:
-            self.before: float | None = path.stat().st_mtime  # seconds since 1970; None at the first start
+            self.before = path.stat().st_mtime
             self.began = float(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            self.before, self.began = None, now
+            self.before = None
             path.write_text(f"{now:.3f}\n", encoding="utf-8")
-        self._now = now
         self.show()
 
     def show(self) -> None:
         """Say that the run is alive."""
-        with contextlib.suppress(OSError):
-            os.utime(self._path)
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
 
     def book(self, ledger: Ledger, saved: float | None) -> None:
         """Book what was lost since the state was saved that this start goes on from, and the time between the starts.

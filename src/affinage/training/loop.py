@@ -11,6 +11,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import refuse_changes
 from affinage.errors import Preempted, UserError
 from affinage.hardware.devices import acquire
+from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
 from affinage.tracking import TrackedRun, Trackers
 from affinage.training.diagnosis import diagnose
@@ -28,12 +29,17 @@ from affinage.training.state import TrainState
 from affinage.training.summary import checkpoint_meta, facts_for_trackers, identity, summarize
 from affinage.training.watchdog import Watchdog
 
+_COMPILATION = 3600  # seconds that one host may take longer than another
+
 
 def train(job: TrainJob) -> dict[str, Any]:
     """Train until the settings' last step, going on from the newest checkpoint in the job's folder if there is one.
 
     A run that was killed at any moment and started again ends, on the same mesh, with the same weights bit for bit as
     one that was not: the state is saved whole or not at all, and everything else is a function of seed and step.
+
+    Of many hosts each calls it with the same job and folder. They stop, judge and go back at the same steps; the first
+    one writes what is not the state.
 
     Returns:
         The summary, also written to summary.json when all else is done.
@@ -43,9 +49,11 @@ def train(job: TrainJob) -> dict[str, Any]:
         UserError: where settings, mesh and model do not fit together, and where too many updates were left out.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    settings, steps, ledger = job.settings, job.settings.steps, Ledger()
-    life = LifeSign(job.folder / "alive")
+    settings, steps, ledger, hosts = job.settings, job.settings.steps, Ledger(), Hosts.current
+    written = job.folder if hosts.first else None
+    life = LifeSign(written and written / "alive")
     with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(hosts.all_at_work())
         stop = cleanup.enter_context(StopRequest(job.name, grace=settings.survival.grace_seconds))
         watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, settings.survival, life))
 
@@ -54,7 +62,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         program = Program(job, mesh, next(job.feed.iterate(0)))
         with ledger.account("compile"):
             train_step = program.compile_training()
-            examination = Examination(program, stop)
+            examination = Examination(program, stop, watchdog)
+            hosts.meet("the end of the compilation", seconds=_COMPILATION)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
         keep = settings.checkpoint
@@ -65,17 +74,25 @@ def train(job: TrainJob) -> dict[str, Any]:
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
         life.book(ledger, meta.get("clock"))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
-        metrics = cleanup.enter_context(contextlib.closing(MetricsLog(job.folder / "metrics.jsonl", start)))
-        display = cleanup.enter_context(StepDisplay(job.name, steps, start))
-        health = Health(settings.health, job.folder, start, meta.get("health", {}), job.documents)
+        metrics = MetricsLog(written and written / "metrics.jsonl", start)
+        cleanup.callback(metrics.close)
+        display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
+        health = Health(settings.health, written, start, meta.get("health", {}), job.documents)
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
-            Trackers(job.trackers, tracked, job.folder, before=metrics.rows, say=display.say, limits=job.tracked)
+            Trackers(
+                job.trackers if hosts.first else {},
+                tracked,
+                job.folder,
+                before=metrics.rows,
+                say=display.say,
+                limits=job.tracked,
+            )
         )
         report = Reporter(program, metrics, display, ledger, health, start, trackers)
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
-        if examination.left_over(start, metrics):
+        if hosts.share("a look that was missed", examination.left_over(start, metrics)):
             with ledger.account("validation"):
                 examination.look(start, state, report)
 
@@ -85,30 +102,31 @@ def train(job: TrainJob) -> dict[str, Any]:
                 ended = job.judge.look(start, state)
             report.restart_clock()
 
+        hosts.meet("the first step")
         stop.something_to_lose()
-        if stop:
+        if stop.agreed():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 
         # ---- the steps ----
         cleanup.enter_context(ledger.account("compute"))
         rhythm = SaveRhythm(keep, steps)
-        batches, step = job.feed.iterate(start), start
-        batch = program.put(next(batches)) if start < steps else None
+        batches, step = program.batches(start), start
+        batch = program.put_share(next(batches)) if start < steps else None
         while step < steps and not ended:
             step += 1
             watchdog.step_begins(step)
             try:
                 if step in health.left_out:
-                    state, batch = program.pass_over(state), program.put(next(batches))
+                    state, batch = program.pass_over(state), program.put_share(next(batches))
                 else:
                     state, step_metrics = train_step(state, batch)
                     report.dispatched(step, step_metrics)
                     upcoming, waited = _next(batches)  # while the devices compute
-                    batch = program.put(upcoming)
+                    batch = program.put_share(upcoming)
                     report.training(step, step_metrics, waited)
                 for hook in job.on_step:
                     hook(step, state)
-                stopping, judging = bool(stop), job.judge is not None and job.judge.due(step)
+                stopping, judging = stop.agreed(), job.judge is not None and job.judge.due(step)
                 examining, saving = examination.due(step), stopping or rhythm.due(step)
                 if judging or examining or saving:
                     # Every line up to here: what a resumed run does not compute again must be in the file.
@@ -120,8 +138,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                 watchdog.begins("going back")
                 display.say(f"step {health.rewind_from:,} was not sound: back to the checkpoint before it")
                 step, state = _go_back(program, store, ledger, report, health)
-                batches = job.feed.iterate(step)
-                batch = program.put(next(batches))
+                batches = program.batches(step)
+                batch = program.put_share(next(batches))
                 continue
 
             if judging and job.judge is not None:
@@ -134,10 +152,10 @@ def train(job: TrainJob) -> dict[str, Any]:
                 watchdog.begins("the validation")
                 with ledger.account("validation"):
                     examination.look(step, state, report)
-                stopping = stopping or bool(stop)  # it may have been given up: done again from this step
+                stopping = stop.agreed() or stopping  # it may have been given up: done again from this step
 
             if stopping or ended or saving:
-                watchdog.begins("the save")
+                watchdog.begins("the save", patience=1)
                 with ledger.stall():
                     store.save(step, state.named(), checkpoint_meta(program, ledger, health, resumed_at))
                 rhythm.saved()
@@ -146,6 +164,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             if stopping:
                 with ledger.account("save"):
                     store.wait()
+                    hosts.meet("the last save")
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
             if ended:
@@ -155,11 +174,13 @@ def train(job: TrainJob) -> dict[str, Any]:
         watchdog.begins("the last save")
         with ledger.account("save"):
             store.wait()
+            hosts.meet("the last save")
         summary = summarize(program, metrics, ledger, health, resumed_at, step) | ({"ended": ended} if ended else {})
-        written = job.folder / "summary.json.part"
-        written.write_text(json.dumps(summary, indent=1))
-        written.replace(job.folder / "summary.json")
-        if stop:
+        if written is not None:
+            part = written / "summary.json.part"
+            part.write_text(json.dumps(summary, indent=1))
+            part.replace(written / "summary.json")
+        if stop.agreed():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} when it was done")
     return summary
 
@@ -209,12 +230,13 @@ def _go_back(
 def _diagnosed(program: Program, state: TrainState, end: Incurable) -> UserError:
     """What the user is told when too many updates were left out; also in diagnosis.json."""
     job = program.job
-    batch = next(job.feed.iterate(end.step - 1))
+    batch = next(program.batches(end.step - 1))
     found = {
         "step": end.step,
-        **diagnose(job.graph, program.call, state.params, state.averages, program.put(batch)),
+        **diagnose(job.graph, program.call, state.params, state.averages, program.put_share(batch)),
         "learning_rate": program.learning_rate(end.step),
         "documents": None if job.documents is None else job.documents(end.step),
     }
-    (job.folder / "diagnosis.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if Hosts.current.first:
+        (job.folder / "diagnosis.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     return end.told(job.folder, found)

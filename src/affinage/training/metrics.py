@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class MetricsLog:
@@ -21,17 +21,21 @@ class MetricsLog:
     not finite is written as null.
     """
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path | None, resume_step: int) -> None:
+        """`path`: of the file; None: the lines are only kept, as on all hosts but the first."""
         self._path = path
-        self._keep(_read(path), resume_step)
+        self._file: TextIO | None = None
+        self._keep([] if path is None else _read(path), resume_step)
 
     def cut(self, step: int) -> None:
         """Drop all lines of later steps."""
-        self._file.close()
+        self.close()
         self._keep(self.rows, step)
 
     def _keep(self, rows: list[dict[str, Any]], last: int) -> None:
         self.rows = [row for row in rows if row["step"] <= last]
+        if self._path is None:
+            return
         kept = self._path.with_suffix(".kept")
         kept.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         kept.replace(self._path)
@@ -41,7 +45,8 @@ class MetricsLog:
         """Add one line."""
         clean = {key: _finite(value) for key, value in row.items()}
         self.rows.append(clean)
-        self._file.write(json.dumps(clean) + "\n")
+        if self._file is not None:
+            self._file.write(json.dumps(clean) + "\n")
 
     def training(self) -> list[dict[str, Any]]:
         """The training lines so far, of all starts."""
@@ -58,7 +63,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

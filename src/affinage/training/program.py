@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -20,7 +21,7 @@ from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings, TrainSettings
-from affinage.training.job import HostBatch, TrainJob, rows_per_step
+from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import make_layerwise_step
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
@@ -142,14 +143,42 @@ class Program:
 
         return self.strategy.compile_evaluation(value, self.abstract.params, self._like(batch))
 
-    def put(self, batch: HostBatch) -> dict[str, jax.Array]:
-        """A batch on the devices, its rows split over the mesh. Every host has the whole batch, and gives its part."""
+    def batches(self, start_step: int) -> Iterator[HostBatch]:
+        """What this host needs of the batches from `start_step` on: its rows alone, where the feed can read these."""
+        part, parts = self._share
+        if isinstance(self.job.feed, DivisibleFeed) and parts > 1:
+            return self.job.feed.iterate_part(start_step, part, parts)
+        return self.job.feed.iterate(start_step)
+
+    def put_share(self, batch: HostBatch) -> dict[str, jax.Array]:
+        """A batch of `batches` on the devices, its rows split over the mesh."""
+        part, parts = self._share if len(next(iter(batch.values()))) < self.rows else (0, 1)
+        return self.put(batch, part, parts)
+
+    def put(self, batch: HostBatch, part: int = 0, parts: int = 1) -> dict[str, jax.Array]:
+        """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this host has of it."""
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._batch_sharding)
-        return {
-            name: jax.make_array_from_callback(array.shape, self._batch_sharding, array.__getitem__)
-            for name, array in batch.items()
-        }
+
+        def whole(array: np.ndarray) -> jax.Array:
+            first, rows = part * len(array), parts * len(array)
+
+            def of_device(index: Any) -> np.ndarray:
+                start, stop, _ = index[0].indices(rows)
+                return array[start - first : stop - first]
+
+            return jax.make_array_from_callback((rows, *array.shape[1:]), self._batch_sharding, of_device)
+
+        return {name: whole(array) for name, array in batch.items()}
+
+    @cached_property
+    def _share(self) -> tuple[int, int]:
+        """Which of how many equal parts of a batch's rows the devices of this host need; (0, 1): other ones, or all."""
+        placed = self._batch_sharding.addressable_devices_indices_map((self.rows,))
+        bounds = [index[0].indices(self.rows) for index in placed.values() if index is not None]
+        first, last = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+        size = last - first
+        return (0, 1) if self.rows % size or first % size else (first // size, self.rows // size)
 
     @cached_property
     def _batch_sharding(self) -> jax.sharding.NamedSharding:

@@ -26,8 +26,8 @@ class _BarWithFacts(Progress):
 class StepDisplay:
     """Shows training and validation lines of metrics. Use it as a context manager."""
 
-    def __init__(self, name: str, steps: int, start: int) -> None:
-        self._name, self._steps = name, steps
+    def __init__(self, name: str, steps: int, start: int, *, shown: bool = True) -> None:
+        self._name, self._steps, self._shown = name, steps, shown
         self._console = rich.get_console()
         self._last_line = -_SECONDS_BETWEEN_LINES
         self._bar = _BarWithFacts(
@@ -36,7 +36,7 @@ class StepDisplay:
             TextColumn("{task.completed:,}/{task.total:,}"),
             TimeElapsedColumn(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not (shown and self._console.is_terminal),
         )
         self._task = self._bar.add_task(name, total=steps, completed=start)
 
@@ -67,7 +67,8 @@ class StepDisplay:
 
     def say(self, message: str) -> None:
         """Show a message above the bar."""
-        self._console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
+        if self._shown:
+            self._console.print(f"{self._name}: {message}", highlight=False, markup=False, soft_wrap=True)
 
 
 def step_line(row: Mapping[str, Any], steps: int) -> str:

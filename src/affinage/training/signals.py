@@ -8,7 +8,9 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+from affinage.hardware.hosts import Hosts
 from affinage.stopping import SIGNALS, OwnProcess, leave
+from affinage.training.agreement import Agreement
 
 _ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher
 
@@ -23,6 +25,8 @@ class StopRequest:
 
     and with status 130 by a second SIGINT. What a save that is cut off has written is not a checkpoint. Any other
     further signal changes nothing. In other processes, such as a notebook, a second SIGINT raises KeyboardInterrupt.
+
+    Of many hosts it is enough that one is told: all of them stop between the same two steps.
     """
 
     def __init__(self, name: str, *, grace: float) -> None:
@@ -33,11 +37,19 @@ class StopRequest:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._cleanup = contextlib.ExitStack()
+        self._agreement: Agreement | None = None
 
     def __bool__(self) -> bool:
         return bool(self.signal_name)
 
+    def agreed(self) -> bool:
+        """Whether to stop here. Every host calls it at the same moments of the training, and gets the same answer."""
+        return bool(self) if self._agreement is None else self._agreement.reached()
+
     def __enter__(self) -> "StopRequest":
+        hosts = Hosts.current
+        if hosts.count > 1:
+            self._agreement = Agreement(hosts, self._name, self._on_word, self._on_left)
         if OwnProcess.current is not None:
             self._cleanup.enter_context(OwnProcess.current.listen(self._on_signal))
         elif threading.current_thread() is threading.main_thread():
@@ -60,13 +72,36 @@ class StopRequest:
         with self._lock:
             first, self.signal_name = not self.signal_name, self.signal_name or number.name
             if not self._something_to_lose:
-                leave(f"{self._name} stopped by {number.name} before a new step; nothing to save")
+                self._leave_early(number.name)
         if first:
             self._told = time.monotonic()
-            if number == signal.SIGTERM:  # whoever sends it will not wait for ever; a person may
-                threading.Thread(target=self._limit, name="grace", daemon=True).start()
+            self._count_down(number.name)
+            if self._agreement is not None:
+                self._agreement.ask(f"{number.name} on host {Hosts.current.index}")
         elif number == signal.SIGINT and time.monotonic() - self._told > _ONE_PRESS:
             leave(f"{self._name} stopped by a second {number.name}; it goes on from its last checkpoint", 130)
+
+    def _on_word(self, why: str) -> None:
+        """Some host was told to stop, this one or another."""
+        with self._lock:
+            first, self.signal_name = not self.signal_name, self.signal_name or why
+            if not self._something_to_lose and OwnProcess.current is not None:
+                self._leave_early(why)
+        if first and OwnProcess.current is not None:
+            self._count_down(why)
+
+    def _on_left(self) -> None:
+        if OwnProcess.current is not None:
+            leave(f"{self._name} stopped by {self.signal_name} before a new step; nothing to save")
+
+    def _leave_early(self, why: str) -> None:
+        if self._agreement is not None:
+            self._agreement.nothing_to_save(f"{why} on host {Hosts.current.index}")
+        leave(f"{self._name} stopped by {why} before a new step; nothing to save")
+
+    def _count_down(self, why: str) -> None:
+        if why.startswith(signal.SIGTERM.name):  # whoever sends it will not wait for ever; a person may
+            threading.Thread(target=self._limit, name="grace", daemon=True).start()
 
     def _limit(self) -> None:
         if not self._ended.wait(self._grace):
@@ -77,3 +112,5 @@ class StopRequest:
         if self.signal_name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
+        if self._agreement is not None:
+            self._agreement.ask(f"{self.signal_name} on host {Hosts.current.index}")

@@ -93,16 +93,14 @@ def abstract_state(
 
 def begin(graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, with the given weights."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
-    step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    averages = None
-    if graph.averages:
-        averages = jax.jit(partial(first_averages, graph), out_shardings=shardings.averages)(params)
-    window = abstract.window
-    if window is not None:
-        window = jax.device_put(LossWindow.empty(window.losses.size), shardings.window)
-    return TrainState(step, params, opt_state, averages, window)
+
+    def others(params: PyTree) -> TrainState:
+        averages = first_averages(graph, params) if graph.averages else None
+        window = None if abstract.window is None else LossWindow.empty(abstract.window.losses.size)
+        return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), averages, window)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None))
+    return jax.jit(others, out_shardings=shardings)(params)._replace(params=params)
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

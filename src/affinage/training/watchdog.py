@@ -10,14 +10,16 @@ from types import TracebackType
 
 import numpy as np
 
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess, leave
+from affinage.training.beats import Beats
 from affinage.training.ledger import LifeSign
 
 FILE = "stuck.txt"
 _TIMES_P99 = 5.0
 _REMEMBERED = 1000  # steps
-_ELSEWHERE = 20.0  # times longer anything but a step may take: a compilation, a save, a validation
+_ELSEWHERE = 20.0  # times longer anything but a step may take: a compilation, a save, a look at benchmarks
 _LOOK_EVERY = 1.0  # seconds
 
 
@@ -25,13 +27,20 @@ class Watchdog:
     """A thread beside the loop. While entered, it shows that the run is alive, and expects a beat after every step.
 
     When none comes within max(stuck_seconds, 5 x the 99th percentile of the steps before), it writes the stacks of all
-    threads to stuck.txt and standard error, once for every step, and leaves the process if the settings say so.
+    threads to stuck.txt, once for every step, and says so; of many hosts also which ones the others wait for. Then it
+    leaves the process if the settings say so, which they do by themselves where there are many hosts: a collective
+    waits for ever.
     """
 
     def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
         self._name, self._folder, self._settings, self._life = name, folder, settings, life
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
-        self._last, self._what, self._told = time.monotonic(), "its start", False
+        self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
+        self._patience = _ELSEWHERE
+        hosts = Hosts.current
+        self._file = folder / (FILE if hosts.first else f"stuck-{hosts.index}.txt")
+        self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else hosts.count > 1
+        self._beats = Beats(hosts, lambda: (self._begun, self._what))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -43,28 +52,31 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
+        self._beats.close()
         self._thread.join()
         self._life.show()
 
-    def begins(self, what: str) -> None:
-        """Something else than a step begins, which may take longer."""
-        self._last, self._what, self._told = time.monotonic(), what, False
+    def begins(self, what: str, *, patience: float = _ELSEWHERE) -> None:
+        """Something else than a step begins, which may take `patience` times as long."""
+        self._begin(what, patience)
 
     def step_begins(self, step: int) -> None:
         """A step begins, and what was before has ended."""
-        now = time.monotonic()
-        if self._what.startswith("step"):
-            self._steps.append(now - self._last)
-        self._last, self._what, self._told = now, f"step {step}", False
+        before, since = self._what, self._last
+        self._begin(f"step {step}", 1.0)
+        if before.startswith("step"):
+            self._steps.append(self._last - since)
+
+    def _begin(self, what: str, patience: float) -> None:
+        self._last, self._what, self._told, self._patience = time.monotonic(), what, False, patience
+        self._begun += 1
 
     @property
     def limit(self) -> float:
         """Seconds that what is running now may take."""
-        if not self._what.startswith("step"):
-            return _ELSEWHERE * self._settings.stuck_seconds
-        steps = list(self._steps)
+        steps = list(self._steps) if self._what.startswith("step") else []
         slow = float(np.percentile(steps, 99)) if steps else 0.0
-        return max(self._settings.stuck_seconds, _TIMES_P99 * slow)
+        return max(self._patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
 
     def _watch(self) -> None:
         while not self._ended.wait(min(_LOOK_EVERY, self._settings.stuck_seconds / 4)):
@@ -75,11 +87,17 @@ class Watchdog:
                 self._tell(waited)
 
     def _tell(self, waited: float) -> None:
-        said = f"{self._name}: {self._what} has not ended for {waited:.0f} s"
-        with (self._folder / FILE).open("w", encoding="utf-8") as file:
+        what, begun = self._what, self._begun
+        said = f"{self._name}: {what} has not ended for {waited:.0f} s"
+        with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{said}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
-        print(f"{said}; all stacks are in {self._folder / FILE}", file=sys.stderr, flush=True)
-        if self._settings.leave_when_stuck and OwnProcess.current is not None:
+        print(f"{said}; all stacks are in {self._file}", file=sys.stderr, flush=True)
+        if blamed := self._beats.blame():
+            said = f"{said}: {blamed}"
+            print(said, file=sys.stderr, flush=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"\n{said}\n")
+        if self._leaves and self._begun == begun and OwnProcess.current is not None:
             leave(said)

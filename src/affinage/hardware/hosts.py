@@ -1,0 +1,277 @@
+"""The hosts of a run: processes that compute one program together, how they find each other, and what they tell.
+
+A host is a process with its devices; on a pod of TPUs that is one machine. All of them run the same code in the same
+order. What they must agree on is decided by the first, and told through the key-value store of JAX's coordinator.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from affinage.errors import UserError
+
+COORDINATOR, HOSTS, HOST = "AFFINAGE_COORDINATOR", "AFFINAGE_HOSTS", "AFFINAGE_HOST"
+DETECT = "auto"
+
+_JOIN = 300  # seconds until all hosts must be there
+_HEARTBEAT = 10  # seconds without a sign of life until JAX ends all hosts
+_SHUTDOWN = 10  # seconds that a host waits for the others when it is done
+_SLICE = 0.5  # seconds of a wait during which Python does not hear of signals
+_MEET = 300.0  # seconds: what is shared or met takes milliseconds, once all hosts are there
+
+
+class HostLost(RuntimeError):
+    """Another host did not answer in time, or is gone."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of how many hosts this process is, and where they find each other."""
+
+    coordinator: str  # host:port; the first host listens there
+    hosts: int
+    host: int
+
+
+@dataclass(eq=False)
+class Hosts:
+    """All hosts of the run that this process belongs to, as it sees them."""
+
+    index: int = 0
+    count: int = 1
+    current: ClassVar["Hosts"]  # alone, until `joined` is entered
+    _asked: dict[str, int] = field(default_factory=dict)
+    _together: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this host is the one that writes and decides."""
+        return self.index == 0
+
+    @property
+    def together(self) -> bool:
+        """Whether all hosts are at the same piece of work; else each has only its own devices."""
+        return self.count == 1 or self._together
+
+    @contextlib.contextmanager
+    def all_at_work(self) -> Iterator[None]:
+        """Inside, the devices of all hosts compute one program; every host must enter it."""
+        before, self._together = self._together, True
+        try:
+            yield
+        finally:
+            self._together = before
+
+    def share(self, name: str, value: Any, *, seconds: float | None = _MEET) -> Any:
+        """The first host's value, as JSON makes it; to be called by all hosts, equally often.
+
+        Args:
+            name: of what is shared.
+            value: what the first host decides; that of others is not looked at.
+            seconds: until the first host is given up; None: as long as it shows signs of life.
+
+        Raises:
+            HostLost: the first host has not told it in time.
+        """
+        if self.count == 1:
+            return value
+        key = self._key("share", name)
+        if self.first:
+            self.tell(key, json.dumps(value))
+            return json.loads(json.dumps(value))
+        return json.loads(self.hear(key, seconds, said=f"host 0 has not said `{name}`"))
+
+    def meet(self, name: str, *, seconds: float = _MEET) -> None:
+        """Wait until all hosts have come here.
+
+        Raises:
+            HostLost: naming those that did not.
+        """
+        if self.count == 1:
+            return
+        key, until = self._key("meet", name), time.monotonic() + seconds
+        if not self.first:
+            self.tell(f"{key}/{self.index}", "here")
+            late = self.hear(f"{key}/all", seconds + 2 * _SLICE, said=f"host 0 did not come to `{name}`")
+        else:
+            missing = [host for host in range(1, self.count) if not self._is_here(f"{key}/{host}", until)]
+            late = ", ".join(map(str, missing))
+            self.tell(f"{key}/all", late)
+        if late:
+            raise HostLost(f"host {late} did not come to `{name}` within {seconds:g} s")
+
+    def _is_here(self, key: str, until: float) -> bool:
+        try:
+            return bool(self.hear(key, max(until - time.monotonic(), 0.01), said=""))
+        except HostLost:
+            return False
+
+    def tell(self, key: str, value: str, *, anew: bool = False) -> None:
+        """Say something that any host may hear. If not `anew`, what was said first stays.
+
+        Raises:
+            HostLost: the first host cannot be reached.
+        """
+        from jax.errors import JaxRuntimeError
+
+        try:
+            _client().key_value_set(key, value, allow_overwrite=anew)
+        except JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise HostLost(f"host 0 cannot be reached: {error}") from error
+
+    def hear(self, key: str, seconds: float | None, *, said: str) -> str:
+        """Wait until some host says `key`; None: without a limit but that of heartbeats.
+
+        Raises:
+            HostLost: beginning with `said`, if nobody does.
+        """
+        from jax.errors import JaxRuntimeError
+
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = _SLICE if until is None else min(_SLICE, until - time.monotonic())
+            try:
+                return str(_client().blocking_key_value_get(key, max(1, int(1000 * left))))
+            except JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise HostLost(f"host 0 cannot be reached: {error}") from error
+            if until is not None and time.monotonic() >= until:
+                raise HostLost(f"{said} for {seconds:g} s")
+
+    def told(self, folder: str) -> dict[str, str]:
+        """What was said so far under `folder/`, by the rest of its key.
+
+        Raises:
+            HostLost: the first host cannot be reached.
+        """
+        from jax.errors import JaxRuntimeError
+
+        try:
+            return {key.removeprefix(f"{folder}/"): value for key, value in _client().key_value_dir_get(folder)}
+        except JaxRuntimeError as error:
+            raise HostLost(f"host 0 cannot be reached: {error}") from error
+
+    def _key(self, kind: str, name: str) -> str:
+        number = self._asked[name] = self._asked.get(name, 0) + 1
+        return f"affinage/{kind}/{name}/{number}"
+
+
+Hosts.current = Hosts()
+
+
+def place() -> Place | None:
+    """What the environment says of this process; None if it is alone.
+
+    AFFINAGE_COORDINATOR, AFFINAGE_HOSTS and AFFINAGE_HOST say it, or AFFINAGE_COORDINATOR=auto leaves it to JAX, which
+    knows Slurm, Open MPI, Kubernetes and pods of TPUs.
+
+    Raises:
+        UserError: where it says too little, or what cannot be.
+    """
+    coordinator = os.environ.get(COORDINATOR, "")
+    if not coordinator:
+        return None
+    if coordinator == DETECT:
+        return _detected()
+    fix = f"Give each host {COORDINATOR}=ADDRESS:PORT (of host 0), {HOSTS}=N and {HOST}=0..N-1."
+    try:
+        hosts, host = int(os.environ[HOSTS]), int(os.environ[HOST])
+        valid = coordinator.rpartition(":")[2].isdigit() and ":" in coordinator and 0 <= host < hosts
+    except (KeyError, ValueError):
+        valid = False
+    if not valid:
+        said = ", ".join(f"{name}={os.environ.get(name, '')}" for name in (COORDINATOR, HOSTS, HOST))
+        raise UserError("this does not say which of how many hosts this process is", where=said, fix=fix)
+    return Place(coordinator, hosts, host)
+
+
+def _detected() -> Place:
+    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks; it does not tell the answer
+
+    address, hosts, host, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, _JOIN)
+    if address is None or hosts is None or host is None:
+        raise UserError(
+            "JAX finds no cluster here", where=f"{COORDINATOR}={DETECT}", fix="Say it yourself; see docs/clusters.md."
+        )
+    return Place(address, hosts, host)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Hosts]:
+    """Inside, this process is one of the hosts that the environment names; alone if it names none.
+
+    Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute
+    with their CPUs the address that leads to it.
+
+    Raises:
+        UserError: the others were not there in time.
+    """
+    found = place()
+    if found is None or Hosts.current.count > 1:
+        yield Hosts.current
+        return
+    _connect(found)
+    before, Hosts.current = Hosts.current, Hosts(found.host, found.hosts)
+    try:
+        yield Hosts.current
+    finally:
+        Hosts.current = before
+
+
+def _connect(found: Place) -> None:
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM to itself
+    _listen_on(_address_towards(found.coordinator))
+    try:
+        jax.distributed.initialize(
+            found.coordinator,
+            found.hosts,
+            found.host,
+            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", found.coordinator),
+            initialization_timeout=_JOIN,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=_SHUTDOWN,
+        )
+        jax.local_devices()  # now: the first question after devices waits until all hosts have asked it
+    except RuntimeError as error:
+        raise UserError(
+            f"host {found.host} of {found.hosts} did not meet the others within {_JOIN} s: {error}",
+            where=f"{COORDINATOR}={found.coordinator}",
+            fix="Start affinage on every host, each with its own number, and let the port through between them.",
+        ) from error
+
+
+def _address_towards(coordinator: str) -> str:
+    """This machine's address as the coordinator sees it; nothing is sent."""
+    name, _, port = coordinator.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _listen_on(address: str) -> None:
+    """Make the collectives of CPUs listen on one address; by itself JAX takes that of the machine's name."""
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    def client() -> Any:
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=address)
+        return xla_bridge.make_cpu_client(gloo)
+
+    factories = xla_bridge._backend_factories
+    factories["cpu"] = dataclasses.replace(factories["cpu"], factory=client)
+
+
+def _client() -> Any:
+    from jax._src import distributed  # the public surface has barriers and collectives, but no time limits
+
+    return distributed.global_state.client

@@ -1,0 +1,65 @@
+"""What a launcher is: the surface between those who start processes somewhere and those who watch over them."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the process of a host ended."""
+
+    host: int
+    status: int  # its exit status; negative: the number of the signal that killed it
+    where: str = ""  # the machine, if it has a name
+
+    def __str__(self) -> str:
+        place = f"host {self.host}" + (f" ({self.where})" if self.where else "")
+        if self.status < 0:
+            return f"{place} was killed by {signal.Signals(-self.status).name}"
+        said = {0: "is done", EXIT_PREEMPTED: "was told to stop, or was stuck", EXIT_USER_ERROR: "was given a mistake"}
+        return f"{place} {said.get(self.status, f'failed with status {self.status}')}"
+
+
+class Gang(Protocol):
+    """The processes of one start of a run, one for each host: they live and end together."""
+
+    def ended(self, seconds: float) -> list[Ending]:
+        """Wait until a process ends, at most so long; those that ended since the last call, in that order."""
+        ...
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal to every process that runs."""
+        ...
+
+    def end(self) -> None:
+        """Kill what still runs, with all that it has started. Afterwards nothing is left, and calling it again is fine.
+
+        A process that does not answer must not keep it from returning.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the same command on all hosts, each with what `affinage.hardware.hosts.place` reads in its environment."""
+
+    hosts: int
+
+    def start(self, command: Sequence[str]) -> Gang:
+        """Start the arguments of `affinage`, e.g. ["run", "recipe.yaml"], on every host.
+
+        Raises:
+            UserError: where there are not so many hosts.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often a run is started again before it is given up."""
+
+    preemptions: int = 1000  # a host was told to stop, and left with status 75
+    failures: int = 10  # a host was killed, or failed

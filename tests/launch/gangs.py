@@ -1,0 +1,238 @@
+"""Small training runs on several hosts, which start fast: each process is forked from one that has imported all.
+
+    python gangs.py
+
+is that one. It reads orders as JSON lines and answers each with one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+TRAINING = Path(__file__).parent.parent / "training"
+DEVICES = 4  # of all hosts together
+MOMENTS = {  # phase -> function that the main thread is in, of a file
+    "start": ("acquire", "devices.py"),
+    "compilation": ("compile_training", "program.py"),
+    "restore": ("restore_newest", "store.py"),
+    "step": ("training", "reporter.py"),
+    "evaluation": ("validate", "validation.py"),
+    "save": ("save", "store.py"),
+}
+
+
+class Nursery:
+    """Starts gangs; a launcher as `affinage.launch` knows them. Use it as a context manager.
+
+    The command of a gang is its job as JSON: folder, steps, and what a host does to itself: `hurt` has the number of a
+    host, a phase, and the number of a signal or "sleep".
+    """
+
+    def __init__(self, cache: Path, hosts: int = 2) -> None:
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(cache),
+            "NPROC": "16",
+            "JAX_PLATFORMS": "cpu",
+        }
+        environment.pop("XLA_FLAGS", None)
+        self.hosts = hosts
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def __enter__(self) -> "Nursery":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def ask(self, **order: object) -> dict:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def start(self, command: Sequence[str]) -> "ForkedGang":
+        return ForkedGang(self, json.loads(command[0]))
+
+
+class ForkedGang:
+    def __init__(self, nursery: Nursery, job: dict) -> None:
+        from affinage.launch.local import reserved_port
+
+        self.folder = Path(job["folder"])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._port, address = reserved_port()
+        self.pids = nursery.ask(do="start", hosts=nursery.hosts, address=address, **job)["pids"]
+        self._nursery, self._left = nursery, set(self.pids)
+        self._statuses: dict[int, int] = {}
+
+    def ended(self, seconds: float) -> list:
+        from affinage.launch import Ending
+
+        until = time.monotonic() + seconds
+        while True:
+            found = self._nursery.ask(do="poll", pids=sorted(self._left))["ended"]
+            self._left -= {pid for pid, _ in found}
+            if found or time.monotonic() >= until:
+                return [Ending(self.pids.index(pid), status) for pid, status in found]
+            time.sleep(0.01)
+
+    def tell(self, number: signal.Signals) -> None:
+        for pid in self._left:
+            os.kill(pid, number)
+
+    def kill(self, host: int, number: int = signal.SIGKILL) -> None:
+        if self.pids[host] in self._left:
+            os.kill(self.pids[host], number)
+
+    def end(self) -> None:
+        for pid in self._left:  # not waited for yet, so that its number is nobody else's
+            os.kill(pid, signal.SIGKILL)
+        while self._left:
+            self.ended(1.0)
+        self._port.close()
+
+    def said(self, host: int) -> str:
+        log = _log(self.folder, host)
+        return log.read_text(errors="replace") if log.exists() else ""
+
+
+def steps_of(folder: Path, host: int = 0) -> list[int]:
+    """The steps that a host has made in the last start."""
+    log = _log(folder, host)
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return [int(line.split()[1]) for line in lines if line.startswith("step ") and line.split()[1].isdigit()]
+
+
+def _log(folder: Path, host: int) -> Path:
+    return folder.with_name(f"{folder.name}-{host}.log")
+
+
+def _main() -> None:
+    sys.path.insert(0, str(TRAINING))
+    from affinage.hardware.devices import prepare
+
+    prepare()
+    import tiny  # noqa: F401
+    from orbax.checkpoint import v1  # noqa: F401
+
+    from affinage.training import train  # noqa: F401
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "start":
+            print(json.dumps({"pids": [_fork(order, host) for host in range(order["hosts"])]}), flush=True)
+        else:
+            waited = [(pid, os.waitpid(pid, os.WNOHANG)) for pid in order["pids"]]
+            ended = [(pid, os.waitstatus_to_exitcode(status)) for pid, (found, status) in waited if found]
+            print(json.dumps({"ended": ended}), flush=True)
+
+
+def _fork(job: dict, host: int) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    from affinage.hardware import hosts
+    from affinage.stopping import PARENT, die_with_parent
+
+    os.environ |= {PARENT: str(parent), hosts.COORDINATOR: job["address"]}
+    os.environ |= {hosts.HOSTS: str(job["hosts"]), hosts.HOST: str(host)}
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // job['hosts']}"
+    die_with_parent()
+    file = os.open(_log(Path(job["folder"]), host), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    status = _train(job, host)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _train(job: dict, host: int) -> int:
+    """The run itself, in the forked process; returns its exit status."""
+    import traceback
+
+    import jax
+    import tiny
+
+    from affinage.errors import EXIT_PREEMPTED, Preempted
+    from affinage.hardware.hosts import joined
+    from affinage.stopping import OwnProcess
+    from affinage.training import TrainJob, train
+
+    class SlowFeed(tiny.RandomFeed):
+        def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[dict]:
+            for batch in super().iterate(start_step):
+                time.sleep(0.005)
+                share = len(batch["rows"]) // parts
+                yield {name: array[part * share : (part + 1) * share] for name, array in batch.items()}
+
+        def iterate(self, start_step: int) -> Iterator[dict]:
+            return self.iterate_part(start_step, 0, 1)
+
+    asleep = threading.Event()
+    hurt = job.get("hurt")
+    if hurt and hurt["host"] == host:
+        threading.Thread(target=_hurt_in, args=(hurt["phase"], hurt["by"], asleep), daemon=True).start()
+
+    def on_step(step: int, state: object) -> None:
+        print("step", step, flush=True)
+        if asleep.is_set():
+            time.sleep(3600)
+
+    try:
+        with OwnProcess(), joined():
+            train(
+                TrainJob(
+                    graph=tiny.graph(dropout=0.1, layers=1),
+                    settings=tiny.settings(job["steps"], validate_every=7, **job.get("settings", {})),
+                    mesh={"data": 2, "fsdp": 2},
+                    seed=1,
+                    feed=SlowFeed(),
+                    folder=Path(job["folder"]),
+                    validation={"held out": tiny.HeldOut()},
+                    on_step=(on_step,),
+                )
+            )
+            jax.distributed.shutdown()
+    except Preempted as stopped:
+        print(stopped, flush=True)
+        return EXIT_PREEMPTED
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
+    function, file = MOMENTS[phase]
+    main = threading.main_thread().ident
+    while True:
+        frame = sys._current_frames().get(main or 0)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == function and code.co_filename.endswith(f"/{file}") and "affinage" in code.co_filename:
+                print(f"hurt in {phase}", flush=True)
+                if by == "sleep":
+                    asleep.set()
+                else:
+                    os.kill(os.getpid(), int(by))
+                return
+            frame = frame.f_back
+        time.sleep(0.0005)
+
+
+if __name__ == "__main__":
+    _main()
