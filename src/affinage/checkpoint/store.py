@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.seal import SEAL, damage, fingerprint, seal
 from affinage.errors import UserError
+from affinage.hardware.allocator import give_back_freed_memory
 from affinage.hardware.hosts import Hosts
 
 PyTree = Any
@@ -95,13 +96,14 @@ class CheckpointStore:
             written = ocp.save_checkpointables_async(
                 target, dict(state), custom_metadata={"step": step, "facts": dict(meta)}
             )
-        self._running = self._saver.submit(self._finish, written, target)
+        self._running = self._saver.submit(self._finish, [written], target)
 
-    def _finish(self, written: ocp.AsyncResponse[None], target: Path) -> None:
-        written.result()
+    def _finish(self, written: list[ocp.AsyncResponse[None]], target: Path) -> None:
+        written.pop().result()  # which holds a copy of the state
         if _at_work().first:
             seal(target)
             self._prune()
+        give_back_freed_memory()  # save after save the holes would add up to several states
 
     def wait(self) -> None:
         """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone."""

@@ -33,6 +33,16 @@ def keep_freed_memory() -> bool:
     return sum(mallopt(*option) for option in options) == len(options)
 
 
+def give_back_freed_memory() -> None:
+    """Give what is free in the heap back to the kernel, once: the next steps fault their buffers in again.
+
+    For after work that leaves holes as large as the weights, which would add up otherwise. Does nothing where the C
+    library is not glibc.
+    """
+    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _work_is_for_the_processor() -> bool:
     """Whether JAX will come up on the CPU, judged without importing it."""
     chosen = os.environ.get("JAX_PLATFORMS", "")

@@ -1,0 +1,156 @@
+"""What is not finite, in the values or the gradients of any layer, and spikes: the update is left out bit for bit."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from affinage.model import Graph, parse
+from affinage.model.kind import KINDS, Context, NodeKind, node_kind
+from affinage.parallel import make_mesh
+from affinage.training import TrainJob
+from affinage.training.program import Program
+from affinage.training.spikes import LossWindow
+from affinage.training.state import TrainState
+
+SITES = 5  # after the embedding, after each of three blocks, after the last norm
+BAD = {"NaN": np.nan, "Inf": np.inf, "-Inf": -np.inf}
+INJECTIONS = [(site, way, name) for site in range(SITES) for way in ("value", "gradient") for name in BAD]
+
+
+@functools.partial(jax.custom_vjp)
+def poisoned_gradient(x: jax.Array, code: jax.Array, site: int) -> jax.Array:
+    return x
+
+
+def _back(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    return poison(gradient, *saved, "gradient"), None, None
+
+
+poisoned_gradient.defvjp(lambda x, code, site: (x, (code, site)), _back)
+
+
+def poison(x: jax.Array, code: jax.Array, site: jax.Array | int, way: str) -> jax.Array:
+    """One element of every row that has the code of this site."""
+    for number, (at, how, name) in enumerate(INJECTIONS, 1):
+        if how == way:
+            hit = (code == number) & (jnp.asarray(site) == at)
+            x = x.at[:, 1, 2].set(jnp.where(hit, jnp.asarray(BAD[name], x.dtype), x[:, 1, 2]))
+    return x
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sick_kind() -> Iterator[None]:
+    @node_kind("sick")
+    class Sick(NodeKind):
+        site: int
+
+        def shape(self, inputs: tuple[Any, ...]) -> Any:
+            return inputs[0]
+
+        def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
+            code = context.batch["sick"]
+            return poisoned_gradient(poison(inputs[0], code, self.site, "value"), code, self.site)
+
+    yield
+    del KINDS["sick"]
+
+
+def graph() -> Graph:
+    block = {"kind": "transformer_block", "ffn": {"kind": "swiglu", "width": 32}, "norm": {"kind": "rms", "eps": 1e-6}}
+    nodes: dict[str, Any] = {
+        "embed": {"kind": "embedding", "in": "tokens", "vocab": tiny.VOCABULARY, "width": 16},
+        "sick0": {"kind": "sick", "in": "embed", "site": 0},
+    }
+    for at in (1, 2, 3):
+        heads = {"heads": 2, "rope": {"theta": 10000}}
+        nodes[f"block{at}"] = {**block, "in": f"sick{at - 1}", "attention": heads}
+        nodes[f"sick{at}"] = {"kind": "sick", "in": f"block{at}", "site": at}
+    nodes["norm"] = {"kind": "rms_norm", "in": "sick3"}
+    nodes["sick4"] = {"kind": "sick", "in": "norm", "site": 4}
+    nodes["logits"] = {"kind": "unembed", "in": "sick4", "vocab": tiny.VOCABULARY, "tied": False}
+    nodes["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
+    return parse({"inputs": ["tokens"], "nodes": nodes})
+
+
+class Sickroom:
+    """A compiled step, and batches that are sick in one row as they are told to be."""
+
+    def __init__(self) -> None:
+        job = TrainJob(
+            graph=graph(),
+            settings=tiny.settings(health={"window": 16, "on_spike": "skip"}, precision={"params": "bfloat16"}),
+            mesh={"fsdp": 2},
+            seed=3,
+            feed=tiny.RandomFeed(),
+            folder=Path("unused"),
+        )
+        self.program = Program(job, make_mesh(job.mesh, jax.devices()), self.batch(0))
+        self.step = self.program.compile_training()
+        self._first = jax.device_get(self.program.begin())
+
+    def begin(self) -> TrainState:
+        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self._first, self.program.abstract)
+
+    def batch(self, step: int, code: int = 0) -> dict[str, np.ndarray]:
+        batch = tiny.RandomFeed().batch(step)
+        sick = np.zeros(len(batch["rows"]), np.int32)
+        sick[step % len(sick)] = code
+        return {**batch, "sick": sick}
+
+    def run(self, state: TrainState, step: int, code: int = 0) -> tuple[TrainState, dict[str, float]]:
+        state, metrics = self.step(state, self.program.put(self.batch(step, code)))
+        return state, {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def sickroom(sick_kind: None) -> Sickroom:
+    return Sickroom()
+
+
+def bits(state: TrainState) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state))]
+
+
+def test_anywhere_in_the_network_and_at_any_step(sickroom: Sickroom):
+    state = sickroom.begin()
+    codes = list(range(1, len(INJECTIONS) + 1))
+    np.random.default_rng(0).shuffle(codes)
+    plan = [code for sick in codes for code in (0, sick)]
+    for step, code in enumerate(plan):
+        before = bits(state)
+        state, seen = sickroom.run(state, step, code)
+        assert seen["skipped"] == bool(code), (step, INJECTIONS[code - 1], seen)
+        assert (bits(state) == before) == bool(code), (step, INJECTIONS[code - 1])
+    assert int(state.step) == len(plan)
+    # The same steps without the sick ones: a batch that is passed over leaves nothing behind.
+    well = sickroom.begin()
+    for step, code in enumerate(plan):
+        well = sickroom.program.pass_over(well) if code else sickroom.run(well, step)[0]
+    assert bits(well) == bits(state)
+
+
+@pytest.mark.parametrize(("deviations", "skipped"), [(5.95, False), (6.05, True), (40.0, True)])
+def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(
+    sickroom: Sickroom, deviations: float, skipped: bool
+):
+    state = sickroom.begin()
+    _, seen = sickroom.run(state, 0)
+    # A window whose median lies so many deviations below: the median absolute deviation of -2, -1, 0, 1, 2 is 1.
+    spread = 0.02
+    median = seen["loss"] - deviations * 1.4826 * spread
+    losses = median + spread * np.resize(np.arange(-2.0, 3.0), 15)
+    window = LossWindow(np.append(losses, median).astype(np.float32), np.int32(16))
+    state = sickroom.begin()._replace(
+        window=jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), window, sickroom.program.abstract.window)
+    )
+    before = bits(state)
+    state, seen = sickroom.run(state, 0)
+    assert seen["loss_z"] == pytest.approx(deviations, rel=1e-3)
+    assert seen["skipped"] == skipped and (bits(state) == before) == skipped
