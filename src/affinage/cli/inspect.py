@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from affinage.model.graph import Graph
     from affinage.recipe.load import LoadedRecipe
-    from affinage.recipe.parallel import Remat
+    from affinage.recipe.parallel import Remat, RematChoice
     from affinage.recipe.recipe import Recipe
 
 _WITH_INPUTS = 100  # columns from which on there is room for what a node reads
@@ -94,7 +94,7 @@ def _show_schedules(loaded: "LoadedRecipe", as_json: bool) -> None:
     print(json.dumps(rates, indent=1) if as_json else "\n\n".join(drawn(*pair) for pair in rates.items()))
 
 
-def _memory(model: "Graph", batch: int, context: int, remat: "Remat") -> dict[str, Any]:
+def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> dict[str, Any]:
     """Bytes in bfloat16: the cache of one row, and what a step keeps for its backward pass, all devices together."""
     import jax.numpy as jnp
 

@@ -181,8 +181,9 @@ def _heading(made: "Plan") -> list[str]:
     where = made.where
     mesh = ", ".join(f"{axis} {size}" for axis, size in made.split.sizes.items() if size > 1) or "one device"
     shape = "x".join(map(str, where.shape))
+    chosen = [f"{made.choice}"] if made.choice else []
     chips = f"{where.chips} × {where.chip.name} ({shape}), {where.devices} devices, hosts: {where.hosts}"
-    return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}"]
+    return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}", *chosen]
 
 
 def _facts(made: "Plan") -> list[str]:
@@ -223,6 +224,8 @@ def _memory_table(made: "Plan") -> Any:
             table.add_row(name, memory_text(size))
     table.add_row(f"estimate: {'fits' if made.fits else 'does not fit'}", memory_text(memory.total))
     table.add_row("a program may take", memory_text(made.capacity))
+    if memory.host:
+        table.add_row("beside it, in the host's memory", memory_text(memory.host))
     return table
 
 

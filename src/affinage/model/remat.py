@@ -8,15 +8,22 @@ from jax import checkpoint_policies as policies
 
 from affinage.errors import UserError
 from affinage.model.call import Call
-from affinage.recipe.parallel import Remat
+from affinage.recipe.parallel import RematChoice
 
 
-def with_remat(call: Call, remat: Remat) -> Call:
+def with_remat(call: Call, remat: RematChoice) -> Call:
     """The call with layers, and for `full` also nodes, that keep no more than the setting says.
 
     Raises:
-        UserError: for activations that are to wait in the host's memory where the device's memory is the host's.
+        UserError: for activations that are to wait in the host's memory where the device's memory is the host's, and
+            for `auto`, which the planner replaces before.
     """
+    if remat == "auto":
+        raise UserError(
+            "`auto` was not chosen for these devices",
+            where="parallel.remat",
+            fix="A recipe's trainings and plans do it; elsewhere see affinage.planning.settle.",
+        )
     if remat == "none":
         return call
     if remat == "dots":

@@ -139,7 +139,7 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
 
     from affinage.model.activations import batch_shapes
     from affinage.parallel import make_mesh
-    from affinage.planning.plan import planned_graph, training_settings
+    from affinage.planning.plan import make_plan, planned_graph, training_settings
     from affinage.recipe.load import load_recipe
     from affinage.training.job import TrainJob, rows_per_step
     from affinage.training.program import Program
@@ -156,6 +156,9 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
     mesh = make_mesh(sizes, devices)
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
+    parallel = loaded.recipe.parallel
+    if parallel.remat == "auto":
+        parallel = make_plan(loaded.recipe, graph, where).split.parallel
     nothing: Any = None
     job = TrainJob(
         graph=graph,
@@ -165,7 +168,7 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
         feed=nothing,
         folder=Path(),
         name=name,
-        parallel=loaded.recipe.parallel,
+        parallel=parallel,
     )
     return Program(job, mesh, batch)
 

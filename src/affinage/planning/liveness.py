@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
@@ -42,10 +43,12 @@ class Peak:
     Attributes:
         held: bytes beside the arguments, by what they are: gradients, weights (copies of), activations, working.
         moved: bytes read and written over the whole program.
+        offloaded: bytes sent to the host's memory over the whole program.
     """
 
     held: dict[str, float] = field(default_factory=dict)
     moved: float = 0.0
+    offloaded: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,6 +87,7 @@ class _Program:
         self.shares, self.padded = shares, padded
         self.steps: list[_Step] = []
         self.copies: dict[_Value, _Value] = {}  # of what loops read, where they do not read it as it is
+        self.offloaded = 0.0
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         """Append the operations; the values that come out."""
@@ -102,6 +106,8 @@ class _Program:
                 results = self.run(getattr(inner, "jaxpr", inner), arguments)
             elif name == "scan":
                 results = self._scan(equation, arguments)
+            elif name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars))):
+                results = self._carried_over(equation, arguments)
             else:
                 sizes = [narrow.get(variable, _bytes(variable, self.padded)) for variable in equation.outvars]
                 pairs = zip(equation.outvars, sizes, strict=True)
@@ -121,6 +127,13 @@ class _Program:
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
 
+    def _carried_over(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
+        """Copies to the host's memory, which hold nothing here, and back."""
+        self.offloaded += sum(_whole(variable) for variable in equation.outvars if _on_host(variable))
+        results = [self._stored(v.aval, _bytes(v, self.padded), None, "activations") for v in equation.outvars]
+        self.steps.append(_Step(_roots(arguments), tuple(results)))
+        return results
+
     def _stored(self, aval: Any, size: float, share: float | None, kind: str) -> _Value:
         size *= 1.0 if share is None else share
         return _Value(size, "activations" if share is None else kind, share=share, read=size)
@@ -135,6 +148,7 @@ class _Program:
         ]
         inner = _Program(self.shares, self.padded)
         outputs = inner.run(body, inputs)
+        self.offloaded += inner.offloaded * turns
         for value, variable in zip(inputs[sliced:], body.invars[sliced:], strict=True):
             if value.share is not None and value.share < 1:  # its other parts come from other devices
                 value.size = value.narrowed or _bytes(variable, self.padded)
@@ -225,7 +239,9 @@ def measure(traced: Traced, shares: Shares, platform: str) -> Peak:
         inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
     program = _Program(shares, _rows_of_kernels(traced.jaxpr) if platform == "tpu" else frozenset())
     program.run(traced.jaxpr, inputs)
-    return program.peak()
+    peak = program.peak()
+    peak.offloaded = program.offloaded
+    return peak
 
 
 def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
@@ -233,6 +249,15 @@ def _roots(values: Sequence[_Value]) -> frozenset[_Value]:
 
 
 def _bytes(variable: Any, padded: Padded = frozenset()) -> float:
+    return 0.0 if _on_host(variable) else _whole(variable, padded)
+
+
+def _on_host(variable: Any) -> bool:
+    return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _whole(variable: Any, padded: Padded = frozenset()) -> float:
+    """Bytes wherever they are."""
     aval = variable.aval
     if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0.0
@@ -249,7 +274,7 @@ def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
             shapes = [aval.shape for aval in avals]
             found |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
         else:
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
                 found |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
     return frozenset(found)
 

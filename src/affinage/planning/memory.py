@@ -35,6 +35,7 @@ class Memory:
         activations: kept by the forward pass for the backward pass.
         working: values of the layer, or the part of the logits, at hand; gathered weights are among them.
         moved: bytes that a step reads and writes.
+        host: kept by the forward pass in the host's memory, for this device.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Memory:
     activations: int
     working: int
     moved: int
+    host: int = 0
 
     @property
     def state(self) -> int:
@@ -76,6 +78,7 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
         activations=int(peak.held.get("activations", 0)),
         working=int(peak.held.get("working", 0)),
         moved=int(peak.moved),
+        host=int(peak.offloaded / split.micro_batches),
     )
 
 

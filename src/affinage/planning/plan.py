@@ -17,6 +17,7 @@ from affinage.planning.consistency import Contradiction, Facts, contradictions, 
 from affinage.planning.local import Split, lay_out
 from affinage.planning.memory import Memory, step_memory
 from affinage.planning.roofline import StepTime, step_time
+from affinage.planning.settle import Choice, choose_remat
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
@@ -41,6 +42,7 @@ class Plan:
         facts: what the settings come to.
         contradictions: of the recipe's claims.
         price: US dollars per chip and hour, None where it is not known.
+        choice: what `remat: auto` stands for here.
     """
 
     recipe: str
@@ -52,6 +54,7 @@ class Plan:
     facts: Facts
     contradictions: tuple[Contradiction, ...]
     price: float | None
+    choice: Choice | None = None
 
     @property
     def capacity(self) -> int:
@@ -140,6 +143,7 @@ class Plan:
             "mesh": {axis: size for axis, size in self.split.sizes.items() if size > 1} or {"data": 1},
             "rows": self.split.rows,
             "micro_batches": self.split.micro_batches,
+            "remat": self.split.parallel.model_dump(mode="json")["remat"],
             "context": self.split.context,
             "facts": dataclasses.asdict(self.facts)
             | {
@@ -199,12 +203,15 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     where = measured(where)
     mesh = {str(axis): size for axis, size in recipe.mesh.items()}
     split = lay_out(graph, settings, mesh, context, where.devices, recipe.parallel)
+    choice = choose_remat(split, settings, where.chip, where.platform) if recipe.parallel.remat == "auto" else None
+    if choice is not None:
+        split = dataclasses.replace(split, parallel=recipe.parallel.model_copy(update={"remat": choice.remat}))
     memory = step_memory(split, settings, where.chip, where.platform)
     facts = facts_of(graph, settings, split.rows, context, data_tokens)
     claimed = contradictions(facts, recipe.claims) if recipe.claims else []
     price = recipe.hardware.price if recipe.hardware.price is not None else where.chip.price
     time = step_time(split, settings, where, memory)
-    return Plan(recipe.name, where, split, settings, memory, time, facts, tuple(claimed), price)
+    return Plan(recipe.name, where, split, settings, memory, time, facts, tuple(claimed), price, choice)
 
 
 def dividing_batch(recipe: Recipe, where: Slice) -> int | None:

@@ -6,12 +6,14 @@ node, as XLA's scheduler has it; the sums of activations that tensor parallelism
 wait for the products and are waited for.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 from affinage.hardware.slices import Slice
@@ -29,6 +31,7 @@ from affinage.planning.wires import Wires, wires
 from affinage.recipe.training import TrainSettings
 
 MEMORY_ACHIEVABLE = 0.8
+HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
 _PASSES = 3  # forward, and two products for each of its products backward
 _TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
 
@@ -40,7 +43,7 @@ class NodeTime:
     name: str
     compute: float
     memory: float
-    hidden: float  # collectives beside the products
+    hidden: float  # collectives, and copies to and from the host, beside the products
     exposed: float  # collectives that are waited for
     forward: float = 0.0  # of `seconds`, the forward pass
 
@@ -116,16 +119,16 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
     nodes = []
     for node, cost in zip(split.graph.nodes, split.costs.nodes, strict=True):
         done = work[node.name]
-        passes = _PASSES + (1 if call.remat is not None and node.repeat and split.parallel.remat != "dots" else 0)
         # Stages have layers of their own; what is not repeated they all compute.
         devices = split.devices // (1 if node.repeat else split.sizes["pipeline"])
-        flops = passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
+        flops = done.passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
         moved = done.moved * split.micro_batches
         hidden, exposed = _collectives(split, node, links, call, settings)
+        hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
         read = done.forward * split.micro_batches / _bandwidth(where)
         # Of what fsdp gathers and scatters a third is forward, of tensor parallelism's sums half.
-        forward = max(time.compute / passes, read, hidden / 3) + exposed / 2
+        forward = max(time.compute / done.passes, read, hidden / 3) + exposed / 2
         nodes.append(replace(time, forward=min(forward, time.seconds)))
     stages = split.sizes["pipeline"]
     parts = (split.parallel.pipeline_micro_batches or 4 * stages) * split.parallel.pipeline_rounds
@@ -140,6 +143,8 @@ class _Work:
     moved: float  # bytes read and written in one micro-batch, forward and backward, on one device
     kernel: bool  # whether attention is a kernel, which skips the pairs that causality hides; plain products do not
     forward: float = 0.0  # of `moved`, the forward pass alone
+    passes: float = _PASSES  # products of the step for each of the forward pass, those computed again included
+    offloaded: float = 0.0  # bytes that go to the host in one micro-batch of one device, and come back
 
 
 def _work(split: Split, settings: TrainSettings, where: Slice) -> Mapping[str, _Work]:
@@ -165,18 +170,50 @@ def _work_of(part: Part) -> Mapping[str, _Work]:
         given = (_abstract(graph.parameters.get(node.name, {})), lent, tuple(values[name] for name in node.inputs))
         forward = partial(_forward, node, call)
         values[node.name] = jax.eval_shape(forward, *given, arrays, key)[0]
-        moved = measure(trace(partial(_both_ways, forward), *given, arrays, key), {}, part.platform).moved
-        ahead = measure(trace(forward, *given, arrays, key), {}, part.platform).moved
-        kernel = node.repeat is not None and _has_kernel(jax.make_jaxpr(forward)(*given, arrays, key))
-        found[node.name] = _Work(moved, kernel, ahead)
+        both, once = trace(partial(_both_ways, forward), *given, arrays, key), trace(forward, *given, arrays, key)
+        peak, ahead = measure(both, {}, part.platform), measure(once, {}, part.platform).moved
+        found[node.name] = _Work(
+            moved=peak.moved,
+            kernel=node.repeat is not None and _has_kernel(once.jaxpr),
+            forward=ahead,
+            passes=_passes(node, call, once.jaxpr, both.jaxpr),
+            offloaded=peak.offloaded,
+        )
     return found
+
+
+def _passes(node: Node, call: Call, once: Any, both: Any) -> float:
+    """How often the products of the forward pass are done in a step, as each of them has two in the backward pass."""
+    if call.remat is None or node.repeat is None:
+        return _PASSES + call.remat_nodes
+    forward = _products(once)
+    return _products(both) / forward if forward else _PASSES
+
+
+def _products(jaxpr: Any) -> float:
+    """Multiplications and additions of a program's matrix products; kernels' are not known."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2.0 * equation.outvars[0].aval.size * math.prod(left[axis] for axis in contracted)
+        elif equation.primitive.name != "pallas_call":
+            turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+            inner = jax.extend.core.jaxprs_in_params(equation.params)
+            total += turns * sum(_products(getattr(one, "jaxpr", one)) for one in inner)
+    return total
 
 
 def _forward(node: Node, call: Call, params: Any, lent: Any, inputs: Any, arrays: Any, key: Any) -> Any:
     shared, averages = lent
-    context = Context(replace(call, key=key), arrays, key=key, shared=shared, averages=averages)
-    result = apply_node(node, params, inputs, context)
-    return result.value, result.losses
+    context = Context(replace(call, key=key), arrays, key=key, averages=averages)
+
+    def values(params: Any, shared: Any, inputs: Any) -> Any:
+        result = apply_node(node, params, inputs, replace(context, shared=shared))
+        return result.value, result.losses
+
+    return (jax.checkpoint(values) if call.remat_nodes else values)(params, shared, inputs)
 
 
 def _both_ways(forward: Any, params: Any, lent: Any, inputs: Any, arrays: Any, key: Any) -> Any:

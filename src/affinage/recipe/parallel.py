@@ -47,6 +47,7 @@ class RematSettings(Settings):
 
 RematPreset = Literal["none", "dots", "block", "full"]
 Remat = RematPreset | RematSettings
+RematChoice = Remat | Literal["auto"]  # auto: as the planner says for the devices
 
 
 class ParallelSettings(Settings):
@@ -57,7 +58,8 @@ class ParallelSettings(Settings):
     pipeline_micro_batches: int | None = Field(default=None, ge=1)  # in the pipeline at once; default: 4 x its stages
     pipeline_rounds: int = Field(default=1, ge=1)  # times each goes round the stages; more: smaller bubble, more talk
     # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
-    # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes.
-    remat: Remat = "none"
+    # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto:
+    # the first of these that by the planner's estimate fits the devices; before `full`, block inputs go to the host.
+    remat: RematChoice = "none"
     # Options for XLA, by their names, beside those of `affinage.hardware.xla_flags`.
     xla_flags: dict[str, bool | int | str] = {}

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
-from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import DpoSettings
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash
-from affinage.stages.trainings import begin_with, graph_of, mesh_of, run_training, token_rows
+from affinage.stages.trainings import begin_with, graph_of, mesh_of, parallel_of, run_training, token_rows
 from affinage.stages.watching import judge_of
 
 if TYPE_CHECKING:
@@ -105,18 +104,20 @@ def dpo(context: StageContext) -> Summary:
     )
 
 
-def _job(context: StageContext, graph: "Graph", settings: TrainSettings, feed: Any, **more: Any) -> "TrainJob":
+def _job(context: StageContext, graph: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
     from affinage.training import TrainJob
 
+    base = _base_graph(context)
+    tokens = context.recipe.rows.context if settings.context is None else settings.context
     return TrainJob(
         graph=graph,
         settings=settings,
         mesh=mesh_of(context),
-        parallel=context.recipe.parallel,
+        parallel=parallel_of(context, base, settings, tokens),
         seed=context.recipe.seed,
         feed=feed,
         folder=context.folder,
-        initial_params=begin_with(context, _base_graph(context), ("sft", "pretrain"), _settings(context).base_step),
+        initial_params=begin_with(context, base, ("sft", "pretrain"), _settings(context).base_step),
         name=context.folder.name.rpartition("-")[0],
         **more,
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
     from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
+    from affinage.recipe.parallel import ParallelSettings
     from affinage.training import Feed, TrainJob, ValidationSet
     from affinage.training.job import Benchmarks, Judge
 
@@ -194,6 +195,23 @@ def mesh_of(context: StageContext) -> dict[str, int | str]:
     return {str(axis): size for axis, size in context.recipe.mesh.items()}
 
 
+def parallel_of(context: StageContext, graph: "Graph", settings: TrainSettings, tokens: int) -> "ParallelSettings":
+    """How the work is split, with `remat: auto` chosen for the devices that are here and rows of so many tokens."""
+    parallel = context.recipe.parallel
+    if parallel.remat != "auto":
+        return parallel
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import MeshLayout, make_mesh, table_with
+    from affinage.planning.settle import remat_for_devices
+    from affinage.training import rows_per_step
+
+    mesh = make_mesh(mesh_of(context), acquire())
+    layout = MeshLayout(mesh, table_with(parallel.sharding))
+    choice = remat_for_devices(graph, settings, parallel, layout, rows_per_step(settings, mesh.size), tokens)
+    print(f"{context.folder.name.rpartition('-')[0]}: {choice}", flush=True)
+    return parallel.model_copy(update={"remat": choice.remat})
+
+
 def documents_of(feed: "RowFeed", rows: Path, step: int) -> list[dict[str, Any]]:
     """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
     from affinage.data.lineage import DOCUMENTS, spans_of_rows
@@ -228,11 +246,12 @@ def _train(
 ) -> Summary:
     from affinage.training import TrainJob
 
+    tokens = (facts or {}).get("context", 1)
     job = TrainJob(
         graph=graph,
         settings=settings,
         mesh=mesh_of(context),
-        parallel=context.recipe.parallel,
+        parallel=parallel_of(context, graph, settings, tokens),
         seed=context.recipe.seed,
         feed=feed,
         data=data,

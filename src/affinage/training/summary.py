@@ -28,6 +28,7 @@ def checkpoint_meta(program: Program, ledger: Ledger, health: Health, resumed_at
         IDENTITY: identity(program),
         "settings": job.settings.model_dump(mode="json"),
         "mesh": dict(program.mesh.shape),
+        "remat": remat(program),
         "seconds": ledger.rounded(),
         "stalls": ledger.stalls,
         "clock": time.time(),  # seconds since 1970 at which the accounts above end
@@ -84,9 +85,15 @@ def summarize(
         "validation": metrics.validation(),
         "predicted": {"parameters": count.total, "flops": flops * steps},
         "devices": {"kind": device.device_kind, "count": program.mesh.size, "mesh": dict(program.mesh.shape)},
+        "remat": remat(program),
         "resumed_at": list(resumed_at),
         "versions": versions(),
     }
+
+
+def remat(program: Program) -> Any:
+    """What was computed again, as a recipe says it: also where the planner chose."""
+    return program.job.parallel.model_dump(mode="json")["remat"]
 
 
 def facts_for_trackers(program: Program) -> dict[str, Any]:

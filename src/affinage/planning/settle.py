@@ -1,0 +1,105 @@
+"""`parallel.remat: auto`: the least that must be computed again for a training step to fit its devices."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from affinage.hardware.chips import Chip, GiB, chip
+from affinage.hardware.slices import cpu
+from affinage.model import Graph
+from affinage.planning.local import Split
+from affinage.planning.memory import step_memory
+from affinage.recipe.parallel import Remat, RematSettings
+from affinage.recipe.training import TrainSettings
+
+if TYPE_CHECKING:
+    import jax
+
+    from affinage.parallel import MeshLayout
+    from affinage.recipe.parallel import ParallelSettings
+
+ROOM = 0.9  # of a device's memory that the estimate may take
+# What is computed again, from nothing to most; inputs of blocks can wait in the host's memory where there is another.
+_LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` stands for.
+
+    Attributes:
+        remat: the setting.
+        needed: bytes of a device by the estimate.
+        capacity: bytes that a program may take there.
+    """
+
+    remat: Remat
+    needed: int
+    capacity: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimate leaves the room that it should; the setting that needs least where none does."""
+        return self.needed <= ROOM * self.capacity
+
+    def __str__(self) -> str:
+        remat = self.remat
+        setting = remat if isinstance(remat, str) else remat.model_dump(mode="json", exclude_defaults=True)
+        needed, capacity = self.needed / GiB, self.capacity / GiB
+        why = "the least that fits" if self.fits else "nothing fits; this needs least"
+        return f"remat: {setting} ({why}: {needed:.2f} of {capacity:.2f} GiB a device, estimated)"
+
+
+def choose_remat(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Choice:
+    """The first setting of the ladder whose estimate stays below 90 % of a device's memory.
+
+    Where the memory is not known nothing is computed again.
+    """
+    capacity = chip.memory_per_device or 0
+    tried = []
+    for remat in _LADDER:
+        if platform == "cpu" and not isinstance(remat, str):
+            continue
+        parallel = split.parallel.model_copy(update={"remat": remat})
+        needed = step_memory(dataclasses.replace(split, parallel=parallel), settings, chip, platform).total
+        tried.append(Choice(remat, needed, capacity))
+        if not capacity or tried[-1].fits:
+            return tried[-1]
+    return min(tried, key=lambda choice: choice.needed)
+
+
+def remat_for_devices(
+    graph: Graph,
+    settings: TrainSettings,
+    parallel: "ParallelSettings",
+    layout: "MeshLayout",
+    rows: int,
+    context: int,
+) -> Choice:
+    """The same for the devices of a mesh that are here. All hosts take what the first of them chose."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    devices = list(layout.mesh.devices.flat)
+    split = Split(graph, dict(layout.mesh.shape), rows, context, settings.micro_batches, parallel)
+    choice = choose_remat(split, settings, _present(devices), devices[0].platform)
+    if jax.process_count() > 1:
+        index = int(multihost_utils.broadcast_one_to_all(np.int32(_LADDER.index(choice.remat))))
+        choice = dataclasses.replace(choice, remat=_LADDER[index])
+    return choice
+
+
+def _present(devices: Sequence["jax.Device"]) -> Chip:
+    """The chip of these devices, with the memory that they say they have where the table does not know it."""
+    first = devices[0]
+    if first.platform == "cpu":
+        here = [device for device in devices if device.process_index == first.process_index]
+        return dataclasses.replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
+    known = chip(first.device_kind)
+    if known.memory_per_device is None:
+        told = first.memory_stats() or {}
+        return dataclasses.replace(known, usable_bytes=told.get("bytes_limit"))
+    return known
