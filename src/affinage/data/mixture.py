@@ -22,7 +22,7 @@ class Group:
     rows: int
 
 
-Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`
+Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language>`; or of `all` alone
 Pool = tuple[str, ...]  # names of the groups that are shuffled together
 
 
@@ -85,7 +85,7 @@ class Mixture:
             if self.stages:
                 for pool, begun in zip(self.stages[-1].pools, self._taken_at(number - 1, step * batch)):
                     taken[pool] = begun
-            pools = pools_of(weights, groups) if stages else {tuple(groups): 1.0}
+            pools = {tuple(groups): 1.0} if set(weights) == {ALL} else pools_of(weights, groups)
             turns, ranks, counts = _pattern(list(pools.values()))
             begun_at = tuple(taken.get(pool, 0) for pool in pools)
             self.stages.append(Stage(step * batch, tuple(pools), turns, ranks, counts, begun_at))

@@ -28,6 +28,7 @@ class ScheduleSettings(Settings):
     name: str = "cosine"  # cosine, linear, wsd, constant, or one of a plug-in
     peak: float = Field(gt=0)  # learning rate after warm-up
     floor: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
+    from_step: int = Field(default=0, ge=0)  # of the run, at which it begins: for one that `extends` another
     warmup_steps: int = Field(default=0, ge=0)
     warmup_share: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
     settings: dict[str, Any] = {}  # what only the named schedule has
@@ -40,7 +41,7 @@ class ScheduleSettings(Settings):
 
     def warmup(self, steps: int) -> int:
         """Steps of the warm-up in a run of `steps`."""
-        return round(self.warmup_share * steps) if self.warmup_share else self.warmup_steps
+        return round(self.warmup_share * (steps - self.from_step)) if self.warmup_share else self.warmup_steps
 
 
 class PrecisionSettings(Settings):
@@ -69,7 +70,7 @@ class CheckpointSettings(Settings):
 CARRIED_OUT = frozenset(
     {
         *("micro_batches", "attention", "log_every", "validate_every", "validation_rows", "evaluate"),
-        *("checkpoint", "survival"),
+        *("checkpoint", "survival", "extends"),
     }
 )
 # What the rows are made of: known by the rows themselves.
@@ -128,6 +129,9 @@ class TrainSettings(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     health: HealthSettings = HealthSettings()
     survival: SurvivalSettings = SurvivalSettings()
+    # A checkpoint of another run that this one goes on from, weights, optimizer and place in the data:
+    # runs/NAME/STAGE, or runs/NAME/STAGE@STEP.
+    extends: str | None = None
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> "TrainSettings":
@@ -135,7 +139,9 @@ class TrainSettings(Settings):
             raise ValueError("give either `batch` (rows per step over all devices) or `batch_per_device`")
         if self.batch is not None and self.batch % self.micro_batches:
             raise ValueError(f"batch {self.batch} does not divide into {self.micro_batches} micro_batches")
-        if self.schedule.warmup_steps > self.steps:
+        if self.schedule.from_step and (self.extends is None or self.schedule.from_step >= self.steps):
+            raise ValueError("`schedule.from_step` is for a run that `extends` another, and comes before its last step")
+        if self.schedule.warmup_steps > self.steps - self.schedule.from_step:
             raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
         return self
 
@@ -144,7 +150,8 @@ class MixtureSettings(Settings):
     """Shares of rows that hold from a step on."""
 
     from_step: int = Field(default=0, ge=0)
-    weights: dict[str, Annotated[float, Field(ge=0)]]  # of a source, a language or `source.language`; others get none
+    # Of a source, a language or `source.language`, others get none; or of `all` alone: all rows as they come.
+    weights: dict[str, Annotated[float, Field(ge=0)]]
 
     @model_validator(mode="after")
     def _some_weight(self) -> "MixtureSettings":

@@ -124,7 +124,7 @@ def _check_tasks(loaded: LoadedRecipe) -> None:
 
 def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
     from affinage.data.conversation_files import check as check_source
-    from affinage.data.mixture import refuse_unknown
+    from affinage.data.mixture import ALL, refuse_unknown
 
     for index in range(len(tuning.sources)):
         with _written(loaded, section, "sources", index):
@@ -132,7 +132,7 @@ def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section:
     titles = {source.title for source in tuning.sources}
     with _written(loaded, section, "mixture"):
         for name in {name for stage in tuning.mixture or () for name in stage.weights}:
-            if name not in titles:
+            if name not in {*titles, ALL}:
                 refuse_unknown(name, titles)
 
 
@@ -181,7 +181,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
 
 def _check_mixture(loaded: LoadedRecipe) -> None:
     from affinage.data.encoded import UNDETERMINED, group_name
-    from affinage.data.mixture import refuse_unknown
+    from affinage.data.mixture import ALL, refuse_unknown
     from affinage.data.special_tokens import CODE_LANGUAGE
 
     data, pretrain = loaded.recipe.data, loaded.recipe.pretrain
@@ -193,7 +193,7 @@ def _check_mixture(loaded: LoadedRecipe) -> None:
     stated = {source.language for source in data.sources if source.language}
     languages = {*data.languages, *stated, CODE_LANGUAGE, UNDETERMINED}
     likely = {*sources, *data.languages, *stated}
-    known = {*sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
+    known = {ALL, *sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
     for stage in pretrain.mixture:
         for name in stage.weights:
             if name not in known:

@@ -1,6 +1,7 @@
 """The road of a recipe: its stages in order, and which part of the recipe each of them depends on."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART, files_of
@@ -12,6 +13,7 @@ from affinage.recipe.sources import is_on_hub, is_url, location
 from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, TrainSettings
 from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
 from affinage.stages import images, preferences, results, texts, trainings
+from affinage.stages.extension import extension_fingerprint
 from affinage.stages.initial import initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints, task_files
@@ -35,6 +37,12 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
         if _pretrains(recipe) or (initial and _tunings(recipe)):
             stages += _training_stages(recipe, initial, plugins)
             stages += _result_stages(recipe, plugins)
+    stages = [
+        replace(stage, sources=stage.sources | extension_fingerprint(loaded, stage.name))
+        if stage.name in ("pretrain", "sft", "dpo")
+        else stage
+        for stage in stages
+    ]
     if stages and report is not None:
         read = tuple(stage.name for stage in stages)
         settings = _part(recipe, "name", "description", "report")

@@ -12,6 +12,7 @@ from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
+from affinage.stages.extension import extended
 from affinage.stages.in_loop import InLoop
 from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params
 from affinage.stages.stage import StageContext, Summary
@@ -270,10 +271,12 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
     from affinage.tracking import trackers_of
     from affinage.training import train
+    from affinage.training.job import Extension
 
     settings, recipe = context.recipe.trackers, context.recipe.name
     makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
-    job = replace(job, trackers=makers, tracked=settings)
+    extension = extended(context.loaded, job.name)
+    job = replace(job, trackers=makers, tracked=settings, extends=None if extension is None else Extension(*extension))
     told = {"graph": graph.to_dict(), **facts}
     if Hosts.current.first:
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})

@@ -52,6 +52,46 @@ class ValidationSet(Protocol):
         ...
 
 
+class Checkpoints(Protocol):
+    """Keeps states of a run, each under its step, whole or not at all."""
+
+    def steps(self) -> list[int]:
+        """The steps that are there, oldest first."""
+        ...
+
+    def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
+        """Start to save trees of `jax.Array` by name, and JSON-able facts. The arrays may be donated afterwards."""
+        ...
+
+    def wait(self) -> None:
+        """Until what was saved is there."""
+        ...
+
+    def restore_newest(
+        self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None]
+    ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
+        """Step, state and facts of the newest one; None if there is none.
+
+        Args:
+            abstract: trees of `jax.ShapeDtypeStruct` with shardings, as the state is to come.
+            accept: is given the facts before, and may raise.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A checkpoint that a training begins with, as if it had made the steps up to there itself.
+
+    Attributes:
+        training: the folder of the training that made it; only read.
+        step: of the checkpoint.
+    """
+
+    training: Path
+    step: int
+
+
 Hook = Callable[[int, TrainState], None]  # steps made, state; called after every step, must not keep the state
 
 
@@ -106,6 +146,8 @@ class TrainJob:
         parallel: how a step is split over the mesh.
         trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
         tracked: limits of the trackers; which of them there are is in `trackers`.
+        extends: a checkpoint of another training to begin with, and go on from its step.
+        store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
 
@@ -126,6 +168,8 @@ class TrainJob:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)
     tracked: TrackersSettings = field(default_factory=TrackersSettings)
+    extends: Extension | None = None
+    store: Checkpoints | None = None
     strategy: Strategy | None = None
 
 

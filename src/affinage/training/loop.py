@@ -16,8 +16,9 @@ from affinage.parallel import make_mesh
 from affinage.tracking import TrackedRun, Trackers
 from affinage.training.diagnosis import diagnose
 from affinage.training.examination import Examination
+from affinage.training.extension import begin_extended
 from affinage.training.health import Health, Incurable
-from affinage.training.job import HostBatch, TrainJob
+from affinage.training.job import Checkpoints, HostBatch, TrainJob
 from affinage.training.ledger import Ledger, LifeSign
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
@@ -67,9 +68,13 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
         keep = settings.checkpoint
-        store = CheckpointStore(job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every)
+        store = job.store or CheckpointStore(
+            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every
+        )
         cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
-        with ledger.account("restore" if store.steps() else "compile"):  # random weights are a program, too
+        with ledger.account(
+            "restore" if store.steps() or job.extends else "compile"
+        ):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
         life.book(ledger, meta.get("clock"))
@@ -198,16 +203,18 @@ class _Beginning(NamedTuple):
     meta: dict[str, Any]
 
 
-def _resume_or_begin(program: Program, store: CheckpointStore) -> _Beginning:
+def _resume_or_begin(program: Program, store: Checkpoints) -> _Beginning:
     job = program.job
 
     def accept(meta: Mapping[str, Any]) -> None:
         setting = f"{job.name}.checkpoint.accept_changes"
-        accepted, where = job.settings.checkpoint.accept_changes, str(store.folder)
+        accepted, where = job.settings.checkpoint.accept_changes, str(job.folder / "checkpoints")
         for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):
             warnings.warn(f"{job.name} goes on with another {change}", CheckpointWarning, stacklevel=2)
 
     newest = store.restore_newest(program.abstract.named(), accept)
+    if newest is None and job.extends is not None:
+        return _Beginning(*begin_extended(program, job.extends))
     if newest is None:
         return _Beginning(0, program.begin(), {})
     step, state, meta = newest
@@ -215,7 +222,7 @@ def _resume_or_begin(program: Program, store: CheckpointStore) -> _Beginning:
 
 
 def _go_back(
-    program: Program, store: CheckpointStore, ledger: Ledger, report: Reporter, health: Health
+    program: Program, store: Checkpoints, ledger: Ledger, report: Reporter, health: Health
 ) -> tuple[int, TrainState]:
     """Step and state of the newest checkpoint. What was done since is lost, and forgotten but for the sick step."""
     with ledger.account("restore"):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 from pydantic import Field
@@ -90,10 +91,14 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     """The learning rate of the update that is number `step`, counted from 0.
 
     Linear from peak / w at step 0 up to the peak at step w - 1 of a warm-up of w steps, then as `settings.name` says.
+    With `from_step` it is all that of the steps from there on.
 
     Raises:
         UserError: a schedule or a setting of it that nobody knows.
     """
+    if settings.from_step:
+        tail = learning_rate(settings.model_copy(update={"from_step": 0}), steps - settings.from_step)
+        return lambda step: tail(jnp.maximum(step - settings.from_step, 0))
     warmup_steps = settings.warmup(steps)
     shape = build(SCHEDULES, settings.name, settings.settings)
     # One update is at the peak (the last of the warm-up, or step 0), and the last one is at the floor.

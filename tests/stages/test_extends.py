@@ -1,0 +1,73 @@
+"""A recipe that extends the run of another: what is trained anew, and what stays as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affinage.cli import main
+from affinage.errors import UserError
+from affinage.recipe.load import load_recipe
+from affinage.stages.road import road_of
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extends") / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        _train("--set", "pretrain.steps=10", "--set", "pretrain.schedule.name=constant")
+    return folder
+
+
+def _train(*words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", TINY, *words])
+    assert ended.value.code == 0
+
+
+def _longer(*words: str) -> list[str]:
+    return ["name=longer", "pretrain.extends=runs/tiny", "pretrain.steps=14", "pretrain.schedule.name=constant", *words]
+
+
+def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs.parent)
+    old = (runs / "tiny" / "pretrain").resolve()
+    manifest = (old / "manifest.json").read_bytes()
+    _train(*[word for override in _longer() for word in ("--set", override)])
+    assert (runs / "tiny" / "pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
+    summary = json.loads((runs / "longer" / "pretrain" / "summary.json").read_text())
+    assert summary["steps"] == 14 and summary["resumed_at"] == [10]
+    lines = [json.loads(line) for line in (runs / "longer" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
+    assert (runs / "longer" / "rows").resolve() == (runs / "tiny" / "rows").resolve()
+
+
+def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs.parent)
+
+    def sources(*words: str) -> dict:
+        road = road_of(load_recipe(TINY, _longer(*words)))
+        return next((stage.sources, stage.settings) for stage in road if stage.name == "pretrain")
+
+    assert sources() == sources("pretrain.extends=runs/tiny/pretrain") == sources("pretrain.extends=runs/tiny@10")
+    assert sources() != sources("pretrain.extends=runs/tiny/pretrain@5")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("name=tiny", "is this run itself"),
+        ("pretrain.extends=runs/tiny@7", "there is no checkpoint `runs/tiny@7`, of steps 5, 10"),
+        ("pretrain.extends=runs/nowhere", "and none at all"),
+    ],
+)
+def test_what_cannot_be_extended_is_told_before_anything_runs(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, override: str, said: str
+):
+    monkeypatch.chdir(runs.parent)
+    with pytest.raises(UserError, match=said) as refused:
+        road_of(load_recipe(TINY, _longer(override)))
+    assert "--set pretrain.extends" in str(refused.value)

@@ -1,0 +1,162 @@
+"""A run that extends another is the run that one would have made of the same pieces at once."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from affinage.checkpoint import CheckpointStore
+from affinage.data.feed import RowFeed
+from affinage.data.row_files import write_facts, write_rows
+from affinage.errors import UserError
+from affinage.hardware.devices import acquire
+from affinage.parallel import make_mesh
+from affinage.recipe.training import ScheduleSettings
+from affinage.training import TrainJob, train
+from affinage.training.extension import begin_extended
+from affinage.training.job import Extension
+from affinage.training.program import Program
+from affinage.training.schedule import SCHEDULES, Schedule, Shape, learning_rate, schedule
+
+BORDER, STEPS = 10, 16
+FIRST = {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4}  # a cosine over the ten steps
+TAIL = {"name": "linear", "peak": 5e-3, "floor": 0.0, "warmup_steps": 2, "from_step": BORDER}
+MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    for name, seed in (("a", 1), ("b", 2)):
+        (folder / name).mkdir()
+        tokens = np.random.default_rng(seed).integers(5, tiny.VOCABULARY, (50, tiny.CONTEXT)).astype(np.uint16)
+        files = write_rows(folder / name, [tokens], rows=50, context=tiny.CONTEXT, shards=1, dtype=np.uint16)
+        facts = {"source": name, "language": "", "rows": 50, "context": tiny.CONTEXT, "files": files}
+        write_facts(folder / name, facts)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_pieces() -> Iterator[None]:
+    """A schedule that is the first one up to the border, and the tail from there on."""
+
+    @schedule("in pieces")
+    class InPieces(Shape):
+        def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
+            first = learning_rate(ScheduleSettings(**FIRST), BORDER)
+            tail = learning_rate(ScheduleSettings(**{**TAIL, "from_step": 0}), STEPS - BORDER)
+            return lambda step: jnp.where(step < BORDER, first(step), tail(step - BORDER))
+
+    yield
+    del SCHEDULES["in pieces"]
+
+
+def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None, **changes: object) -> TrainJob:
+    stages = None if mixture is None else [(stage["from_step"], stage["weights"]) for stage in mixture]
+    extends = changes.pop("extends", None)
+    own = {"extends": "x" if extends else None, **changes}
+    return TrainJob(
+        graph=tiny.graph(dropout=0.1, layers=1),
+        settings=tiny.settings(steps, schedule=shape, mixture=mixture, validate_every=5, **own),
+        mesh={"data": 1},
+        seed=1,
+        feed=RowFeed(rows, seed=3, batch=8, mixture=stages),
+        validation={"held out": tiny.HeldOut()},
+        folder=folder,
+        data={"rows": "the same"},
+        extends=extends,
+    )
+
+
+def state(folder: Path) -> list[np.ndarray]:
+    store = CheckpointStore(folder / "checkpoints")
+    trees = dict.fromkeys(("params", "opt_state", "window", "step"))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(store.restore(STEPS, trees))]
+
+
+def curve(folder: Path) -> list[dict]:
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k not in timed and "memory" not in k and "busy" not in k} for line in lines
+    ]
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+@pytest.fixture(scope="module")
+def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first")
+    train(job(folder, rows, BORDER, FIRST, None))
+    return folder
+
+
+def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, tmp_path: Path):
+    constant = {"name": "constant", "peak": 1e-2, "floor": 0.0, "warmup_steps": 4}
+    train(job(tmp_path / "first", rows, BORDER, constant, None))
+    before = files_of(tmp_path / "first")
+    train(job(tmp_path / "one", rows, STEPS, constant, MIXTURE))
+    extension = job(tmp_path / "more", rows, STEPS, constant, MIXTURE, extends=Extension(tmp_path / "first", BORDER))
+
+    def fail(step: int, state: object) -> None:
+        if step == 12:
+            raise RuntimeError("the machine fails before anything was saved")
+
+    with pytest.raises(RuntimeError):
+        train(replace(extension, on_step=(fail,)))
+    summary = train(extension)
+    for ours, theirs in zip(state(tmp_path / "more"), state(tmp_path / "one"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert curve(tmp_path / "more") == curve(tmp_path / "one")
+    assert summary["steps"] == STEPS and summary["resumed_at"] == [BORDER]
+    assert sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
+    assert files_of(tmp_path / "first") == before
+
+
+def test_another_tail_is_one_run_of_the_same_pieces(rows: Path, first: Path, tmp_path: Path):
+    pieces = {"name": "in pieces", "peak": 1e-2, "floor": 0.0}
+    train(job(tmp_path / "one", rows, STEPS, pieces, None))
+    train(job(tmp_path / "more", rows, STEPS, TAIL, None, extends=Extension(first, BORDER)))
+    for ours, theirs in zip(curve(tmp_path / "more"), curve(tmp_path / "one"), strict=True):
+        assert ours.keys() == theirs.keys()
+        if "loss" in ours:
+            # Another expression for the learning rate is another program, which rounds differently.
+            assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-5, abs=1e-9)
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    for ours, theirs in zip(state(tmp_path / "more"), state(tmp_path / "one"), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "said"),
+    [
+        ({"optimizer": {"b1": 0.8}}, BORDER, r"optimizer.b1: 0.9 -> 0.8"),
+        ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, r'"from_step": 0, "weights": \{"all": 1.0\}'),
+        ({}, 7, "no checkpoint of step 7; kept are 5, 10"),
+        ({"steps": BORDER}, BORDER, "it has made 10 of the 10 steps"),
+    ],
+)
+def test_what_an_extension_may_not_change_is_refused(
+    rows: Path, first: Path, tmp_path: Path, changes: dict, step: int, said: str
+):
+    given = {"steps": STEPS, "mixture": None, **changes}
+    steps, mixture = given.pop("steps"), given.pop("mixture")
+    refused = job(tmp_path, rows, steps, FIRST, mixture, extends=Extension(first, step), **given)
+    program = Program(refused, make_mesh(refused.mesh, acquire()), refused.feed.batch(0))
+    with pytest.raises(UserError, match=said):
+        begin_extended(program, Extension(first, step))
+
+
+def test_a_tail_without_something_to_extend_is_refused():
+    with pytest.raises(ValueError, match="extends"):
+        tiny.settings(STEPS, schedule=TAIL)
