@@ -9,6 +9,7 @@ from typing import Any
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import IDENTITY, refuse_changes
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 from affinage.training.job import Extension
 from affinage.training.program import Program
 from affinage.training.state import TrainState
@@ -43,7 +44,7 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
             warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)
     state = TrainState(**store.restore(extension.step, program.abstract.named()))
     lines, own = extension.training / "metrics.jsonl", job.folder / "metrics.jsonl"
-    if lines.is_file() and not own.exists():
+    if Hosts.current.first and lines.is_file() and not own.exists():
         part = own.with_suffix(".part")
         shutil.copyfile(lines, part)
         part.replace(own)

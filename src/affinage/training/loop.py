@@ -72,9 +72,8 @@ def train(job: TrainJob) -> dict[str, Any]:
             job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every
         )
         cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
-        with ledger.account(
-            "restore" if store.steps() or job.extends else "compile"
-        ):  # random weights are a program, too
+        goes_on = store.steps() or job.extends
+        with ledger.account("restore" if goes_on else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
         life.book(ledger, meta.get("clock"))

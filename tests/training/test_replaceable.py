@@ -1,0 +1,183 @@
+"""Every part of a training can be another one: here a trivial one each, and it trains as before."""
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from affinage.launch import Ending, Launcher, Restarts, supervise
+from affinage.model import Call, Graph
+from affinage.parallel import MeshLayout
+from affinage.tracking import TrackedRun
+from affinage.training import TrainJob, train
+from affinage.training.job import Checkpoints, Feed
+from affinage.training.metrics import MetricsLog
+
+STEPS = 6
+
+
+class Alphabet:
+    """A feed of one sentence, for ever."""
+
+    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
+        tokens = np.tile(np.arange(tiny.CONTEXT, dtype=np.int32), (8, 1))
+        ones = np.ones_like(tokens)
+        while True:
+            yield {
+                "tokens": tokens,
+                "segment_ids": ones,
+                "positions": tokens,
+                "loss_mask": ones.astype(np.float32),
+                "rows": np.arange(8, dtype=np.int32),
+            }
+
+
+class InMemory:
+    """A store of checkpoints that forgets when the process ends."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def steps(self) -> list[int]:
+        return sorted(self.kept)
+
+    def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        self.kept[step] = jax.tree.map(np.array, dict(state)), dict(meta)
+
+    def wait(self) -> None: ...
+
+    def restore_newest(self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None]) -> Any:
+        if not self.kept:
+            return None
+        step, (state, meta) = max(self.kept.items(), key=lambda item: item[0])
+        accept(meta)
+        put = jax.tree.map(lambda like, array: jax.device_put(array, like.sharding), dict(abstract), state)
+        return step, put, meta
+
+
+class Jit:
+    """A strategy that compiles when it is called first, and leaves all to XLA."""
+
+    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None: ...
+
+    def adapt(self, call: Call) -> Call:
+        return call
+
+    def compile_training(self, step: Any, state: Any, batch: Any) -> Any:
+        return jax.jit(step)
+
+    def compile_evaluation(self, step: Any, params: Any, batch: Any) -> Any:
+        return jax.jit(step)
+
+
+class Csv:
+    """A tracker of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self, run: TrackedRun) -> str:
+        return self.path.name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow([step, values.get("train/loss")])
+
+    def finish(self, ending: str) -> None: ...
+
+
+def job(folder: Path, **parts: object) -> TrainJob:
+    given = {"mesh": {"data": 1}, "feed": tiny.RandomFeed(), **parts}
+    return TrainJob(graph=tiny.graph(layers=1), settings=tiny.settings(STEPS), seed=1, folder=folder, **given)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in MetricsLog(folder / "metrics.jsonl", STEPS).training()]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("usual")
+    train(job(folder))
+    return losses(folder)
+
+
+def test_another_feed(tmp_path: Path, usual: list[float]):
+    feed: Feed = Alphabet()
+    summary = train(job(tmp_path, feed=feed))
+    assert summary["final_loss"] < usual[-1]  # one sentence is learned faster than noise
+
+
+def test_another_store_of_checkpoints(tmp_path: Path, usual: list[float]):
+    memory = InMemory()
+    store: Checkpoints = memory
+
+    def fail(step: int, state: object) -> None:
+        if step == 6:
+            raise RuntimeError("the machine fails")
+
+    with pytest.raises(RuntimeError):
+        train(job(tmp_path, store=store, on_step=(fail,)))
+    assert memory.steps() == [5] and not (tmp_path / "checkpoints").exists()
+    assert train(job(tmp_path, store=store))["resumed_at"] == [5]
+    assert losses(tmp_path) == usual and memory.steps() == [5, 6]
+
+
+def test_another_strategy(tmp_path: Path, usual: list[float]):
+    train(job(tmp_path, strategy=Jit(), mesh={"fsdp": 2}))
+    assert losses(tmp_path) == pytest.approx(usual, rel=1e-5)
+
+
+def test_another_tracker(tmp_path: Path, usual: list[float]):
+    train(job(tmp_path, trackers={"csv": lambda: Csv(tmp_path / "losses.csv")}))
+    rows = [row for row in csv.reader((tmp_path / "losses.csv").open()) if row[1]]
+    assert [float(loss) for _, loss in rows] == usual
+
+
+class Here:
+    """A launcher that does the work of a command itself, on one host."""
+
+    hosts = 1
+
+    def __init__(self, work: Callable[[Sequence[str]], None]) -> None:
+        self.work, self.told = work, []
+
+    def start(self, command: Sequence[str]) -> "Here":
+        try:
+            self.work(command)
+            self.status = 0
+        except RuntimeError:
+            self.status = 1
+        return self
+
+    def ended(self, seconds: float) -> list[Ending]:
+        return [Ending(0, self.status)]
+
+    def tell(self, number: int) -> None:
+        self.told.append(number)
+
+    def end(self) -> None: ...
+
+
+def test_another_launcher(tmp_path: Path, usual: list[float]):
+    starts = []
+
+    def work(command: Sequence[str]) -> None:
+        starts.append(list(command))
+
+        def fail(step: int, state: object) -> None:
+            if step == 6 and len(starts) == 1:
+                raise RuntimeError("the machine fails")
+
+        train(job(tmp_path, on_step=(fail,)))
+
+    said: list[str] = []
+    launcher: Launcher = Here(work)
+    assert supervise(launcher, ["train", "x.yaml"], Restarts(), say=said.append) == 0
+    assert starts == [["train", "x.yaml"]] * 2 and len(said) == 1
+    assert losses(tmp_path) == usual
