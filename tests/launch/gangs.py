@@ -7,6 +7,7 @@ is that one. It reads orders as JSON lines and answers each with one.
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -77,6 +78,7 @@ class ForkedGang:
         self.pids = nursery.ask(do="start", hosts=nursery.hosts, address=address, **job)["pids"]
         self._nursery, self._left = nursery, set(self.pids)
         self._statuses: dict[int, int] = {}
+        self.noticed = 0.0  # when the first one had ended
 
     def ended(self, seconds: float) -> list:
         from affinage.launch import Ending
@@ -85,6 +87,8 @@ class ForkedGang:
         while True:
             found = self._nursery.ask(do="poll", pids=sorted(self._left))["ended"]
             self._left -= {pid for pid, _ in found}
+            self._statuses |= dict(found)
+            self.noticed = self.noticed or (time.monotonic() if found else 0.0)
             if found or time.monotonic() >= until:
                 return [Ending(self.pids.index(pid), status) for pid, status in found]
             time.sleep(0.01)
@@ -104,9 +108,69 @@ class ForkedGang:
             self.ended(1.0)
         self._port.close()
 
+    def wait(self) -> list[int]:
+        """How all of them ended, by host; then nothing is left."""
+        try:
+            while self._left:
+                self.ended(1.0)
+        finally:
+            self.end()
+        return [self._statuses[pid] for pid in self.pids]
+
     def said(self, host: int) -> str:
         log = _log(self.folder, host)
         return log.read_text(errors="replace") if log.exists() else ""
+
+
+class Killing:
+    """A launcher whose hosts are killed, one in each start, at a random moment, as often as is said."""
+
+    def __init__(self, nursery: Nursery, folder: Path, kills: int, seed: int = 0) -> None:
+        self.hosts, self._nursery, self._folder = nursery.hosts, nursery, folder
+        self._draw, self._left = random.Random(seed), kills
+        self.killed = self.lost = 0  # kills, and the most steps that one cost
+        self.noticed: list[float] = []  # seconds from each kill until it was noticed
+        self.back: list[float] = []  # seconds from a kill to the next step, where no other kill came between
+        self._last: tuple[ForkedGang, float] | None = None
+
+    def start(self, command: Sequence[str]) -> ForkedGang:
+        if self._last is not None:
+            self.noticed.append(max(0.0, self._last[0].noticed - self._last[1]))
+        before = newest(self._folder)
+        gang = self._nursery.start(command)
+        last, self._last = self._last, None
+        if self._left:
+            self._left -= 1
+            # Every other time after a step, else in the start, the compilation, the restore.
+            if self._left % 2:
+                self._wait_for_step(gang)
+                if last is not None:
+                    self.back.append(time.monotonic() - last[1])
+            time.sleep(self._draw.uniform(0.0, 0.4 if self._left % 2 else 2.5))
+            gang.kill(self._draw.randrange(self.hosts))
+            self._last = gang, time.monotonic()
+            self.killed += 1
+            self.lost = max(self.lost, max([before, *steps_of(self._folder)]) - newest(self._folder))
+        return gang
+
+    def _wait_for_step(self, gang: ForkedGang) -> None:
+        while not steps_of(self._folder) and all(map(_runs, gang.pids)):
+            time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not only waiting to be asked how it ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def newest(folder: Path) -> int:
+    """The newest step that is on disk."""
+    from affinage.checkpoint import CheckpointStore
+
+    return max([0, *CheckpointStore(folder / "checkpoints").steps()])
 
 
 def steps_of(folder: Path, host: int = 0) -> list[int]:

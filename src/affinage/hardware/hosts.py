@@ -37,6 +37,7 @@ class Place:
     coordinator: str  # host:port; the first host listens there
     hosts: int
     host: int
+    detected: bool = False  # by JAX, which then also says which devices are this host's
 
 
 @dataclass(eq=False)
@@ -200,7 +201,7 @@ def _detected() -> Place:
         raise UserError(
             "JAX finds no cluster here", where=f"{COORDINATOR}={DETECT}", fix="Say it yourself; see docs/clusters.md."
         )
-    return Place(address, hosts, host)
+    return Place(address, hosts, host, detected=True)
 
 
 @contextlib.contextmanager
@@ -235,6 +236,7 @@ def _connect(found: Place) -> None:
             found.coordinator,
             found.hosts,
             found.host,
+            cluster_detection_method=None if found.detected else "deactivate",
             coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", found.coordinator),
             initialization_timeout=_JOIN,
             heartbeat_timeout_seconds=_HEARTBEAT,
@@ -259,11 +261,16 @@ def _address_towards(coordinator: str) -> str:
 
 
 def _listen_on(address: str) -> None:
-    """Make the collectives of CPUs listen on one address; by itself JAX takes that of the machine's name."""
-    from jax._src import distributed, xla_bridge
+    """Make the collectives of CPUs listen on one address; by itself JAX takes that of the machine's name.
+
+    And let all hosts find the programs in the cache of compilations that the first has put there: on CPUs each has a
+    topology of its own in JAX's eyes, and would compile anew at every start. They are taken to be of one kind.
+    """
+    from jax._src import cache_key, distributed, xla_bridge
     from jax._src.lib import _jax
 
     def client() -> Any:
+        cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]
         gloo = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=address)
         return xla_bridge.make_cpu_client(gloo)
 

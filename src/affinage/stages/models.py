@@ -135,7 +135,8 @@ def load_trained(
         tokenizer: folder of the tokenizer stage it used.
         name: how messages and reports call the model.
         step: of the checkpoint.
-        mesh: devices along each axis; all devices as copies of the model if None.
+        mesh: devices along each axis; all devices as copies of the model if None, or if this is one of many hosts, of
+            whose devices the mesh was.
     """
     import jax
     import jax.numpy as jnp
@@ -145,6 +146,7 @@ def load_trained(
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
+    from affinage.hardware.hosts import Hosts
     from affinage.model import abstract_params, logical_axes, parse
     from affinage.parallel import serving_mesh
     from affinage.recipe.training import PrecisionSettings
@@ -157,7 +159,8 @@ def load_trained(
     precision = PrecisionSettings(**facts["precision"])
     devices = acquire()
     abstract = abstract_params(graph, jnp.dtype(precision.params))
-    grid, shardings = serving_mesh(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract)
+    whole = mesh if mesh and Hosts.current.together else {"data": "auto"}
+    grid, shardings = serving_mesh(whole, devices, logical_axes(graph), abstract)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )

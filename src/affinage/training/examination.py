@@ -55,7 +55,7 @@ def _compiled_validation(
     step = program.compile_validation(next(iter(next(iter(sets.values())))))
 
     def asked_to_stop() -> bool:
-        watchdog.begins("a batch of the validation", patience=1)
+        watchdog.begins("a batch of the validation", told_after=1, left_after=1)
         return stop.agreed()
 
     return lambda state: validate((state.params, state.averages), sets, step=step, put=program.put, stop=asked_to_stop)

@@ -159,7 +159,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                 stopping = stop.agreed() or stopping  # it may have been given up: done again from this step
 
             if stopping or ended or saving:
-                watchdog.begins("the save", patience=1)
+                watchdog.begins("the save", told_after=1)
                 with ledger.stall():
                     store.save(step, state.named(), checkpoint_meta(program, ledger, health, resumed_at))
                 rhythm.saved()

@@ -36,7 +36,8 @@ class Watchdog:
         self._name, self._folder, self._settings, self._life = name, folder, settings, life
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
-        self._patience = _ELSEWHERE
+        self._patience = self._patience_to_leave = _ELSEWHERE
+        self._blamed = ""
         hosts = Hosts.current
         self._file = folder / (FILE if hosts.first else f"stuck-{hosts.index}.txt")
         self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else hosts.count > 1
@@ -56,27 +57,31 @@ class Watchdog:
         self._thread.join()
         self._life.show()
 
-    def begins(self, what: str, *, patience: float = _ELSEWHERE) -> None:
-        """Something else than a step begins, which may take `patience` times as long."""
-        self._begin(what, patience)
+    def begins(self, what: str, *, told_after: float = _ELSEWHERE, left_after: float = _ELSEWHERE) -> None:
+        """Something else than a step begins; after so many times the patience with a step it is told, and left."""
+        self._begin(what, told_after, left_after)
 
     def step_begins(self, step: int) -> None:
         """A step begins, and what was before has ended."""
         before, since = self._what, self._last
-        self._begin(f"step {step}", 1.0)
+        self._begin(f"step {step}", 1.0, 1.0)
         if before.startswith("step"):
             self._steps.append(self._last - since)
 
-    def _begin(self, what: str, patience: float) -> None:
-        self._last, self._what, self._told, self._patience = time.monotonic(), what, False, patience
+    def _begin(self, what: str, told_after: float, left_after: float) -> None:
+        self._last, self._what, self._told, self._blamed = time.monotonic(), what, False, ""
+        self._patience, self._patience_to_leave = told_after, max(told_after, left_after)
         self._begun += 1
 
     @property
     def limit(self) -> float:
-        """Seconds that what is running now may take."""
+        """Seconds that what is running now may take until it is told."""
+        return self._seconds(self._patience)
+
+    def _seconds(self, patience: float) -> float:
         steps = list(self._steps) if self._what.startswith("step") else []
         slow = float(np.percentile(steps, 99)) if steps else 0.0
-        return max(self._patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
+        return max(patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
 
     def _watch(self) -> None:
         while not self._ended.wait(min(_LOOK_EVERY, self._settings.stuck_seconds / 4)):
@@ -85,19 +90,23 @@ class Watchdog:
             if not self._told and waited > self.limit:
                 self._told = True
                 self._tell(waited)
+            if self._told and self._leaves and waited > self._seconds(self._patience_to_leave):
+                self._leave(waited)
 
     def _tell(self, waited: float) -> None:
-        what, begun = self._what, self._begun
-        said = f"{self._name}: {what} has not ended for {waited:.0f} s"
+        said, begun = f"{self._name}: {self._what} has not ended for {waited:.0f} s", self._begun
         with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{said}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
-        print(f"{said}; all stacks are in {self._file}", file=sys.stderr, flush=True)
-        if blamed := self._beats.blame():
-            said = f"{said}: {blamed}"
-            print(said, file=sys.stderr, flush=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(f"\n{said}\n")
-        if self._leaves and self._begun == begun and OwnProcess.current is not None:
-            leave(said)
+            print(f"{said}; all stacks are in {self._file}", file=sys.stderr, flush=True)
+            blamed = self._beats.blame()
+            if blamed and self._begun == begun:
+                self._blamed = f": {blamed}"
+                file.write(f"\n{said}{self._blamed}\n")
+                print(f"{said}{self._blamed}", file=sys.stderr, flush=True)
+
+    def _leave(self, waited: float) -> None:
+        # What ended while the other hosts were asked is not left.
+        if time.monotonic() - self._last >= waited and OwnProcess.current is not None:
+            leave(f"{self._name}: {self._what} has not ended for {waited:.0f} s{self._blamed}")

@@ -1,0 +1,140 @@
+"""Two processes that train one model: killed, told to stop or stuck, it ends with the same bits."""
+
+import ipaddress
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import gangs
+import pytest
+
+from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.looking import compare
+from affinage.errors import EXIT_PREEMPTED
+from affinage.launch import Gang, Restarts, supervise
+
+STEPS, EVERY = 40, 5
+KILLS = 20
+
+
+def curve(folder: Path) -> list[dict]:
+    """The metrics without what the clock says."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+def ended_alike(one: Path, other: Path) -> bool:
+    first, second = ((CheckpointStore(folder / "checkpoints"), STEPS) for folder in (one, other))
+    found = compare(first, second, numbers=True)["arrays"]
+    return bool(found["same"]) and not found["different"] and not found["only"] and curve(one) == curve(other)
+
+
+def order(folder: Path, **more: object) -> list[str]:
+    return [json.dumps({"folder": str(folder), "steps": STEPS, **more})]
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gangs.Nursery]:
+    with gangs.Nursery(tmp_path_factory.mktemp("cache")) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: gangs.Nursery) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    said: list[str] = []
+    assert supervise(nursery, order(folder), Restarts(failures=2), say=said.append) == 0, said
+    return folder
+
+
+@pytest.mark.slow
+def test_a_host_killed_at_random_moments_changes_no_bit(tmp_path: Path, nursery, undisturbed: Path):
+    folder, said = tmp_path / "run", []
+    killing = gangs.Killing(nursery, folder, KILLS)
+    assert supervise(killing, order(folder), Restarts(failures=KILLS + 2), say=said.append) == 0
+    assert killing.killed == KILLS and sum("was killed by SIGKILL" in line for line in said) >= KILLS // 2, said
+    assert killing.lost <= 2 * EVERY  # an interval, and the save in flight
+    assert ended_alike(folder, undisturbed)
+
+
+def test_one_host_is_told_to_stop_and_all_stop_at_the_same_step(tmp_path: Path, nursery, undisturbed: Path):
+    folder = tmp_path / "run"
+    for host, phase in enumerate(("compilation", "step", "evaluation", "save")):
+        hurt = {"host": host % 2, "phase": phase, "by": int(signal.SIGTERM)}
+        gang = nursery.start(order(folder, hurt=hurt))
+        assert set(gang.wait()) == {EXIT_PREEMPTED}, (phase, gang.said(0), gang.said(1))
+        made = [gangs.steps_of(folder, host) for host in (0, 1)]
+        assert made[0] == made[1], phase
+        assert gangs.newest(folder) == made[0][-1] if phase != "compilation" else not made[0]
+    assert supervise(nursery, order(folder), Restarts(failures=2), say=lambda line: None) == 0
+    assert ended_alike(folder, undisturbed)
+
+
+@pytest.mark.parametrize("by", [int(signal.SIGSTOP), "sleep"], ids=["stopped", "asleep"])
+def test_a_host_that_is_stuck_is_named_and_the_run_goes_on(tmp_path: Path, nursery, undisturbed: Path, by: int | str):
+    folder, said = tmp_path / "run", []
+
+    class Once:
+        hosts = nursery.hosts
+
+        def start(self, command: list[str]) -> "Gang":
+            hurt = {} if said else {"hurt": {"host": 1, "phase": "evaluation", "by": by}}
+            return nursery.start(order(folder, settings={"survival": {"stuck_seconds": 4}}, **hurt))
+
+    assert supervise(Once(), [], Restarts(failures=2, preemptions=2), say=said.append) == 0
+    told = (folder / "stuck.txt").read_text()
+    assert ("host 1 shows no sign of life" if by != "sleep" else "host 1 is behind") in told
+    assert "Thread 0x" in told and ("on_step" in told if by == "sleep" else True)
+    assert ended_alike(folder, undisturbed)
+
+
+def test_one_process_with_all_devices_makes_the_same_bits(tmp_path: Path, undisturbed: Path):
+    folder = tmp_path / "run"
+    with gangs.Nursery(tmp_path / "cache", hosts=1) as alone:
+        assert supervise(alone, order(folder), Restarts(failures=0), say=lambda line: None) == 0
+    assert ended_alike(folder, undisturbed)
+
+
+def test_a_run_goes_on_with_another_number_of_hosts(tmp_path: Path, nursery, undisturbed: Path):
+    folder = tmp_path / "run"
+    gang = nursery.start(order(folder))
+    try:
+        while not gangs.newest(folder):
+            gang.ended(0.01)
+    finally:
+        gang.end()
+    assert gangs.newest(folder) < STEPS
+    with gangs.Nursery(tmp_path / "cache", hosts=1) as alone:
+        assert supervise(alone, order(folder), Restarts(failures=0), say=lambda line: None) == 0
+    assert ended_alike(folder, undisturbed)
+
+
+def test_hosts_of_this_machine_listen_on_loopback_alone(tmp_path: Path, nursery):
+    gang = nursery.start(order(tmp_path / "run"))
+    try:
+        while not gangs.steps_of(tmp_path / "run"):
+            gang.ended(0.01)
+        addresses = {address for pid in gang.pids for address in _listening(pid)}
+    finally:
+        gang.end()
+    assert addresses == {"127.0.0.1"}
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in gang.pids)
+
+
+def _listening(pid: int) -> set[str]:
+    """The addresses that a process listens on, from Linux's tables."""
+    files = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(link)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state != "0A" or f"socket:[{rest[5]}]" not in files:
+                continue
+            words = bytes.fromhex(local.partition(":")[0])
+            address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+            listened = ipaddress.ip_address(address)
+            found.add(str(getattr(listened, "ipv4_mapped", None) or listened))
+    return found
