@@ -211,6 +211,7 @@ def _memory_table(made: "Plan") -> Any:
     table.add_column("", justify="right")
     rows = {
         "weights": memory.weights,
+        "weights that are not trained": memory.frozen,
         "optimizer": memory.optimizer,
         "averages": memory.averages,
         "batch": memory.batch,

@@ -68,6 +68,9 @@ def export(
     trim: Annotated[
         bool, typer.Option("--trim-vocabulary", help="MODEL only: leave out ids that the tokenizer does not have.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="MODEL only: the LoRA adapters it trained alone, as PEFT reads them.")
+    ] = False,
     check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers makes of it.")] = False,
     push: Annotated[
         str | None, typer.Option(metavar="REPO_ID", help="Then upload it to the Hugging Face Hub; needs HF_TOKEN.")
@@ -81,7 +84,12 @@ def export(
     Examples: affinage export quickstart --verify
 
     affinage export runs/quickstart/pretrain@1000 --to my_model --dtype bfloat16 --push me/my_model
+
+    affinage export quickstart/sft --adapter --to my_adapter
     """
+    if adapter:
+        _write_adapter(target, runs, to, check or push is not None)
+        return
     offline = "HF_HUB_OFFLINE" in os.environ
     if is_recipe(target, runs):
         settings = ["export={verify: true}" if check else "export={}"]
@@ -116,6 +124,18 @@ def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licenc
     model: LoadedModel = open_model(target, runs)
     chat = is_chat(locate_model(target, runs)[0])
     export(model, to, facts=CardFacts(licence=licence), chat=chat, **written)
+
+
+def _write_adapter(target: str, runs: Path, to: Path | None, more: bool) -> None:
+    if to is None or more or is_recipe(target, runs):
+        fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
+        raise UserError("--adapter goes with a MODEL and --to alone", where=target, fix=fix)
+    _must_be_new(to)
+    from affinage.hub.adapter import write_adapter
+    from affinage.stages.models import open_adapters
+
+    files = write_adapter(to, *open_adapters(target, runs))
+    typer.echo(f"The adapter is in {to}: {sum(files.values()) / 1e6:,.1f} MB.")
 
 
 def _exported(target: str, runs: Path, *, anew: bool) -> Path:

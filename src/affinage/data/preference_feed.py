@@ -34,14 +34,17 @@ class PreferenceFeed:
 
 
 class PreferenceRows:
-    """Held-out pairs in a fixed order, with the reference's log-probabilities."""
+    """Held-out pairs in a fixed order, with the reference's log-probabilities where they are known beforehand."""
 
     bytes = 0  # the loss is of pairs, not of text
 
-    def __init__(self, rows: ValidationRows, reference: Float[np.ndarray, "rows documents"]) -> None:
+    def __init__(self, rows: ValidationRows, reference: Float[np.ndarray, "rows documents"] | None) -> None:
         self._rows, self._reference = rows, reference
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._reference is None:
+            yield from self._rows
+            return
         for index, batch in enumerate(self._rows):
             found = np.zeros((len(batch["tokens"]), self._reference.shape[1]), np.float32)
             chosen = self._rows.rows_of(index)

@@ -1,8 +1,10 @@
 """The model as a graph: parsed from a recipe, analysed before it is built, applied as pure functions."""
 
+from affinage.model.adapters import Adapters
 from affinage.model.call import Call, Logits, Loss, Outputs
 from affinage.model.graph import Graph, parse
 from affinage.model.module import (
+    Declared,
     Model,
     abstract_averages,
     abstract_params,
@@ -20,7 +22,9 @@ from affinage.model.module import (
 from affinage.model.node import Node
 
 __all__ = [
+    "Adapters",
     "Call",
+    "Declared",
     "Graph",
     "Logits",
     "Loss",

@@ -56,6 +56,7 @@ class Call:
     compute_dtype: Any = jnp.float32  # parameters are cast to it at use; norms, softmax and the loss stay in float32
     key: PRNGKeyArray | None = None  # of a training step: dropout, augmentations, experts' capacity; None: none
     cache: Any = None  # from `init_cache`: the batch continues the rows it holds
+    adapter_dropout: float = 0.0  # of what goes into adapters, where there are any and there is a key
     averages: Any = None  # the state of `graph.averages`, for the nodes that read them
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
     attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`

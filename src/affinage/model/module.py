@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,41 @@ from affinage.model.parameter import Tree, map_parameters
 from affinage.model.repeat import apply_node
 
 
-def abstract_params(graph: Graph, dtype: Any = jnp.float32) -> Tree:
+class Declared(Protocol):
+    """What declares parameters: a graph, or the adapters beside its matrices."""
+
+    @property
+    def parameters(self) -> Tree:
+        """Declarations of all parameters."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """See `Graph.depth`."""
+        ...
+
+
+def abstract_params(graph: Declared, dtype: Any = jnp.float32) -> Tree:
     """Shapes and dtypes of all parameters as a nested dict of jax.ShapeDtypeStruct; allocates nothing."""
     return map_parameters(lambda _, p: jax.ShapeDtypeStruct(p.shape, dtype), graph.parameters)
 
 
-def logical_axes(graph: Graph) -> Tree:
+def logical_axes(graph: Declared) -> Tree:
     """The logical axis of every dimension of every parameter, as a tree of tuples."""
     return map_parameters(lambda _, p: p.axes, graph.parameters)
 
 
-def decayed(graph: Graph) -> Tree:
+def decayed(graph: Declared) -> Tree:
     """Whether weight decay applies, as a tree of bools: True for matrices and embeddings, not for norms and biases."""
     return map_parameters(lambda _, p: p.decay, graph.parameters)
 
 
-def matrices(graph: Graph) -> Tree:
+def matrices(graph: Declared) -> Tree:
     """For every hidden layer's matrix (dimensions of its input, of its output); None for all other parameters."""
     return map_parameters(lambda _, p: (p.inputs, p.outputs) if p.inputs else None, graph.parameters)
 
 
-def init_params(graph: Graph, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Tree:
+def init_params(graph: Declared, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Tree:
     """First values of all parameters; each depends on the key and its own name only. Can be jitted and sharded."""
 
     def draw(path: tuple[str, ...], parameter: Any) -> Array:

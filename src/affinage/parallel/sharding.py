@@ -96,7 +96,9 @@ def rows_split(mesh: Mesh, table: Table = TABLE) -> int:
     return math.prod(mesh.shape[axis] for axis in table["batch"])
 
 
-def param_shardings(mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: Table = TABLE) -> PyTree:
+def param_shardings(
+    mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: Table = TABLE, *, mostly_split: bool = True
+) -> PyTree:
     """A NamedSharding for every parameter.
 
     Args:
@@ -104,10 +106,11 @@ def param_shardings(mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: T
         logical_axes: the tree of the parameters with a tuple of logical axis names (or None) for each leaf.
         abstract: the same tree with `jax.ShapeDtypeStruct` leaves.
         table: logical axis -> mesh axes.
+        mostly_split: whether to refuse parameters of which much is whole on every device.
 
     Raises:
         UserError: where a size does not divide over its mesh axes, or where more than 2 % of the parameters would be
-            whole on every device of a mesh that is there to split them.
+            whole on every device of a mesh that is there to split them, unless they need not be `mostly_split`.
     """
 
     def one(path: tuple, shape: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
@@ -119,7 +122,8 @@ def param_shardings(mesh: Mesh, logical_axes: PyTree, abstract: PyTree, table: T
         return NamedSharding(mesh, spec)
 
     shardings = jax.tree_util.tree_map_with_path(one, abstract, logical_axes)
-    _check_enough_is_sharded(mesh, abstract, shardings)
+    if mostly_split:
+        _check_enough_is_sharded(mesh, abstract, shardings)
     return shardings
 
 

@@ -17,16 +17,18 @@ from affinage.planning.local import Split, state_bytes
 from affinage.planning.part import Part, part_of
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
+from affinage.training.frozen import frozen_of
 from affinage.training.program import compute_dtype, optimizer_of, step_of
 from affinage.training.state import TrainState, abstract_state
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while it trains. The first three are its state, the others exist during a step.
+    """Bytes on one device while it trains. The first four are its state, the others exist during a step.
 
     Attributes:
-        weights: the parameters.
+        weights: the parameters that are trained.
+        frozen: those that are not, under adapters or of a reference model.
         optimizer: what the optimizer keeps of them, such as two moments.
         averages: moving averages that the model reads.
         batch: the arrays of the rows.
@@ -39,6 +41,7 @@ class Memory:
     """
 
     weights: int
+    frozen: int
     optimizer: int
     averages: int
     batch: int
@@ -52,7 +55,7 @@ class Memory:
     @property
     def state(self) -> int:
         """What is there between steps."""
-        return self.weights + self.optimizer + self.averages
+        return self.weights + self.frozen + self.optimizer + self.averages
 
     @property
     def total(self) -> int:
@@ -62,14 +65,16 @@ class Memory:
 
 def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Memory:
     """Memory of the training step that would run; it is traced, not compiled."""
-    optimizer = optimizer_of(split.graph, settings)
+    whole = frozen_of(split.graph, settings)
+    optimizer = optimizer_of(whole, settings)
     dtype = jnp.dtype(settings.precision.params)
-    state = abstract_state(split.graph, dtype, optimizer, split.layout)
+    state = abstract_state(whole, dtype, optimizer, split.layout)
     held = partial(state_bytes, sizes=split.sizes)
     batch = batch_shapes(split.local_graph, split.local_rows * split.micro_batches, split.local_context)
     peak = _peak(split, settings, chip, platform)
     return Memory(
         weights=held(state.params),
+        frozen=held(state.frozen),
         optimizer=held(state.opt_state),
         averages=held(state.averages),
         batch=sum(leaf.size * leaf.dtype.itemsize for leaf in batch.values()),
@@ -101,11 +106,12 @@ def _peak(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> P
 def _traced_step(part: Part) -> Traced:
     """The training step of one device."""
     graph, settings = part.graph, part.settings
-    optimizer = optimizer_of(graph, settings)
-    step = step_of(graph, optimizer, settings, call_of(settings, part.parallel, part.chip, part.platform), seed=0)
+    whole = frozen_of(graph, settings)
+    optimizer = optimizer_of(whole, settings)
+    step = step_of(whole, optimizer, settings, call_of(settings, part.parallel, part.chip, part.platform), seed=0)
     alone = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES))
     layout = MeshLayout(alone)  # type: ignore[arg-type]
-    state = abstract_state(graph, jnp.dtype(settings.precision.params), optimizer, layout)
+    state = abstract_state(whole, jnp.dtype(settings.precision.params), optimizer, layout)
     batch = batch_shapes(graph, part.rows * settings.micro_batches, part.context)
 
     def of_weights(params: Any, rest: TrainState, batch: Any) -> Any:

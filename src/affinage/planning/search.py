@@ -19,6 +19,7 @@ from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, train
 from affinage.planning.roofline import least_time, time_of_nodes
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
+from affinage.training.frozen import frozen_of
 from affinage.training.program import optimizer_of
 from affinage.training.state import abstract_state
 
@@ -230,5 +231,6 @@ def _divisors(number: int) -> list[int]:
 def state_of(split: Split, settings: TrainSettings) -> int:
     """Bytes of weights and moments on one device."""
     dtype = jnp.dtype(settings.precision.params)
-    state = abstract_state(split.graph, dtype, optimizer_of(split.graph, settings), split.layout)
+    held = frozen_of(split.graph, settings)
+    state = abstract_state(held, dtype, optimizer_of(held, settings), split.layout)
     return state_bytes(state, split.sizes)

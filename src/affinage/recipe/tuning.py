@@ -71,8 +71,21 @@ class WatchSettings(Settings):
     batch: int = Field(default=64, ge=1)  # rows per forward pass
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters in place of the weights (Hu et al., 2021): W x + alpha / rank * B A x, only A and B trained."""
+
+    rank: int = Field(default=16, ge=1)  # of what is added to each matrix
+    alpha: float = Field(default=32.0, gt=0)  # what is added is scaled by alpha / rank
+    # The matrices that get one, by their names in the model: query, key, value, out (of attention), gate, up, down (of
+    # feed-forward layers). all: every one of them that is not a mixture's.
+    targets: tuple[str, ...] | Literal["all"] = "all"
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # of what goes into A
+
+
 class TuningSettings(TrainSettings):
     """What all training on conversations has in common."""
+
+    lora: LoraSettings | None = None  # train adapters only, and keep the model's own weights; default: all weights
 
     sources: tuple[Conversations, ...] = Field(min_length=1)
     root: str = ""  # a folder or URL that relative paths of sources start from; default: the working directory
@@ -117,5 +130,8 @@ class DpoSettings(TuningSettings):
     loss: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's own, or IPO (Azar et al., 2023)
     beta: float = Field(default=0.1, gt=0)  # how strongly the model is held to the one it began as
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of pairs that may be labelled the wrong way round
+    # What the model said before it learned. precomputed: written down once, by a stage of its own; held: its weights
+    # stay in memory (with `lora` they are there anyhow) and compute it in every step.
+    reference: Literal["precomputed", "held"] = "precomputed"
     system_prompt: str | None = None  # for pairs that have no system message; default: as in fine-tuning
     too_long: Literal["cut", "drop"] = "cut"  # pairs over `context`: each side is cut to half of it, or left out

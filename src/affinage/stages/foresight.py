@@ -143,6 +143,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
     from affinage.training.choices import check_choices
+    from affinage.training.frozen import frozen_of
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
@@ -165,6 +166,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         )
     with _written(loaded, "mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
+    with _written(loaded, name, "lora"):
+        frozen_of(graph, settings)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with _written(loaded, "parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)

@@ -9,7 +9,9 @@ from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe
 
 if TYPE_CHECKING:
-    from affinage.model import Graph
+    from jax.sharding import Sharding
+
+    from affinage.model import Adapters, Graph
 
 MODEL = "model.json"  # beside the checkpoints: what one must know to load them
 KEPT = "kept"  # checkpoints in place of the training's own
@@ -41,6 +43,52 @@ def checkpoints_of(training: Path, step: int | None = None) -> Path:
     """
     kept = training / KEPT
     return kept if step is None and kept.is_dir() else training / "checkpoints"
+
+
+def trained_params(training: Path, graph: "Graph", step: int | None, abstract: Any) -> Any:
+    """The weights of a training's model, with its adapters merged into them where it trained such.
+
+    Args:
+        training: its folder.
+        graph: the model.
+        step: of the checkpoint; the one that stands for the training if None.
+        abstract: of the graph's parameters, with shardings.
+    """
+    import jax
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.parallel.sharding import replicated
+    from affinage.training.frozen import kept_frozen
+
+    found = trained_adapters(training, graph, step, replicated(jax.tree.leaves(abstract)[0].sharding.mesh))
+    if found is None:
+        return CheckpointStore(checkpoints_of(training, step)).restore_params(step, abstract)
+    adapters, trained = found
+    frozen = kept_frozen(training, abstract)
+    merge = jax.jit(adapters.merged, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract), donate_argnums=0)
+    return merge(frozen, trained)
+
+
+def trained_adapters(
+    training: Path, graph: "Graph", step: int | None, sharding: "Sharding"
+) -> "tuple[Adapters, Any] | None":
+    """The adapters that a training trained, and their A and B; None if it trained the weights themselves."""
+    import jax
+    import jax.numpy as jnp
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.model import Adapters, abstract_params
+    from affinage.recipe.tuning import LoraSettings
+
+    facts = _facts(training)
+    if facts.get("lora") is None:
+        return None
+    adapters = Adapters(graph, LoraSettings(**facts["lora"]))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_params(adapters, jnp.dtype(facts["precision"]["params"])),
+    )
+    return adapters, CheckpointStore(checkpoints_of(training, step)).restore_params(step, abstract)
 
 
 def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:

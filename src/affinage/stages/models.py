@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
 from affinage.stages.imports import fitting_tokenizer, system_prompt_of
-from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of
+from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of, trained_adapters, trained_params
 from affinage.stages.plugins import VARIABLE, load_named_plugins
 from affinage.stages.store import Store, read_manifest, read_request
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
+    from affinage.model import Adapters
+    from affinage.model.parameter import Tree
 
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
@@ -170,7 +172,7 @@ def load_trained(
         raise UserError(f"there is no checkpoint of step {step}", where=str(folder), fix=f"There are {listed}.")
     return LoadedModel(
         graph=graph,
-        params=checkpoints.restore_params(step, abstract),
+        params=trained_params(folder, graph, step, abstract),
         tokenizer=Tokenizer.load(tokenizer),
         name=name,
         context=facts["context"],
@@ -178,6 +180,29 @@ def load_trained(
         system_prompt=facts["system_prompt"],
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
     )
+
+
+def open_adapters(spec: str, runs: Path) -> "tuple[Adapters, Tree]":
+    """The adapters that the training which `spec` names has trained, and their A and B.
+
+    Raises:
+        UserError: as `open_model`, and if it trained all weights.
+    """
+    import jax
+
+    from affinage.model import parse
+
+    folder, step = locate_model(spec, runs)
+    load_named_plugins()
+    found = None
+    if not is_hub_folder(folder):
+        with _told_where_kinds_are(folder):
+            graph = parse(json.loads((folder / MODEL).read_text(encoding="utf-8"))["graph"])
+        found = trained_adapters(folder, graph, step, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    if found is None:
+        fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
+        raise UserError(f"`{spec}` has no adapters: all its weights were trained", fix=fix)
+    return found
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def reference(context: StageContext) -> Summary:
     from affinage.parallel import make_mesh
     from affinage.training.program import Program
 
-    settings, rows = _settings(context), context.inputs["preferences"]
+    settings, rows = _settings(context).model_copy(update={"lora": None}), context.inputs["preferences"]
     graph = _graph(context, settings)
     feed, _ = token_rows(context, settings, rows)
     job = _job(context, graph, settings, feed)
@@ -84,18 +84,21 @@ def dpo(context: StageContext) -> Summary:
     from affinage.data.preference_feed import PreferenceFeed, PreferenceRows, read_reference
 
     settings, inputs = _settings(context), context.inputs
-    rows, told = inputs["preferences"], inputs["reference"]
+    rows, told = inputs["preferences"], inputs.get("reference")
     feed, held_out = token_rows(context, settings, rows)
-    validation = read_reference(told / "validation")
+    train, validation, data = None, {}, {"rows": content_hash(rows, "train")}
+    if told is not None:
+        train, validation = read_reference(told / "train"), read_reference(told / "validation")
+        data["reference"] = content_hash(told, "train")
     return run_training(
         context,
         _job(
             context,
             _graph(context, settings),
             settings,
-            PreferenceFeed(feed, read_reference(told / "train")),
-            data={"rows": content_hash(rows, "train"), "reference": content_hash(told, "train")},
-            validation={name: PreferenceRows(found, validation[name]) for name, found in held_out.items()},
+            feed if train is None else PreferenceFeed(feed, train),
+            data=data,
+            validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
             judge=judge_of(context, settings, _base_graph(context), feed, context.recipe.chat_system_prompt),
         ),
         # What it is used with is the model itself, whose loss is of the next token.

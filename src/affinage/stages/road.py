@@ -207,10 +207,10 @@ def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugi
     computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision", "base_step")}
     told, (watched, files) = {"system_prompt": recipe.chat_system_prompt}, _read_by_watch(dpo)
     settings = {**_part(recipe, "model", "seed"), "dpo": _training(dpo) | told}
-    return [
-        Stage("reference", preferences.reference, computed, inputs, begun, together=True),
-        _training_stage("dpo", preferences.dpo, settings, ("reference", *inputs, *watched), begun | files),
-    ]
+    told_before = dpo.reference == "precomputed"
+    stages = [Stage("reference", preferences.reference, computed, inputs, begun, together=True)] if told_before else []
+    read = (*_if(told_before, "reference"), *inputs, *watched)
+    return [*stages, _training_stage("dpo", preferences.dpo, settings, read, begun | files)]
 
 
 def _preferences(recipe: Recipe, dpo: DpoSettings) -> Stage:

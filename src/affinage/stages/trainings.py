@@ -14,7 +14,7 @@ from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.extension import extended
 from affinage.stages.in_loop import InLoop
-from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params
+from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params, trained_params
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
 from affinage.stages.watching import judge_of, refuse_on_many_hosts
@@ -123,7 +123,7 @@ def begin_with(
                     where=f"{context.folder.name.rpartition('-')[0]}.base_step",
                     fix=f"Keep them with {name}.checkpoint.keep_every, and make it anew: --force {name}",
                 )
-            return lambda abstract: store.restore_params(step, abstract)
+            return partial(trained_params, context.inputs[name], graph, step)
     return _imported(context, graph)
 
 
@@ -277,7 +277,8 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
     extension = extended(context.loaded, job.name)
     job = replace(job, trackers=makers, tracked=settings, extends=None if extension is None else Extension(*extension))
-    told = {"graph": graph.to_dict(), **facts}
+    lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
+    told = {"graph": graph.to_dict(), **facts} | ({"lora": lora.model_dump(mode="json")} if lora else {})
     if Hosts.current.first:
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     return train(job)

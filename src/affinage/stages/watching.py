@@ -138,7 +138,8 @@ def judge_of(
 
     def score(state: "TrainState") -> Answers:
         assert settings.watch is not None
-        return _answers(context, settings, settings.watch, graph, feed.context, system_prompt, state.params)
+        params = _whole_model(graph, settings, state)
+        return _answers(context, settings, settings.watch, graph, feed.context, system_prompt, params)
 
     return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step)
 
@@ -151,6 +152,18 @@ def refuse_on_many_hosts(setting: str) -> None:
             where=setting,
             fix=f"Set {setting}=null; those of `evaluate` are run by the first host when the training is done.",
         )
+
+
+def _whole_model(graph: "Graph", settings: TuningSettings, state: "TrainState") -> Any:
+    """The weights at this step, with the adapters in them where such are trained."""
+    import jax
+
+    from affinage.training.frozen import frozen_of
+
+    if settings.lora is None:
+        return state.params
+    like = jax.tree.map(lambda leaf: leaf.sharding, state.frozen)
+    return jax.jit(frozen_of(graph, settings).merged, out_shardings=like)(state.params, state.frozen)
 
 
 def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from affinage.errors import UserError
 from affinage.hardware.devices import acquire
 from affinage.model.activations import batch_shapes
 from affinage.model.graph import Graph
@@ -86,6 +87,9 @@ def measure(program: Program, batch: HostBatch, steps: int = 10) -> dict[str, Ti
     Returns:
         Timings by the names in `PARTS`, and `STEP`.
     """
+    if program.held.held:
+        fix = "Leave out `lora`, and set `reference: precomputed`."
+        raise UserError("only trainings of all weights are measured by their parts", fix=fix)
     put, state = program.put(batch), program.begin()
     forward, loss, backward = (jax.jit(part) for part in differentiated(program))
     update = jax.jit(_update(program), donate_argnums=0)

@@ -58,4 +58,6 @@ def _compiled_validation(
         watchdog.begins("a batch of the validation", told_after=1, left_after=1)
         return stop.agreed()
 
-    return lambda state: validate((state.params, state.averages), sets, step=step, put=program.put, stop=asked_to_stop)
+    return lambda state: validate(
+        (state.params, state.averages, state.frozen), sets, step=step, put=program.put, stop=asked_to_stop
+    )

@@ -10,6 +10,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import IDENTITY, refuse_changes
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
+from affinage.training.frozen import kept_frozen
 from affinage.training.job import Extension
 from affinage.training.program import Program
 from affinage.training.state import TrainState
@@ -42,7 +43,8 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
     for change in refuse_changes(meta, now, accepted, where=str(store.folder), setting=setting):
         if change.name.partition(".")[0] not in _OPEN:
             warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)
-    state = TrainState(**store.restore(extension.step, program.abstract.named()))
+    frozen = kept_frozen(extension.training, program.abstract.frozen)
+    state = TrainState(**store.restore(extension.step, program.abstract.named()), frozen=frozen)
     lines, own = extension.training / "metrics.jsonl", job.folder / "metrics.jsonl"
     if Hosts.current.first and lines.is_file() and not own.exists():
         part = own.with_suffix(".part")

@@ -19,6 +19,7 @@ from affinage.model.kind import Result
 from affinage.model.module import context_of
 from affinage.model.node import Node
 from affinage.recipe.training import TrainSettings
+from affinage.training.frozen import Frozen
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.rounding import stored_like
 from affinage.training.schedule import learning_rate
@@ -30,7 +31,7 @@ PyTree = Any
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
-def make_layerwise_step(graph: Graph, settings: TrainSettings, *, call: Call, seed: int) -> Step:
+def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, seed: int) -> Step:
     """Build the step, with the metrics of `make_train_step`.
 
     It is the same step but for two things that the gradient of all layers would be needed for: the norm that gradients
@@ -39,7 +40,7 @@ def make_layerwise_step(graph: Graph, settings: TrainSettings, *, call: Call, se
     it, not of those above it. A loss that is not finite leaves all. Draws of stochastic rounding are others, too.
 
     Args:
-        graph: with a loss node and one repeated node.
+        held: the graph, with a loss node and one repeated node.
         settings: of the training.
         call: compute dtype and how the graph is applied; its key is set here.
         seed: of the run, for dropout and rounding.
@@ -47,11 +48,12 @@ def make_layerwise_step(graph: Graph, settings: TrainSettings, *, call: Call, se
     Raises:
         UserError: for models and settings that it does not go with.
     """
-    node = _repeated(graph, settings, call)
-    return _Layerwise(graph, node, settings, call, seed).step
+    node = _repeated(held, settings, call)
+    return _Layerwise(held.graph, node, settings, call, seed).step
 
 
-def _repeated(graph: Graph, settings: TrainSettings, call: Call) -> Node:
+def _repeated(held: Frozen, settings: TrainSettings, call: Call) -> Node:
+    graph = held.graph
     nodes = [node for node in graph.nodes if node.repeat is not None]
     reasons = {
         f"the model has {len(nodes)} repeated nodes, not one": len(nodes) != 1,
@@ -60,6 +62,8 @@ def _repeated(graph: Graph, settings: TrainSettings, call: Call) -> Node:
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
         f"micro_batches is {settings.micro_batches}": settings.micro_batches > 1,
         "the mesh has a pipeline": call.layers is not None,
+        "the training has `lora`": held.adapters is not None,
+        "the training holds a reference": held.reference,
     }
     for reason, holds in reasons.items():
         if holds:

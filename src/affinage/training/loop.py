@@ -17,6 +17,7 @@ from affinage.tracking import TrackedRun, Trackers
 from affinage.training.diagnosis import diagnose
 from affinage.training.examination import Examination
 from affinage.training.extension import begin_extended
+from affinage.training.frozen import keep_frozen, kept_frozen
 from affinage.training.health import Health, Incurable
 from affinage.training.job import Checkpoints, HostBatch, TrainJob
 from affinage.training.ledger import Ledger, LifeSign
@@ -213,11 +214,15 @@ def _resume_or_begin(program: Program, store: Checkpoints) -> _Beginning:
 
     newest = store.restore_newest(program.abstract.named(), accept)
     if newest is None and job.extends is not None:
-        return _Beginning(*begin_extended(program, job.extends))
+        extended = _Beginning(*begin_extended(program, job.extends))
+        keep_frozen(job.folder, extended.state.frozen)
+        return extended
     if newest is None:
-        return _Beginning(0, program.begin(), {})
+        begun = program.begin()
+        keep_frozen(job.folder, begun.frozen)
+        return _Beginning(0, begun, {})
     step, state, meta = newest
-    return _Beginning(step, TrainState(**state), meta)
+    return _Beginning(step, TrainState(**state, frozen=kept_frozen(job.folder, program.abstract.frozen)), meta)
 
 
 def _go_back(
@@ -237,9 +242,10 @@ def _diagnosed(program: Program, state: TrainState, end: Incurable) -> UserError
     """What the user is told when too many updates were left out; also in diagnosis.json."""
     job = program.job
     batch = next(program.batches(end.step - 1))
+    whole = program.held.whole(state.params, state.frozen)
     found = {
         "step": end.step,
-        **diagnose(job.graph, program.call, state.params, state.averages, program.put_share(batch)),
+        **diagnose(job.graph, program.call, whole, state.averages, program.put_share(batch)),
         "learning_rate": program.learning_rate(end.step),
         "documents": None if job.documents is None else job.documents(end.step),
     }

@@ -14,13 +14,14 @@ import optax
 from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
-from affinage.model import Call, Graph, apply, decayed, init_params, matrices
+from affinage.model import Call, Declared, apply, decayed, init_params, matrices
 from affinage.model.analysis import analyse
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings, TrainSettings
+from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import make_layerwise_step
 from affinage.training.optimizer import Weights, make_optimizer
@@ -96,28 +97,45 @@ class Program:
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         """The job's optimizer."""
-        return optimizer_of(self.job.graph, self.job.settings)
+        return optimizer_of(self.held, self.job.settings)
+
+    @cached_property
+    def held(self) -> Frozen:
+        """What is trained of the graph, and what is frozen."""
+        return frozen_of(self.job.graph, self.job.settings)
 
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         dtype = jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(self.job.graph, dtype, self.optimizer, self.layout, self.job.settings.health.window)
+        return abstract_state(self.held, dtype, self.optimizer, self.layout, self.job.settings.health.window)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
-        if self.job.initial_params is not None:
-            params = self.job.initial_params(self.abstract.params)
+        frozen = self._first_weights(self.abstract.frozen) if self.held.held else None
+        if self.held.adapters is not None:
+            params = self._draw(self.held.adapters, self.abstract.params)
+        elif frozen is not None:
+            params = jax.tree.map(jnp.copy, frozen)
         else:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.params)
-            dtype = jnp.dtype(self.job.settings.precision.params)
-            draw = jax.jit(lambda key: init_params(self.job.graph, key, dtype), out_shardings=shardings)
-            params = draw(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
-        return begin(self.job.graph, self.abstract, params, self.optimizer)
+            params = self._first_weights(self.abstract.params)
+        return begin(self.job.graph, self.abstract, params, self.optimizer, frozen)
+
+    def _first_weights(self, abstract: PyTree) -> PyTree:
+        """The weights that the job begins with, or random ones."""
+        if self.job.initial_params is not None:
+            return self.job.initial_params(abstract)
+        return self._draw(self.job.graph, abstract)
+
+    def _draw(self, declared: Declared, abstract: PyTree) -> PyTree:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        dtype = jnp.dtype(self.job.settings.precision.params)
+        draw = jax.jit(lambda key: init_params(declared, key, dtype), out_shardings=shardings)
+        return draw(random_key(self.job.seed, Purpose.INITIAL_WEIGHTS))
 
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
-        step = step_of(self.job.graph, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
+        step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
         return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
 
     def pass_over(self, state: TrainState) -> TrainState:
@@ -130,8 +148,8 @@ class Program:
 
     def compile_validation(self, batch: HostBatch) -> Callable[[PyTree, PyTree], dict[str, Any]]:
         """The compiled validation step for batches like `batch`; see `make_validation_step`."""
-        step = make_validation_step(self.job.graph, call=self.adapted_call)
-        weights = (self.abstract.params, self.abstract.averages)
+        step = make_validation_step(self.held, call=self.adapted_call)
+        weights = (self.abstract.params, self.abstract.averages, self.abstract.frozen)
         return self.strategy.compile_evaluation(step, weights, self._like(batch))
 
     def compile_value(self, node: str, batch: HostBatch) -> Callable[[PyTree, PyTree], jax.Array]:
@@ -207,19 +225,19 @@ class Program:
         return self.strategy.adapt(with_remat(self.call, self.job.parallel.remat))
 
 
-def optimizer_of(graph: Graph, settings: TrainSettings) -> optax.GradientTransformation:
-    """The optimizer that these settings name, for this graph's weights."""
-    return make_optimizer(settings.optimizer, Weights(decayed(graph), matrices(graph)))
+def optimizer_of(held: Frozen, settings: TrainSettings) -> optax.GradientTransformation:
+    """The optimizer that these settings name, for the weights that are trained."""
+    return make_optimizer(settings.optimizer, Weights(decayed(held.trained), matrices(held.trained)))
 
 
 def step_of(
-    graph: Graph, optimizer: optax.GradientTransformation, settings: TrainSettings, call: Call, seed: int
+    held: Frozen, optimizer: optax.GradientTransformation, settings: TrainSettings, call: Call, seed: int
 ) -> Step:
     """The training step that these settings ask for: what a run compiles, and what a plan traces."""
     if settings.update == "layerwise":
-        return make_layerwise_step(graph, settings, call=call, seed=seed)
+        return make_layerwise_step(held, settings, call=call, seed=seed)
     return make_train_step(
-        graph,
+        held,
         optimizer,
         learning_rate(settings.schedule, settings.steps),
         call=call,

@@ -20,6 +20,7 @@ from affinage.model import (
 )
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import param_shardings, replicated
+from affinage.training.frozen import Frozen
 from affinage.training.optimizer import map_like_params
 from affinage.training.spikes import LossWindow
 
@@ -35,6 +36,7 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's, a tree of Optax.
         averages: moving averages of weights that the graph reads, see `Graph.averages`; None where it has none.
         window: the losses that a spike is told from; None where nobody looks.
+        frozen: weights that no step changes, see `affinage.training.frozen`; None where there are none.
     """
 
     step: Int[Array, ""]
@@ -42,10 +44,11 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     averages: PyTree = None
     window: LossWindow | None = None
+    frozen: PyTree = None
 
     def named(self) -> dict[str, PyTree]:
-        """The trees by name, as checkpoints hold them; without those that are None."""
-        return {name: tree for name, tree in self._asdict().items() if tree is not None}
+        """The trees by name, as checkpoints hold them: those that a step changes and that are not None."""
+        return {name: tree for name, tree in self._asdict().items() if tree is not None and name != "frozen"}
 
 
 class Purpose(enum.IntEnum):
@@ -62,17 +65,24 @@ def random_key(seed: int, purpose: Purpose, step: int | Int[Array, ""] = 0) -> j
 
 
 def abstract_state(
-    graph: Graph, dtype: jnp.dtype, optimizer: optax.GradientTransformation, layout: MeshLayout, window: int = 0
+    held: Frozen, dtype: jnp.dtype, optimizer: optax.GradientTransformation, layout: MeshLayout, window: int = 0
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
     The optimizer's arrays and the averages are split like the parameter they belong to. `window` is how many losses a
     spike is told from; 0 for none.
     """
-    mesh, table = layout.mesh, layout.table
-    abstract_weights, axes = abstract_params(graph, dtype), logical_axes(graph)
-    shardings = param_shardings(mesh, axes, abstract_weights, table)
+    mesh, table, graph = layout.mesh, layout.table, held.graph
+    abstract_weights, axes = abstract_params(held.trained, dtype), logical_axes(held.trained)
+    # Of the two matrices of an adapter one is whole wherever the mesh splits only one side of its weight.
+    shardings = param_shardings(mesh, axes, abstract_weights, table, mostly_split=held.adapters is None)
     params = jax.tree.map(_with_sharding, abstract_weights, shardings)
+    frozen = None
+    if held.held:
+        whole_model = abstract_params(graph, dtype)
+        frozen = jax.tree.map(
+            _with_sharding, whole_model, param_shardings(mesh, logical_axes(graph), whole_model, table)
+        )
     opt_state = map_like_params(
         lambda leaf, _, sharding: _with_sharding(leaf, sharding),
         jax.eval_shape(optimizer.init, abstract_weights),
@@ -88,10 +98,12 @@ def abstract_state(
         averages = jax.tree.map(_with_sharding, of_averages, splits)
     whole = partial(_with_sharding, sharding=replicated(mesh))
     losses = jax.tree.map(whole, jax.eval_shape(partial(LossWindow.empty, window))) if window else None
-    return TrainState(cast(Any, step), params, opt_state, averages, losses)
+    return TrainState(cast(Any, step), params, opt_state, averages, losses, frozen)
 
 
-def begin(graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
+def begin(
+    graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.GradientTransformation, frozen: PyTree = None
+) -> TrainState:
     """The state before the first step, with the given weights."""
 
     def others(params: PyTree) -> TrainState:
@@ -99,8 +111,8 @@ def begin(graph: Graph, abstract: TrainState, params: PyTree, optimizer: optax.G
         window = None if abstract.window is None else LossWindow.empty(abstract.window.losses.size)
         return TrainState(jnp.zeros((), jnp.int32), None, optimizer.init(params), averages, window)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None))
-    return jax.jit(others, out_shardings=shardings)(params)._replace(params=params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract._replace(params=None, frozen=None))
+    return jax.jit(others, out_shardings=shardings)(params)._replace(params=params, frozen=frozen)
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from affinage.model import Call, Graph, apply, moved_averages
 from affinage.recipe.training import HealthSettings
+from affinage.training.frozen import Frozen
 from affinage.training.rounding import stored_like
 from affinage.training.schedule import Schedule
 from affinage.training.spikes import judged
@@ -20,12 +21,12 @@ PyTree = Any
 Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Weights = tuple[PyTree, PyTree]  # params, averages
+Weights = tuple[PyTree, PyTree, PyTree]  # params, averages, frozen
 Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 
 
 def make_train_step(
-    graph: Graph,
+    held: Frozen,
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     *,
@@ -43,7 +44,7 @@ def make_train_step(
     is a spike, where `health` says so.
 
     Args:
-        graph: with a loss node.
+        held: the graph with its loss, and what of it is trained.
         optimizer: as `make_optimizer` makes it; the learning rate is not its business.
         schedule: step -> learning rate.
         call: compute dtype and how the graph is applied; its key is set here.
@@ -57,14 +58,17 @@ def make_train_step(
         example), grad_norm (before clipping), learning_rate, targets (tokens or examples that counted), skipped (0 or
         1), with a window in the state loss_z (its z-score) and spike (0 or 1), and what the graph itself reports.
     """
+    graph, call = held.graph, held.call(call)
 
-    def loss_sum(params: PyTree, averages: PyTree, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
-        outputs = apply(graph, params, batch, dataclasses.replace(call, key=key, averages=averages))
+    def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
+        whole = held.whole(params, state.frozen)
+        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=key, averages=state.averages))
         loss = outputs.values[graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
     def gradient(state: TrainState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums]:
-        grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state.averages, batch, key)
+        batch = held.with_reference(state.frozen, batch, call)
+        grads, sums = jax.grad(loss_sum, has_aux=True)(state.params, state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
     update = make_update(graph, optimizer, schedule, seed=seed, stochastic_rounding=stochastic_rounding, health=health)
@@ -117,6 +121,7 @@ def make_update(
             _choose(healthy, opt_state, state.opt_state),
             _choose(healthy, averages, state.averages),
             window,
+            state.frozen,
         )
         skipped = 1.0 - healthy.astype(jnp.float32)
         return new, {"grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped, **told}
@@ -124,13 +129,15 @@ def make_update(
     return update
 
 
-def make_validation_step(graph: Graph, *, call: Call) -> Callable[[Weights, Batch], dict[str, Any]]:
+def make_validation_step(held: Frozen, *, call: Call) -> Callable[[Weights, Batch], dict[str, Any]]:
     """Build `(weights, batch) -> {sum, count, metrics}`: nats summed over the counted tokens of a batch, their number,
     and the sums and counts of what the graph itself reports."""
 
     def step(weights: Weights, batch: Batch) -> dict[str, Any]:
-        params, averages = weights
-        outputs = apply(graph, params, batch, dataclasses.replace(call, key=None, averages=averages))
+        params, averages, frozen = weights
+        batch, graph = held.with_reference(frozen, batch, call), held.graph
+        whole = held.whole(params, frozen)
+        outputs = apply(graph, whole, batch, dataclasses.replace(call, key=None, averages=averages))
         loss = outputs.values[graph.loss]
         # The loss may hold what only training needs, such as the balance of experts; bits per byte must not.
         nats, count = outputs.metrics.get("cross_entropy", (loss.sum, loss.count))

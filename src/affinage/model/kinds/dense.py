@@ -5,7 +5,9 @@ from math import prod
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from affinage.model.adapters import LORA_A, LORA_B, LORA_SITE
 from affinage.model.kind import Context
+from affinage.model.kinds.dropout import drop
 from affinage.model.parameter import Axes, Parameter, Tree
 
 
@@ -27,15 +29,28 @@ def dense_parameters(
 
 
 def dense(params: Tree, x: Float[Array, "..."], context: Context, contracted: int = 1) -> Float[Array, "..."]:
-    """x [..., *inputs] times kernel [*inputs, *outputs], plus the bias; `contracted` is the number of input axes."""
-    kernel = params["kernel"].astype(x.dtype)
+    """x [..., *inputs] times kernel [*inputs, *outputs], plus the bias; `contracted` is the number of input axes.
+
+    Where there is an adapter, what it makes of x is added; see `affinage.model.adapters`.
+    """
+    y = _product(x, params["kernel"], context, contracted)
+    if LORA_A in params:
+        rate = context.call.adapter_dropout
+        dropped = drop(x, rate, context, params[LORA_SITE]) if rate else x
+        y = y + _product(_product(dropped, params[LORA_A], context, contracted), params[LORA_B], context, 1)
+    if "bias" in params:
+        leading = x.ndim - contracted
+        y = y + params["bias"].astype(x.dtype).reshape((1,) * leading + y.shape[leading:])
+    return y
+
+
+def _product(x: Float[Array, "..."], kernel: Array, context: Context, contracted: int) -> Float[Array, "..."]:
+    kernel = kernel.astype(x.dtype)
     leading, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     width = prod(kernel.shape[:contracted])
     rows = (prod(leading),) if context.call.flattens else leading
-    y = jnp.dot(x.reshape(*rows, width), kernel.reshape(width, prod(outputs))).reshape(*leading, *outputs)
-    if "bias" in params:
-        y = y + params["bias"].astype(x.dtype).reshape((1,) * len(leading) + outputs)
-    return y
+    y = jnp.dot(x.reshape(*rows, width), kernel.reshape(width, prod(outputs)))
+    return y.reshape(*leading, *outputs)
 
 
 def dense_flops(inputs: int, outputs: int, tokens: int) -> int:

@@ -13,7 +13,7 @@ from affinage.model.parameter import Tree
 from affinage.model.shape import Shape
 
 
-def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int) -> Float[Array, "B ..."]:
+def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int | Array) -> Float[Array, "B ..."]:
     """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
 
     `site` tells apart the several places of one layer. Each row draws from its own key, so a batch split over

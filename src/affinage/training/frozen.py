@@ -1,0 +1,89 @@
+"""Weights that a training reads and does not change: those under adapters, and those of a reference model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from affinage.checkpoint import CheckpointStore
+from affinage.model import Adapters, Call, Declared, Graph, apply
+from affinage.model.kinds.preference import REFERENCE
+from affinage.recipe.training import TrainSettings
+from affinage.recipe.tuning import DpoSettings, TuningSettings
+
+PyTree = Any
+FROZEN = "frozen"  # the folder of their one checkpoint, beside those of a training
+Batch = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What is trained of a graph, and what the frozen weights are for.
+
+    Attributes:
+        graph: with the loss.
+        adapters: trained in place of the weights, which are frozen; None: the weights are trained.
+        reference: whether the batch is given what the frozen weights make of it; see `with_reference`.
+    """
+
+    graph: Graph
+    adapters: Adapters | None = None
+    reference: bool = False
+
+    @property
+    def trained(self) -> Declared:
+        """What declares the trained parameters."""
+        return self.graph if self.adapters is None else self.adapters
+
+    @property
+    def held(self) -> bool:
+        """Whether there are frozen weights."""
+        return self.adapters is not None or self.reference
+
+    def whole(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The tree that the graph is applied to."""
+        return params if self.adapters is None else self.adapters.beside(frozen, params)
+
+    def merged(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The weights of the model that the trained parameters make, as any other model has them."""
+        return params if self.adapters is None else self.adapters.merged(frozen, params)
+
+    def call(self, call: Call) -> Call:
+        """With the adapters' dropout."""
+        return call if self.adapters is None else replace(call, adapter_dropout=self.adapters.settings.dropout)
+
+    def with_reference(self, frozen: PyTree, batch: Batch, call: Call) -> Batch:
+        """The batch with the log-probabilities that a held reference gives its documents; else the batch."""
+        if not self.reference:
+            return batch
+        (answers,) = self.graph[self.graph.loss].inputs
+        told = apply(self.graph, frozen, batch, replace(call, key=None, until=answers)).values[answers]
+        return {**batch, REFERENCE: jax.lax.stop_gradient(told[..., 0].astype(jnp.float32))}
+
+
+def keep_frozen(training: Path, weights: PyTree) -> None:
+    """Write the weights that no step changes beside the checkpoints of a training, once; None: there are none."""
+    if weights is not None:
+        store = CheckpointStore(training / FROZEN)
+        store.save(0, {"params": weights}, {})
+        store.wait()
+
+
+def kept_frozen(training: Path, abstract: PyTree) -> PyTree:
+    """Those weights, on the devices and shardings of `abstract`; None if that is None."""
+    return None if abstract is None else CheckpointStore(training / FROZEN).restore_params(0, abstract)
+
+
+def frozen_of(graph: Graph, settings: TrainSettings) -> Frozen:
+    """What the settings of a training freeze.
+
+    Raises:
+        UserError: adapters of matrices that the graph has not.
+    """
+    lora = settings.lora if isinstance(settings, TuningSettings) else None
+    held = isinstance(settings, DpoSettings) and settings.reference == "held"
+    return Frozen(graph, None if lora is None else Adapters(graph, lora), held)

@@ -1,0 +1,128 @@
+"""Adapters against PEFT: the same weights, A, B and batch give the same loss, gradients, update and logits."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from affinage.hub.adapter import adapter_tensors, write_adapter
+from affinage.hub.llama import hf_config, to_hf
+from affinage.model import Adapters, Call, apply, decayed, init_params, matrices
+from affinage.recipe.tuning import LoraSettings, SftSettings
+from affinage.training.frozen import frozen_of
+from affinage.training.optimizer import Weights, make_optimizer
+from affinage.training.program import step_of
+from affinage.training.state import TrainState
+from tiny_models import CONTEXT, VOCABULARY, tiny_llama
+
+TARGETS = ("query", "value", "out", "gate", "down")
+LORA = LoraSettings(rank=3, alpha=7, targets=TARGETS)
+RATE = 1e-2
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    """(our model, its adapters, A and B), B as if it had been trained."""
+    ours = tiny_llama()
+    adapters = Adapters(ours.graph, LORA)
+    params = jax.jit(lambda key: init_params(adapters, key))(jax.random.key(3))
+    draw = np.random.default_rng(0)
+    return ours, adapters, jax.tree.map(lambda p: p + draw.normal(0, 0.1, p.shape).astype(np.float32), params)
+
+
+def in_transformers(ours):
+    theirs = LlamaForCausalLM(LlamaConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager"))
+    theirs.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(ours.params), ours.graph).items()})
+    return theirs.float()
+
+
+@pytest.fixture(scope="module")
+def peft_model(adapted):
+    ours, adapters, params = adapted
+    modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    config = LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    model = get_peft_model(in_transformers(ours), config)
+    tensors = {
+        name.replace(".weight", ".default.weight"): torch.tensor(array)
+        for name, array in adapter_tensors(adapters, params).items()
+    }
+    missing = model.load_state_dict(tensors, strict=False)
+    assert not missing.unexpected_keys and not any("lora" in name for name in missing.missing_keys)
+    return model
+
+
+def batch():
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(10, VOCABULARY, (4, 24)).astype(np.int32)
+    return {"tokens": tokens, "loss_mask": (draw.random((4, 24)) < 0.6).astype(np.float32)}
+
+
+def torch_loss(model):
+    ids, mask = torch.tensor(batch()["tokens"], dtype=torch.long), torch.tensor(batch()["loss_mask"])[:, 1:]
+    found = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(2, ids[:, 1:, None])[..., 0]
+    return -(found * mask).sum() / mask.sum()
+
+
+def assert_same(ours, theirs, adapters):
+    for name, array in adapter_tensors(adapters, jax.device_get(ours)).items():
+        expected = theirs[name.replace(".weight", ".default.weight")]
+        np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+
+
+def test_loss_gradients_and_one_update(adapted, peft_model):
+    ours, adapters, params = adapted
+    settings = SftSettings.model_validate(
+        {
+            "steps": 1,
+            "batch": 4,
+            "sources": ["none"],
+            "lora": LORA.model_dump(),
+            "schedule": {"name": "constant", "peak": RATE, "floor": RATE},
+            "optimizer": {"clip_norm": 0.5, "weight_decay": 0.1},
+        }
+    )
+    held = frozen_of(ours.graph, settings)
+    weights = Weights(decayed(held.trained), matrices(held.trained))
+    optimizer = make_optimizer(settings.optimizer, weights)
+
+    def loss(low):
+        return apply(ours.graph, adapters.beside(ours.params, low), batch(), Call()).values["loss"].mean()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    expected = torch_loss(peft_model)
+    peft_model.zero_grad()
+    expected.backward()
+    trained = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
+    assert float(value) == pytest.approx(expected.item(), rel=1e-4)
+    assert_same(gradients, {name: p.grad.numpy() for name, p in trained.items()}, adapters)
+
+    state = TrainState(np.int32(0), params, optimizer.init(params), frozen=ours.params)
+    new, metrics = jax.jit(step_of(held, optimizer, settings, Call(), seed=0))(state, batch())
+    adamw = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    norm = torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)
+    before = {name: p.detach().numpy().copy() for name, p in trained.items()}
+    adamw.step()
+    assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-4) and norm.item() > 0.5
+    assert_same(new.params, {name: p.detach().numpy() for name, p in trained.items()}, adapters)
+    with torch.no_grad():  # for the other tests
+        for name, p in trained.items():
+            p.copy_(torch.tensor(before[name]))
+
+
+def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(adapted, tmp_path):
+    ours, adapters, params = adapted
+    write_adapter(tmp_path / "adapter", adapters, jax.device_get(params))
+    read = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "adapter").eval()
+    merged = adapters.merged(ours.params, params)
+    plain = in_transformers(ours)
+    plain.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(merged), ours.graph).items()})
+    ids = torch.tensor(batch()["tokens"], dtype=torch.long)
+    with torch.no_grad():
+        with_adapter, of_merged, of_base = read(ids).logits, plain(ids).logits, in_transformers(ours)(ids).logits
+        by_peft = read.merge_and_unload()(ids).logits
+    scale = of_merged.abs().max().item()
+    assert (with_adapter - of_base).abs().max() > 0.1 * scale
+    torch.testing.assert_close(with_adapter, of_merged, rtol=1e-4, atol=1e-4 * scale)
+    torch.testing.assert_close(by_peft, of_merged, rtol=1e-4, atol=1e-4 * scale)
