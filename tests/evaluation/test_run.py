@@ -64,6 +64,20 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world):
     assert "scored 12 of 12 continuations" in told and "generated 4 texts" in told
 
 
+def test_items_are_drawn_by_a_seed(world, tmp_path):
+    def drawn(name, **settings):
+        evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / name, **settings)
+        return [json.loads(line) for line in (tmp_path / name / "items/sums.jsonl").read_text().splitlines()]
+
+    every = {line["hash"]: line["id"] for line in drawn("every")}
+    some = {seed: drawn(f"by {seed}", limit=4, draw=seed) for seed in (0, 1, 2)}
+    assert all([every[line["hash"]] for line in lines] == [line["id"] for line in lines] for lines in some.values())
+    assert all(len({line["id"] for line in lines}) == 4 for lines in some.values())
+    assert len({tuple(line["id"] for line in lines) for lines in some.values()}) > 1
+    assert drawn("again", limit=4, draw=0) == some[0]
+    assert drawn("more than there are", limit=99, draw=0) == drawn("every")
+
+
 def test_few_shot_examples_come_before_the_question(world):
     task = world["pocket-world"] / "sums.yaml"
     shown = yaml.safe_load(task.read_text()) | {"fewshot_split": "test"}

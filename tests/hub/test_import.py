@@ -269,3 +269,27 @@ def test_an_empty_prompt_is_continued(exported, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(folder), "", "--tokens", "2"])
     assert ended.value.code == 0
+
+
+ZEPHYR = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_it(tmp_path):
+    model = tiny_llama()
+    tokenizer = type(model.tokenizer)(model.tokenizer.model_path)  # the cached one stays as it is
+    tokenizer.use_template(ZEPHYR)
+    model = replace(model, tokenizer=tokenizer, system_prompt="Be brief.")
+    export(model, tmp_path / "m", facts=FACTS, chat=True)
+    assert verify(tmp_path / "m", model, ["Paris"])["conversations"] == 3
+    asked = [{"role": "user", "content": "Où est Paris ?"}]
+    told = [{"role": "system", "content": "Be brief."}, *asked]
+    expected = AutoTokenizer.from_pretrained(tmp_path / "m").apply_chat_template(
+        told, add_generation_prompt=True, return_dict=False
+    )
+    import_model(tmp_path / "m", tmp_path / "imported", "imported")
+    for folder in (tmp_path / "m", tmp_path / "imported"):
+        again = open_model(str(folder), tmp_path)
+        assert is_chat(folder) and encode_prompt(asked, again.tokenizer, "Be brief.") == expected

@@ -3,6 +3,7 @@
 The same weights (through the export's layout), float32: per-token masks, loss and the gradient of every weight.
 """
 
+import copy
 import json
 
 import jax
@@ -21,6 +22,7 @@ from affinage.hub.tokenizer import write_hf_tokenizer
 from affinage.model import Call, apply
 from affinage.recipe.tuning import DpoSettings, SftSettings
 from affinage.stages.preferences import preference_graph
+from affinage.training.frozen import frozen_of
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
 COMMON = {"steps": 1, "batch": 4, "schedule": {"peak": 1e-3, "floor": 0}, "held_out": 0, "system_prompt": "Be kind."}
@@ -171,3 +173,64 @@ def trl(loss, chosen, rejected, beta=0.3, smoothing=0.1):
         return ((c.mean() - rc / len(c)) - (r.mean() - rr / len(r)) - 1 / (2 * beta)) ** 2
     delta = beta * ((c.sum() - rc) - (r.sum() - rr))
     return -F.logsigmoid(delta) * (1 - smoothing) - F.logsigmoid(-delta) * smoothing
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, loss):
+    """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    ours, theirs = llama
+    path = write(tmp_path / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
+    told = {**COMMON, "sources": [path], "loss": loss, "beta": 0.3, "reference": "held"}
+    settings = DpoSettings.model_validate(told)
+    summary = prepare_preferences(
+        settings, tokenizer(), tmp_path / "rows", context=2 * CONTEXT, seed=0, system_prompt="Be kind."
+    )
+    rows = RowFeed(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"])
+    graph, batch = preference_graph(ours.graph, settings, documents_in_a_row(tmp_path / "rows")), rows.batch(0)
+    reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
+    held = frozen_of(graph, settings)
+
+    def mean(params):
+        outputs = apply(graph, params, held.with_reference(reference, batch, Call()), Call())
+        return outputs.values[graph.loss].mean(), outputs.metrics
+
+    (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)
+
+    before = copy.deepcopy(theirs)
+    before.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(reference), ours.graph).items()})
+    config = DPOConfig(
+        output_dir=str(tmp_path / "trl"), loss_type=[loss], beta=0.3, report_to="none", use_cpu=True, bf16=False
+    )
+    said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
+    trainer = DPOTrainer(copy.deepcopy(theirs), before, config, train_dataset=said, processing_class=hf_tokenizer)
+    trainer.model.eval()  # no dropout; the metrics go by the mode
+    trained_loss = trainer._compute_loss(trainer.model, documents(batch), False)
+    trained_loss.backward()
+    assert float(value) == pytest.approx(trained_loss.item(), rel=1e-4)
+    assert_same_gradients(gradients, trainer.model, ours.graph)
+    expected = {name: values[-1] for name, values in trainer._metrics["eval"].items()}
+    means = {name: float(total / count) for name, (total, count) in metrics.items()}
+    assert means.keys() <= expected.keys()
+    assert means == pytest.approx({name: expected[name] for name in means}, rel=1e-4, abs=1e-5)
+
+
+def documents(batch):
+    """All chosen documents of a batch and then all rejected ones, one to a row, as TRL collates them."""
+    sides = ([], [])
+    for row, mask, ids in zip(batch["tokens"], batch["loss_mask"], batch["segment_ids"]):
+        for number in sorted(set(ids.tolist())):
+            inside = (ids == number) & (row != 0)
+            if inside.any():
+                sides[(number - ids.min()) % 2].append((row[inside], mask[inside]))
+    both = [*sides[0], *sides[1]]
+    longest = max(len(tokens) for tokens, _ in both)
+    names = ("input_ids", "attention_mask", "completion_mask")
+    filled = {name: np.zeros((len(both), longest), np.int64) for name in names}
+    for index, (tokens, mask) in enumerate(both):
+        filled["input_ids"][index, : len(tokens)] = tokens
+        filled["attention_mask"][index, : len(tokens)] = 1
+        filled["completion_mask"][index, : len(tokens)] = mask
+    return {name: torch.tensor(array) for name, array in filled.items()}

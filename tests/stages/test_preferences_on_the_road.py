@@ -118,3 +118,35 @@ def test_it_is_the_same_on_another_mesh(runs: Path, tmp_path: Path):
     for one, other in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "rewards/chosen", "logps/rejected"):
             assert one[name] == pytest.approx(other[name], rel=2e-3, abs=2e-4), name
+
+
+def test_a_held_reference_says_what_was_written_down(runs: Path):
+    run(runs, "name=held", "dpo.reference=held", until="dpo")
+    assert not (runs / "held" / "reference").exists()
+    for one, other in zip(lines(runs, "held"), lines(runs), strict=True):
+        told, expected = one.get("validation", {}).get("pocket-world", one), other
+        expected = other.get("validation", {}).get("pocket-world", other)
+        for name in ("loss", "rewards/margins", "logps/chosen"):
+            assert told[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+
+
+def test_adapters_on_the_road(runs: Path, tmp_path: Path):
+    """Fine-tuned, and then taught preferences on top of that, with adapters; what is used has them in its weights."""
+    run(runs, "name=adapted", "sft.lora={rank: 4}", "dpo.lora={rank: 2, targets: [query]}", "dpo.reference=held")
+    base, tuned, last = (open_model(f"adapted{stage}", runs).params for stage in ("/pretrain", "/sft", ""))
+    weights = [each["blocks"]["attention"] for each in (base, tuned, last)]
+    np.testing.assert_array_equal(base["embed"]["embedding"], last["embed"]["embedding"])
+    assert not np.allclose(weights[0]["key"]["kernel"], weights[1]["key"]["kernel"], atol=1e-7)
+    np.testing.assert_array_equal(weights[1]["key"]["kernel"], weights[2]["key"]["kernel"])
+    assert not np.allclose(weights[1]["query"]["kernel"], weights[2]["query"]["kernel"], atol=1e-7)
+    assert open_model("adapted/sft@2", runs).graph == open_model("adapted", runs).graph
+    first = next(line for line in lines(runs, "adapted") if "loss" in line)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+    exported = open_model(str(runs / "adapted/export/model"), runs).params
+    np.testing.assert_allclose(exported["blocks"]["attention"]["query"]["kernel"], weights[2]["query"]["kernel"])
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "adapted", "--runs", str(runs), "--adapter", "--to", str(tmp_path / "adapter")])
+    assert ended.value.code == 0
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["target_modules"]) == (2, ["q_proj"])

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
+from affinage.data.special_tokens import Marks
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 
@@ -37,13 +38,17 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[
 def encode_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str, *, trained_from: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of a text's opening (`<s>`), then `<|im_start|>{role}\\n{content}<|im_end|>\\n` per message; which train.
+    """Tokens of a conversation, and which of them are trained on.
 
-    Trained are the assistant's content and the <|im_end|> after it, from the message `trained_from` on. Content that
-    spells a control token stays text.
+    In the tokenizer's template; or in ChatML, which is what a text begins with (`<s>`) and, per message,
+    `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are the assistant's content and the token that ends it, from
+    the message `trained_from` on. Content that spells a control token stays text.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
+    if tokenizer.template is not None:
+        told = with_system_prompt(messages, system_prompt)
+        return tokenizer.template.encode(told, tokenizer, trained_from=trained_from + len(told) - len(messages))
     start, end = tokenizer.chat_ids
     tokens = list(tokenizer.opening)
     trained = [False] * len(tokens)
@@ -65,13 +70,28 @@ def encode_document(
 ) -> tuple[list[int], list[bool]]:
     """A conversation as a document that sees no other one in its row; see `encode_conversation`."""
     tokens, trained = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
-    if not tokenizer.fixed_ids:  # not every tokenizer has an id that a conversation begins with
-        tokens, trained = [*tokens, tokenizer.marks.end], [*trained, False]
+    if not tokenizer.fixed_ids or tokenizer.template is not None:  # they need not begin with an id of their own
+        tokens, trained = [*tokens, conversation_marks(tokenizer).end], [*trained, False]
     return tokens, trained
 
 
+def conversation_marks(tokenizer: Tokenizer) -> Marks:
+    """What rows of conversations are read by."""
+    return tokenizer.marks if tokenizer.template is None else tokenizer.template.marks(tokenizer)
+
+
+def cut_document(tokens: list[int], trained: list[bool], length: int, marks: Marks) -> tuple[list[int], list[bool]]:
+    """A document cut at its end to `length` tokens, but for the mark that keeps it apart from the next one."""
+    if len(tokens) <= length or marks.begin is not None:
+        return tokens[:length], trained[:length]
+    return [*tokens[: length - 1], marks.end], [*trained[: length - 1], False]
+
+
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str) -> list[int]:
-    """Tokens of the conversation so far and `<|im_start|>assistant\\n`, after which the model answers."""
+    """Tokens of the conversation so far, and of ChatML `<|im_start|>assistant\\n`: after them the model answers."""
+    if tokenizer.template is not None:
+        check_messages(messages)
+        return tokenizer.template.encode_prompt(with_system_prompt(messages, system_prompt), tokenizer)
     tokens, _ = encode_conversation(messages, tokenizer, system_prompt)
     return [*tokens, tokenizer.chat_ids[0], *tokenizer.encode("assistant\n")]
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from affinage.data.batch import segments
-from affinage.data.chat import Message, encode_document
+from affinage.data.chat import Message, conversation_marks, cut_document, encode_document
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows
@@ -70,7 +70,7 @@ def _example(
             if len(tokens) <= context:
                 break
             tokens, trained = encode_document(fewer, tokenizer, settings.system_prompt)
-    tokens, trained = tokens[:context], trained[:context]
+    tokens, trained = cut_document(tokens, trained, context, conversation_marks(tokenizer))
     if not any(trained):
         counts["dropped"] += 1
         return None

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from affinage.data import special_tokens
 from affinage.data.atomic import write_atomically
 from affinage.data.chat import opens
-from affinage.data.special_tokens import CONTROL_PIECES, Marks
+from affinage.data.special_tokens import CONTROL_PIECES, Marks, shielded_piece
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 
@@ -22,6 +22,18 @@ CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
 IM_START, IM_END = CONTROL_PIECES[special_tokens.IM_START], CONTROL_PIECES[special_tokens.IM_END]
 _ANCHOR = "a"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def template_in(folder: Path) -> str | None:
+    """The chat template of a tokenizer's folder, its default one if it has several; None if it has none."""
+    own_file, config = folder / TEMPLATE, folder / CONFIG
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    told = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    if isinstance(told, list):  # several, by name
+        told = {each["name"]: each["template"] for each in told}.get("default")
+    return told if isinstance(told, str) else None
 
 
 class HubTokenizer(Tokenizer):
@@ -89,9 +101,27 @@ class HubTokenizer(Tokenizer):
 
     @property
     def _template(self) -> str:
-        own_file = self._folder / TEMPLATE
-        template = own_file.read_text(encoding="utf-8") if own_file.is_file() else self._config.get("chat_template")
-        return template if isinstance(template, str) else ""
+        return template_in(self._folder) or ""
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Spellings of the tokens that a chat template may name: those that its configuration names."""
+        named = {name: self._config.get(name) for name in _NAMED}
+        spelled = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        return {name: token for name, token in spelled.items() if isinstance(token, str)}
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As transformers encodes it; piece by piece only where a shield stands in the text."""
+        if any(shielded_piece(piece) in text for piece in self.controls):
+            return super().encode_rendered(text)
+        self._fast.encode_special_tokens = False
+        encoded = self._fast.encode(text, add_special_tokens=False)
+        self._fast.encode_special_tokens = True
+        return encoded.ids, encoded.offsets
+
+    def _characters(self, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
+        offsets: list[tuple[int, int]] = self._fast.encode(text, add_special_tokens=False).offsets
+        return offsets
 
     @property
     def bos(self) -> int:
@@ -117,7 +147,7 @@ class HubTokenizer(Tokenizer):
         return self._named("pad_token")
 
     @property
-    def stops(self) -> tuple[int, ...]:
+    def _stops(self) -> tuple[int, ...]:
         """The end of a text, and of a message where it has ChatML's token."""
         ends = (self.eos, self.marks.end, self._fast.token_to_id(IM_END))
         return tuple(dict.fromkeys(end for end in ends if end is not None))
@@ -153,7 +183,8 @@ class HubTokenizer(Tokenizer):
             raise UserError(
                 f"conversations are written with {IM_START} and {IM_END}, which this model's vocabulary lacks",
                 where=str(self._folder),
-                fix="Take them in with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune it.",
+                fix="Take them in with `affinage import FOLDER_OR_HUB_ID --chat-tokens`, then fine-tune it; "
+                "or keep the template that it has: `chat_template: tokenizer`.",
             )
         return start, end
 

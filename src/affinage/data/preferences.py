@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affinage.data.chat import Message, check_messages, encode_document
+from affinage.data.chat import Message, check_messages, conversation_marks, cut_document, encode_document
 from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
 from affinage.data.row_files import find_row_folders, open_rows
@@ -130,7 +130,8 @@ def _example(
         counts["dropped"] += 1
         return None
     if too_long:
-        sides = [(tokens[: context // 2], trained[: context // 2]) for tokens, trained in sides]
+        marks = conversation_marks(tokenizer)
+        sides = [cut_document(tokens, trained, context // 2, marks) for tokens, trained in sides]
     if not all(any(trained) for _, trained in sides) or sides[0] == sides[1]:
         counts["dropped"] += 1
         return None

@@ -5,6 +5,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import numpy as np
 import sentencepiece
 
 from affinage.data.atomic import write_atomically
+from affinage.data.chat_template import ChatTemplate
 from affinage.data.fertility import measure
 from affinage.data.special_tokens import (
     BOS,
@@ -30,6 +32,7 @@ from affinage.data.special_tokens import (
     UNK,
     Marks,
     frame,
+    shielded_piece,
 )
 from affinage.data.tokenizer_training import balanced_sample, collect_characters, train_bpe
 from affinage.data.word_encoding import WordEncoder
@@ -64,6 +67,7 @@ class Tokenizer(ABC):
     """Maps text to ids and back. Ids 0 to 7 are control tokens that raw text never produces."""
 
     kind: str
+    template: ChatTemplate | None = None  # what conversations are written in; None: ChatML
     fixed_ids: ClassVar[bool] = True  # whether the first ten ids are affinage's
 
     @staticmethod
@@ -115,7 +119,55 @@ class Tokenizer(ABC):
     @property
     def stops(self) -> tuple[int, ...]:
         """Ids that end what a model says."""
+        ends = () if self.template is None else self.template.ends(self)
+        return tuple(dict.fromkeys((*self._stops, *ends)))
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
         return (EOS, IM_END)
+
+    def use_template(self, source: str | None) -> None:
+        """Write conversations in this Jinja template; in ChatML if None. Raises UserError if it is none."""
+        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Spellings of the tokens that a chat template may name, as of an exported chat model."""
+        named = {"bos_token": BOS, "eos_token": IM_END, "pad_token": PAD, "unk_token": UNK}
+        return {name: CONTROL_PIECES[token] for name, token in named.items()}
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of what a chat template made, and the characters of the text that each stands for.
+
+        What spells a control token is that token, unless it is shielded: see `affinage.data.chat_template.shield`.
+        """
+        controls, shielded = self.controls, {shielded_piece(piece): piece for piece in self.controls}
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        at = 0
+        for part in re.split(self._spelled, text):
+            if part in controls:
+                ids.append(controls[part])
+                offsets.append((at, at + len(part)))
+            elif part:
+                plain, places = _without(part, shielded)
+                found = self.encode(plain)
+                ids += found
+                offsets += [(at + places[a], at + places[b]) for a, b in self._characters(plain, found)]
+            at += len(part)
+        return ids, offsets
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        pieces = sorted(self.controls, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, pieces)) + ")")
+
+    def _characters(self, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """The characters that each id of `encode(text)` stands for; those of one character's bytes have it all."""
+        ends = np.cumsum(self.byte_lengths(text, ids))
+        before = np.cumsum([0, *(len(character.encode("utf-8", "surrogatepass")) for character in text)])
+        starts = np.searchsorted(before, np.concatenate([[0], ends[:-1]]), side="right") - 1
+        return list(zip(starts.tolist(), np.searchsorted(before, ends, side="left").tolist(), strict=True))
 
     @property
     def marks(self) -> Marks:
@@ -202,6 +254,16 @@ class Tokenizer(ABC):
             else:
                 parts.append(_REPLACEMENT)
         return "".join([*parts, self._decode_text(run)])
+
+
+def _without(text: str, shielded: dict[str, str]) -> tuple[str, list[int]]:
+    """The text without its shields, and where each of its characters, and its end, stand in the text."""
+    places: list[int] = []
+    at = 0
+    for part in re.split("(" + "|".join(map(re.escape, shielded)) + ")", text):
+        places += [at, *range(at + 2, at + len(part))] if part in shielded else range(at, at + len(part))
+        at += len(part)
+    return "".join(text[place] for place in places), [*places, len(text)]
 
 
 def _is_foreign(folder: Path) -> bool:

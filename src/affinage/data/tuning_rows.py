@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from affinage.data.atomic import write_array
+from affinage.data.chat import conversation_marks
 from affinage.data.conversation_files import located
 from affinage.data.lineage import spans, write_lineage
 from affinage.data.order import shuffle_keys
@@ -82,7 +83,7 @@ def write_tuning_rows(job: Job, tokenizer: Tokenizer, folder: Path) -> dict[str,
         job.progress("packing")
         # A copy of a held-out example in another source is not trained on either.
         unseen = np.concatenate([stream.keys[:0], *(stream.keys[some] for some in held_out.values())])
-        write = functools.partial(_write_part, stream=stream, context=job.context, marks=tokenizer.marks)
+        write = functools.partial(_write_part, stream=stream, context=job.context, marks=conversation_marks(tokenizer))
         train = {
             name: write(folder / "train" / name, name, chosen=left)
             for name, some in chosen.items()

@@ -4,21 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2.sandbox
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from affinage.data.chat import chat_template
+from affinage.data.chat import chat_template, with_system_prompt
+from affinage.data.chat_template import ChatTemplate, shield, unshielded
 from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import Sampling
-
-# Put into what a chat message says where that spells a control token, so that it is not taken for the template's.
-_NOT_CONTROL = "\uf8ff"
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,11 @@ class JaxLM(TemplateLM):
         self._scorer = Scorer(model, batch=batch, ledger=ledger)
         self._generator = Generator(model, batch=batch)
         self._in_chat_template = False
-        # Sandboxed: a template may come with a model from somewhere else.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._template_text = chat_template(model.system_prompt, opened=bool(model.tokenizer.opening))
-        self._controls = model.tokenizer.controls
-        self._template = environment.from_string(self._template_text)
+        own, tokenizer = model.tokenizer.template, model.tokenizer
+        source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
+        named = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
+        self._template = ChatTemplate(source, named if own is None else own.special_tokens)
+        self._controls = tokenizer.controls
 
     @property
     def eot_token_id(self) -> int:
@@ -88,17 +85,15 @@ class JaxLM(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template's text, for the harness's records."""
-        return self._template_text if chat_template else None
+        return self._template.source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation in the chat template; without a generation prompt its last message is left open."""
         self._in_chat_template = True
-        messages = [message | {"content": self._as_text(message["content"])} for message in chat_history]
-        text = self._template.render(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.model.tokenizer.id_to_piece(self.model.tokenizer.bos),
-        )
+        own = self.model.tokenizer.template is not None
+        told = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
+        messages = shield(told, self.model.tokenizer)
+        text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         if not add_generation_prompt:
             last = messages[-1]["content"]
             text = text[: text.rindex(last) + len(last)]
@@ -106,8 +101,11 @@ class JaxLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text, with <s> before them unless `add_special_tokens` is False or the template has put it there."""
-        ids = self._encode_templated(string) if self._in_chat_template else self.model.tokenizer.encode(string)
-        opening = list(self.model.tokenizer.opening)
+        tokenizer = self.model.tokenizer
+        ids = tokenizer.encode_rendered(string)[0] if self._in_chat_template else tokenizer.encode(string)
+        if self._in_chat_template and tokenizer.template is not None:
+            return ids  # what a text begins with is the template's business
+        opening = list(tokenizer.opening)
         return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -115,16 +113,6 @@ class JaxLM(TemplateLM):
         if not scored:  # the continuation has merged into the context's last token: score that one
             before, scored = before[:-1], before[-1:]
         return before, scored
-
-    def _encode_templated(self, text: str) -> list[int]:
-        ids: list[int] = []
-        while text:
-            found = [(at, piece) for piece in self._controls if (at := text.find(piece)) >= 0]
-            at, piece = min(found, default=(len(text), ""))
-            ids += self.model.tokenizer.encode(text[:at].replace(_NOT_CONTROL, ""))
-            ids += [self._controls[piece]] if piece else []
-            text = text[at + len(piece) :]
-        return ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """For every (context, continuation): log-probability of the continuation, and whether it is greedy."""
@@ -178,7 +166,7 @@ class JaxLM(TemplateLM):
             prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
             for index, generation in zip(indices, self._generator.generate(prompts, wanted), strict=True):
                 texts[index] = generation.text
-                self.answers.append(Answer(requests[index].args[0].replace(_NOT_CONTROL, ""), generation))
+                self.answers.append(Answer(unshielded(requests[index].args[0], self.model.tokenizer), generation))
                 self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
             self.requests += len(indices)
             self._progress(f"generated {len(self.answers):,} texts")
@@ -213,9 +201,3 @@ class JaxLM(TemplateLM):
 
         self.requests += len(pairs)
         return self._scorer.score(pairs, count)
-
-    def _as_text(self, text: str) -> str:
-        """The text with whatever spells a control token marked as no such token."""
-        for piece in self._controls:
-            text = text.replace(piece, piece[0] + _NOT_CONTROL + piece[1:])
-        return text

@@ -47,27 +47,36 @@ def write_hf_tokenizer(
     fast = _from_sentencepiece(tokenizer.model_path) if tokenizer.model_path else _from_characters(tokenizer)
     fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in CONTROL_PIECES])
     write_atomically(folder / "tokenizer.json", fast.to_str(pretty=True).encode())
-    write_json(folder / "tokenizer_config.json", _config(context, chat, system_prompt))
+    write_json(
+        folder / "tokenizer_config.json", _config(context, _template(tokenizer, system_prompt) if chat else None)
+    )
     tokenizer.write(folder)  # for an import, and for programs that read SentencePiece models
 
 
 def _write_template(tokenizer: Tokenizer, folder: Path, system_prompt: str) -> None:
     """The template of our conversations in place of the one that the tokenizer came with."""
     opening = tokenizer.opening
-    if opening not in ((), (tokenizer.bos,)):
+    if tokenizer.template is None and opening not in ((), (tokenizer.bos,)):
         raise UserError(f"no chat template can say that a text begins with the ids {list(opening)}", where=str(folder))
     (folder / TEMPLATE).unlink(missing_ok=True)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).is_file() else {}
-    config["chat_template"] = chat_template(system_prompt, opened=bool(opening))
+    config["chat_template"] = _template(tokenizer, system_prompt)
     write_json(folder / CONFIG, config)
 
 
-def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:
+def _template(tokenizer: Tokenizer, system_prompt: str) -> str:
+    """The template that the model was taught, or ChatML's with its system prompt."""
+    if tokenizer.template is not None:
+        return tokenizer.template.source
+    return chat_template(system_prompt, opened=bool(tokenizer.opening))
+
+
+def _config(context: int, template: str | None) -> dict[str, Any]:
     config = {
         # LlamaTokenizer would rebuild the tokenizer with a space before the text; this class takes the file as it is.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": CONTROL_PIECES[BOS],
-        "eos_token": CONTROL_PIECES[IM_END if chat else EOS],
+        "eos_token": CONTROL_PIECES[EOS if template is None else IM_END],
         "pad_token": CONTROL_PIECES[PAD],
         "unk_token": CONTROL_PIECES[UNK],
         "additional_special_tokens": [CONTROL_PIECES[i] for i in (CODE, ENDCODE, IM_START, IM_END)],
@@ -76,7 +85,7 @@ def _config(context: int, chat: bool, system_prompt: str) -> dict[str, Any]:
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": context,
     }
-    return config | ({"chat_template": chat_template(system_prompt)} if chat else {})
+    return config | ({} if template is None else {"chat_template": template})
 
 
 def _from_sentencepiece(path: Path) -> FastTokenizer:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from affinage.data.chat import encode_prompt, system_prompt_in
+from affinage.data.chat import encode_prompt, system_prompt_in, with_system_prompt
 from affinage.data.special_tokens import CONTROL_PIECES
 from affinage.errors import UserError
 from affinage.generation.model import LoadedModel, logits_of
@@ -111,11 +111,12 @@ def _compare_tokens(folder: Path, theirs: Any, model: LoadedModel, texts: Sequen
 
 
 def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int:
+    own = model.tokenizer.template
     default = system_prompt_in(theirs.chat_template) if isinstance(theirs.chat_template, str) else None
-    if default is None:
+    if default is None and (own is None or theirs.chat_template != own.source):
         return 0  # none, or another model's
     # A base model that was trained on from a chat model keeps that one's template, and has no system prompt itself.
-    system_prompt = model.system_prompt or default
+    system_prompt = model.system_prompt or default or ""
     question = {"role": "user", "content": "Où est Paris ?\n\n Two  lines. 🧀"}
     answer = {"role": "assistant", "content": "En France."}
     conversations = [
@@ -123,12 +124,18 @@ def _compare_conversations(folder: Path, theirs: Any, model: LoadedModel) -> int
         [{"role": "system", "content": "Be brief."}, question],
         [question, answer, {"role": "user", "content": " and London?"}],
     ]
+    compared = 0
     for messages in conversations:
-        text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = theirs.encode(text, add_special_tokens=False)
-        if ids != encode_prompt(messages, model.tokenizer, system_prompt):
+        try:
+            ours = encode_prompt(messages, model.tokenizer, system_prompt)
+        except UserError:  # not every template knows system messages
+            continue
+        told = messages if own is None else with_system_prompt(messages, system_prompt)
+        text = theirs.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+        if theirs.encode(text, add_special_tokens=False) != ours:
             raise _disagreement(folder, f"the chat template makes other tokens than training did of {messages!r}")
-    return len(conversations)
+        compared += 1
+    return compared
 
 
 def _disagreement(folder: Path, what: str) -> UserError:

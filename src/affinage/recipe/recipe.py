@@ -70,6 +70,9 @@ class Recipe(Settings):
     mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}  # devices along each axis; one may be auto
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None
+    # What conversations are written in: chatml; tokenizer, for the template of the tokenizer that the recipe begins
+    # with; or a Jinja file, or a tokenizer_config.json that has one (relative to the recipe).
+    chat_template: str = "chatml"
     sft: SftSettings | None = None
     dpo: DpoSettings | None = None
     evaluate: EvaluateSettings | None = None

@@ -11,7 +11,7 @@ from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings
-from affinage.stages.initial import TOKENIZER, initial_folder, initial_params
+from affinage.stages.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.stages.names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
@@ -157,7 +157,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
             initial_params(folder, graph)
             given = Tokenizer.load(folder / TOKENIZER)
             if recipe.sft is not None or recipe.dpo is not None:
-                _ = given.chat_ids
+                given.use_template(chat_template_of(loaded, folder / TOKENIZER))
+                _ = given.chat_ids if given.template is None else given.template.marks(given)
     elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",

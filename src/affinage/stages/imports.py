@@ -76,17 +76,19 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
     tokenizer.write(partial / TOKENIZER)
-    system_prompt = system_prompt_of(source)
-    facts = {
+    system_prompt, template = system_prompt_of(source), own_template_of(source)
+    facts: dict[str, Any] = {
         "graph": model.graph.to_dict(),
         "context": model.architecture.context,
         "system_prompt": system_prompt or "",
         "precision": {},
         "imported": {
             "sha256": {"weights": model.digest, "tokenizer": _digest(partial / TOKENIZER)},
-            "chat": system_prompt is not None,
+            "chat": system_prompt is not None or template is not None,
         },
     }
+    if template is not None:
+        facts["chat_template"] = template
     write_json(partial / MODEL, facts)
     _write_recipe(partial / RECIPE, folder / RECIPE, name, model, system_prompt or "")
     _write_weights(partial, model)
@@ -138,15 +140,17 @@ def _digest(folder: Path) -> str:
 def system_prompt_of(source: Path) -> str | None:
     """What a chat model of ours is told by default; None of any other model."""
     from affinage.data.chat import system_prompt_in
+    from affinage.data.hub_tokenizer import template_in
 
-    config, own_file = source / "tokenizer_config.json", source / "chat_template.jinja"
-    if own_file.is_file():  # where transformers 5 writes it
-        template = own_file.read_text(encoding="utf-8")
-    elif config.is_file():
-        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-    else:
-        return None
-    return system_prompt_in(template) if isinstance(template, str) else None
+    template = template_in(source)
+    return None if template is None else system_prompt_in(template)
+
+
+def own_template_of(source: Path) -> str | None:
+    """The chat template of a model that is none of ours, but talks."""
+    from affinage.data.hub_tokenizer import template_in
+
+    return template_in(source) if system_prompt_of(source) is None else None
 
 
 def _write_recipe(path: Path, shown: Path, name: str, model: "HubModel", system_prompt: str) -> None:

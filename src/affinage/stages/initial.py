@@ -36,6 +36,33 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
     return folder
 
 
+def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
+    """The Jinja template that the recipe's conversations are written in; None for ChatML.
+
+    `tokenizer` is the folder of the tokenizer in use. Raises UserError if there is no such template.
+    """
+    chosen = loaded.recipe.chat_template
+    if chosen == "chatml":
+        return None
+    where = loaded.locate(("chat_template",))
+    if chosen == "tokenizer":
+        from affinage.data.hub_tokenizer import template_in
+
+        found = None if tokenizer is None else template_in(tokenizer)
+        fix = "Name a Jinja file, or write `chat_template: chatml`."
+        if not found:
+            raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
+        return found
+    path = loaded.beside(chosen)
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)["chat_template"] if path.suffix == ".json" else text
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
+        raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
+    return str(found)
+
+
 def checkpoints_of(training: Path, step: int | None = None) -> Path:
     """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
-from affinage.stages.imports import fitting_tokenizer, system_prompt_of
+from affinage.stages.imports import fitting_tokenizer, own_template_of, system_prompt_of
 from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of, trained_adapters, trained_params
 from affinage.stages.plugins import VARIABLE, load_named_plugins
 from affinage.stages.store import Store, read_manifest, read_request
 
 if TYPE_CHECKING:
+    from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.model import Adapters
     from affinage.model.parameter import Tree
@@ -57,7 +58,7 @@ def made_from(result: Path, stage: str) -> Path | None:
 def is_chat(training: Path) -> bool:
     """Whether a training made a chat model, or an imported model is one."""
     if is_hub_folder(training):
-        return system_prompt_of(training) is not None
+        return system_prompt_of(training) is not None or own_template_of(training) is not None
     request = read_request(training)
     if request is None:
         facts = json.loads((training / MODEL).read_text(encoding="utf-8"))
@@ -173,13 +174,19 @@ def load_trained(
     return LoadedModel(
         graph=graph,
         params=trained_params(folder, graph, step, abstract),
-        tokenizer=Tokenizer.load(tokenizer),
+        tokenizer=_talking(Tokenizer.load(tokenizer), facts.get("chat_template")),
         name=name,
         context=facts["context"],
         mesh=grid if grid.size > 1 else None,
         system_prompt=facts["system_prompt"],
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
     )
+
+
+def _talking(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
+    """The tokenizer, that writes conversations in the template."""
+    tokenizer.use_template(template)
+    return tokenizer
 
 
 def open_adapters(spec: str, runs: Path) -> "tuple[Adapters, Tree]":
@@ -233,7 +240,7 @@ def _load_hub_folder(folder: Path, *, name: str) -> "LoadedModel":
     return LoadedModel(
         graph=model.graph,
         params=jax.device_put(model.params, replicated(grid)),
-        tokenizer=fitting_tokenizer(folder, model.graph.vocabulary),
+        tokenizer=_talking(fitting_tokenizer(folder, model.graph.vocabulary), own_template_of(folder)),
         name=name,
         context=model.architecture.context,
         mesh=grid if grid.size > 1 else None,

@@ -8,7 +8,8 @@ from affinage.hardware.hosts import Hosts
 from affinage.recipe.tuning import DpoSettings
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash
-from affinage.stages.trainings import begin_with, graph_of, mesh_of, parallel_of, run_training, token_rows
+from affinage.stages.texts import chat_tokenizer
+from affinage.stages.trainings import begin_with, chat_facts, graph_of, mesh_of, parallel_of, run_training, token_rows
 from affinage.stages.watching import judge_of
 
 if TYPE_CHECKING:
@@ -21,13 +22,12 @@ ANSWERS = "answer_log_probabilities"  # the node
 def preferences(context: StageContext) -> Summary:
     """Turn pairs of answers into rows."""
     from affinage.data.preferences import prepare_preferences
-    from affinage.data.tokenizer import Tokenizer
 
     recipe = context.recipe
     assert recipe.dpo is not None
     return prepare_preferences(
         recipe.dpo,
-        Tokenizer.load(context.inputs["tokenizer"]),
+        chat_tokenizer(context),
         context.folder,
         context=recipe.dpo.context or recipe.rows.context,
         seed=recipe.seed,
@@ -103,7 +103,7 @@ def dpo(context: StageContext) -> Summary:
         ),
         # What it is used with is the model itself, whose loss is of the next token.
         graph=_base_graph(context),
-        facts={"context": feed.context, "system_prompt": context.recipe.chat_system_prompt},
+        facts={"context": feed.context, "system_prompt": context.recipe.chat_system_prompt, **chat_facts(context)},
     )
 
 

@@ -14,7 +14,7 @@ from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, TrainSettings
 from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
 from affinage.stages import images, preferences, results, texts, trainings
 from affinage.stages.extension import extension_fingerprint
-from affinage.stages.initial import initial_fingerprint
+from affinage.stages.initial import chat_template_of, initial_fingerprint
 from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints, task_files
 from affinage.stages.stage import Stage, StageContext, Summary
@@ -35,7 +35,7 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
     elif recipe.data is not None or (initial and _tunings(recipe)):
         stages += _data_stages(recipe, initial)
         if _pretrains(recipe) or (initial and _tunings(recipe)):
-            stages += _training_stages(recipe, initial, plugins)
+            stages += _training_stages(loaded, initial, plugins)
             stages += _result_stages(recipe, plugins)
     stages = [
         replace(stage, sources=stage.sources | extension_fingerprint(loaded, stage.name))
@@ -178,13 +178,13 @@ def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]
     return stages
 
 
-def _training_stages(recipe: Recipe, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
-    stages = []
+def _training_stages(loaded: LoadedRecipe, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
+    recipe, stages = loaded.recipe, []
     # Before the long pretraining, so that a mistake in the conversations is found in time.
     if recipe.sft is not None:
-        stages.append(_conversations(recipe, recipe.sft))
+        stages.append(_conversations(loaded, recipe.sft))
     if recipe.dpo is not None:
-        stages.append(_preferences(recipe, recipe.dpo))
+        stages.append(_preferences(loaded, recipe.dpo))
     if recipe.pretrain is not None and _pretrains(recipe):
         settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
         begun = initial | plugins
@@ -213,22 +213,27 @@ def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugi
     return [*stages, _training_stage("dpo", preferences.dpo, settings, read, begun | files)]
 
 
-def _preferences(recipe: Recipe, dpo: DpoSettings) -> Stage:
-    settings, read, local = _tuning_rows(recipe, dpo, "dpo")
-    settings["dpo"]["system_prompt"] = recipe.chat_system_prompt
+def _preferences(loaded: LoadedRecipe, dpo: DpoSettings) -> Stage:
+    settings, read, local = _tuning_rows(loaded, dpo, "dpo")
+    settings["dpo"]["system_prompt"] = loaded.recipe.chat_system_prompt
     return Stage("preferences", preferences.preferences, settings, read, local)
 
 
-def _conversations(recipe: Recipe, sft: SftSettings) -> Stage:
-    settings, read, local = _tuning_rows(recipe, sft, "sft")
+def _conversations(loaded: LoadedRecipe, sft: SftSettings) -> Stage:
+    settings, read, local = _tuning_rows(loaded, sft, "sft")
     return Stage("conversations", texts.conversations, settings, read, local)
 
 
 def _tuning_rows(
-    recipe: Recipe, tuning: TuningSettings, section: str
+    loaded: LoadedRecipe, tuning: TuningSettings, section: str
 ) -> tuple[dict[str, Any], tuple[str, ...], dict[str, str]]:
     """Settings, inputs and files that rows of examples depend on."""
+    recipe = loaded.recipe
     settings = {section: _json(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
+    if recipe.chat_template == "tokenizer":  # which one, the tokenizer's own key says
+        settings["chat_template"] = recipe.chat_template
+    elif (template := chat_template_of(loaded, None)) is not None:
+        settings["chat_template"] = template
     if tuning.context is None:
         settings["rows"] = _json(recipe.rows, "context")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]

@@ -1,12 +1,16 @@
 """The work of the data stages: from sources to rows of tokens."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from affinage.recipe.data import POCKET_WORLD, DataSettings
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.sources import POCKET_MEGABYTES
-from affinage.stages.initial import TOKENIZER, initial_folder
+from affinage.stages.initial import TOKENIZER, chat_template_of, initial_folder
 from affinage.stages.stage import StageContext, Summary
+
+if TYPE_CHECKING:
+    from affinage.data.tokenizer import Tokenizer
 
 
 def world(context: StageContext) -> Summary:
@@ -141,19 +145,27 @@ def rows(context: StageContext) -> Summary:
 def conversations(context: StageContext) -> Summary:
     """Turn conversations into rows that say which tokens are trained on."""
     from affinage.data.conversations import prepare_conversations
-    from affinage.data.tokenizer import Tokenizer
 
     recipe = context.recipe
     assert recipe.sft is not None
     return prepare_conversations(
         recipe.sft,
-        Tokenizer.load(context.inputs["tokenizer"]),
+        chat_tokenizer(context),
         context.folder,
         context=recipe.sft.context or recipe.rows.context,
         seed=recipe.seed,
         world_folder=context.inputs.get("world"),
         progress=context.progress,
     )
+
+
+def chat_tokenizer(context: StageContext) -> "Tokenizer":
+    """The stage's tokenizer, that writes conversations in the recipe's template."""
+    from affinage.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
+    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["tokenizer"]))
+    return tokenizer
 
 
 def pocket_megabytes(recipe: Recipe) -> float:

@@ -14,7 +14,14 @@ from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.extension import extended
 from affinage.stages.in_loop import InLoop
-from affinage.stages.initial import MODEL, checkpoints_of, initial_folder, initial_params, trained_params
+from affinage.stages.initial import (
+    MODEL,
+    chat_template_of,
+    checkpoints_of,
+    initial_folder,
+    initial_params,
+    trained_params,
+)
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
 from affinage.stages.watching import judge_of, refuse_on_many_hosts
@@ -98,10 +105,16 @@ def sft(context: StageContext) -> Summary:
         validation,
         data={"rows": content_hash(context.inputs["conversations"], "train")},
         documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
-        facts={"context": feed.context, "system_prompt": settings.system_prompt},
+        facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
         initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
         judge=judge_of(context, settings, graph, feed, settings.system_prompt),
     )
+
+
+def chat_facts(context: StageContext) -> dict[str, str]:
+    """The chat template, for whoever talks with the model; nothing for ChatML."""
+    source = chat_template_of(context.loaded, context.inputs["tokenizer"])
+    return {} if source is None else {"chat_template": source}
 
 
 def begin_with(

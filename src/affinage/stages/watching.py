@@ -20,6 +20,7 @@ from affinage.recipe.tuning import TuningSettings, WatchSettings
 from affinage.stages.initial import KEPT
 from affinage.stages.stage import StageContext
 from affinage.stages.store import write_json
+from affinage.stages.texts import chat_tokenizer
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -196,6 +197,7 @@ def _answers(
             task_folders=worlds,
             data_dir=watch.data_dir,
             limit=watch.items,
+            draw=context.recipe.seed,
             batch=watch.batch,
         )
         return {path.stem: _right(path) for path in sorted((Path(folder) / "items").glob("*.jsonl"))}
@@ -207,7 +209,6 @@ def model_in_training(
     """A model of `length` tokens of context with the weights that it has now, where they are."""
     import jax
 
-    from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.training.program import compute_dtype
@@ -217,7 +218,7 @@ def model_in_training(
     return LoadedModel(
         graph=graph,
         params=params,
-        tokenizer=Tokenizer.load(context.inputs["tokenizer"]),
+        tokenizer=chat_tokenizer(context),
         name=context.recipe.name,
         context=length,
         mesh=sharding.mesh if len(sharding.device_set) > 1 else None,

@@ -11,11 +11,20 @@ from typing_extensions import override
 from affinage.model.call import Logits, Loss
 from affinage.model.kind import Context, NodeKind, Result, node_kind
 from affinage.model.kinds.cross_entropy import token_log_probabilities
-from affinage.model.kinds.loss import auto_chunk, next_tokens
+from affinage.model.kinds.loss import next_tokens
 from affinage.model.parameter import Tree
 from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
 
 REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
+
+
+WHOLE_BYTES = 2**30  # `chunk: auto` makes logits of at most so many bytes in float32 at once, of all rows together
+
+
+def auto_chunk(rows: int, length: int, vocabulary: int) -> int:
+    """Positions whose logits exist at once; 0: all of them. What they take does not grow with length or vocabulary."""
+    fitting = WHOLE_BYTES // (4 * rows * vocabulary)
+    return 0 if fitting >= length else max(1, fitting)
 
 
 @node_kind("document_log_probabilities")
@@ -46,7 +55,7 @@ class DocumentLogProbabilities(NodeKind):
             context.call.constrain(array, ("batch", None)) for array in next_tokens(tokens, context.batch)
         )
         if isinstance(logits, Logits):
-            chunk = auto_chunk(targets.size, logits.kernel.shape[0]) if self.chunk == "auto" else self.chunk
+            chunk = auto_chunk(*targets.shape, logits.kernel.shape[0]) if self.chunk == "auto" else self.chunk
             found = token_log_probabilities(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
         else:
             normal = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

@@ -1,0 +1,311 @@
+"""Any Jinja chat template of a Hugging Face tokenizer, rendered in a sandbox, with the assistant's tokens marked.
+
+The same text and ids as transformers' `apply_chat_template`, with two differences that are meant: content that spells a
+control token stays text, and there is no clock (`strftime_now`), because rows must be the same tomorrow.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+
+from affinage.data.special_tokens import Marks, shielded_piece
+from affinage.errors import UserError
+
+if TYPE_CHECKING:
+    from affinage.data.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+Span = tuple[int, int]  # of characters
+
+_MOST_TURNS = 100_000  # of all loops of one rendering
+_MOST_CHARACTERS = 10_000_000  # of what one rendering makes, and of every text on the way
+_GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
+_WHERE = "chat_template"
+_PROBE = "Zq7"  # a text that no template has of itself
+
+
+class ChatTemplate:
+    """A template with the special tokens that it may name.
+
+    Args:
+        source: Jinja.
+        special_tokens: {bos_token: its spelling, ...}.
+
+    Raises:
+        UserError: it is no Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self._marks: Marks | None = None
+        self._ends: tuple[int, ...] | None = None
+        self._environment = _Sandbox()
+        try:
+            self._template = self._environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise UserError(f"this is not a chat template: {error}", where=_WHERE) from error
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The conversation as text. Raises UserError for one that the template refuses."""
+        return self._rendered(messages, add_generation_prompt)[0]
+
+    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
+        """The text, and the parts of it in {% generation %} blocks."""
+        told = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+        self._environment.begin()
+        try:
+            pieces = self._template.generate(
+                messages=told,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+            self._environment.collect(pieces)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            roles = ", ".join(message["role"] for message in told)
+            raise UserError(
+                f"the chat template refuses a conversation of {roles}: {error}",
+                where=_WHERE,
+                fix="If it knows no system messages, set `system_prompt: ''` and leave them out of the conversations.",
+            ) from error
+        except (RecursionError, MemoryError) as error:
+            raise UserError("the chat template does not come to an end", where=_WHERE) from error
+        return "".join(self._environment.pieces), list(self._environment.spans)
+
+    def encode(
+        self, messages: Sequence[Message], tokenizer: "Tokenizer", *, trained_from: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation, and which are said by the assistant from the message `trained_from` on.
+
+        Those are what stands in {% generation %} blocks where the template has such. Otherwise what an answer adds to
+        the text so far: the template is rendered up to each answer and after it, and both must be beginnings of the
+        whole. Counted is the token that ends a turn, not the white space after it.
+
+        Raises:
+            UserError: for a template that writes earlier turns otherwise when more follows, or an answer otherwise than
+                it asks for one: what of it to train would be a guess.
+        """
+        shielded = shield(messages, tokenizer)
+        text, blocks = self._rendered(shielded, False)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if _GENERATION.search(self.source):
+            if len(blocks) != len(answers):
+                raise UserError(
+                    f"the chat template has {len(blocks)} generation blocks for {len(answers)} answers", where=_WHERE
+                )
+            spans = [span for number, span in zip(answers, blocks, strict=True) if number >= trained_from]
+        else:
+            spans = [self._added(shielded, number, text, tokenizer) for number in answers if number >= trained_from]
+        ids, offsets = tokenizer.encode_rendered(text)
+        return ids, [_inside(offset, spans) for offset in offsets]
+
+    def _added(self, messages: Sequence[Message], number: int, text: str, tokenizer: "Tokenizer") -> Span:
+        before = self.render(messages[:number], add_generation_prompt=True)
+        after = self.render(messages[: number + 1])
+        if not text.startswith(after):
+            raise UserError(
+                f"the chat template writes message {number + 1} otherwise when others follow it, so its answers of "
+                "earlier turns are not what the model would have said",
+                where=_WHERE,
+                fix="Train on conversations of one turn, or take a template that leaves earlier turns as they are.",
+            )
+        if not after.startswith(before):
+            raise UserError(
+                "the chat template asks for an answer with another text than it writes before one",
+                where=_WHERE,
+                fix="Mark what the assistant says with {% generation %} and {% endgeneration %} in the template.",
+            )
+        said = after[len(before) :]
+        end = max((at + len(piece) for piece in tokenizer.controls if (at := said.rfind(piece)) >= 0), default=0)
+        kept = said[:end] if end and not said[end:].strip() else said
+        return len(before), len(before) + len(kept)
+
+    def encode_prompt(self, messages: Sequence[Message], tokenizer: "Tokenizer") -> list[int]:
+        """Ids of a conversation, after which the model answers."""
+        return tokenizer.encode_rendered(self.render(shield(messages, tokenizer), add_generation_prompt=True))[0]
+
+    def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
+        """The control token that ends an answer; none where the template has no such."""
+        if self._ends is None:
+            try:
+                text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
+            except UserError:  # one that wants more than that; then the tokenizer's own ends of a text do
+                text = ""
+            after = tokenizer.encode_rendered(text[text.rfind(_PROBE) + len(_PROBE) :])[0]
+            controls = set(tokenizer.controls.values())
+            self._ends = tuple(token for token in after if token in controls)[:1]
+        return self._ends
+
+    def marks(self, tokenizer: "Tokenizer") -> Marks:
+        """What rows of its conversations are read by: each is ended by a token that none of them holds.
+
+        Raises:
+            UserError: the vocabulary has no control token but those that the template writes.
+        """
+        if self._marks is not None:
+            return self._marks
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        written = {*tokenizer.encode_rendered(self.render([question, answer, question, answer]))[0]}
+        likely = [tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values()]
+        found = next((token for token in likely if token is not None and token not in written), None)
+        if found is None:
+            raise UserError("the vocabulary has no token that could stand between conversations", where=_WHERE)
+        pad = found if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad
+        self._marks = Marks(None, found, pad)
+        return self._marks
+
+
+def shield(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message]:
+    """The messages with whatever spells a control token marked as none; see `Tokenizer.encode_rendered`."""
+
+    def shielded(text: str) -> str:
+        for piece in tokenizer.controls:
+            text = text.replace(piece, shielded_piece(piece))
+        return text
+
+    return [{**message, "content": shielded(message["content"])} for message in messages]
+
+
+def unshielded(text: str, tokenizer: "Tokenizer") -> str:
+    """A rendered text as a person reads it."""
+    for piece in tokenizer.controls:
+        text = text.replace(shielded_piece(piece), piece)
+    return text
+
+
+def _inside(offset: Span, spans: Sequence[Span]) -> bool:
+    start, end = offset[0], max(offset[1], offset[0] + 1)
+    return any(start < stop and end > begin for begin, stop in spans)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja as chat templates know it, without a way to anything but the messages, and with an end to every loop."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.filters["tojson"] = _to_json
+        for name in ("center", "format", "indent"):  # texts as long as one asks for
+            del self.filters[name]
+        self.globals = {"range": self.globals["range"], "raise_exception": _raise, "namespace": _Namespace}
+        self.globals["dict"] = _new_dict
+        self.begin()
+
+    def begin(self) -> None:
+        """Before every rendering."""
+        self.pieces: list[str] = []
+        self.spans: list[Span] = []
+        self._turns = self._length = 0
+
+    def collect(self, pieces: Iterator[str]) -> None:
+        """Keep what a rendering makes, up to a limit."""
+        for piece in pieces:
+            self.pieces.append(piece)
+            self._length += len(piece)
+            if self._length > _MOST_CHARACTERS:
+                raise jinja2.TemplateError("it writes without end")
+
+    def generated(self, text: str) -> None:
+        """Note that what comes next was generated."""
+        self.spans.append((self._length, self._length + len(text)))
+
+    def turn(self) -> str:
+        """Count a turn of a loop, or a call of a macro."""
+        self._turns += 1
+        if self._turns > _MOST_TURNS:
+            raise jinja2.TemplateError("its loops do not come to an end")
+        return ""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed = super()._parse(source, name, filename)
+        for body in parsed.find_all((nodes.For, nodes.Macro)):
+            call = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            body.body.insert(0, nodes.ExprStmt(call).set_lineno(body.lineno))
+        return parsed
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Nothing that begins with an underscore, and no method that makes texts as long as one asks for."""
+        return attr not in _LENGTHENING and super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refused when it is asked for, not when something is done with it."""
+        raise jinja2.sandbox.SecurityError(f"`{attribute}` is out of a template's reach")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """An operator, unless what comes out would be too large."""
+        if _size_of(operator, left, right) > _MOST_CHARACTERS:
+            raise jinja2.sandbox.SecurityError(f"`{operator}` would make something too large")
+        return super().call_binop(context, operator, left, right)
+
+
+_SIZED = (str, list, tuple)
+_LENGTHENING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "format", "format_map", "translate"})
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    if operator == "+":
+        return sum(len(side) for side in (left, right) if isinstance(side, _SIZED))
+    if operator == "*":
+        pairs = [(left, right), (right, left)]
+        return max(
+            (len(a) * b for a, b in pairs if isinstance(a, str | list | tuple) and isinstance(b, int)), default=0
+        )
+    if operator == "%":
+        return _MOST_CHARACTERS + 1 if isinstance(left, str) else 0
+    return _MOST_CHARACTERS + 1 if abs(right) > 64 or abs(left) > 2**32 else 0
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.CallBlock:
+        """See Jinja."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Any) -> str:
+        text: str = caller()
+        self.environment.generated(text)  # type: ignore[attr-defined]
+        return text
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that begin with an underscore."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"a namespace has no {name!r}")
+        super().__setitem__(name, value)
+
+
+def _new_dict(**entries: Any) -> dict[str, Any]:
+    return dict(**entries)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    import json
+
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=None if indent is None else min(int(indent), 8),
+        separators=separators,
+        sort_keys=sort_keys,
+    )
