@@ -23,6 +23,7 @@ SETTINGS = [
     "sft=null",
     "rows.context=96",
     f"dpo={{sources: [pocket-world], steps: {STEPS}, batch: 8, schedule: {{peak: 1.0e-3, floor: 1.0e-4}}}}",
+    'dpo.system_prompt=""',
     "dpo.log_every=1",
     "dpo.checkpoint={every_steps: 4}",
 ]

@@ -11,6 +11,8 @@ import pytest
 
 from affinage.cli.program import main
 from affinage.data.batch import make_batch
+from affinage.data.chat import encode_prompt
+from affinage.data.conversations import show_examples
 from affinage.data.feed import RowFeed
 from affinage.data.preference_feed import PreferenceFeed, read_reference
 from affinage.data.preferences import documents_in_a_row
@@ -33,6 +35,12 @@ SETTINGS = [
     "dpo.validation_rows=16",
     "dpo.checkpoint={every_steps: 2}",
 ]
+
+
+ZEPHYR = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def run(runs: Path, *settings: str, until: str = "") -> None:
@@ -131,8 +139,14 @@ def test_a_held_reference_says_what_was_written_down(runs: Path):
 
 
 def test_adapters_on_the_road(runs: Path, tmp_path: Path):
-    """Fine-tuned, and then taught preferences on top of that, with adapters; what is used has them in its weights."""
-    run(runs, "name=adapted", "sft.lora={rank: 4}", "dpo.lora={rank: 2, targets: [query]}", "dpo.reference=held")
+    """Fine-tuned, and then taught preferences on top of that, with adapters; what is used has them in its weights.
+
+    In a chat template that is not ChatML, which goes the same way.
+    """
+    template = tmp_path / "zephyr.jinja"
+    template.write_text(ZEPHYR)
+    lora = ("sft.lora={rank: 4}", "dpo.lora={rank: 2, targets: [query]}", "dpo.reference=held")
+    run(runs, "name=adapted", f"chat_template={template}", *lora)
     base, tuned, last = (open_model(f"adapted{stage}", runs).params for stage in ("/pretrain", "/sft", ""))
     weights = [each["blocks"]["attention"] for each in (base, tuned, last)]
     np.testing.assert_array_equal(base["embed"]["embedding"], last["embed"]["embedding"])
@@ -145,6 +159,17 @@ def test_adapters_on_the_road(runs: Path, tmp_path: Path):
 
     exported = open_model(str(runs / "adapted/export/model"), runs).params
     np.testing.assert_allclose(exported["blocks"]["attention"]["query"]["kernel"], weights[2]["query"]["kernel"])
+    for name in ("adapted", "adapted/sft", str(runs / "adapted/export/model")):
+        said = encode_prompt([{"role": "user", "content": "où ?"}], open_model(name, runs).tokenizer, "")
+        assert (
+            open_model(name, runs).tokenizer.decode(said, keep_special=True)
+            == "<|user|>\noù ?<|im_end|>\n<|assistant|>"
+        )
+    assert open_model("adapted/pretrain", runs).tokenizer.template is None
+    rows, tokenizer = runs / "adapted/conversations", open_model("adapted", runs).tokenizer
+    _, shown = next(show_examples(rows, tokenizer, 1))
+    assert shown.plain.startswith("<|user|>\n") and shown.plain.count("<|im_end|>⟧") == shown.plain.count("⟦") > 0
+
     with pytest.raises(SystemExit) as ended:
         main(["export", "adapted", "--runs", str(runs), "--adapter", "--to", str(tmp_path / "adapter")])
     assert ended.value.code == 0

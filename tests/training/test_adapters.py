@@ -15,6 +15,7 @@ from affinage.errors import UserError
 from affinage.model import Adapters, Call, Graph, abstract_params, apply, init_params, parse
 from affinage.parallel import make_mesh
 from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import LoraSettings, SftSettings
 from affinage.training import TrainJob, train
 from affinage.training.frozen import FROZEN
@@ -30,7 +31,8 @@ def graph() -> Graph:
 
 
 def settings(steps: int = 10, rank: int = 4, dropout: float = 0.0, **changes: object) -> SftSettings:
-    common = tiny.settings(steps, checkpoint={"every_steps": 4}, **changes).model_dump(exclude={"mixture"})
+    every = tiny.settings(steps, checkpoint={"every_steps": 4}, **changes).model_dump()
+    common = {name: value for name, value in every.items() if name in TrainSettings.model_fields}
     lora = {"rank": rank, "alpha": 6, "targets": TARGETS, "dropout": dropout}
     return SftSettings.model_validate({**common, "sources": ["none"], "lora": lora})
 
@@ -101,6 +103,18 @@ def test_only_adapters_are_trained_and_in_checkpoints(tmp_path: Path):
     kept = CheckpointStore(tmp_path / FROZEN).restore(0, {"params": None})["params"]
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(first.frozen), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_step_has_two_products_for_a_frozen_matrix_where_it_has_three_for_a_trained_one():
+    batch, mesh = tiny.RandomFeed().batch(0), make_mesh({"data": 1}, jax.devices())
+    adapted, whole = (
+        Program(job(Path("unused"), settings=chosen), mesh, batch)
+        for chosen in (settings(), settings().model_copy(update={"lora": None}))
+    )
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * tiny.VOCABULARY  # attention, feed-forward, logits
+    low = 2 * 4 * (3 * (32 + 32) + 2 * (32 + 64))  # of rank 4
+    tokens = 8 * tiny.CONTEXT
+    assert whole.flops_per_step - adapted.flops_per_step == tokens * (2 * matrices - 6 * low)
 
 
 def test_resumed_it_ends_with_the_same_bits(tmp_path: Path):

@@ -226,6 +226,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed = super()._parse(source, name, filename)
+        body: Any
         for body in parsed.find_all((nodes.For, nodes.Macro)):
             call = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
             body.body.insert(0, nodes.ExprStmt(call).set_lineno(body.lineno))
@@ -268,7 +269,7 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> nodes.CallBlock:
+    def parse(self, parser: Any) -> nodes.Node:
         """See Jinja."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -11,7 +11,10 @@ from jaxtyping import Array
 
 from affinage.checkpoint import CheckpointStore
 from affinage.model import Adapters, Call, Declared, Graph, apply
+from affinage.model.analysis import analyse
 from affinage.model.kinds.preference import REFERENCE
+from affinage.model.parameter import parameters_in
+from affinage.model.shape import BATCH, SEQUENCE
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import DpoSettings, TuningSettings
 
@@ -51,6 +54,19 @@ class Frozen:
     def merged(self, params: PyTree, frozen: PyTree) -> PyTree:
         """The weights of the model that the trained parameters make, as any other model has them."""
         return params if self.adapters is None else self.adapters.merged(frozen, params)
+
+    def step_flops(self, rows: int, context: int) -> int:
+        """Floating point operations of one training step, by the convention of `affinage.model.analysis`.
+
+        Frozen matrices have no gradient, which is one product of three; a held reference is one forward pass more.
+        """
+        cost = analyse(self.graph, rows, context)
+        total = cost.training_flops + (cost.flops if self.reference else 0)
+        if self.adapters is None:
+            return total
+        sizes, graph = {BATCH: rows, SEQUENCE: context}, self.graph
+        products = sum(n.kind.cost(graph.input_shapes(n), sizes).matmul * n.layers for n in graph.nodes)
+        return total - products + 6 * rows * context * sum(p.size for p in parameters_in(self.adapters.parameters))
 
     def call(self, call: Call) -> Call:
         """With the adapters' dropout."""

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Declared, apply, decayed, init_params, matrices
-from affinage.model.analysis import analyse
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
@@ -71,7 +70,7 @@ class Program:
     @cached_property
     def flops_per_step(self) -> int:
         """Floating point operations of one training step, by the convention of `affinage.model.analysis`."""
-        return analyse(self.job.graph, self.rows, self._sizes.get(SEQUENCE, 1)).training_flops
+        return self.held.step_flops(self.rows, self._sizes.get(SEQUENCE, 1))
 
     @property
     def peak_flops(self) -> float | None:

@@ -12,6 +12,7 @@ import jax
 import affinage
 from affinage.checkpoint.facts import IDENTITY
 from affinage.model.analysis import parameters
+from affinage.model.parameter import parameters_in
 from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS
 from affinage.secrets import masked
 from affinage.training.health import Health
@@ -65,10 +66,16 @@ def summarize(
     stalls = ledger.stalls
     peak, flops = program.peak_flops, program.flops_per_step
     count = parameters(program.job.graph)
+    trained = sum(parameter.size for parameter in parameters_in(program.held.trained.parameters))
     device = program.mesh.devices.flat[0]
     return {
         "name": program.job.name,
-        "parameters": {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding},
+        "parameters": {
+            "total": count.total,
+            "embedding": count.embedding,
+            "non_embedding": count.non_embedding,
+            "trained": trained,
+        },
         "flops_per_step": flops,
         "steps": steps,
         program.unit: seen,

@@ -55,7 +55,8 @@ class DocumentLogProbabilities(NodeKind):
             context.call.constrain(array, ("batch", None)) for array in next_tokens(tokens, context.batch)
         )
         if isinstance(logits, Logits):
-            chunk = auto_chunk(*targets.shape, logits.kernel.shape[0]) if self.chunk == "auto" else self.chunk
+            rows, length = targets.shape
+            chunk = auto_chunk(rows, length, logits.kernel.shape[0]) if self.chunk == "auto" else self.chunk
             found = token_log_probabilities(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
         else:
             normal = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
