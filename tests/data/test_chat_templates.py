@@ -204,16 +204,16 @@ def test_a_conversation_with_ends_of_turns_in_it_stays_one_document(tmp_path: Pa
 
 def test_a_pair_that_is_cut_stays_two_documents(tmp_path: Path):
     path = tmp_path / "pairs.jsonl"
-    long = "Where is the capital? " * 20
+    long = "Where is the capital? " * 40
     path.write_text(json.dumps({"prompt": "où ?", "chosen": long, "rejected": "No. " + long}) + "\n")
     told = {"steps": 1, "batch": 1, "schedule": {"peak": 1, "floor": 0}, "held_out": 0, "sources": [str(path)]}
     settings = DpoSettings.model_validate(told)
-    prepare_preferences(settings, ours("qwen"), tmp_path / "rows", context=64, seed=0, system_prompt="")
+    prepare_preferences(settings, ours("qwen"), tmp_path / "rows", context=200, seed=0, system_prompt="")
     files = open_rows(tmp_path / "rows/train/pairs")
-    tokens, mask = np.empty((1, 64), np.int64), np.ones((1, 64), np.int64)
+    tokens, mask = np.empty((1, 200), np.int64), np.ones((1, 200), np.int64)
     files.read(np.array([0]), tokens, mask)
     batch = make_batch(tokens, mask, np.zeros(1), files.marks)
-    assert np.bincount(batch["segment_ids"][0]).tolist() == [32, 32]
+    assert np.bincount(batch["segment_ids"][0]).tolist() == [100, 100]
 
 
 def test_generation_stops_at_the_templates_end_of_a_turn():

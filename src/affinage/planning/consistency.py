@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
-from affinage.model.analysis import analyse, parameters
+from affinage.model.analysis import parameters
 from affinage.recipe.claims import Claims
 from affinage.recipe.training import TrainSettings
+from affinage.training.frozen import frozen_of
 
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)
 _CLOSE = 0.015  # relative difference that rounding explains
@@ -71,7 +72,7 @@ def facts_of(graph: Graph, settings: TrainSettings, rows: int, context: int, dat
         parameters=count.total,
         active=count.active,
         warmup=settings.schedule.warmup(settings.steps),
-        flops=analyse(graph, rows, context).training_flops * settings.steps,
+        flops=frozen_of(graph, settings).step_flops(rows, context) * settings.steps,
         data_tokens=data_tokens,
     )
 
