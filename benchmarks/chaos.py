@@ -1,16 +1,19 @@
-"""Kill, stop and damage small runs, and see what comes of it.
+"""Kill, stop and stall small runs, and see what comes of it.
 
-    python benchmarks/chaos.py [--quick] [--kills 500] [--stops 20] [--faults 10000]
+    python benchmarks/chaos.py [--quick] [--parts kill stop stall] [--kills 500] [--stops 20]
 
-Kill: kill -9 at random moments; the final weights must be those of an undisturbed run, bit for bit. Stop: SIGTERM in
-each of six phases; status 75 and no finished step lost. Rot: damage of the newest checkpoint; it must not be taken, and
-the one before must. The runs are the tests' own: one process with two devices.
+The runs are the tests' own: two processes with two devices each, started by `affinage.launch.supervise`. Kill: kill -9
+of one of them at random moments, from its start to its last save; the curve and the final state must be those of an
+undisturbed run, bit for bit. Stop: SIGTERM to one of them in each of six phases; both end with status 75, and no
+finished step is lost. Stall: one stands still (SIGSTOP), sleeps, or waits for a disk; it must be named.
+`python benchmarks/rot.py` damages checkpoints.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -19,105 +22,147 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / "training"), str(TESTS / "checkpoint")]
+sys.path.insert(0, str(TESTS / "launch"))
 
-import faults  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import runs  # noqa: E402
+import gangs  # noqa: E402
 
 from affinage.checkpoint import CheckpointStore  # noqa: E402
+from affinage.checkpoint.looking import compare  # noqa: E402
+from affinage.launch import Restarts, supervise  # noqa: E402
 
 STEPS = 60
+KILLS_OF_A_RUN = 20
+STUCK = 10  # seconds, in place of 30
+
+Figures = dict[str, float]
 
 
-def weights(folder: Path) -> list[bytes]:
-    state = CheckpointStore(folder / "checkpoints").restore(STEPS, {"params": None})
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+def order(folder: Path, **more: object) -> list[str]:
+    return [json.dumps({"folder": str(folder), "steps": STEPS, **more})]
 
 
-def newest(folder: Path) -> int:
-    return max([0, *CheckpointStore(folder / "checkpoints").steps()])
+def same(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same state and curve, bit for bit."""
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    curves = [
+        [{k: v for k, v in json.loads(line).items() if k not in timed} for line in (folder / "metrics.jsonl").open()]
+        for folder in (one, other)
+    ]
+    first, second = ((CheckpointStore(folder / "checkpoints"), STEPS) for folder in (one, other))
+    found = compare(first, second, numbers=True)["arrays"]
+    return bool(found["same"]) and not found["different"] and not found["only"] and curves[0] == curves[1]
 
 
-def kill(folder: Path, nursery: runs.Nursery, kills: int) -> dict[str, float]:
-    """Runs are killed until there were enough kills; each that comes to its end is compared."""
-    nursery.finish(folder / "undisturbed", STEPS)
-    expected, draw = weights(folder / "undisturbed"), random.Random(0)
-    done = wrong = number = most_lost = 0
+def kill(folder: Path, nursery: gangs.Nursery, kills: int) -> Figures:
+    """Runs are killed until there were enough kills; each goes on by itself until its end, and is compared."""
+    supervise(nursery, order(folder / "undisturbed"), Restarts(), say=print)
+    done = wrong = stranded = most_lost = number = 0
+    noticed: list[float] = []
+    back: list[float] = []
     while done < kills:
-        run_folder, ended = folder / f"killed-{number}", False
-        number += 1
-        while not ended:
-            run, reached = nursery.start(run_folder, STEPS), newest(run_folder)
-            if done < kills:
-                time.sleep(draw.uniform(0, 1.5))
-                run.kill()
-            status = run.wait()
-            ended = status == 0
-            done += status == -signal.SIGKILL
-            if status not in (0, -signal.SIGKILL):
-                raise SystemExit(run.said())
-            if not ended:
-                most_lost = max(most_lost, max([reached, *run.steps()]) - newest(run_folder))
-        wrong += weights(run_folder) != expected
-    return {"kills": done, "runs": number, "runs that ended with other bits": wrong, "most steps lost": most_lost}
+        run_folder = folder / f"killed-{number}"
+        killing = gangs.Killing(nursery, run_folder, min(KILLS_OF_A_RUN, kills - done), seed=number)
+        status = supervise(killing, order(run_folder), Restarts(failures=2 * KILLS_OF_A_RUN), say=lambda line: None)
+        number, done = number + 1, done + killing.killed
+        stranded += status != 0
+        wrong += status == 0 and not same(run_folder, folder / "undisturbed")
+        most_lost, noticed, back = max(most_lost, killing.lost), noticed + killing.noticed, back + killing.back
+        print(f"kill: {done} of {kills}, runs {number}, stranded {stranded}, other bits {wrong}", flush=True)
+        shutil.rmtree(run_folder)
+    told = {"kills": done, "runs": number, "runs that did not come to their end": stranded}
+    told |= {"runs that ended with other bits": wrong, "most steps lost": most_lost}
+    return told | _spread("seconds to notice", noticed) | _spread("seconds from the kill to the next step", back)
 
 
-def stop(folder: Path, nursery: runs.Nursery, each: int) -> dict[str, float]:
-    """SIGTERM in each phase."""
-    saved, lost, seconds = 0, 0, []
+def stop(folder: Path, nursery: gangs.Nursery, each: int) -> Figures:
+    """SIGTERM to one of the hosts in each phase."""
+    saved, lost, apart, draw = 0, 0, 0, random.Random(0)
+    seconds: dict[str, list[float]] = {}
     for turn in range(each):
         run_folder = folder / f"stopped-{turn}"
-        for phase in ("start", "compilation", "evaluation", "restore", "save", "step"):
-            run = nursery.start(run_folder, STEPS, when=phase)
-            while "signal in" not in run.said():
-                time.sleep(0.005)
+        for phase in ("start", "compilation", "step", "evaluation", "restore", "save"):
+            host = draw.randrange(nursery.hosts)
+            gang = nursery.start(order(run_folder, hurt={"host": host, "phase": phase, "by": int(signal.SIGTERM)}))
+            while "hurt in" not in gang.said(host):
+                time.sleep(0.01)
             told = time.monotonic()
-            saved += run.wait() == 75
-            seconds.append(time.monotonic() - told)
-            lost += max([newest(run_folder), *run.steps()]) - newest(run_folder)
-    took = {"median seconds": statistics.median(seconds), "most seconds": max(seconds)}
-    return {"stops": 6 * each, "ended with 75": saved, "steps lost": lost, **took}
+            saved += set(gang.wait()) == {75}
+            seconds.setdefault(phase, []).append(time.monotonic() - told)
+            made = [gangs.steps_of(run_folder, host) for host in range(nursery.hosts)]
+            apart += made[0] != made[1]
+            lost += max([gangs.newest(run_folder), *made[0]]) - gangs.newest(run_folder)
+        print(f"stop: {6 * (turn + 1)} of {6 * each}, ended with 75: {saved}, steps lost {lost}", flush=True)
+        shutil.rmtree(run_folder)
+    told: Figures = {"stops": 6 * each, "both hosts ended with 75": saved, "steps lost": lost}
+    told["stops at different steps"] = apart
+    for phase, found in seconds.items():
+        told |= _spread(f"seconds, told in the {phase}", found)
+    return told
 
 
-def rot(folder: Path, count: int) -> dict[str, float]:
-    """Damage of every kind in turn."""
-    sound, damaged = folder / "sound", folder / "damaged"
-    store = CheckpointStore(sound, keep_last=2)
-    for step in (1, 2):
-        store.save(step, {"params": {"w": jnp.arange(600, dtype=jnp.float32) + step}}, {})
-    store.wait()
-    kinds, taken, lost, copy = list(faults.FAULTS.values()), 0, 0, CheckpointStore(damaged)
-    for number in range(count):
-        faults.place(sound, damaged)
-        kinds[number % len(kinds)](damaged, random.Random(number))
-        taken += 2 in copy.steps() and not copy.damage(2)
-        lost += number % 100 == 0 and bool(copy.damage(1))
-    return {"faults": count, "taken for whole": taken, "older ones not found": lost}
+def stall(folder: Path, nursery: gangs.Nursery, each: int) -> Figures:
+    """A host that is alive and does nothing: from then until it is named, and until the next step."""
+    told: Figures = {}
+    for kind, by in (("stopped", int(signal.SIGSTOP)), ("asleep", "sleep"), ("waiting for a disk", "disk")):
+        named: list[float] = []
+        back: list[float] = []
+        wrong = 0
+        for turn in range(each):
+            run_folder = folder / f"{kind}-{turn}"
+            settings = {"survival": {"stuck_seconds": STUCK}}
+            host = 0 if by == "disk" else turn % nursery.hosts
+            gang = nursery.start(order(run_folder, hurt={"host": host, "phase": "step", "by": by}, settings=settings))
+            while "hurt in" not in gang.said(host):
+                time.sleep(0.01)
+            hurt = time.monotonic()
+            files = [run_folder / name for name in ("stuck.txt", "stuck-1.txt")]
+            while not any(f"host {host} " in file.read_text() for file in files if file.exists()):
+                gang.ended(0.05)
+            named.append(time.monotonic() - hurt)
+            text = "".join(file.read_text() for file in files if file.exists())
+            blamed = {"stopped": f"host {host} shows no sign", "asleep": f"host {host} is behind"}.get(kind, "the save")
+            wrong += blamed not in text or "Thread 0x" not in text
+            if kind != "waiting for a disk":
+                gang.wait_for_one()
+                ended = time.monotonic()
+                gang.end()
+                gang = nursery.start(order(run_folder, settings=settings))
+                while not gangs.steps_of(run_folder):
+                    gang.ended(0.01)
+                back.append(time.monotonic() - ended)
+            gang.end()
+        told |= {f"{kind}: times": each, f"{kind}: not named": wrong}
+        told |= _spread(f"{kind}: seconds until it is named, of which {STUCK} are waited for", named)
+        told |= _spread(f"{kind}: seconds from the end of the hosts to the next step", back) if back else {}
+    return told
+
+
+def _spread(name: str, found: list[float]) -> Figures:
+    return {f"{name}, median": round(statistics.median(found), 2), f"{name}, most": round(max(found), 2)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few of each, for seconds")
+    parser.add_argument("--quick", action="store_true", help="a few of each, for a minute or two")
+    parts = ("stop", "stall", "kill")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--stops", type=int, default=20, help="of each phase")
-    parser.add_argument("--faults", type=int, default=10_000)
     asked = parser.parse_args()
-    kills, stops, count = (5, 1, 140) if asked.quick else (asked.kills, asked.stops, asked.faults)
-    found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as root, runs.Nursery(Path(root) / "cache") as nursery:
-        for name, work in (
-            ("rot", lambda: rot(Path(root), count)),
-            ("stop", lambda: stop(Path(root), nursery, stops)),
-            ("kill", lambda: kill(Path(root), nursery, kills)),
-        ):
+    kills, stops = (5, 1) if asked.quick else (asked.kills, asked.stops)
+    found: dict[str, Figures] = {}
+    with tempfile.TemporaryDirectory() as root, gangs.Nursery(Path(root) / "cache") as nursery:
+        works = {
+            "stop": lambda: stop(Path(root), nursery, stops),
+            "stall": lambda: stall(Path(root), nursery, 1 if asked.quick else max(1, stops // 4)),
+            "kill": lambda: kill(Path(root), nursery, kills),
+        }
+        for name in asked.parts:
             before = time.monotonic()
-            found[name] = {**work(), "seconds": round(time.monotonic() - before, 1)}
-            print(name, found[name], "load", [round(load, 1) for load in os.getloadavg()], flush=True)
+            found[name] = {**works[name](), "seconds": round(time.monotonic() - before, 1)}
+            found[name]["load of the machine's processors"] = round(os.getloadavg()[1] / (os.cpu_count() or 1), 1)
+            print(name, found[name], flush=True)
     lines = [
         {"name": f"{part}: {name}", "ours": value, "peer": None, "unit": "", "ratio": None}
         for part, facts in found.items()

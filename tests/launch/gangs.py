@@ -32,7 +32,7 @@ class Nursery:
     """Starts gangs; a launcher as `affinage.launch` knows them. Use it as a context manager.
 
     The command of a gang is its job as JSON: folder, steps, and what a host does to itself: `hurt` has the number of a
-    host, a phase, and the number of a signal or "sleep".
+    host, a phase, and the number of a signal, "sleep" or "disk".
     """
 
     def __init__(self, cache: Path, hosts: int = 2) -> None:
@@ -116,6 +116,11 @@ class ForkedGang:
         finally:
             self.end()
         return [self._statuses[pid] for pid in self.pids]
+
+    def wait_for_one(self) -> None:
+        """Until one of them has ended."""
+        while len(self._left) == len(self.pids):
+            self.ended(0.05)
 
     def said(self, host: int) -> str:
         log = _log(self.folder, host)
@@ -291,6 +296,8 @@ def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
                 print(f"hurt in {phase}", flush=True)
                 if by == "sleep":
                     asleep.set()
+                elif by == "disk":
+                    os.fsync = lambda file: time.sleep(3600)
                 else:
                     os.kill(os.getpid(), int(by))
                 return

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import re
 import time
@@ -16,10 +18,10 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
 from affinage.stages.plugins import load_plugins
 from affinage.stages.stage import Stage, StageContext
-from affinage.stages.store import Store, link, write_json
+from affinage.stages.store import Store, link, versions, write_json
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit on the size of files
-_NEXT = "the next stage"
+_GIVEN, _NEXT = "what is run", "the next stage"
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 
 
@@ -88,6 +90,7 @@ class Flow:
         Raises:
             UserError: also if another process writes to the same store.
         """
+        Hosts.current.share(_GIVEN, self._given())
         try:
             return self._run(watcher)
         finally:
@@ -95,6 +98,18 @@ class Flow:
 
     def follow(self) -> None:
         """Work at what all hosts work at, as the first one says, which goes the road by `run`."""
+        given, mine = Hosts.current.share(_GIVEN, None, seconds=None), self._given()
+        if given != mine:
+            other = ", ".join(
+                f"{name} is {mine.get(name)} and not {value}"
+                for name, value in given.items()
+                if mine.get(name) != value
+            )
+            raise UserError(
+                f"host {Hosts.current.index} was not given the same as host 0: {other}",
+                where=str(self.loaded.path),
+                fix="Give all hosts the same recipe, options and installation.",
+            )
         load_plugins(self.loaded)
         store, stages = self.runs.store, {stage.name: stage for stage in self._road}
         while (told := Hosts.current.share(_NEXT, None, seconds=None)) is not None:
@@ -102,6 +117,11 @@ class Flow:
             context = StageContext(self.loaded, store.find(told["stage"], told["key"]), inputs, self.folder)
             with Hosts.current.all_at_work(), self._located_errors():
                 stages[told["stage"]].work(context)
+
+    def _given(self) -> dict[str, str]:
+        """What must be the same on all hosts."""
+        settings = json.dumps(self.loaded.recipe.model_dump(mode="json"), sort_keys=True)
+        return {"the hash of the recipe": hashlib.sha256(settings.encode()).hexdigest()[:12], **versions()}
 
     def _run(self, watcher: Watcher) -> list[Step]:
         load_plugins(self.loaded)

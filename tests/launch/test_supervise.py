@@ -1,0 +1,144 @@
+"""Which endings start a run again, how often, and what becomes of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from affinage.errors import UserError
+from affinage.hardware import hosts
+from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
+
+
+class Scripted:
+    """A launcher whose hosts end as is written: for every start, (host, status) in order; -1 ends by being told."""
+
+    hosts = 2
+
+    def __init__(self, *starts: Sequence[tuple[int, int]]) -> None:
+        self.starts, self.begun, self.told, self.ended = list(starts), 0, [], 0
+
+    def start(self, command: Sequence[str]) -> Gang:
+        script, launcher = list(self.starts[self.begun]), self
+        launcher.begun += 1
+
+        class Here:
+            def ended(self, seconds: float) -> list[Ending]:
+                if not script:
+                    time.sleep(seconds)
+                    return []
+                host, status = script.pop(0)
+                return [Ending(host, status)]
+
+            def tell(self, number: signal.Signals) -> None:
+                launcher.told.append(number)
+
+            def end(self) -> None:
+                launcher.ended += 1
+
+        return Here()
+
+
+def run(launcher: Scripted, **restarts: int) -> tuple[int, list[str]]:
+    said: list[str] = []
+    status = supervise(launcher, ["run", "x"], Restarts(**restarts), grace=0.2, say=said.append)
+    assert launcher.ended == launcher.begun  # nothing is left
+    return status, said
+
+
+DONE = [(1, 0), (0, 0)]
+
+
+def test_a_lost_host_starts_all_again_and_what_came_of_it_is_not_blamed():
+    launcher = Scripted([(1, -signal.SIGKILL), (0, -signal.SIGABRT)], DONE)
+    status, said = run(launcher)
+    assert status == 0 and launcher.begun == 2
+    assert said == ["launch: host 1 was killed by SIGKILL; all hosts start again (1 of 10 failures)"]
+
+
+def test_budgets_of_preemptions_and_failures_are_apart():
+    told, failed = [(0, 75), (1, 75)], [(0, 1)]
+    status, said = run(Scripted(told, failed, told, failed), preemptions=2, failures=1)
+    assert status == 1 and said[-1] == "launch: host 0 failed with status 1; given up after 1 failures"
+    assert run(Scripted(told, told), preemptions=1, failures=0)[0] == 75
+
+
+def test_when_one_is_told_to_stop_the_others_are_too():
+    launcher = Scripted([(0, 75), (1, 75)], DONE)
+    assert run(launcher)[0] == 0 and launcher.told == [signal.SIGTERM]
+
+
+def test_a_mistake_of_the_user_is_not_tried_again():
+    launcher = Scripted([(1, 0), (0, 2)])
+    assert run(launcher)[0] == 2 and launcher.begun == 1
+
+
+def test_told_to_stop_it_passes_it_on_and_starts_nothing_again():
+    launcher = Scripted([])
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    status, said = run(launcher)
+    assert status == 75 and launcher.begun == 1 and launcher.told == [signal.SIGTERM]
+    assert said == ["launch: host 0, 1 did not end in time, and is killed"]
+
+
+def test_lines_of_local_hosts_are_marked():
+    said: list[str] = []
+    assert supervise(LocalLauncher(2, say=said.append), ["--version"], Restarts(failures=0), say=said.append) == 0
+    assert sorted(line.partition(" | ")[0] for line in said) == ["0", "1"] and all("affinage" in line for line in said)
+
+
+def test_local_hosts_die_with_the_launcher(tmp_path: Path):
+    code = (
+        "import time\nfrom affinage.launch import LocalLauncher\n"
+        f"gang = LocalLauncher(2).start(['world', {str(tmp_path / 'world')!r}, '--megabytes', '5000'])\n"
+        "print(*(process.pid for process in gang._processes), flush=True)\ntime.sleep(3600)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    pids = [int(word) for word in launcher.stdout.readline().split()]
+    assert len(pids) == 2
+    launcher.kill()
+    launcher.wait()
+    while any(_runs(pid) for pid in pids):
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (hosts.COORDINATOR, hosts.HOSTS, hosts.HOST):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_host_knows_its_place(environment: pytest.MonkeyPatch):
+    assert hosts.place() is None
+    environment.setenv(hosts.COORDINATOR, "10.0.0.1:4321")
+    environment.setenv(hosts.HOSTS, "4")
+    with pytest.raises(UserError, match="which of how many hosts"):
+        hosts.place()
+    environment.setenv(hosts.HOST, "3")
+    assert hosts.place() == hosts.Place("10.0.0.1:4321", 4, 3)
+    environment.setenv(hosts.HOST, "4")
+    with pytest.raises(UserError, match="AFFINAGE_HOST=4"):
+        hosts.place()
+
+
+def test_slurm_says_the_place(environment: pytest.MonkeyPatch):
+    environment.setenv(hosts.COORDINATOR, "auto")
+    job = {"JOB_ID": "4097", "STEP_NODELIST": "node[007-010]", "NTASKS": "32", "PROCID": "9", "LOCALID": "1"}
+    for name, value in job.items():
+        environment.setenv(f"SLURM_{name}", value)
+    assert hosts.place() == hosts.Place("node007:61441", 32, 9, detected=True)
