@@ -16,6 +16,7 @@ from affinage.errors import EXIT_PREEMPTED, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
+PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
 
@@ -88,13 +89,13 @@ class OwnProcess:
 
 
 def die_with_parent() -> None:
-    """Be killed when the process that started this one, and is named in AFFINAGE_PARENT, ends. On Linux only."""
-    parent = os.environ.get(PARENT)
+    """Get a signal when the process that started this one, and is named in AFFINAGE_PARENT, ends. On Linux only."""
+    parent, number = os.environ.get(PARENT), int(os.environ.get(PARENT_SIGNAL, signal.SIGKILL))
     if parent is None or platform.system() != "Linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != int(parent):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:

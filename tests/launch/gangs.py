@@ -70,7 +70,7 @@ class Nursery:
 
 class ForkedGang:
     def __init__(self, nursery: Nursery, job: dict) -> None:
-        from affinage.launch.local import reserved_port
+        from affinage.launch.process import reserved_port
 
         self.folder = Path(job["folder"])
         self.folder.mkdir(parents=True, exist_ok=True)

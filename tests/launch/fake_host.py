@@ -1,0 +1,34 @@
+"""What a host of a launcher's test runs in place of affinage: says where it is, then does as it is told."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from affinage.stopping import die_with_parent
+
+die_with_parent()
+what, *words = sys.argv[1:]
+host = os.environ["AFFINAGE_HOST"]
+print(f"host {host} of {os.environ['AFFINAGE_HOSTS']} at {os.environ['AFFINAGE_COORDINATOR']}", flush=True)
+
+
+def saved(number: int, frame: object) -> None:
+    Path(words[0], f"saved-{host}").write_text(signal.Signals(number).name)
+    print("saved", flush=True)
+    sys.exit(75)
+
+
+if what == "read":
+    print(Path(words[0]).read_text(), flush=True)
+elif what == "wait":
+    signal.signal(signal.SIGTERM, saved)
+    Path(words[0], f"process-{host}").write_text(str(os.getpid()))
+    time.sleep(120)
+elif what == "fail":
+    sys.exit(3 if host == "1" else 0)
+elif what == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(words[0], f"process-{host}").write_text(str(os.getpid()))
+    time.sleep(120)
