@@ -10,13 +10,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import requests
 
 from affinage.errors import UserError
-from affinage.launch.gang import Ending, Gang, Launcher
+from affinage.hardware.cloud import CloudSlice
+from affinage.hardware.slices import find_slice
+from affinage.launch.gang import Ending, Gang, Launcher, Restarts
 from affinage.launch.process import HostProcess
 from affinage.launch.ray import RayLauncher
 from affinage.launch.remains import Remains
+from affinage.launch.rented import RentedLauncher
 from affinage.launch.ssh import SshLauncher
+from affinage.launch.supervise import supervise
+from affinage.recipe.claims import CloudSettings
+from tpu_api import serving
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_host.py"))]
 
@@ -196,3 +203,20 @@ def test_the_end_of_who_started_it_is_the_end_of_a_host(tmp_path: Path):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     until((tmp_path / "saved-0").exists)
+
+
+def test_a_slice_is_rented_used_and_given_back(ssh, tmp_path: Path, monkeypatch):
+    said: list[str] = []
+    settings = CloudSettings(project="lab", zone="us-central2-b")
+    with serving() as (cloud, api):
+        slice = CloudSlice("run", find_slice("v4-16"), settings, said.append, requests.Session(), lambda _: None, api)
+        launcher = RentedLauncher(slice, 4, lambda addresses: ssh(4, addresses=addresses, say=said.append))
+        assert supervise(launcher, ["fail"], Restarts(failures=0), say=said.append) == 1
+        assert "run" in cloud.queue
+        cloud.queue["run"]["course"] = ["SUSPENDED"]  # taken back: asked for again by the next start
+        gang = launcher.start(["fail"])
+        assert [ending.where for ending in endings(gang, 4)] == [f"10.0.0.{host}" for host in range(4)]
+        gang.end()
+        assert len(cloud.wishes) == 2
+        slice.release()
+        assert not cloud.queue

@@ -63,7 +63,7 @@ class CloudSlice:
         say: told of every change of state.
         session: None for one with the user's application-default credentials.
         pause: waits between two questions, by seconds.
-        api: where the API is.
+        api: where the API is; default: Google's.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CloudSlice:
         say: Callable[[str], None] = print,
         session: Session | None = None,
         pause: Callable[[float], None] = time.sleep,
-        api: str = API,
+        api: str = "",
     ) -> None:
         if slice.platform != "tpu":
             raise UserError(
@@ -85,7 +85,7 @@ class CloudSlice:
         self.name, self._slice, self._settings = name, slice, settings
         self._say, self._pause = say, pause
         self._session = session or _authorized()
-        self._zone = f"{api}/v2/projects/{settings.project}/locations/{settings.zone}"
+        self._zone = f"{api or API}/v2/projects/{settings.project}/locations/{settings.zone}"
 
     def __enter__(self) -> tuple[Host, ...]:
         try:

@@ -1,0 +1,31 @@
+"""Hosts of a slice that is rented for the run, and rented again when it is taken back."""
+
+from collections.abc import Callable, Sequence
+
+from affinage.hardware.cloud import CloudSlice
+from affinage.launch.gang import Gang, Launcher
+
+
+class RentedLauncher:
+    """Asks for the slice before a start, unless it is there, and starts the hosts on its machines.
+
+    Args:
+        slice: released by whoever made it.
+        hosts: machines of the slice.
+        on: a launcher for machines of these addresses, inside or outside the cloud's network.
+        outside: take the machines' outer addresses.
+    """
+
+    def __init__(
+        self, slice: CloudSlice, hosts: int, on: Callable[[Sequence[str]], Launcher], outside: bool = False
+    ) -> None:
+        self.hosts = hosts
+        self._slice, self._on, self._outside = slice, on, outside
+        self._addresses: list[str] = []
+
+    def start(self, command: Sequence[str]) -> Gang:
+        """See `affinage.launch.gang.Launcher`. Waits for the slice, which may take hours."""
+        found = [host.external if self._outside else host.internal for host in self._slice.acquire()]
+        if found != self._addresses:  # other machines, on which nothing is prepared
+            self._addresses, self._launcher = found, self._on(found)
+        return self._launcher.start(command)
