@@ -38,6 +38,9 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         _check_tuning_sources(loaded, recipe.sft, "sft")
     if recipe.dpo is not None and "preferences" in stages:
         _check_tuning_sources(loaded, recipe.dpo, "dpo")
+    if {"conversations", "preferences"} & set(stages):
+        begun = initial_folder(loaded)
+        chat_template_of(loaded, None if begun is None else begun / TOKENIZER)
     if "clean" in stages:
         check_languages(loaded)
     if "decontaminate" in stages:
