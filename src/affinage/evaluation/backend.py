@@ -96,6 +96,7 @@ class JaxLM(TemplateLM):
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         if not add_generation_prompt:
             last = messages[-1]["content"]
+            last = last if last in text else last.strip()  # some templates strip what is said
             text = text[: text.rindex(last) + len(last)]
         return text
 
