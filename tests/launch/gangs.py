@@ -219,7 +219,8 @@ def _fork(job: dict, host: int) -> int:
 
     os.environ |= {PARENT: str(parent), hosts.COORDINATOR: job["address"]}
     os.environ |= {hosts.HOSTS: str(job["hosts"]), hosts.HOST: str(host)}
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // job['hosts']}"
+    devices = f"--xla_force_host_platform_device_count={DEVICES // job['hosts']}"
+    os.environ["XLA_FLAGS"] = f"{devices} --xla_backend_optimization_level=0"  # much is compiled, and little computed
     die_with_parent()
     file = os.open(_log(Path(job["folder"]), host), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
