@@ -9,7 +9,9 @@ from affinage.cli import main
 from affinage.errors import EXIT_USER_ERROR
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
+from affinage.planning.phases import phases
 from affinage.planning.plan import compare, make_plan, planned_graph
+from affinage.planning.published import SPEED_UPS, speed_ups
 from affinage.recipe.load import load_recipe
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
@@ -35,6 +37,29 @@ def test_no_node_is_faster_than_its_slowest_part():
     for node in made.time.nodes:
         assert node.seconds >= max(node.compute, node.memory, node.hidden)
     assert made.time.seconds >= sum(node.seconds for node in made.time.nodes)
+
+
+@pytest.mark.parametrize("mesh", ["{data: 4}", "{data: 2, pipeline: 2}", "{tensor: 4}"])
+def test_the_parts_of_a_step_make_up_the_step(mesh):
+    made = plan_of(SMALL, "v4-8", f"mesh={mesh}", "model.nodes.embed.vocab=4096")
+    parts = phases(made.time, made.split.graph.loss)
+    assert list(parts) == ["forward", "loss", "backward", "optimizer"]
+    assert sum(parts.values()) == pytest.approx(made.time.seconds)
+    # The backward pass multiplies twice for each product of the forward pass, and reads more.
+    assert 1.5 * parts["forward"] < parts["backward"] < 4 * parts["forward"]
+
+
+def test_recomputation_is_of_the_backward_pass():
+    plain, again = (plan_of(SMALL, "v4-8", f"parallel.remat={remat}") for remat in ("none", "block"))
+    plain, again = (phases(made.time, made.split.graph.loss) for made in (plain, again))
+    assert again["backward"] > 1.2 * plain["backward"]
+    assert again["forward"] == pytest.approx(plain["forward"], rel=0.1)
+
+
+def test_the_published_speed_up_lies_between_attention_by_kernel_and_by_products():
+    kernel, plain = speed_ups()
+    for name, published in SPEED_UPS.items():
+        assert plain.ratios[name] < published * 1.01 and kernel.ratios[name] > published * 0.99, name
 
 
 def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():

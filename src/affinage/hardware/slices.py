@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from affinage.errors import UserError, did_you_mean
-from affinage.hardware.chips import Chip, GiB, named
+from affinage.hardware.chips import Chip, GiB, chip, named
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,18 @@ def find_slice(name: str) -> Slice:
         where="--on",
         fix=f"{did_you_mean(word, known)} The names are {families}.".lstrip(),
     )
+
+
+def slice_of(device_kind: str, devices: int) -> Slice | None:
+    """The slice that so many devices of a kind (as JAX calls it) are; None where none has just these."""
+    kind = chip(device_kind)
+    names = ["cpu"] if kind.name == "CPU" else []
+    names += [f"{word}-{devices * of.counts // kind.devices}" for word, of in _TPUS.items() if of.chip == kind.name]
+    names += [f"{word}x{devices}" for word, name in _GPUS.items() if name == kind.name]
+    try:
+        return find_slice(names[0]) if names else None
+    except UserError:
+        return None
 
 
 def cpu() -> Chip:

@@ -1,15 +1,14 @@
 """The planner's seconds of a step by its parts, as `affinage.training.breakdown` measures them."""
 
-from affinage.planning.plan import Plan
+from affinage.planning.roofline import StepTime
 
 
-def phases(plan: Plan) -> dict[str, float]:
-    """Seconds of forward, loss, backward and optimizer in one step of a plan; together they are the step.
+def phases(time: StepTime, loss: str) -> dict[str, float]:
+    """Seconds of forward, loss, backward and optimizer in one step; together they are the step.
 
-    The loss is the loss node in both directions; with the logits of a tied or untied head made in parts inside it. A
-    pipeline waits for a third of its bubble in the forward pass.
+    The loss is the node of that name, in both directions. A pipeline waits for a third of its bubble in the forward
+    pass.
     """
-    time, loss = plan.time, plan.split.graph.loss
     model = [node for node in time.nodes if node.name != loss]
     forward = sum(node.forward for node in model)
     return {

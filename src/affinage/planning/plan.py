@@ -8,7 +8,7 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
-from affinage.hardware.matmul import measured_flops
+from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, compared, find_slice
 from affinage.model import Graph, parse
 from affinage.parallel.mesh import axis_sizes
@@ -23,8 +23,6 @@ from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
 
 _HOUR = 3600
-# What a CPU's memory moves is not told by any datasheet here; 10 GB/s a machine is what two cores of a laptop do.
-_CPU_BANDWIDTH = 10e9
 NEARLY_FULL = 0.9
 
 
@@ -254,5 +252,5 @@ def measured(where: Slice) -> Slice:
     """The slice with figures for a processor, which have to be measured."""
     if where.platform != "cpu":
         return where
-    chip = dataclasses.replace(where.chip, float32_flops=measured_flops(), memory_bandwidth=_CPU_BANDWIDTH)
+    chip = dataclasses.replace(where.chip, float32_flops=measured_flops(), memory_bandwidth=measured_bandwidth())
     return dataclasses.replace(where, chip=chip)

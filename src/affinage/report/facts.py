@@ -225,7 +225,7 @@ def collect_facts(run_folder: Path) -> Facts:
         rows=_rows(by_name["rows"].summary) if "rows" in by_name else None,
         conversations=_conversations(by_name["conversations"].summary) if "conversations" in by_name else None,
         trainings=tuple(
-            read_training(name, run_folder / name, by_name[name].summary)
+            read_training(name, run_folder / name, by_name[name].summary, recipe)
             for name in ("pretrain", "sft", "dpo")
             if name in by_name
         ),

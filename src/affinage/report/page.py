@@ -85,6 +85,7 @@ def render(facts: Facts) -> str:
             probe_rows=sections.probe_rows(facts, words, quantities),
             samples=sections.samples(facts),
             comparisons=_comparisons(facts, words, quantities),
+            losses=_losses(facts, words, quantities),
             strip=sections.strip(facts),
             time_by_group=sections.time_by_group,
             groups=sections.GROUPS,
@@ -153,6 +154,25 @@ def _compositions(facts: Facts, words: dict[str, str], language: str) -> list[tu
     return found
 
 
+def _losses(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[dict[str, str]]:
+    """What time went to that was no step, of which the prediction knows nothing."""
+    rows = []
+    for training in facts.trainings:
+        total = training.seconds.get("total")
+        for account in ("compile", "data", "validation", "save", "restore", "lost", "idle"):
+            spent = training.seconds.get(account)
+            if spent and total:
+                rows.append(
+                    {
+                        "stage": words[training.name],
+                        "part": words[f"time_{account}"].format(time="").strip(),
+                        "seconds": quantities.duration(spent),
+                        "share": quantities.percent(spent / total),
+                    }
+                )
+    return rows
+
+
 def _time_parts(training: Training, words: dict[str, str], quantities: Quantities) -> str:
     accounts = ("compute", "compile", "data", "validation", "save", "restore", "lost", "idle")
     spent = [(account, training.seconds.get(account, 0.0)) for account in accounts]
@@ -171,6 +191,8 @@ def _comparisons(facts: Facts, words: dict[str, str], quantities: Quantities) ->
         "tokens_per_second": quantities.count,
         "images_per_second": quantities.count,
         "seconds": quantities.duration,
+        "step_seconds": quantities.moment,
+        "memory": quantities.bytes,
         "mfu": quantities.percent,
     }
     rows = []

@@ -80,6 +80,14 @@ class Quantities:
             return ABSENT
         return self._scaled(value, _SI, 3, _NARROW, _BYTE[self.language])
 
+    def moment(self, seconds: float | None) -> str:
+        """A short time with three digits: 1.25 s, 84.3 ms."""
+        if seconds is None or not _finite(seconds):
+            return ABSENT
+        value, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
+        places = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+        return f"{self._localised(f'{value:.{places}f}')}{_NARROW}{unit}"
+
     def _scaled(self, value: float, steps: tuple[tuple[float, str], ...], digits: int, gap: str, unit: str) -> str:
         for size, prefix in steps:
             if float(f"{abs(value):.{digits - 1}e}") >= size:

@@ -309,8 +309,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     # predicted
     "predicted": ("Predicted and measured", "Prévu et mesuré"),
     "predicted_lead": (
-        "What was said before the run, beside what happened.",
-        "Ce qui était annoncé avant, à côté de ce qui s’est passé.",
+        "What the planner says of these settings on these devices, beside what happened. On accelerators its times "
+        "are good to a quarter or so; a processor is measured while this page is written, other work included.",
+        "Ce que le planificateur dit de ces réglages sur ce matériel, à côté de ce qui s’est passé. Sur accélérateur, "
+        "ses durées sont justes à un quart près ; un processeur est mesuré pendant l’écriture de cette page.",
     ),
     "predicted_caption": ("Predicted and measured quantities", "Grandeurs prévues et mesurées"),
     "quantity": ("Quantity", "Grandeur"),
@@ -327,6 +329,17 @@ _WORDS: dict[str, tuple[str, str]] = {
     "q_tokens_per_second": ("tokens per second", "tokens par seconde"),
     "q_images_per_second": ("images per second", "images par seconde"),
     "q_steps": ("steps", "pas"),
+    "q_step_seconds": ("time of a step", "durée d’un pas"),
+    "q_memory": (
+        "memory of a device at the peak (of a processor: of the process, all stages)",
+        "mémoire d’un appareil au plus haut (processeur : du processus, toutes étapes)",
+    ),
+    "losses_caption": (
+        "Time that was no step, which the prediction leaves out",
+        "Temps hors des pas, que la prévision laisse de côté",
+    ),
+    "part": ("Part", "Part"),
+    "share_of_training": ("Share of the training", "Part de l’entraînement"),
     # settings and stages
     "settings": ("Settings", "Réglages"),
     "settings_lead": (

@@ -8,6 +8,7 @@ from typing import Any
 from affinage.report.costs import Node, node_costs
 from affinage.report.curves import Point
 from affinage.report.evaluations import headline
+from affinage.report.forecasts import predicted
 from affinage.report.reading import json_file, json_lines, listing, mapping, mappings, number, string, whole
 
 CURVES = (
@@ -73,8 +74,13 @@ class Training:
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
 
-def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> Training:
-    """Reads metrics.jsonl and summary.json of a training stage; the stage's own summary fills what is missing."""
+def read_training(
+    name: str, folder: Path, stage_summary: Mapping[str, Any], recipe: Mapping[str, Any] | None = None
+) -> Training:
+    """Reads metrics.jsonl and summary.json of a training stage; the stage's own summary fills what is missing.
+
+    What is predicted is computed here and now, from the recipe of the run.
+    """
     summary = {**stage_summary, **json_file(folder / "summary.json")}
     nodes, context = node_costs(folder)
     curves, validation, broken = _curves(folder / "metrics.jsonl")
@@ -103,7 +109,7 @@ def read_training(name: str, folder: Path, stage_summary: Mapping[str, Any]) -> 
             Validated(k, number(mapping(v).get("loss")), number(mapping(v).get("bits_per_byte")))
             for k, v in mapping(summary.get("validation")).items()
         ),
-        compared=_compared(summary),
+        compared=_compared(summary, predicted(name, folder, summary, recipe or {})),
         nodes=nodes,
         context=context,
         skipped_updates=whole(summary.get("skipped_updates")) or 0,
@@ -175,13 +181,15 @@ def _devices(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _compared(summary: Mapping[str, Any]) -> tuple[Compared, ...]:
-    """What was predicted, and what the time of the steps says about it."""
+def _compared(summary: Mapping[str, Any], planned: Mapping[str, float]) -> tuple[Compared, ...]:
+    """What is predicted, and what the time of the steps says about it."""
     accounts = mapping(summary.get("seconds"))
     spent = [number(accounts.get(name)) for name in ("compute", "data")]
     seconds = sum(each for each in spent if each is not None) or None
     per_step, steps = number(summary.get("flops_per_step")), number(summary.get("steps"))
     measured = {
+        "step_seconds": seconds / steps if seconds and steps else None,
+        "memory": number(mapping(summary.get("memory")).get("peak_bytes")),
         "parameters": number(mapping(summary.get("parameters")).get("total")),
         "seconds": seconds,
         "flops_per_second": per_step * steps / seconds if per_step and steps and seconds else None,
@@ -189,6 +197,7 @@ def _compared(summary: Mapping[str, Any]) -> tuple[Compared, ...]:
         "images_per_second": number(summary.get("images_per_second")),
         "mfu": number(summary.get("mfu")),
     }
-    predicted = {name: number(value) for name, value in mapping(summary.get("predicted")).items()}
-    rows = [Compared(q, predicted.get(q), measured.get(q)) for q in dict.fromkeys((*predicted, *measured))]
+    said = {name: number(value) for name, value in mapping(summary.get("predicted")).items()}
+    said |= planned
+    rows = [Compared(q, said.get(q), measured.get(q)) for q in dict.fromkeys((*said, *measured))]
     return tuple(row for row in rows if row.predicted is not None or row.measured is not None)

@@ -40,9 +40,10 @@ STEP = "step"  # the whole, as a run compiles it
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of some repetitions."""
+    """Seconds of some repetitions, by the clock and of the processor (all its cores together)."""
 
     seconds: tuple[float, ...]
+    processor: tuple[float, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -93,7 +94,7 @@ def measure(program: Program, batch: HostBatch, steps: int = 10) -> dict[str, Ti
     put, state = program.put(batch), program.begin()
     forward, loss, backward = (jax.jit(part) for part in differentiated(program))
     update = jax.jit(_update(program), donate_argnums=0)
-    found: dict[str, list[float]] = {name: [] for name in (*PARTS, STEP)}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*PARTS, STEP)}
     for _ in range(steps + 1):
         values, pull = _timed(found["forward"], forward, state.params, put)
         direction = _timed(found["loss"], loss, values, state.params, put)
@@ -103,14 +104,14 @@ def measure(program: Program, batch: HostBatch, steps: int = 10) -> dict[str, Ti
     step = program.compile_training()
     for _ in range(steps + 1):
         state, _ = _timed(found[STEP], step, state, put)
-    return {name: Timing(tuple(seconds[1:])) for name, seconds in found.items()}
+    return {name: Timing(*zip(*taken[1:], strict=True)) for name, taken in found.items()}
 
 
-def _timed(seconds: list[float], function: Callable[..., Any], *arguments: Any) -> Any:
+def _timed(taken: list[tuple[float, float]], function: Callable[..., Any], *arguments: Any) -> Any:
     jax.block_until_ready(arguments)
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     result = jax.block_until_ready(function(*arguments))
-    seconds.append(time.perf_counter() - began)
+    taken.append((time.perf_counter() - began, time.process_time() - worked))
     return result
 
 

@@ -11,6 +11,7 @@ import jax
 
 import affinage
 from affinage.checkpoint.facts import IDENTITY
+from affinage.hardware.memory import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.parameter import parameters_in
 from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS
@@ -91,6 +92,7 @@ def summarize(
         "health": health.facts(),
         "validation": metrics.validation(),
         "predicted": {"parameters": count.total, "flops": flops * steps},
+        "memory": {"peak_bytes": peak_bytes(program.mesh.local_devices)},
         "devices": {"kind": device.device_kind, "count": program.mesh.size, "mesh": dict(program.mesh.shape)},
         "remat": remat(program),
         "resumed_at": list(resumed_at),

@@ -1,0 +1,53 @@
+"""What the planner says, at the time of the report, of a training that was made."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from affinage.errors import UserError
+from affinage.report.reading import json_file, mapping, string, whole
+
+
+def predicted(name: str, folder: Path, summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step and of all, tokens per second, and bytes of a device, for the devices that a training ran on.
+
+    Nothing for trainings that the planner does not know (preferences, images, chips of other kinds), or that do not
+    say enough.
+    """
+    written = json_file(folder / "model.json")
+    steps, tokens, context = whole(summary.get("steps")), whole(summary.get("tokens")), whole(written.get("context"))
+    devices = mapping(summary.get("devices"))
+    if name not in ("pretrain", "sft") or not (steps and tokens and context and mapping(written.get("graph"))):
+        return {}
+    from affinage.model import parse
+    from affinage.planning.forecast import forecast
+    from affinage.recipe.recipe import Recipe
+
+    try:
+        read = Recipe.model_validate(dict(recipe))
+        settings, graph = getattr(read, name), parse(mapping(written["graph"]))
+    except (ValidationError, UserError):  # written by another version
+        return {}
+    if settings is None:
+        return {}
+    found = forecast(
+        graph,
+        settings,
+        read.parallel,
+        rows=tokens // steps // context,
+        context=context,
+        mesh={str(axis): int(size) for axis, size in mapping(devices.get("mesh")).items()},
+        device_kind=string(devices.get("kind")),
+        devices=whole(devices.get("count")) or 1,
+    )
+    if found is None:
+        return {}
+    step = found.time.seconds
+    return {
+        "step_seconds": step,
+        "seconds": step * steps,
+        "tokens_per_second": tokens / steps / step,
+        "memory": float(found.memory.total),
+    }

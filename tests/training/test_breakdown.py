@@ -1,0 +1,66 @@
+"""A step by its parts: together they are the gradient that the step takes, and they cover its time."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import tiny_graphs
+from affinage.model import apply, parse
+from affinage.recipe.parallel import ParallelSettings
+from affinage.training.breakdown import PARTS, STEP, Timing, differentiated, measure, program_of, synthetic_batch
+from affinage.training.state import Purpose, random_key
+
+
+def program(graph, mesh, remat="none"):
+    batch = tiny.RandomFeed().batch(0)
+    made = program_of(graph, tiny.settings(), ParallelSettings(remat=remat), mesh, batch)
+    return made, batch
+
+
+@pytest.mark.parametrize(
+    ("graph", "mesh", "remat"),
+    [
+        (tiny.graph(dropout=0.3), {"data": 8}, "none"),
+        (tiny.graph(), {"fsdp": 4, "tensor": 2}, "block"),
+        (parse(tiny_graphs.moe()), {"data": 2, "expert": 4}, "none"),
+    ],
+    ids=["dropout", "tensor and recomputed", "experts"],
+)
+def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
+    made, batch = program(graph, mesh, remat)
+    params, put = made.begin().params, made.put(batch)
+    forward, loss, backward = (jax.jit(part) for part in differentiated(made))
+    values, pull = forward(params, put)
+    grads = backward(pull, loss(values, params, put))
+    call = dataclasses.replace(made.adapted_call, key=random_key(0, Purpose.DROPOUT))
+
+    def mean(params):
+        return apply(made.job.graph, params, put, call).values["loss"].mean()
+
+    for ours, whole in zip(jax.tree.leaves(grads), jax.tree.leaves(jax.jit(jax.grad(mean))(params)), strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_a_measurement_trains_and_has_as_many_repetitions_as_asked_for():
+    made, batch = program(tiny.graph(), {"data": 8})
+    found = measure(made, batch, 2)
+    assert list(found) == [*PARTS, STEP]
+    assert all(len(timing.seconds) == 2 and timing.mean > 0 for timing in found.values())
+
+
+def test_mean_and_deviation_are_those_of_the_sample():
+    timing = Timing((1.0, 2.0, 4.0))
+    assert timing.mean == pytest.approx(7 / 3)
+    assert timing.deviation == pytest.approx(np.std([1, 2, 4], ddof=1))
+    assert Timing((3.0,)).deviation == 0
+
+
+def test_a_synthetic_batch_is_rows_of_one_document_that_all_count():
+    batch = synthetic_batch(tiny.graph(), 4, 16)
+    assert batch["tokens"].shape == (4, 16) and 0 <= batch["tokens"].min() <= batch["tokens"].max() < tiny.VOCABULARY
+    assert batch["loss_mask"].all() and not batch["segment_ids"].any()
+    np.testing.assert_array_equal(batch["positions"][3], np.arange(16))
+    np.testing.assert_array_equal(batch["rows"], np.arange(4))
