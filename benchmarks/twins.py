@@ -225,9 +225,11 @@ def matmul_rate(precision: str, side: int, seconds: float) -> float:
 class Contender:
     """A worker process."""
 
-    def __init__(self, who: str, family: str, size: Size, precision: str) -> None:
+    def __init__(self, who: str, family: str, size: Size, precision: str, first: int = 3) -> None:
+        """`first`: steps before it answers, whose losses are `facts["losses"]`."""
         self.who = who
-        words = ["--worker", who, "--family", family, "--precision", precision, "--size", json.dumps(asdict(size))]
+        words = ["--first", str(first)]
+        words += ["--worker", who, "--family", family, "--precision", precision, "--size", json.dumps(asdict(size))]
         command = [sys.executable, str(Path(__file__).resolve()), *words]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.facts = self._answer()
@@ -252,17 +254,19 @@ class Contender:
         raise SystemExit(f"{self.who} ended with status {self._process.wait()}")
 
 
-def work(who: str, family: str, size: Size, precision: str) -> None:
-    """The worker's side: build, say so, and step whenever told to."""
+def work(who: str, family: str, size: Size, precision: str, first: int) -> None:
+    """The worker's side: build, make the first steps, say so, and step whenever told to."""
     if who == "ours":
         step, wait, facts = ours(family, size, precision)
     else:
         step, wait, facts = torchs(family, size, precision, compiled=who == "torch-compile")
     began = time.perf_counter()
-    for _ in range(3):
+    losses = []
+    for _ in range(first):
         step()
-    first = wait()
-    print("@" + json.dumps({**facts, "first": time.perf_counter() - began, "loss": first}), flush=True)
+        losses.append(wait())
+    told = {"first": time.perf_counter() - began, "loss": losses[-1], "losses": losses}
+    print("@" + json.dumps({**facts, **told}), flush=True)
     for line in sys.stdin:
         until, steps = float(line), 0
         faults, began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
@@ -283,9 +287,11 @@ def main() -> None:
     parser.add_argument("--family", required=True)
     parser.add_argument("--precision", required=True)
     parser.add_argument("--size", required=True)
+    parser.add_argument("--first", type=int, required=True)
     arguments = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    work(arguments.worker, arguments.family, Size(**json.loads(arguments.size)), arguments.precision)
+    size = Size(**json.loads(arguments.size))
+    work(arguments.worker, arguments.family, size, arguments.precision, arguments.first)
 
 
 if __name__ == "__main__":

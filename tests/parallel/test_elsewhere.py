@@ -13,7 +13,7 @@ import pytest
 from affinage.checkpoint import CheckpointStore
 from affinage.model import abstract_params, apply, logical_axes
 from affinage.model.call import Call
-from affinage.parallel import serving_mesh
+from affinage.parallel import serving_layout
 from affinage.training import train
 
 
@@ -57,7 +57,7 @@ def test_a_run_goes_on_and_is_used_on_another_mesh(tmp_path):
     axes, abstract = logical_axes(graph), abstract_params(graph)
     logits = []
     for sizes in ({"data": 1}, {"pipeline": 2, "context": 2, "tensor": 2}):
-        mesh, shardings = serving_mesh(sizes, jax.devices(), axes, abstract)
+        layout, shardings = serving_layout(sizes, jax.devices(), axes, abstract)
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
         )
@@ -65,5 +65,6 @@ def test_a_run_goes_on_and_is_used_on_another_mesh(tmp_path):
         batch = {"tokens": meshes.Feed().batch(0)["tokens"]}
         outputs = apply(graph, params, jax.tree.map(jax.numpy.asarray, batch), Call(until=graph.logits))
         logits.append(np.asarray(outputs.values[graph.logits].array()))
-    assert dict(mesh.shape) | {"fsdp": 4, "tensor": 2, "pipeline": 1, "context": 1} == dict(mesh.shape)
+    used = {"fsdp": 4, "tensor": 2, "pipeline": 1, "context": 1}
+    assert dict(layout.mesh.shape) | used == dict(layout.mesh.shape)
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-5)

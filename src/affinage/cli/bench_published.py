@@ -8,7 +8,8 @@ if TYPE_CHECKING:
 
 # A model of the same kind of a width at which a processor runs 8 devices.
 _SMALL = (
-    "model.nodes.embed.vocab=1024",
+    "model.nodes.embed.vocab=8192",
+    "model.nodes.positions.length=128",
     "model.nodes.embed.width=128",
     "model.nodes.blocks.repeat=8",
     "model.nodes.blocks.attention.heads=4",

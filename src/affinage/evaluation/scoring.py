@@ -19,6 +19,7 @@ from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
 from affinage.model.module import init_cache
 from affinage.model.parameter import Tree
+from affinage.parallel import MeshLayout
 from affinage.recipe.training import AttentionImplementation
 
 _LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
@@ -30,7 +31,7 @@ Scores = tuple[Float[Array, "B"], Bool[Array, "B"], Float[Array, "B K"], Bool[Ar
 
 
 @lru_cache(maxsize=8)
-def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, mesh: jax.sharding.Mesh | None) -> Any:
+def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, layout: MeshLayout | None) -> Any:
     """The jitted scoring function of a graph; jit keeps one executable per shape."""
 
     @partial(jax.jit, static_argnames="span")
@@ -44,7 +45,7 @@ def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, mesh
     ) -> Scores:
         length = tokens.shape[1]
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)
-        lazy, _ = logits_of(graph, params, tokens, positions, dtype, attention=attention, mesh=mesh)
+        lazy, _ = logits_of(graph, params, tokens, positions, dtype, attention=attention, layout=layout)
         # The last `span` inputs of every row; some may lie before what is scored, or before the row's beginning.
         at = lengths[:, None] - span + jnp.arange(span)[None]
         hidden = jnp.take_along_axis(lazy.hidden, jnp.maximum(at, 0)[:, :, None], axis=1)
@@ -63,7 +64,7 @@ def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, mesh
 
 
 @lru_cache(maxsize=8)
-def _compiled_for_families(graph: Graph, dtype: str, mesh: jax.sharding.Mesh | None) -> Any:
+def _compiled_for_families(graph: Graph, dtype: str, layout: MeshLayout | None) -> Any:
     """The jitted scoring function of families of rows: one pass over what they share, one over all their ends."""
 
     @jax.jit
@@ -79,12 +80,12 @@ def _compiled_for_families(graph: Graph, dtype: str, mesh: jax.sharding.Mesh | N
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], shared.shape)
         # Padding to the right also lands in the cache, at positions that are overwritten before they are looked at.
         cache = init_cache(graph, families, width + span, jnp.dtype(dtype))
-        _, cache = logits_of(graph, params, shared, positions, dtype, cache, mesh=mesh)
+        _, cache = logits_of(graph, params, shared, positions, dtype, cache, layout=layout)
         of_each = rows // families
         cache = jax.tree.map(lambda a: jnp.repeat(a, of_each, axis=1), cache)
         steps = jnp.arange(span, dtype=jnp.int32)[None]
         at = jnp.where(steps < scored[:, None], jnp.repeat(lengths, of_each)[:, None] + steps, -1)
-        lazy, _ = logits_of(graph, params, ends, at, dtype, cache, mesh=mesh)
+        lazy, _ = logits_of(graph, params, ends, at, dtype, cache, layout=layout)
         ending = jnp.take_along_axis(lazy.hidden, (scored - 1)[:, None, None], axis=1)
         last, last_best = _log_probabilities(lazy.kernel, lazy.softcap, ending, candidates[:, None])
         total, greedy = jnp.zeros(scored.shape), jnp.ones(scored.shape, bool)
@@ -132,8 +133,8 @@ class Scorer:
         self._batch = batch
         self._ledger = ledger
         self._share = share
-        self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.mesh)
-        self._score_families = _compiled_for_families(model.graph, model.compute_dtype, model.mesh)
+        self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.layout)
+        self._score_families = _compiled_for_families(model.graph, model.compute_dtype, model.layout)
 
     def score(
         self,

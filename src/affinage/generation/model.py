@@ -27,19 +27,21 @@ class LoadedModel:
     tokenizer: Tokenizer
     name: str
     context: int  # tokens it was trained on at once; nothing longer is put into it
-    mesh: jax.sharding.Mesh | None = None  # None: the default device
+    layout: MeshLayout | None = None  # None: the default device
     system_prompt: str = ""  # what a chat model was told in conversations without a system message; "": nothing
     compute_dtype: str = "float32"
     attention: AttentionImplementation = "auto"  # what computes it where there is no KV cache
 
     def place(self, array: ArrayLike) -> Array:
-        """`array` on the device, its rows over the mesh's data axes where there is a mesh."""
-        return jnp.asarray(array) if self.mesh is None else jax.device_put(array, batch_sharding(self.mesh))
+        """`array` on the device, its rows split as the layout says where there is one."""
+        if self.layout is None:
+            return jnp.asarray(array)
+        return jax.device_put(array, batch_sharding(self.layout.mesh, self.layout.table))
 
     @property
     def row_multiple(self) -> int:
         """What the number of rows of a batch must be a multiple of."""
-        return 1 if self.mesh is None else rows_split(self.mesh)
+        return 1 if self.layout is None else rows_split(self.layout.mesh, self.layout.table)
 
 
 def logits_of(
@@ -51,11 +53,11 @@ def logits_of(
     cache: Any = None,
     *,
     attention: AttentionImplementation = "auto",
-    mesh: jax.sharding.Mesh | None = None,
+    layout: MeshLayout | None = None,
 ) -> tuple[Logits, Any]:
     """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given.
 
-    `attention` and `mesh`: as of a LoadedModel. With a cache, attention is xla's.
+    `attention` and `layout`: as of a LoadedModel. With a cache, attention is xla's.
     """
     batch = {"tokens": tokens, "positions": positions}
     call = Call(
@@ -64,7 +66,7 @@ def logits_of(
         until=graph.logits,
         attention=attention if cache is None else "xla",
     )
-    if mesh is not None:
-        call = replace(call, layout=MeshLayout(mesh))
+    if layout is not None:
+        call = replace(call, layout=layout)
     outputs = apply(graph, params, batch, call)
     return outputs.values[graph.logits], outputs.cache

@@ -1,6 +1,7 @@
 """Parallel: a graph and a mesh become one compiled step."""
 
-from affinage.parallel.choice import serving_mesh as serving_mesh
+from affinage.parallel.choice import serving_layout as serving_layout
+from affinage.parallel.choice import serving_table as serving_table
 from affinage.parallel.choice import strategy_for as strategy_for
 from affinage.parallel.layout import MeshLayout as MeshLayout
 from affinage.parallel.mesh import AXES as AXES

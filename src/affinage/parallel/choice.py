@@ -8,11 +8,12 @@ from jax.sharding import Mesh
 
 from affinage.errors import UserError
 from affinage.hardware.xla_flags import flags_for
+from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import make_mesh
 from affinage.parallel.pipeline import AXIS, Pipeline
-from affinage.parallel.sharding import param_shardings
+from affinage.parallel.sharding import Table, param_shardings, table_with
 from affinage.parallel.strategy import Spmd, Strategy
-from affinage.recipe.parallel import ParallelSettings
+from affinage.recipe.parallel import LogicalAxis, MeshAxis, ParallelSettings
 
 
 def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
@@ -23,21 +24,32 @@ def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:
     return Spmd(options)
 
 
-def serving_mesh(
-    sizes: Mapping[str, int | str], devices: Sequence[jax.Device], logical_axes: Any, abstract: Any
-) -> tuple[Mesh, Any]:
-    """The mesh that a model is used on after it was trained on a mesh of these sizes, and its parameters' shardings.
+def serving_layout(
+    sizes: Mapping[str, int | str],
+    devices: Sequence[jax.Device],
+    logical_axes: Any,
+    abstract: Any,
+    replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]] | None = None,
+) -> tuple[MeshLayout, Any]:
+    """How a model is used that was trained on a mesh of these sizes: the layout, and its parameters' shardings.
 
     Generation has neither stages nor long sequences to split: the devices of `pipeline` and `context` split the
-    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`.
+    weights as `fsdp` does, or, where a width does not divide, hold copies as `data`. `replacements` are the lines of
+    the sharding table that the recipe has replaced.
     """
+    table = serving_table(replacements or {})
     mesh = make_mesh(sizes, devices)
     folded = mesh.shape[AXIS] * mesh.shape["context"]
     if folded > 1:
         shape = {**mesh.shape, AXIS: 1, "context": 1}
         split = make_mesh(shape | {"fsdp": shape["fsdp"] * folded}, devices)
         try:
-            return split, param_shardings(split, logical_axes, abstract)
+            return MeshLayout(split, table), param_shardings(split, logical_axes, abstract, table)
         except UserError:
             mesh = make_mesh(shape | {"data": shape["data"] * folded}, devices)
-    return mesh, param_shardings(mesh, logical_axes, abstract)
+    return MeshLayout(mesh, table), param_shardings(mesh, logical_axes, abstract, table)
+
+
+def serving_table(replacements: Mapping[LogicalAxis, tuple[MeshAxis, ...]]) -> Table:
+    """The sharding table of a recipe for generation, in which sequences are whole."""
+    return table_with({**replacements, "sequence": (), "residual": ()})

@@ -23,6 +23,12 @@ class MeshLayout(Layout):
     mesh: Mesh
     table: Table = field(default_factory=lambda: TABLE)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshLayout) and (self.mesh, dict(self.table)) == (other.mesh, dict(other.table))
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, frozenset(self.table.items())))
+
     def constrain(self, x: Array, axes: LogicalAxes) -> Array:
         """See `Layout.constrain`."""
         if self.mesh.size == 1:

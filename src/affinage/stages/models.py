@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.errors import UserError
+from affinage.recipe.parallel import LogicalAxis, MeshAxis
 from affinage.stages.imports import fitting_tokenizer, own_template_of, system_prompt_of
 from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of, trained_adapters, trained_params
 from affinage.stages.plugins import VARIABLE, load_named_plugins
@@ -130,6 +131,7 @@ def load_trained(
     name: str,
     step: int | None = None,
     mesh: Mapping[str, int | str] | None = None,
+    sharding: Mapping[LogicalAxis, tuple[MeshAxis, ...]] | None = None,
 ) -> "LoadedModel":
     """Load a checkpoint of a training, the newest if `step` is None.
 
@@ -140,6 +142,7 @@ def load_trained(
         step: of the checkpoint.
         mesh: devices along each axis; all devices as copies of the model if None, or if this is one of many hosts, of
             whose devices the mesh was.
+        sharding: lines of the sharding table that the recipe has replaced.
     """
     import jax
     import jax.numpy as jnp
@@ -151,7 +154,7 @@ def load_trained(
     from affinage.hardware.devices import acquire
     from affinage.hardware.hosts import Hosts
     from affinage.model import abstract_params, logical_axes, parse
-    from affinage.parallel import serving_mesh
+    from affinage.parallel import serving_layout
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
@@ -163,7 +166,7 @@ def load_trained(
     devices = acquire()
     abstract = abstract_params(graph, jnp.dtype(precision.params))
     whole = mesh if mesh and Hosts.current.together else {"data": "auto"}
-    grid, shardings = serving_mesh(whole, devices, logical_axes(graph), abstract)
+    layout, shardings = serving_layout(whole, devices, logical_axes(graph), abstract, sharding)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
@@ -177,7 +180,7 @@ def load_trained(
         tokenizer=_talking(Tokenizer.load(tokenizer), facts.get("chat_template")),
         name=name,
         context=facts["context"],
-        mesh=grid if grid.size > 1 else None,
+        layout=layout if layout.mesh.size > 1 else None,
         system_prompt=facts["system_prompt"],
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
     )
@@ -230,7 +233,7 @@ def _load_hub_folder(folder: Path, *, name: str) -> "LoadedModel":
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
     from affinage.hub.read import read_hub_folder
-    from affinage.parallel import make_mesh, replicated
+    from affinage.parallel import MeshLayout, make_mesh, replicated
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
@@ -243,7 +246,7 @@ def _load_hub_folder(folder: Path, *, name: str) -> "LoadedModel":
         tokenizer=_talking(fitting_tokenizer(folder, model.graph.vocabulary), own_template_of(folder)),
         name=name,
         context=model.architecture.context,
-        mesh=grid if grid.size > 1 else None,
+        layout=MeshLayout(grid) if grid.size > 1 else None,
         system_prompt=system_prompt_of(folder) or "",
         compute_dtype=compute_dtype(PrecisionSettings(), chip(devices[0].device_kind)).name,
     )

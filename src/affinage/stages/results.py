@@ -11,6 +11,7 @@ from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import read_manifest, write_json
 
 if TYPE_CHECKING:
+    from affinage.generation.model import LoadedModel
     from affinage.hub.card import CardFacts
 
 _ANSWERS = "answers.jsonl"  # of an evaluation that is not complete yet
@@ -39,7 +40,7 @@ def export(context: StageContext) -> Summary:
     recipe, inputs = context.recipe, context.inputs
     assert recipe.export is not None
     training = next(name for name in TRAININGS if name in inputs)
-    model = load_trained(inputs[training], inputs["tokenizer"], name=recipe.name, mesh=dict(recipe.mesh.items()))
+    model = _trained(context, training, recipe.name)
     folder = context.folder / "model"
     facts = _card_facts(context)
     summary = export(
@@ -86,6 +87,13 @@ def _card_facts(context: StageContext) -> "CardFacts":
     )
 
 
+def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":
+    """The model of a training, split over the recipe's mesh by the recipe's table."""
+    recipe, inputs = context.recipe, context.inputs
+    sizes, lines = {str(axis): size for axis, size in recipe.mesh.items()}, recipe.parallel.sharding
+    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=sizes, sharding=lines)
+
+
 def _evaluate(context: StageContext, training: str) -> Summary:
     from affinage.evaluation.run import evaluate
     from affinage.stages.samples import answers, continuations
@@ -93,9 +101,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
     recipe, inputs = context.recipe, context.inputs
     settings = recipe.evaluate
     assert settings is not None
-    model = load_trained(
-        inputs[training], inputs["tokenizer"], name=f"{recipe.name}/{training}", mesh=dict(recipe.mesh.items())
-    )
+    model = _trained(context, training, f"{recipe.name}/{training}")
     chat = training in CHAT
     results = evaluate(
         replace(model, attention=settings.attention),

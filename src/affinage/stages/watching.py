@@ -211,9 +211,10 @@ def model_in_training(
 
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
+    from affinage.parallel import MeshLayout, serving_table
     from affinage.training.program import compute_dtype
 
-    sharding = jax.tree.leaves(params)[0].sharding
+    sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
     device = next(iter(sharding.device_set))
     return LoadedModel(
         graph=graph,
@@ -221,7 +222,7 @@ def model_in_training(
         tokenizer=chat_tokenizer(context),
         name=context.recipe.name,
         context=length,
-        mesh=sharding.mesh if len(sharding.device_set) > 1 else None,
+        layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
         system_prompt=system_prompt,
         compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
     )
