@@ -48,7 +48,7 @@ def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path, 
     assert run("explain", "a.yaml", "pretrain.log_every").endswith(": steps\n")
     (row,) = json.loads(run("explain", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json"))
     assert row["value"] == 9 and row["origin"] == "--set pretrain.log_every"
-    assert "is not set" in run("explain", "a.yaml", "pretrain.checkpoint.every_minutes")
+    assert "is not set" in run("explain", "a.yaml", "pretrain.checkpoint.keep_every")
     with pytest.raises(UserError, match=r"`pretrain.logevery` is not a setting") as wrong:
         run("explain", "a.yaml", "pretrain.logevery")
     assert "pretrain.log_every" in wrong.value.fix

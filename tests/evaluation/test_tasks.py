@@ -2,11 +2,15 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import yaml
+from lm_eval import utils
+from lm_eval.api import registry
 
 from affinage.errors import UserError
+from affinage.evaluation.harness import tamed_harness
 from affinage.evaluation.item_files import read_json_lines
 from affinage.evaluation.tasks import find_tasks
 
@@ -68,3 +72,18 @@ def test_a_missing_path_is_not_taken_for_a_name(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{")
     with pytest.raises(UserError, match="not JSON Lines"):
         read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
+
+
+def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):
+    (tmp_path / "evil.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'sprung')!r}).touch()")
+    (tmp_path / "t.yaml").write_text("task: t\ndataset_path: json\nprocess_docs: !function evil.run\n")
+    with pytest.raises(UserError, match="cannot be read as a task"):
+        find_tasks([str(tmp_path / "t.yaml")], {}, None)
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    assert "class" in utils.apply_template(escape, {})  # the harness by itself
+    with tamed_harness():
+        with pytest.raises(Exception, match="unsafe"):
+            utils.apply_template(escape, {})
+        assert utils.apply_template("{{ a | regex_replace('x', 'y') }}", {"a": "x"}) == "y"
+        assert registry.get_metric(str(tmp_path / "evil"), hf_evaluate_metric=True) is None
+    assert not (tmp_path / "sprung").exists()

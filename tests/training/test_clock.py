@@ -1,12 +1,16 @@
 """Every second of a run is in one account, and a step that does not end is told of."""
 
+import contextlib
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import tiny
 
+from affinage.errors import Preempted
 from affinage.training import TrainJob, train
 from affinage.training.ledger import ACCOUNTS, Ledger
 
@@ -55,6 +59,27 @@ def test_the_accounts_are_the_wall_clock_also_over_a_failure_and_a_pause(tmp_pat
     assert all(seconds[name] > 0 for name in ("compute", "compile", "validation", "save", "restore"))
     # Those of the steps 5, 15 and 20: what step 10 cost is not in its own checkpoint, from which the run went on.
     assert summary["saves"]["count"] == 3 and 0 < summary["saves"]["stall_mean"] <= summary["saves"]["stall_most"]
+
+
+def test_the_accounts_are_the_wall_clock_over_preemptions_and_a_failure(tmp_path: Path):
+    began, summary = time.time(), None
+    for stopped_at in (7, 12, 16, 0):
+
+        def stop(step: int, state: object, at: int = stopped_at) -> None:
+            if step == at == 12:
+                raise RuntimeError("the machine fails")
+            if step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with contextlib.nullcontext() if not stopped_at else pytest.raises((Preempted, RuntimeError)):
+            summary = train(job(tmp_path, stop))
+        time.sleep(0.1)
+    assert summary is not None and summary["resumed_at"] == [7, 10, 16]
+    wall = (tmp_path / "summary.json").stat().st_mtime - began
+    assert summary["seconds"]["total"] == pytest.approx(wall, rel=0.01)
+    assert sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
+    assert summary["seconds"]["idle"] >= 0.3 and summary["seconds"]["lost"] > 0
+    assert set(summary["percent"]) == set(ACCOUNTS)
 
 
 def test_accounts_inside_of_others_are_not_counted_twice():

@@ -82,7 +82,7 @@ def state(folder: Path) -> list[np.ndarray]:
 
 
 def curve(folder: Path) -> list[dict]:
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "utilisation")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in line.items() if k not in timed and "memory" not in k and "busy" not in k} for line in lines

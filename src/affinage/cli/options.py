@@ -40,6 +40,10 @@ RunsOption = Annotated[
     Path, typer.Option("--runs", metavar="DIR", envvar="AFFINAGE_RUNS", help="The folder of all runs.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="STEPS", help="Write a trace of these steps of each training, e.g. 20-25."),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="List what would run and why, and do nothing.")]
 ForceOption = Annotated[
     list[str] | None,
@@ -60,6 +64,7 @@ class Walking:
     runs: RunsOption = RUNS
     force: ForceOption = None
     any_code: AnyCodeOption = False
+    profile: ProfileOption = None
     dry_run: DryRunOption = False
     as_json: JsonOption = False
 

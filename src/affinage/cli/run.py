@@ -106,7 +106,7 @@ def _show_conversations(rows: Path, count: int, documents: int = 1) -> None:
         raise UserError("the tokenizer of these rows is gone", where=str(rows), fix="Run the recipe again.")
     for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):
         rich.print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
-        rich.print(example)
+        rich.get_console().print(example, markup=False, highlight=False)
 
 
 def world(
@@ -144,6 +144,9 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
     from affinage.stages.road import road_of
 
     loaded = load(recipe, how.overrides)
+    if how.profile is not None:
+        trainings = [name for name in ("pretrain", "sft", "dpo") if getattr(loaded.recipe, name) is not None]
+        loaded = load(recipe, [*(how.overrides or ()), *(f"{name}.profile={how.profile}" for name in trainings)])
     road = road_of(loaded, write_report)
     if not road:
         raise UserError(

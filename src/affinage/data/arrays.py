@@ -1,5 +1,7 @@
 """Arrays as training data: images from a file, split once, and batches of them as a function of seed and step."""
 
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,19 +95,20 @@ def _read(settings: ArraySettings) -> tuple[Images, Labels | None]:
         return _as_images(digits.images.astype(np.int64), settings), digits.target.astype(np.int64)
     try:
         found = np.load(Path(settings.path).expanduser(), allow_pickle=False)
-    except (OSError, ValueError) as error:
+        if isinstance(found, np.ndarray):
+            return _as_images(found, settings), None
+        members = {name: found[name] for name in (settings.images, settings.labels) if name in found}
+    except (OSError, ValueError, EOFError, MemoryError, OverflowError, zipfile.BadZipFile, zlib.error) as error:
         fix = f"Name a .npz or .npy file, or `{DIGITS}`."
         raise UserError(f"`{settings.path}` cannot be read: {error}", where="data.arrays", fix=fix) from error
-    if isinstance(found, np.ndarray):
-        return _as_images(found, settings), None
-    if settings.images not in found:
+    if settings.images not in members:
         raise UserError(
             f"`{settings.path}` holds no array `{settings.images}`",
             where="data.arrays",
             fix=f"It holds: {', '.join(found)}. Set `images` to one of them.",
         )
-    labels = found.get(settings.labels)
-    images = _as_images(found[settings.images], settings)
+    labels = members.get(settings.labels)
+    images = _as_images(members[settings.images], settings)
     if labels is not None and labels.shape != (len(images),):
         raise UserError(f"{len(images)} images have labels of shape {labels.shape}", where="data.arrays")
     return images, labels

@@ -5,14 +5,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partialmethod
+from typing import Any
 from unittest.mock import patch
 
 import datasets
+import evaluate
 import huggingface_hub
+import jinja2
 import lm_eval.api.metrics
 import lm_eval.evaluator
 import lm_eval.utils
 import tqdm
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError, did_you_mean
@@ -38,6 +42,12 @@ def tamed_harness() -> Iterator[None]:
         stack.enter_context(patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None))
         # It says on standard output, which may be JSON for a script, that it resamples.
         stack.enter_context(patch.object(lm_eval.api.metrics, "print", lambda *_, **__: None, create=True))
+        # Its templates may reach any object of Python, and a metric that it does not know is a program that is fetched
+        # and run: a task file of somebody else's must not be able to run anything.
+        environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        environment.filters |= lm_eval.utils.env.filters
+        stack.enter_context(patch.object(lm_eval.utils, "env", environment))
+        stack.enter_context(patch.object(evaluate, "load", _refuse_metric))
         # It compiles a task's Jinja templates anew for every item, which takes longer than scoring does.
         compiled = lru_cache(maxsize=256)(lm_eval.utils.env.from_string)
         stack.enter_context(patch.object(lm_eval.utils.env, "from_string", compiled))
@@ -45,6 +55,10 @@ def tamed_harness() -> Iterator[None]:
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)
         yield
+
+
+def _refuse_metric(name: str, *_: Any, **__: Any) -> Any:
+    raise UserError(f"the harness has no metric `{name}`", fix="Metrics that are programs of others are not run.")
 
 
 @contextmanager

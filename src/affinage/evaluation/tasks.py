@@ -100,7 +100,7 @@ def _read_all(place: Path) -> list[dict[str, Any]]:
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         task = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"cannot be read as a task: {error}", where=str(file)) from error
     if not isinstance(task, dict):
         raise UserError("is not a task: a mapping with a `task:` key is needed", where=str(file))

@@ -19,6 +19,11 @@ _RESOLVED = {  # scalar tags of the YAML 1.2 core schema: `no` stays a word, 1e-
     ),
 }
 
+_COLLECTIONS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+_TAG = "the tag `{}` is not allowed: a recipe holds words and numbers only"
+_MOST_VALUES = 100_000
+_MOST_DIGITS = 100
+
 # What SafeLoader's own resolver (YAML 1.1) may call a scalar that has no tag; which of them it is, is decided here.
 _PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "null", "bool", "int", "float", "timestamp", "merge", "value")
@@ -49,10 +54,13 @@ def parse(text: str, name: str) -> Marked:
         where = f"{name}:{mark.line + 1}" if mark else name
         what = "this is not valid YAML: " + ", ".join(filter(None, [error.context, error.problem]))
         raise UserError(what, where=where, fix=_yaml_fix(text, mark.line if mark else 0)) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"this is not valid YAML: {error}", where=name) from None
     lines: dict[Path, int] = {}
-    return Marked(None if root is None else _value(root, (), lines, name, frozenset()), lines)
+    try:
+        return Marked(None if root is None else _value(root, (), lines, name, frozenset()), lines)
+    except RecursionError:
+        raise UserError("this is nested too deeply", where=name) from None
 
 
 def _yaml_fix(text: str, line: int) -> str:
@@ -66,6 +74,10 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, above
     where = f"{name}:{node.start_mark.line + 1}"
     if id(node) in above:
         raise UserError("this alias contains itself", where=where)
+    if len(lines) > _MOST_VALUES:  # a few aliases of aliases can stand for billions
+        raise UserError(f"this holds more than {_MOST_VALUES:,} values", where=where)
+    if not isinstance(node, yaml.ScalarNode) and node.tag not in _COLLECTIONS:
+        raise UserError(_TAG.format(node.tag), where=where)
     above = above | {id(node)}
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
@@ -93,7 +105,7 @@ def _value(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, above
 
 def _scalar(node: yaml.ScalarNode, where: str) -> Any:
     if node.tag not in _PLAIN_TAGS:
-        raise UserError(f"the tag `{node.tag}` is not allowed: a recipe holds words and numbers only", where=where)
+        raise UserError(_TAG.format(node.tag), where=where)
     text: str = node.value
     if node.style is not None:
         return text
@@ -101,6 +113,8 @@ def _scalar(node: yaml.ScalarNode, where: str) -> Any:
         return None
     if _RESOLVED["bool"].fullmatch(text):
         return text.lower() == "true"
+    if _RESOLVED["int"].fullmatch(text) and len(text) > _MOST_DIGITS:
+        raise UserError(f"this number has {len(text):,} digits", where=where)
     if _RESOLVED["int"].fullmatch(text):
         return int(text.replace("_", ""))
     if _RESOLVED["float"].fullmatch(text):

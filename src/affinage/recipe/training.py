@@ -58,7 +58,7 @@ class CheckpointSettings(Settings):
     """When the state of a run is saved, and which saves stay."""
 
     every_steps: int = Field(default=1000, ge=1)
-    every_minutes: float | None = Field(default=None, gt=0)  # also when the last save is so long ago
+    every_minutes: float | None = Field(default=5, gt=0)  # also when the last save is so long ago
     keep_last: int = Field(default=2, ge=1)  # the newest ones stay; the last step of a run always does
     keep_every: int | None = Field(default=None, ge=1)  # also keep saves at multiples of this step
     # Facts, such as `data` or `optimizer.b1`, that may differ from those a run was saved with when it goes on.
@@ -70,7 +70,7 @@ class CheckpointSettings(Settings):
 CARRIED_OUT = frozenset(
     {
         *("micro_batches", "attention", "log_every", "validate_every", "validation_rows", "evaluate"),
-        *("checkpoint", "survival", "extends"),
+        *("checkpoint", "survival", "extends", "profile"),
     }
 )
 # What the rows are made of: known by the rows themselves.
@@ -107,6 +107,10 @@ class SurvivalSettings(Settings):
     leave_when_stuck: bool | None = None
 
 
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) else value
+
+
 class TrainSettings(Settings):
     """What pretraining and fine-tuning have in common. One step is one update of the weights."""
 
@@ -129,9 +133,19 @@ class TrainSettings(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     health: HealthSettings = HealthSettings()
     survival: SurvivalSettings = SurvivalSettings()
+    # Steps of which a trace is written, for TensorBoard and Perfetto: `20`, or `20-25`.
+    profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*(-[1-9][0-9]*)?$"), BeforeValidator(_as_text)] | None = None
     # A checkpoint of another run that this one goes on from, weights, optimizer and place in the data:
     # runs/NAME/STAGE, or runs/NAME/STAGE@STEP.
     extends: str | None = None
+
+    @property
+    def traced(self) -> tuple[int, int] | None:
+        """First and last of the steps of which a trace is written."""
+        if self.profile is None:
+            return None
+        first, _, last = self.profile.partition("-")
+        return int(first), int(last or first)
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> "TrainSettings":

@@ -95,7 +95,7 @@ def sft(context: StageContext) -> Summary:
     if Hosts.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
         for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
-            rich.print(example)
+            rich.get_console().print(example, markup=False, highlight=False)
     feed, validation = token_rows(context, settings, context.inputs["conversations"])
     return _train(
         context,

@@ -29,6 +29,7 @@ from affinage.training.saving import SaveRhythm
 from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
 from affinage.training.summary import checkpoint_meta, facts_for_trackers, identity, summarize
+from affinage.training.tracing import Tracing
 from affinage.training.watchdog import Watchdog
 
 _COMPILATION = 3600  # seconds that one host may take longer than another
@@ -114,7 +115,8 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- the steps ----
         cleanup.enter_context(ledger.account("compute"))
-        rhythm = SaveRhythm(keep, steps)
+        rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, written)
+        cleanup.callback(tracing.close)
         batches, step = program.batches(start), start
         batch = program.put_share(next(batches)) if start < steps else None
         while step < steps and not ended:
@@ -124,7 +126,9 @@ def train(job: TrainJob) -> dict[str, Any]:
                 if step in health.left_out:
                     state, batch = program.pass_over(state), program.put_share(next(batches))
                 else:
-                    state, step_metrics = train_step(state, batch)
+                    with tracing.step(step):
+                        state, step_metrics = train_step(state, batch)
+                    tracing.dispatched(step, step_metrics)
                     report.dispatched(step, step_metrics)
                     upcoming, waited = _next(batches)  # while the devices compute
                     batch = program.put_share(upcoming)

@@ -15,8 +15,9 @@ class MetricsLog:
     mixture of experts
     load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and
     dropped_share (of the choices of experts). `data_wait` is for how many seconds a step waited for the next batch,
-    which costs nothing as long as the devices compute longer. A model of images has `images, images_per_second` and a
-    loss per image. Validation lines have `step, validation: {name: {loss, bits_per_byte}}`, lines of benchmarks
+    which costs nothing as long as the devices compute longer. `memory_gigabytes`, `memory_share` and `utilisation` are
+    those of `affinage.training.readings`. A model of images has `images, images_per_second` and a loss per image.
+    Validation lines have `step, validation: {name: {loss, bits_per_byte}}`, lines of benchmarks
     `step, evaluation: {tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}`. A number that is
     not finite is written as null.
     """

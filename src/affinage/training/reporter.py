@@ -13,6 +13,7 @@ from affinage.training.ledger import Ledger
 from affinage.training.metrics import MetricsLog
 from affinage.training.program import Program
 from affinage.training.progress import StepDisplay
+from affinage.training.readings import Readings
 
 _STEPS_BETWEEN_PROBES = 100
 
@@ -45,6 +46,7 @@ class Reporter:
         self._clock_step = self._done = start
         self._clock = time.perf_counter()
         self._waited = 0.0  # seconds since the clock
+        self._readings = Readings(program.mesh.local_devices)
         self._start, self._compute = start, 0.0  # seconds of a step
 
     def dispatched(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
@@ -119,6 +121,7 @@ class Reporter:
             "mfu": None if self._peak is None else self._flops / per_step / self._peak,
             "data_wait": round(waited, 6),
             "seconds": round(self._ledger.training, 3),
+            **self._readings.read(),
         }
         self._written(row)
         self._display.training(self._metrics.rows[-1])

@@ -2,13 +2,10 @@
 
 import time
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import CheckpointSettings
 
-_STEPS_BETWEEN_QUESTIONS = 10  # many hosts must agree on what the clock says, which costs a collective
+_STEPS_BETWEEN_QUESTIONS = 10  # many hosts must agree on what the clock says, which costs a message
 
 
 class SaveRhythm:
@@ -31,8 +28,6 @@ class SaveRhythm:
         if minutes is None:
             return False
         long_ago = time.monotonic() - self._last >= 60 * minutes
-        if jax.process_count() == 1:
+        if Hosts.current.count == 1:
             return long_ago
-        if step % _STEPS_BETWEEN_QUESTIONS:
-            return False
-        return bool(multihost_utils.broadcast_one_to_all(np.array(long_ago)))
+        return step % _STEPS_BETWEEN_QUESTIONS == 0 and bool(Hosts.current.share("a save by the clock", long_ago))

@@ -1,0 +1,70 @@
+"""What the machine says of itself: memory, and how busy it is."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_STATM = Path("/proc/self/statm")
+
+
+class Readings:
+    """Memory and load of this host's devices, for the lines of metrics; each reading takes microseconds.
+
+    `memory_gigabytes`, in 1e9 bytes: the most that a device has held so far; of a CPU the resident memory of this
+    process now. `memory_share`: the same of what the device has; not of a CPU. `utilisation`, from 0 to 1: of NVIDIA's
+    GPUs what their driver says of the last second, where the package nvidia-ml-py is installed; of a CPU the share of
+    all its cores that this process had since the last reading. What a platform does not tell is left out.
+    """
+
+    def __init__(self, devices: list[jax.Device]) -> None:
+        self._devices = devices
+        self._is_cpu = devices[0].platform == "cpu"
+        self._load: Callable[[], float] | None = self._processor if self._is_cpu else _gpus(devices)
+        self._clock, self._busy = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """The readings by their names."""
+        found = self._resident() if self._is_cpu else self._held()
+        if self._load is not None:
+            with contextlib.suppress(Exception):  # whatever a driver raises
+                found["utilisation"] = round(self._load(), 4)
+        return found
+
+    def _resident(self) -> dict[str, float]:
+        try:
+            pages = int(_STATM.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return {}
+        return {"memory_gigabytes": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 4)}
+
+    def _held(self) -> dict[str, float]:
+        stats = [stats for device in self._devices if (stats := device.memory_stats())]
+        held = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+        found = {"memory_gigabytes": round(max(held) / 1e9, 4)} if held else {}
+        shares = [each["peak_bytes_in_use"] / each["bytes_limit"] for each in stats if each.get("bytes_limit")]
+        return found | ({"memory_share": round(max(shares), 4)} if held and shares else {})
+
+    def _processor(self) -> float:
+        clock, busy = time.perf_counter(), time.process_time()
+        share = (busy - self._busy) / max(clock - self._clock, 1e-9) / (os.cpu_count() or 1)
+        self._clock, self._busy = clock, busy
+        return min(share, 1.0)
+
+
+def _gpus(devices: list[Any]) -> Callable[[], float] | None:
+    """Reads the mean load of this host's GPUs; None where nobody tells it."""
+    if devices[0].platform != "gpu":
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # not installed, or no driver of NVIDIA's
+        return None
+    return lambda: sum(pynvml.nvmlDeviceGetUtilizationRates(each).gpu for each in handles) / 100 / len(handles)

@@ -1,0 +1,47 @@
+"""A trace of some steps: what the devices and the host did, in time."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FOLDER = "profile"  # in the folder of the training
+
+
+class Tracing:
+    """Traces the steps that `profile` names into a folder that TensorBoard and Perfetto open.
+
+    Args:
+        steps: first and last, counted from 1; None: no trace.
+        folder: of the training; None: another host writes it.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path | None) -> None:
+        self._first, self._last = steps if steps is not None and folder is not None else (0, 0)
+        self._folder = folder
+        self._runs = False
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """To be entered while a step is dispatched."""
+        if not self._first <= step <= self._last:
+            return contextlib.nullcontext()
+        if not self._runs:
+            assert self._folder is not None
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of Python would be an event
+            jax.profiler.start_trace(self._folder / FOLDER, create_perfetto_trace=True, profiler_options=options)
+            self._runs = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def dispatched(self, step: int, values: Any) -> None:
+        """A step was dispatched; `values` are there when the devices are done with it."""
+        if self._runs and step >= self._last:
+            jax.block_until_ready(values)
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace, if one is running."""
+        if self._runs:
+            self._runs = False
+            jax.profiler.stop_trace()

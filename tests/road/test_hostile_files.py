@@ -1,0 +1,210 @@
+"""Files from strangers: none of them runs code, writes outside its folder, or ends in anything but a message.
+
+Of checkpoints see tests/checkpoint/test_rot.py, of chat templates tests/data/test_chat_templates.py, of task
+files tests/evaluation/test_tasks.py.
+"""
+
+import ast
+import io
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from affinage.checkpoint.seal import SEAL, damage
+from affinage.data.arrays import prepare_arrays
+from affinage.errors import UserError
+from affinage.hub.weights import HubWeights
+from affinage.recipe.data import ArraySettings
+from affinage.recipe.load import load_recipe
+from affinage.recipe.marked_yaml import parse
+from affinage.recipe.sources import default_name, safe_name
+
+SOURCE = Path(__file__).parents[2] / "src" / "affinage"
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: !!python/object/apply:os.system ['touch x']",
+        "name: !!python/name:os.system",
+        "name: !function os.system",
+        "? [a, b]\n: c",
+        "a: &a [*a]",
+        "a: " + "[" * 2000 + "]" * 2000,
+        "steps: " + "9" * 10_000,
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    ],
+    ids=["object", "name", "function", "key", "loop", "deep", "digits", "billion laughs"],
+)
+def test_a_recipe_is_words_and_numbers(text: str):
+    with pytest.raises(UserError):
+        parse(text, "x.yaml")
+
+
+@pytest.mark.parametrize("name", ["../up", "/tmp/x", ".hidden", "a/b", "a\n", ""])
+def test_the_name_of_a_run_leads_nowhere_else(tmp_path: Path, name: str):
+    with pytest.raises(UserError):
+        load_recipe("quickstart", [f"name={json.dumps(name)}"])
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", "a/../../b", "C:\\x", "nul\0l", "~/x"])
+def test_the_names_of_sources_are_names_of_files(tmp_path: Path, name: str):
+    for made in (safe_name(name), default_name(name)):
+        place = tmp_path / made
+        assert place.resolve().parent == tmp_path.resolve() and place.name not in (".", "..") and "\0" not in made
+
+
+# ---- arrays and weights
+
+
+def _read(path: Path, folder: Path) -> None:
+    prepare_arrays(ArraySettings(path=str(path)), folder, seed=0)
+
+
+def test_arrays_with_pickles_are_refused(tmp_path: Path):
+    trap, sprung = Trap(tmp_path / "sprung"), tmp_path / "sprung"
+    np.save(tmp_path / "a.npy", np.array([trap], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "a.npz", images=np.array([trap], dtype=object))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(trap))
+    for name in ("a.npy", "a.npz", "a.pkl"):
+        with pytest.raises(UserError):
+            _read(tmp_path / name, tmp_path / "out")
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("shape", ["(1 << 60,)", "(1000000000000, 28, 28)", "(-1,)", "(__import__('os').getpid(),)"])
+def test_headers_of_arrays_that_promise_too_much_are_refused(tmp_path: Path, shape: str):
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(64)
+    (tmp_path / "a.npy").write_bytes(array)
+    with pytest.raises(UserError):
+        _read(tmp_path / "a.npy", tmp_path / "out")
+    packed = io.BytesIO()
+    np.savez(packed, images=np.zeros(3))
+    (tmp_path / "a.npz").write_bytes(packed.getvalue()[:-30])
+    with pytest.raises(UserError):
+        _read(tmp_path / "a.npz", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
+        {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [1 << 62, (1 << 62) + 8]}},
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        },
+        {"w": {"dtype": "O", "shape": [1], "data_offsets": [0, 8]}},
+        None,
+    ],
+    ids=["too large", "wrong size", "far offset", "overlap", "object", "header longer than the file"],
+)
+def test_headers_of_weights_that_are_not_so_are_refused(tmp_path: Path, header: dict | None):
+    text = json.dumps(header).encode()
+    length = (1 << 62) if header is None else len(text)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + text + bytes(16))
+    with pytest.raises(UserError):
+        weights = HubWeights(tmp_path)
+        [weights[name] for name in weights]
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "evil.bin"])
+def test_an_index_of_weights_leads_nowhere_else(tmp_path: Path, file: str):
+    (tmp_path / "secret.safetensors").write_bytes(b"x")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(UserError, match="which is not there"):
+        HubWeights(folder)
+
+
+def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    with pytest.raises(UserError, match="can run code"):
+        HubWeights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
+    with pytest.raises(UserError):
+        HubWeights(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+# ---- checkpoints
+
+
+def test_the_seal_of_a_checkpoint_leads_nowhere_else(tmp_path: Path):
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "1").mkdir()
+    for name in ("../secret", "/etc/passwd", "data/../../secret"):
+        (tmp_path / "1" / SEAL).write_text(f"{'0' * 64}  {name}\n")
+        assert "is missing" in damage(tmp_path / "1")
+
+
+# ---- datasets
+
+
+def test_tables_that_are_cut_or_promise_too_much_are_told(tmp_path: Path):
+    pq.write_table(pa.table({"text": ["a text that is long enough to be kept"] * 50}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for number, damaged in enumerate([whole[:-8] + struct.pack("<I", 1 << 31) + b"PAR1", whole[: len(whole) // 2]]):
+        (tmp_path / "text" / str(number)).mkdir(parents=True)
+        (tmp_path / "text" / str(number) / "a.parquet").write_bytes(damaged)
+        with pytest.raises(UserError):
+            _collect(tmp_path / "text" / str(number), tmp_path / "out")
+
+
+def _collect(source: Path, folder: Path) -> None:
+    from affinage.data.collect import collect
+    from affinage.recipe.data import DataSettings
+
+    collect(DataSettings.model_validate({"sources": [str(source)]}), folder)
+
+
+# ---- and the code itself
+
+
+def test_nothing_that_loads_files_can_run_them():
+    """Calls that run what a file says; `plugins` are the user's own programs, and said to be."""
+    allowed = {"stages/plugins.py": {"exec_module"}}
+    forbidden = {"eval", "exec", "exec_module", "unsafe_load", "full_load", "extractall", "read_pickle"}
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                found += [(name, module) for module in modules if module.split(".")[0] in ("pickle", "dill", "shelve")]
+            if not isinstance(node, ast.Call):
+                continue
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+            words = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
+            is_method = isinstance(node.func, ast.Attribute) and called in ("eval", "exec")  # model.eval() of torch
+            if called in forbidden - allowed.get(name, set()) and not is_method:
+                found.append((name, called))
+            if words.get("allow_pickle") or words.get("trust_remote_code") or words.get("weights_only") is False:
+                found.append((name, called))
+            receiver = getattr(getattr(node.func, "value", None), "id", "")
+            if called == "load" and receiver in ("yaml", "torch", "marshal"):
+                found.append((name, f"{receiver}.load"))
+    assert not found

@@ -1,0 +1,61 @@
+"""Traces of steps, and what the machine says of itself."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+import pytest
+import tiny
+
+from affinage.cli.options import Walking
+from affinage.training import TrainJob, train
+from affinage.training.readings import Readings
+
+
+def test_a_trace_has_the_steps_asked_for_and_the_program_of_the_step(tmp_path: Path):
+    settings = tiny.settings(8, profile="4-5", validate_every=99)
+    train(
+        TrainJob(
+            graph=tiny.graph(layers=1), settings=settings, mesh={"data": 1}, seed=1, feed=tiny.RandomFeed(),
+            folder=tmp_path,
+        )
+    )  # fmt: skip
+    [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+    steps = {event["args"]["step_num"] for event in events if event.get("name") == "train"}
+    assert {int(step) for step in steps} == {4, 5}
+    [xplane] = (tmp_path / "profile").rglob("*.xplane.pb")  # what TensorBoard's profiler opens
+    data = jax.profiler.ProfileData.from_file(str(xplane))
+    modules = {
+        str(value)
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+        for name, value in event.stats
+        if name == "hlo_module"
+    }
+    assert any("step" in module for module in modules), modules
+
+
+def test_the_memory_and_load_of_a_cpu_are_those_that_the_system_tells():
+    readings = Readings(jax.local_devices())
+    held = np.ones(25_000_000)  # 200 MB
+    found = readings.read()
+    assert found["memory_gigabytes"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.05)
+    assert found["memory_gigabytes"] > held.nbytes / 1e9
+    assert 0 < found["utilisation"] <= 1 and set(found) == {"memory_gigabytes", "utilisation"}
+    before = os.times()
+    while os.times().user - before.user < 0.2:
+        sum(range(1000))
+    assert readings.read()["utilisation"] > 0
+
+
+def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():
+    assert "profile" in Walking.__dataclass_fields__
+    with pytest.raises(ValueError, match="pattern"):
+        tiny.settings(8, profile="5 to 6")
+    assert tiny.settings(8, profile=20).traced == (20, 20) and tiny.settings(8, profile="20-25").traced == (20, 25)
