@@ -14,7 +14,7 @@ import pytest
 
 from affinage.checkpoint import CheckpointStore
 
-STEPS, KILLS = 60, 3
+STEPS, KILLS = 60, 2
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.yaml"
 PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
 SETTINGS = [
