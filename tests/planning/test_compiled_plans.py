@@ -30,6 +30,25 @@ def test_the_estimate_is_within_a_tenth_of_the_compiled_step():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("v4-8", ["mesh={pipeline: 2, data: 2}"]),
+        ("v4-8", ["parallel.remat={offload: [block_input]}"]),
+        ("2xv4-8", ["mesh={data: 2, fsdp: 4}"]),
+    ],
+    ids=["stages", "offloaded", "two slices"],
+)
+def test_so_it_is_with_stages_with_the_host_and_with_several_slices(name, overrides):
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    overrides = ["model.nodes.blocks.repeat=6", *overrides]
+    verdict = compile_on(SMALL, overrides, find_slice(name))
+    assert verdict.fits
+    assert estimate(name, *overrides) == pytest.approx(verdict.peak_bytes, rel=0.1)
+    assert (verdict.host_bytes > 0) == ("offload" in overrides[-1])
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_what_it_would_need():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     overrides = ["pretrain.batch=1024", "mesh.fsdp=1"]
@@ -48,8 +67,8 @@ def test_the_local_compiler_answers_for_the_cpu():
 
 
 def test_what_cannot_be_compiled_here_is_said():
-    for name in ("v3-8", "h100x8"):
-        with pytest.raises(UserError, match=f"compiling for {name} needs"):
+    for name, what in (("v3-8", "its compiler"), ("h100x8", "8 H100 on this machine; its GPUs: none")):
+        with pytest.raises(UserError, match=f"compiling for {name} needs {what}"):
             compile_on(SMALL, [], find_slice(name))
 
 

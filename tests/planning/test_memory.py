@@ -12,6 +12,7 @@ from affinage.model.activations import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
+from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import PretrainSettings
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
@@ -120,3 +121,21 @@ def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, what, fix
         step_memory(layout, chosen, named("TPU v4"), "tpu")
     assert what in refused.value.what
     assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize(("stages", "rounds", "parts"), [(4, 1, 4), (2, 2, 4)])
+def test_a_stage_keeps_its_layers_inputs_in_every_tick(stages, rounds, parts):
+    parallel = ParallelSettings(remat="block", pipeline_rounds=rounds, pipeline_micro_batches=parts)
+    chosen = settings(batch=64, precision={"compute": "bfloat16"})
+
+    def kept(layers, context):
+        nodes = {**GRAPH["nodes"], "blocks": {**BLOCK, "repeat": layers}}
+        graph = parse({**GRAPH, "nodes": nodes})
+        split = lay_out(graph, chosen, {"pipeline": stages, "data": 8 // stages}, context, 8, parallel)
+        return step_memory(split, chosen, named("TPU v4"), "tpu").activations
+
+    ticks, more_layers = rounds * parts + stages - 1, 8 // (stages * rounds)
+    rows = 64 // (8 // stages) // parts
+    # Of 8 layers more, what 16 positions more cost: the weights' part is not in it.
+    longer, shorter = (kept(16, context) - kept(8, context) for context in (32, 16))
+    assert longer - shorter == ticks * more_layers * rows * 16 * 32 * 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.parallel.mesh import AXES
 from affinage.planning.wires import HOP_SECONDS, wires
@@ -47,6 +48,18 @@ def test_boxes_of_gpus_talk_over_their_network_cards():
     assert across["fsdp"].bandwidth == pytest.approx(450 * GB)
     assert across["data"].bandwidth == pytest.approx(50 * GB)
     assert of("h100x16", fsdp=16)["fsdp"].bandwidth == pytest.approx(400 * GB)
+
+
+def test_slices_talk_over_the_network_of_the_data_centre():
+    # Two slices of 16 chips, 6.25 GB/s to the network each: an axis of one device a slice has one card's.
+    inside, both = of("v4-32", fsdp=16), of("2xv4-32", data=2, fsdp=16)
+    assert both["fsdp"] == inside["fsdp"]
+    assert both["data"].all_reduce(2 * GB) == pytest.approx(2 * 1 / 6.25 + 2 * HOP_SECONDS)
+    # Over the same axis the 16 devices of a slice sum first, and send a 16th each.
+    assert of("2xv4-32", data=32)["data"].bandwidth == pytest.approx(16 * 6.25 * GB)
+    assert of("2xv4-32", pipeline=2, fsdp=16)["pipeline"].permute(GB) == pytest.approx(1 / 6.25 + HOP_SECONDS)
+    with pytest.raises(UserError, match="no axis of the mesh can be cut along the 2 slices"):
+        of("2xv4-8", tensor=8)
 
 
 def test_an_axis_of_one_device_costs_nothing():

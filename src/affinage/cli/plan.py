@@ -180,7 +180,7 @@ def _show(made: "Plan", verdict: "Verdict | None") -> None:
 def _heading(made: "Plan") -> list[str]:
     where = made.where
     mesh = ", ".join(f"{axis} {size}" for axis, size in made.split.sizes.items() if size > 1) or "one device"
-    shape = "x".join(map(str, where.shape))
+    shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
     chosen = [f"{made.choice}"] if made.choice else []
     chips = f"{where.chips} × {where.chip.name} ({shape}), {where.devices} devices, hosts: {where.hosts}"
     return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}", *chosen]

@@ -1,5 +1,6 @@
 """What can be rented, by the names the clouds give it: which chips, how they are wired, how many JAX devices."""
 
+import dataclasses
 import math
 import os
 import re
@@ -21,6 +22,7 @@ class Slice:
         hosts: machines.
         topology: how libtpu calls it; "" where its compiler does not know it.
         variant: libtpu's chip configuration: `megacore` shows the two cores of a chip as one device.
+        slices: so many of all that, linked by the network of the data centre; `hosts` counts those of all.
     """
 
     name: str
@@ -30,11 +32,12 @@ class Slice:
     hosts: int
     topology: str = ""
     variant: str = ""
+    slices: int = 1
 
     @property
     def chips(self) -> int:
-        """Number of chips."""
-        return math.prod(self.shape)
+        """Number of chips, of all slices."""
+        return math.prod(self.shape) * self.slices
 
     @property
     def devices(self) -> int:
@@ -91,7 +94,7 @@ def compared() -> list[Slice]:
 
 
 def find_slice(name: str) -> Slice:
-    """The slice that a cloud calls `name`, such as v4-32, v5litepod-16, h100x8, l4 or cpu.
+    """The slice that a cloud calls `name`, such as v4-32, v5litepod-16, h100x8, l4 or cpu; 2xv4-32 are two of them.
 
     Raises:
         UserError: for a name or a size that does not exist, with the nearest that does.
@@ -102,11 +105,16 @@ def find_slice(name: str) -> Slice:
     gpu = re.fullmatch(r"([a-z0-9-]+?)(?:x(\d+))?", word)
     if gpu and gpu[1] in _GPUS:
         return _gpus(name, named(_GPUS[gpu[1]]), int(gpu[2] or 1))
+    several = re.fullmatch(r"(\d+)x(.+)", word)
+    if several and int(several[1]) > 0 and several[2].partition("-")[0] in _TPUS:
+        one, count = find_slice(several[2]), int(several[1])
+        return dataclasses.replace(one, name=name, slices=count, hosts=one.hosts * count)
     tpu = re.fullmatch(r"([a-z0-9]+)-(\d+)", word)
     if tpu and tpu[1] in _TPUS:
         return _tpus(name, _TPUS[tpu[1]], int(tpu[2]), tpu[1])
     known = [*_COMPARED, "v5litepod-16", "v4-8192", "cpu"]
-    families = ", ".join([*(f"{family}-N" for family in _TPUS), *(f"{family}xN" for family in _GPUS), "cpu"])
+    tpus, gpus = (f"{family}-N" for family in _TPUS), (f"{family}xN" for family in _GPUS)
+    families = ", ".join([*tpus, "2xv4-N (two slices)", *gpus, "cpu"])
     raise UserError(
         f"no slice is called `{name}`",
         where="--on",

@@ -30,7 +30,7 @@ def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> 
     # On a TPU this follows the wires of the torus; elsewhere it is the order of the devices.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) > 1:
-        across = _across_slices(full, len(slices))
+        across = across_slices(full, len(slices))
         within = tuple(size // parts for size, parts in zip(shape, across, strict=True))
         grid = mesh_utils.create_hybrid_device_mesh(
             within, across, devices=list(devices), allow_split_physical_axes=True
@@ -73,8 +73,12 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int) -> dict[str, int]:
 _ACROSS_SLICES = ("data", "pipeline", "fsdp")
 
 
-def _across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
-    """Into how many parts each axis is cut so that every slice of TPUs has one."""
+def across_slices(full: Mapping[str, int], slices: int) -> tuple[int, ...]:
+    """Into how many parts each axis of `AXES` is cut so that every slice of TPUs has one.
+
+    Raises:
+        UserError: where none can be.
+    """
     for cut in _ACROSS_SLICES:
         if full[cut] % slices == 0:
             return tuple(slices if axis == cut else 1 for axis in AXES)

@@ -1,7 +1,8 @@
 """The compiler's own word on a training step: the real step, compiled for a slice that is only described.
 
-A TPU's compiler comes with libtpu and runs on any machine; a processor's is the local one. It runs in a process of its
-own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes, and cannot be unloaded.
+A TPU's compiler comes with libtpu and runs on any machine; those of processors and GPUs are the local ones. It runs in
+a process of its own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes, and cannot
+be unloaded.
 """
 
 import collections
@@ -21,6 +22,7 @@ from typing import Any
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice, find_slice
 
+_NOTHING = "The estimate needs nothing: leave out --compile."
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 # CompileTimeHbmOom has two forms: of the temporaries alone, or of everything.
 _NEEDED = re.compile(r"(?:required[^()]*\(|Used |needs )([\d.]+)([KMGT])(?:\)| of)")
@@ -59,16 +61,16 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
     Raises:
         UserError: where there is no compiler for the slice here, or the step cannot be laid out.
     """
-    if where.platform == "gpu" or (where.platform == "tpu" and not where.topology):
-        why = "a GPU of its kind" if where.platform == "gpu" else "its compiler, which libtpu no longer brings"
-        raise UserError(f"compiling for {where.name} needs {why}", where="--compile", fix="The estimate needs nothing.")
+    if where.platform == "tpu" and not where.topology:
+        why = "its compiler, which libtpu no longer brings"
+        raise UserError(f"compiling for {where.name} needs {why}", where="--compile", fix=_NOTHING)
     if where.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         fix = "Install it: pip install 'affinage[tpu]' (Linux on x86; it needs no TPU)"
         raise UserError("compiling for a TPU needs the package `libtpu`", where="--compile", fix=fix)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "affinage.planning.compiled", where.name, str(answer), recipe, *overrides]
-        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=_environment(where), capture_output=True, text=True, check=False)
         if not answer.is_file():
             raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
         told = json.loads(answer.read_text())
@@ -77,7 +79,7 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
     return Verdict(**told)
 
 
-def _environment() -> dict[str, str]:
+def _environment(where: Slice) -> dict[str, str]:
     """Of a process that must not look for devices or for the cloud it might run in."""
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -87,8 +89,10 @@ def _environment() -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "NONE",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # of a GPU that something else may train on
     }
-    return os.environ | quiet | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    platforms = "cuda,cpu" if where.platform == "gpu" else "cpu"
+    return os.environ | quiet | {"JAX_PLATFORMS": platforms, "PYTHONPATH": path}
 
 
 def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
@@ -106,9 +110,12 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict
             raise
         return out_of_memory(str(error), time.monotonic() - start)
     memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    room = where.chip.memory_per_device
+    # Only a TPU's compiler refuses by itself.
     return Verdict(
-        fits=True,
-        peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        fits=where.platform == "tpu" or room is None or peak <= room,
+        peak_bytes=peak,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
@@ -133,9 +140,7 @@ def out_of_memory(message: str, seconds: float = 0.0) -> Verdict:
 
 
 def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
-    import jax
     import numpy as np
-    from jax.experimental import topologies
 
     from affinage.model.activations import batch_shapes
     from affinage.parallel import make_mesh
@@ -147,11 +152,7 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
     loaded = load_recipe(recipe, overrides)
     name, settings, context = training_settings(loaded.recipe)
     graph = planned_graph(loaded)
-    if where.platform == "tpu":
-        variant: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
-        devices = topologies.get_topology_desc(where.topology, "tpu", **variant).devices
-    else:
-        devices = jax.devices("cpu")[:1]
+    devices = _devices(where)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
     mesh = make_mesh(sizes, devices)
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
@@ -171,6 +172,38 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
         parallel=parallel,
     )
     return Program(job, mesh, batch)
+
+
+def _devices(where: Slice) -> list[Any]:
+    """Those of a described slice of TPUs; else those that are here.
+
+    Raises:
+        UserError: where there are not enough GPUs of the kind.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    from affinage.hardware.chips import chip
+
+    if where.platform == "tpu":
+        described: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
+        described |= {"num_slices": where.slices} if where.slices > 1 else {}
+        return list(topologies.get_topology_desc(where.topology, "tpu", **described).devices)
+    if where.platform == "cpu":
+        return jax.devices("cpu")[:1]
+    try:
+        here = jax.devices("gpu")
+    except RuntimeError:
+        here = []
+    kind = [device for device in here if chip(device.device_kind).name == where.chip.name]
+    if len(kind) < where.devices:
+        has = ", ".join(sorted({device.device_kind for device in here})) or "none"
+        raise UserError(
+            f"compiling for {where.name} needs {where.devices} {where.chip.name} on this machine; its GPUs: {has}",
+            where="--compile",
+            fix=_NOTHING,
+        )
+    return kind[: where.devices]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -85,10 +85,12 @@ def _fastest(recipe: Recipe, graph: Graph, where: Slice) -> Plan | None:
     for tensor, context in itertools.product(_TENSOR, _CONTEXT):
         meshes.append({"fsdp": "auto", "tensor": tensor, "context": context})
     _, settings, length = training_settings(recipe)
+    least = "none" if recipe.parallel.remat == "auto" else recipe.parallel.remat
+    parallel = recipe.parallel.model_copy(update={"remat": least})
     bounds: list[tuple[float, int, Recipe]] = []
     for number, mesh in enumerate(meshes):
         try:
-            split = lay_out(graph, settings, mesh, length, where.devices, recipe.parallel)
+            split = lay_out(graph, settings, mesh, length, where.devices, parallel)
             bound = least_time(split, settings, where, 0.0)
         except UserError:
             continue

@@ -23,10 +23,17 @@ from jax.extend.core import Jaxpr, Literal
 _STORED = frozenset(
     "dot_general conv_general_dilated while cond gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
     "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
-    "ragged_dot_general random_bits all_gather psum ppermute all_to_all shard_map".split()
+    "ragged_dot_general random_bits all_gather psum ppermute all_to_all".split()
 )
 # What a program is wrapped in without meaning anything to memory.
-_WRAPPERS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr"}
+_WRAPPERS = {
+    "shard_map": "jaxpr",
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
 _WRAPPERS |= {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
 _REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
 

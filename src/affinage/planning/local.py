@@ -16,6 +16,8 @@ from affinage.model.analysis import Analysis, analyse
 from affinage.model.parameter import Parameter, map_parameters
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import AXES, axis_sizes
+from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.parallel.pipeline import Pipeline
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
@@ -41,6 +43,38 @@ class Split:
     context: int
     micro_batches: int
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline, 1 without one."""
+        return self.sizes[STAGES]
+
+    @cached_property
+    def pipeline_parts(self) -> int:
+        """Micro-batches that are in the pipeline at once."""
+        if self.stages == 1:
+            return 1
+        return self._pipeline.parts(self.rows // self.micro_batches, self.layout)
+
+    @property
+    def ticks(self) -> int:
+        """How often a stage's layers are gone through in a micro-batch of the step, idle ticks included."""
+        return self.pipeline_parts * self.parallel.pipeline_rounds + self.stages - 1 if self.stages > 1 else 1
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return Pipeline(micro_batches=self.parallel.pipeline_micro_batches, rounds=self.parallel.pipeline_rounds)
+
+    def check(self) -> None:
+        """Refuse what cannot be split like this.
+
+        Raises:
+            UserError: naming the nearest settings that work.
+        """
+        check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
+        check_positions_divide(self.context, self.layout.mesh, self.table)
+        if self.stages > 1:
+            self._pipeline.check(self.graph, self.rows // self.micro_batches, self.layout)
 
     @cached_property
     def table(self) -> Table:
@@ -88,7 +122,7 @@ class Split:
 
     @cached_property
     def local_graph(self) -> Graph:
-        """The model that one device multiplies with: its heads, hidden units, ids and experts, of its layers."""
+        """The model that one device multiplies with: its heads, hidden units, ids and experts, of all layers."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             self._narrow(entry, self.graph[name].kind)
@@ -97,8 +131,6 @@ class Split:
     def _narrow(self, entry: dict[str, Any], kind: Any) -> None:
         if isinstance(entry.get("vocab"), int):
             entry["vocab"] = max(2, entry["vocab"] // self.parts("vocab"))
-        if "repeat" in entry:
-            entry["repeat"] = max(1, entry["repeat"] // self.sizes["pipeline"])
         attention = getattr(kind, "attention", None)
         if attention is not None:
             (width,) = {shape.width for shape in (self.graph.shapes[entry["in"]],)}
@@ -180,8 +212,7 @@ def lay_out(
     split = Split(
         graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, parallel or ParallelSettings()
     )
-    check_rows_divide(split.rows, split.micro_batches, split.layout.mesh, split.table)
-    check_positions_divide(context, split.layout.mesh, split.table)
+    split.check()
     return split
 
 

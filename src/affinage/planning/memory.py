@@ -1,6 +1,6 @@
 """Bytes of one device by what they are for, from shapes alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +11,8 @@ from affinage.hardware.chips import Chip
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
 from affinage.model.remat import with_remat
-from affinage.parallel import AXES, MeshLayout
+from affinage.parallel import AXES, MeshLayout, Pipeline
+from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.liveness import Peak, Traced, measure, trace
 from affinage.planning.local import Split, state_bytes
 from affinage.planning.part import Part, part_of
@@ -108,9 +109,14 @@ def _traced_step(part: Part) -> Traced:
     graph, settings = part.graph, part.settings
     whole = frozen_of(graph, settings)
     optimizer = optimizer_of(whole, settings)
-    step = step_of(whole, optimizer, settings, call_of(settings, part.parallel, part.chip, part.platform), seed=0)
-    alone = AbstractMesh((1,) * len(AXES), AXES, (AxisType.Auto,) * len(AXES))
-    layout = MeshLayout(alone)  # type: ignore[arg-type]
+    # A pipeline's program says itself what one of its stages does; the other axes are in the shapes.
+    sizes = tuple(part.stages if axis == STAGES else 1 for axis in AXES)
+    layout = MeshLayout(AbstractMesh(sizes, AXES, (AxisType.Auto,) * len(AXES)))  # type: ignore[arg-type]
+    call = replace(call_of(settings, part.parallel, part.chip, part.platform), layout=layout)
+    if part.stages > 1:
+        pipeline = Pipeline({}, part.parallel.pipeline_micro_batches, part.parallel.pipeline_rounds)
+        call = pipeline.adapt(call)
+    step = step_of(whole, optimizer, settings, call, seed=0)
     state = abstract_state(whole, jnp.dtype(settings.precision.params), optimizer, layout)
     batch = batch_shapes(graph, part.rows * settings.micro_batches, part.context)
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from affinage.hardware.chips import Chip
 from affinage.model import Graph, parse
@@ -24,6 +25,7 @@ class Part:
         context: tokens of a row.
         chip: that computes it.
         platform: that it is compiled for.
+        stages: of a pipeline; `rows` and the model are those of all of them.
     """
 
     graph_text: str
@@ -34,6 +36,7 @@ class Part:
     context: int
     chip: Chip
     platform: str
+    stages: int = 1
 
     @cached_property
     def graph(self) -> Graph:
@@ -47,19 +50,24 @@ class Part:
 
     @cached_property
     def parallel(self) -> ParallelSettings:
-        """What is recomputed; the rest is as by default."""
+        """What is recomputed, and how a pipeline runs; the rest is as by default."""
         return ParallelSettings.model_validate_json(self.parallel_text)
 
 
 def part_of(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Part:
     """The part of every device of a split; they are equal."""
+    asked: dict[str, Any] = {"remat": split.parallel.remat}
+    if split.stages > 1:
+        settings = settings.model_copy(update={"attention": "xla"})  # what a pipeline has
+        asked |= {"pipeline_rounds": split.parallel.pipeline_rounds, "pipeline_micro_batches": split.pipeline_parts}
     return Part(
         graph_text=json.dumps(split.local_graph.to_dict(), sort_keys=False),
         settings_class=type(settings),
         settings_text=settings.model_dump_json(),
-        parallel_text=ParallelSettings(remat=split.parallel.remat).model_dump_json(),
+        parallel_text=ParallelSettings(**asked).model_dump_json(),
         rows=split.local_rows,
         context=split.local_context,
         chip=chip,
         platform=platform,
+        stages=split.stages,
     )

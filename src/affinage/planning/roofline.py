@@ -122,7 +122,12 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         # Stages have layers of their own; what is not repeated they all compute.
         devices = split.devices // (1 if node.repeat else split.sizes["pipeline"])
         flops = done.passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
-        moved = done.moved * split.micro_batches
+        moved = done.moved
+        if node.repeat is not None and split.stages > 1:
+            # The weights of a stage, or of one of its rounds, are read in every tick.
+            read = _PASSES * _weights_of(split, node) * jnp.dtype(call.compute_dtype).itemsize
+            moved = moved / split.stages + read * (split.ticks / split.parallel.pipeline_rounds - 1)
+        moved *= split.micro_batches
         hidden, exposed = _collectives(split, node, links, call, settings)
         hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
@@ -130,11 +135,10 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         # Of what fsdp gathers and scatters a third is forward, of tensor parallelism's sums half.
         forward = max(time.compute / done.passes, read, hidden / 3) + exposed / 2
         nodes.append(replace(time, forward=min(forward, time.seconds)))
-    stages = split.sizes["pipeline"]
-    parts = (split.parallel.pipeline_micro_batches or 4 * stages) * split.parallel.pipeline_rounds
+    parts = split.pipeline_parts * split.parallel.pipeline_rounds
     # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
     layered = sum(time.seconds for time, node in zip(nodes, split.graph.nodes, strict=True) if node.repeat)
-    bubble = layered * (stages - 1) / parts
+    bubble = layered * (split.stages - 1) / parts
     return StepTime(tuple(nodes), update, bubble)
 
 
@@ -246,6 +250,12 @@ def _join(floats: list[Any], rest: Any) -> Any:
     return jax.tree.unflatten(structure, filled)
 
 
+def _weights_of(split: Split, node: Node) -> int:
+    """A node's parameters as far as tensor, expert and pipeline leave them to one device."""
+    count = sum(p.size for p in parameters_in(split.local_graph.parameters.get(node.name, {})))
+    return count // (split.stages if node.repeat else 1)
+
+
 def _collectives(
     split: Split, node: Node, links: Mapping[str, Wires], call: Call, settings: TrainSettings
 ) -> tuple[float, float]:
@@ -253,11 +263,12 @@ def _collectives(
     sizes, parts = split.sizes, split.micro_batches
     width = jnp.dtype(call.compute_dtype).itemsize
     # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
-    weights = sum(p.size for p in parameters_in(split.local_graph.parameters.get(node.name, {})))
+    weights = _weights_of(split, node)
     hidden = exposed = 0.0
     if sizes["fsdp"] > 1:
-        # Gathered forward and again backward; the gradients are summed and scattered.
-        hidden += parts * (
+        # Gathered forward and again backward; the gradients are summed and scattered. In a pipeline in every tick.
+        times = parts * (split.ticks / split.parallel.pipeline_rounds if node.repeat else 1)
+        hidden += times * (
             2 * links["fsdp"].all_gather(weights * width) + links["fsdp"].reduce_scatter(weights * width)
         )
     if sizes["data"] > 1:
@@ -265,7 +276,7 @@ def _collectives(
         hidden += links["data"].all_reduce(weights * stored / sizes["fsdp"])
     if node.repeat is not None:
         residual = split.local_rows * split.local_context * split.graph.shapes[node.name].width * width
-        layers = split.local_graph[node.name].layers
+        layers = split.local_graph[node.name].layers / split.stages
         exposed += parts * layers * _TENSOR_SUMS * links["tensor"].all_reduce(residual) if sizes["tensor"] > 1 else 0.0
         if sizes["expert"] > 1 and "experts" in str(split.graph.parameters.get(node.name)):
             whole = residual * sizes["expert"]

@@ -1,4 +1,7 @@
-"""The fastest ways to split a training over a slice: meshes x micro-batches x recomputation x dtype of the moments."""
+"""The fastest ways to split a training over a slice: meshes x micro-batches x recomputation x dtype of the moments.
+
+Stages of a pipeline are an axis of the mesh like the others.
+"""
 
 import heapq
 import itertools
@@ -17,6 +20,7 @@ from affinage.parallel.mesh import AXES
 from affinage.planning.local import Split, lay_out, state_bytes
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
 from affinage.planning.roofline import least_time, time_of_nodes
+from affinage.planning.wires import wires
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
@@ -26,6 +30,7 @@ from affinage.training.state import abstract_state
 REMATS = ("none", "dots", "block", "full")  # from what keeps most to what keeps least
 MOMENTS = ("float32", "bfloat16")
 MOST_PARTS = 64  # micro-batches
+MOST_STAGES = 16  # of a pipeline: more wait longer than other axes do
 # By how much a step must be faster for other moments than the recipe's, which change its result, and for twice as many
 # micro-batches, which have costs that the estimate does not know.
 _FOREIGN_MOMENTS, _MORE_PARTS = 1.02, 1.01
@@ -97,8 +102,7 @@ def search(recipe: Recipe, graph: Graph, where: Slice, count: int = 3) -> Found:
     the best are known: what comes out is the same as if all had been estimated. Other moments than the recipe's must
     save 2 %, twice the micro-batches 1 %; equals are put in order by what recomputes less and has the simpler mesh.
 
-    Stages of a pipeline are not searched, as the estimate does not know all that they hold; a sharding table of the
-    recipe's is kept.
+    A sharding table of the recipe's is kept, and so are the rounds and micro-batches of its pipeline.
 
     Raises:
         UserError: where nothing fits.
@@ -200,6 +204,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
             try:
                 split = lay_out(graph, chosen, sizes, context, where.devices, settled.parallel)
                 state = state_of(split, chosen)
+                wires(where, sizes)
             except UserError:
                 continue
             if state > capacity:
@@ -212,10 +217,14 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
 
 def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
     experts = "experts" in str(graph.parameters)
-    searched = [axis for axis in AXES if axis != "pipeline" and (axis != "expert" or experts)]
+    repeated = [node.layers for node in graph.nodes if node.repeat is not None]
+    searched = [axis for axis in AXES if (axis != "pipeline" or repeated) and (axis != "expert" or experts)]
     for sizes in itertools.product(_divisors(devices), repeat=len(searched)):
         if math.prod(sizes) == devices:
             named = dict(zip(searched, sizes, strict=True))
+            stages = named.get("pipeline", 1)
+            if stages > MOST_STAGES or any(layers % stages for layers in repeated):
+                continue
             yield tuple(named.get(axis, 1) for axis in AXES)
 
 

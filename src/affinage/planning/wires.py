@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from affinage.hardware.slices import Slice
-from affinage.parallel.mesh import AXES
+from affinage.parallel.mesh import AXES, across_slices
 
 HOP_SECONDS = 1e-6  # latency of one hop between chips ("How to Scale Your Model", ch. 2)
 
@@ -65,8 +65,27 @@ class Wires:
 
 
 def wires(where: Slice, sizes: Mapping[str, int]) -> dict[str, Wires]:
-    """The links of every mesh axis: the innermost axes of the mesh get the dimensions of the torus first."""
+    """The links of every mesh axis: the innermost axes of the mesh get the dimensions of the torus first.
+
+    Raises:
+        UserError: where no axis can be cut along several slices.
+    """
+    if where.slices > 1:
+        return _of_slices(where, sizes)
     return _of_torus(where, sizes) if where.torus else _of_boxes(where, sizes)
+
+
+def _of_slices(where: Slice, sizes: Mapping[str, int]) -> dict[str, Wires]:
+    """One axis goes over the network: what its devices in a slice have summed or hold together, by all their cards."""
+    across = dict(zip(AXES, across_slices(sizes, where.slices), strict=True))
+    inside = {axis: sizes[axis] // across[axis] for axis in AXES}
+    found = _of_torus(where, inside)
+    network = where.chip.network_bandwidth / where.chip.devices
+    for axis in (axis for axis in AXES if across[axis] > 1):
+        near = found[axis]
+        bandwidth = network * near.size if near.size == 1 else min(near.bandwidth, network * near.size)
+        found[axis] = Wires(sizes[axis], bandwidth, near.hops, network)
+    return found
 
 
 def _of_torus(where: Slice, sizes: Mapping[str, int]) -> dict[str, Wires]:

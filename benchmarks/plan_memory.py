@@ -1,0 +1,107 @@
+"""The planner's memory estimate beside the TPU compiler's, for every preset: the same step, traced and compiled.
+
+    python benchmarks/plan_memory.py                # minutes: some twenty compilations
+    python benchmarks/plan_memory.py --quick        # one of them
+    python benchmarks/plan_memory.py --only gpt2    # those whose name holds a word
+
+Needs `pip install 'affinage[tpu]'`, and no TPU. Ends with a line of JSON; `ratio` is estimate / compiler.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from affinage.errors import UserError
+from affinage.hardware.chips import GiB
+from affinage.hardware.slices import find_slice
+from affinage.planning.compiled import compile_on
+from affinage.planning.plan import make_plan, planned_graph
+from affinage.recipe.load import load_recipe
+
+DROP = "model.nodes.blocks.attention.dropout=0"
+BLOCK = "parallel.remat=block"
+CHARACTERS = ("model.nodes.embed.vocab=65", "model.nodes.logits.vocab=65")
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    slice: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.recipe, "--on", self.slice, *(f"--set {one}" for one in self.overrides)])
+
+
+CASES = (
+    Case("quickstart", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
+    Case("shakespeare-char", "v4-8", ("mesh.data=4", "pretrain.batch=4096", *CHARACTERS)),
+    Case("novels", "v4-8", ("mesh.data=4", "pretrain.batch=1024")),
+    Case("moe-small", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
+    Case("moe-small-dense", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
+    Case("fax-124m", "v4-16"),
+    Case("fax-350m", "v4-32"),
+    Case("gpt2-124m", "v4-16"),
+    Case("gpt2-350m", "v4-32"),
+    Case("gpt2-774m", "v4-64"),
+    Case("gpt2-1.5b", "v4-64"),
+    Case("julian-100m", "v4-16"),
+    Case("julian-100m", "v4-16", (DROP,)),
+    Case("julian-250m", "v5p-16"),
+    Case("julian-250m", "v5e-16", (DROP, BLOCK)),
+    Case("julian-600m", "v4-32", (DROP,)),
+    Case("julian-600m", "v6e-64", (DROP, "parallel.remat=dots")),
+    Case("julian-600m", "v4-32", (BLOCK,)),
+    Case("julian-2b", "v4-64", (DROP, BLOCK)),
+    Case("llama3-1b", "v5p-128"),
+    Case("llama3-70b", "v5p-512"),
+    Case("capacity", "v4-16", ("model.nodes.blocks.repeat=126",)),
+)
+
+
+def estimate(case: Case) -> float:
+    loaded = load_recipe(case.recipe, list(case.overrides))
+    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(case.slice)).memory.total
+
+
+def measure(case: Case) -> dict[str, object]:
+    guess = estimate(case) / GiB
+    verdict = compile_on(case.recipe, case.overrides, find_slice(case.slice))
+    peak = verdict.peak_bytes / GiB
+    fits = "fits" if verdict.fits else "does not fit"
+    print(f"{case.name:90} {guess:8.2f} {peak:8.2f} GiB {guess / peak - 1:+7.1%}  {fits}", flush=True)
+    result = {"name": case.name, "ours": round(guess, 3), "peer": round(peak, 3), "unit": "GiB of a device"}
+    return result | {"ratio": round(guess / peak, 4), "fits": verdict.fits, "seconds": round(verdict.seconds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--estimate", action="store_true", help="compile nothing")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if arguments.only in case.name][: 1 if arguments.quick else None]
+    results = []
+    for case in cases:
+        try:
+            if arguments.estimate:
+                print(f"{case.name:90} {estimate(case) / GiB:8.2f}", flush=True)
+            else:
+                results.append(measure(case))
+        except UserError as error:
+            print(f"{case.name}: {error.what}. {error.fix}", file=sys.stderr, flush=True)
+    machine = {"machine": platform.machine(), "date": date.today().isoformat()}
+    versions = {name: version(name) for name in ("jax", "libtpu")}
+    print(json.dumps({"benchmark": "plan_memory", "results": results, **machine, "versions": versions}))
+
+
+if __name__ == "__main__":
+    main()
