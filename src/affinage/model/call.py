@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.model.layout import Layout
 from affinage.model.parameter import Axes
+from affinage.model.product import product
 from affinage.recipe.training import AttentionImplementation
 
 
@@ -44,8 +45,11 @@ def multiply_out(
     hidden: Float[Array, "*N D"], kernel: Float[Array, "V D"], softcap: float | None
 ) -> Float[Array, "*N V"]:
     """Logits in float32, bounded to ±softcap by a tanh where one is given (Gemma 2)."""
-    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-    logits = jax.lax.dot_general(hidden, kernel, contract, preferred_element_type=jnp.float32)
+    if hidden.ndim == 2 and hidden.dtype == jnp.float32:  # see `Call.flattens`
+        logits = product(hidden, kernel.T)
+    else:
+        contract = (((hidden.ndim - 1,), (1,)), ((), ()))
+        logits = jax.lax.dot_general(hidden, kernel, contract, preferred_element_type=jnp.float32)
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 

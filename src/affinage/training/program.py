@@ -29,6 +29,7 @@ from affinage.training.state import Purpose, TrainState, abstract_state, begin, 
 from affinage.training.step import Step, make_train_step, make_validation_step
 
 PyTree = Any
+DeviceBatch = Mapping[str, jax.Array | np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,18 @@ class Program:
             return self.job.feed.iterate_part(start_step, part, parts)
         return self.job.feed.iterate(start_step)
 
-    def put_share(self, batch: HostBatch) -> dict[str, jax.Array]:
+    def put_share(self, batch: HostBatch) -> DeviceBatch:
         """A batch of `batches` on the devices, its rows split over the mesh."""
         part, parts = self._share if len(next(iter(batch.values()))) < self.rows else (0, 1)
         return self.put(batch, part, parts)
 
-    def put(self, batch: HostBatch, part: int = 0, parts: int = 1) -> dict[str, jax.Array]:
-        """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this host has of it."""
+    def put(self, batch: HostBatch, part: int = 0, parts: int = 1) -> DeviceBatch:
+        """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this host has of it.
+
+        To a single device the compiled programs take arrays of the host themselves, in a fifth of the time.
+        """
+        if self.mesh.size == 1:
+            return batch
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._batch_sharding)
 

@@ -97,12 +97,11 @@ class Reporter:
     def _finish_oldest(self) -> None:
         step, metrics, waited = self._pending.popleft()
         self._waited += waited
-        jax.block_until_ready(metrics)
+        # Waits for the step, too. A sick one has a line of its own whenever it happens.
+        sick = bool(metrics["skipped"]) or bool(metrics.get("spike", 0.0))
         self._done = step
         now = time.perf_counter()
         settings = self._program.job.settings
-        # A sick step has a line of its own whenever it happens.
-        sick = bool(metrics["skipped"]) or bool(metrics.get("spike", 0.0))
         if step % settings.log_every == 0 or step in (1, settings.steps) or sick:
             self._write(step, metrics, now)
         if sick:

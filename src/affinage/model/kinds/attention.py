@@ -129,7 +129,8 @@ class AttentionSettings(Settings):
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
         query, key, value = (jnp.swapaxes(a, 1, 2) for a in (query, key, value))
         if self.rope:
-            tables = rotary_tables(self.rope, context.prepared["positions"], query.shape[-1])
+            positions, on_cpu = context.prepared["positions"], context.call.platform == "cpu"
+            tables = rotary_tables(self.rope, positions, query.shape[-1], stored=on_cpu)
             query, key = rotate(query, tables), rotate(key, tables)
         constrain = context.call.constrain
         query = constrain(query, ("batch", "heads", "sequence", "head_dim"))

@@ -9,6 +9,7 @@ from affinage.model.adapters import LORA_A, LORA_B, LORA_SITE
 from affinage.model.kind import Context
 from affinage.model.kinds.dropout import drop
 from affinage.model.parameter import Axes, Parameter, Tree
+from affinage.model.product import product
 
 
 def dense_parameters(
@@ -47,10 +48,10 @@ def dense(params: Tree, x: Float[Array, "..."], context: Context, contracted: in
 def _product(x: Float[Array, "..."], kernel: Array, context: Context, contracted: int) -> Float[Array, "..."]:
     kernel = kernel.astype(x.dtype)
     leading, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
-    width = prod(kernel.shape[:contracted])
-    rows = (prod(leading),) if context.call.flattens else leading
-    y = jnp.dot(x.reshape(*rows, width), kernel.reshape(width, prod(outputs)))
-    return y.reshape(*leading, *outputs)
+    matrix = kernel.reshape(prod(kernel.shape[:contracted]), prod(outputs))
+    if context.call.flattens:
+        return product(x.reshape(-1, matrix.shape[0]), matrix).reshape(*leading, *outputs)
+    return jnp.dot(x.reshape(*leading, -1), matrix).reshape(*leading, *outputs)
 
 
 def dense_flops(inputs: int, outputs: int, tokens: int) -> int:

@@ -6,6 +6,7 @@ Element i of a head is rotated together with element i + d/2, where papers (and 
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from pydantic import Field
@@ -43,24 +44,50 @@ class RopeSettings(Settings):
         return 2 * int(head_dim * self.fraction / 2)
 
 
+Tables = tuple[Float[Array, "B S d"], Float[Array, "B S d"]]
+
+
 def rotary_tables(
-    settings: RopeSettings, positions: Int[Array, "B S"], head_dim: int
-) -> tuple[Float[Array, "B S d"], Float[Array, "B S d"]]:
-    """Cosines and sines [B, S, turned / 2] in float32 of the angles at these positions."""
+    settings: RopeSettings, positions: Int[Array, "B S"], head_dim: int, *, stored: bool = False
+) -> Tables:
+    """Cosines and sines [B, S, turned / 2] in float32 of the angles at these positions.
+
+    `stored` has them computed once: XLA:CPU would otherwise fuse them into every rotation, where they are most of the
+    arithmetic, for every head and layer.
+    """
     turned = settings.turned(head_dim)
     frequencies = settings.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
     if settings.scaling:
         frequencies = settings.scaling.scaled(frequencies)
     angles = positions.astype(jnp.float32)[..., None] * frequencies[None, None]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if stored:  # a product is never fused into what uses it, as a barrier does not prevent; with 0 and 1 it is exact
+        same = jnp.eye(turned // 2)
+        cos, sin = cos @ same, sin @ same
+    return cos, sin
 
 
-def rotate(
-    x: Float[Array, "B H S D"], tables: tuple[Float[Array, "B S d"], Float[Array, "B S d"]]
-) -> Float[Array, "B H S D"]:
+def rotate(x: Float[Array, "B H S D"], tables: Tables) -> Float[Array, "B H S D"]:
     """Turns the pairs (i, i + d) of every head by the angle of its position; elements from 2 d on stay."""
     cos, sin = (table[:, None] for table in tables)
-    half = cos.shape[-1]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
+    turned = 2 * cos.shape[-1]
+    y = _turn(x[..., :turned].astype(jnp.float32), cos, sin).astype(x.dtype)
+    return y if turned == x.shape[-1] else jnp.concatenate([y, x[..., turned:]], axis=-1)
+
+
+@jax.custom_vjp
+def _turn(x: Float[Array, "B H S e"], cos: Float[Array, "B 1 S d"], sin: Float[Array, "B 1 S d"]) -> Array:
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _turn(x, cos, sin), (cos, sin)
+
+
+def _backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    cos, sin = kept
+    return _turn(gradient, cos, -sin), None, None  # back by the same angle
+
+
+_turn.defvjp(_forward, _backward)
