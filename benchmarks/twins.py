@@ -235,7 +235,7 @@ class Contender:
         self.facts = self._answer()
 
     def run(self, seconds: float) -> dict[str, float]:
-        """Steps for about so long: tokens per second, page faults per step, last loss."""
+        """Steps for about so long: tokens/s, seconds, seconds of CPU and page faults per step, last loss."""
         assert self._process.stdin is not None
         print(seconds, file=self._process.stdin, flush=True)
         return self._answer()
@@ -269,15 +269,17 @@ def work(who: str, family: str, size: Size, precision: str, first: int) -> None:
     print("@" + json.dumps({**facts, **told}), flush=True)
     for line in sys.stdin:
         until, steps = float(line), 0
-        faults, began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+        before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         while time.perf_counter() - began < until:
             step()
             steps += 1
             if steps % 4 == 0 or facts["device"] == "cpu":
                 wait()
         loss, seconds = wait(), time.perf_counter() - began
-        answer = {"rate": steps * size.tokens / seconds, "loss": loss, "step": seconds / steps}
-        answer["faults"] = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / steps
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        answer = {"rate": steps * size.tokens / seconds, "loss": loss, "step": seconds / steps, "cpu": busy / steps}
+        answer["faults"] = (after.ru_minflt - before.ru_minflt) / steps
         print("@" + json.dumps(answer), flush=True)
 
 

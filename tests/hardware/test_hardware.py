@@ -65,6 +65,28 @@ def test_a_step_takes_its_temporaries_from_warm_memory(tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+FREED = """
+import ctypes
+from affinage.hardware.allocator import keep_freed_memory
+assert keep_freed_memory()
+libc = ctypes.CDLL(None)
+class Told(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.mallinfo2.restype = [ctypes.c_void_p], Told
+libc.free(libc.malloc(3 * 2**30))  # never written to: address space, no memory
+print(libc.mallinfo2().arena)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
+def test_more_than_two_gigabytes_of_freed_memory_are_kept_too():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", FREED], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 3 * 2**30
+
+
 def test_another_platform_keeps_its_own_allocator(monkeypatch):
     from affinage.hardware import allocator
 

@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 
 # From glibc's malloc.h: parameter, value.
-_TRIM_THRESHOLD = (-1, 2**31 - 1)  # free memory at the top of the heap before it is given back; the largest int
+_TRIM_THRESHOLD = (-1, -1)  # free memory at the top of the heap before it is given back; -1: never
 _TOP_PAD = (-2, 2**26)  # bytes asked for beyond a request when the heap must grow, so that it grows seldom
 _MMAP_THRESHOLD = (-3, 2**30)  # requests below this come from the heap, never from a mapping of their own
 _MMAP_MAX = (-4, 0)  # and no request gets a mapping of its own

@@ -176,9 +176,9 @@ class Program:
     def put(self, batch: HostBatch, part: int = 0, parts: int = 1) -> DeviceBatch:
         """A batch on the devices, its rows split over the mesh; `part` of `parts` is what this host has of it.
 
-        To a single device the compiled programs take arrays of the host themselves, in a fifth of the time.
+        A single CPU has nothing to wait for: compiled programs take the host's arrays in a fifth of the time.
         """
-        if self.mesh.size == 1:
+        if self._is_one_cpu:
             return batch
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._batch_sharding)
@@ -193,6 +193,10 @@ class Program:
             return jax.make_array_from_callback((rows, *array.shape[1:]), self._batch_sharding, of_device)
 
         return {name: whole(array) for name, array in batch.items()}
+
+    @cached_property
+    def _is_one_cpu(self) -> bool:
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     @cached_property
     def _share(self) -> tuple[int, int]:
