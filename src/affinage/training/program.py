@@ -29,7 +29,7 @@ from affinage.training.state import Purpose, TrainState, abstract_state, begin, 
 from affinage.training.step import Step, make_train_step, make_validation_step
 
 PyTree = Any
-DeviceBatch = Mapping[str, jax.Array | np.ndarray]
+DeviceBatch = Mapping[str, Any]  # of jax.Array, or of numpy's where a CPU takes these
 
 
 @dataclass(frozen=True)
