@@ -34,18 +34,28 @@ def test_the_estimate_is_within_a_tenth_of_the_compiled_step():
     ("name", "overrides"),
     [
         ("v4-8", ["mesh={pipeline: 2, data: 2}"]),
-        ("v4-8", ["parallel.remat={offload: [block_input]}"]),
         ("2xv4-8", ["mesh={data: 2, fsdp: 4}"]),
     ],
-    ids=["stages", "offloaded", "two slices"],
+    ids=["stages", "two slices"],
 )
-def test_so_it_is_with_stages_with_the_host_and_with_several_slices(name, overrides):
+def test_so_it_is_with_stages_and_with_several_slices(name, overrides):
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     overrides = ["model.nodes.blocks.repeat=6", *overrides]
     verdict = compile_on(SMALL, overrides, find_slice(name))
     assert verdict.fits
     assert estimate(name, *overrides) == pytest.approx(verdict.peak_bytes, rel=0.1)
-    assert (verdict.host_bytes > 0) == ("offload" in overrides[-1])
+
+
+@pytest.mark.slow
+def test_what_waits_in_the_hosts_memory_is_known_to_the_byte():
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    overrides = ["model.nodes.blocks.repeat=6", "parallel.remat={offload: [block_input]}"]
+    loaded = load_recipe(SMALL, overrides)
+    made = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-8"))
+    verdict = compile_on(SMALL, overrides, find_slice("v4-8"))
+    assert verdict.host_bytes == made.memory.host > 0
+    # So small a layer is computed again bit by bit: the estimate, which counts it whole, is on the safe side.
+    assert verdict.peak_bytes < made.memory.total
 
 
 @pytest.mark.slow
