@@ -86,3 +86,20 @@ def test_verify_reads_all_and_names_what_is_damaged(said, runs: Path):
 def test_a_step_that_is_not_there_is_told(said):
     status, _, error = said("show", "small/pretrain@9")
     assert status == 2 and "@1, @2, @3" in error
+
+
+def test_saves_that_were_cut_off_are_no_reason_to_say_that_all_is_well(said, runs: Path):
+    training = runs / "cut" / "pretrain"
+    (training / "checkpoints" / "7").mkdir(parents=True)
+    (training / MODEL).write_text("{}")
+    status, found, error = said("verify", "cut/pretrain")
+    assert status == 2 and found is None and "no checkpoint is complete" in error and "7" in error
+
+
+def test_numbers_that_are_not_finite_are_compared_too(said, runs: Path):
+    store = CheckpointStore(runs / "small" / "pretrain" / "checkpoints", keep_last=9)
+    for step, last in ((5, 2.0), (6, float("nan"))):
+        store.save(step, {"window": jnp.array([1.0, step, last]), "lost": jnp.array([last])}, {})
+    store.wait()
+    _, found, _ = said("diff", "small/pretrain@5", "small/pretrain@6", "--arrays")
+    assert {each["name"]: each["most"] for each in found["arrays"]["different"]} == {"window": 1.0, "lost": None}

@@ -1,5 +1,6 @@
 """What a run goes on from, and what it refuses to go on from."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,8 +11,12 @@ import pytest
 import tiny
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint.facts import IDENTITY, refuse_changes
 from affinage.errors import UserError
+from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
+from affinage.training.program import Program
+from affinage.training.summary import identity
 
 
 def curve(folder: Path) -> list[dict]:
@@ -68,9 +73,10 @@ def test_a_change_of_model_settings_or_data_is_refused_until_it_is_accepted_by_n
 
 
 def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
-    rhythm = {"every_steps": 1000, "every_minutes": 1e-9, "keep_last": 99}
-    train(_job(tmp_path, settings=tiny.settings(4, checkpoint=rhythm)))
-    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 2, 3, 4]
+    for minutes, steps in ((1e-9, [1, 2, 3, 4]), (600, [4])):
+        folder, rhythm = tmp_path / str(minutes), {"every_steps": 1000, "every_minutes": minutes, "keep_last": 99}
+        train(_job(folder, settings=tiny.settings(4, checkpoint=rhythm)))
+        assert CheckpointStore(folder / "checkpoints").steps() == steps
 
 
 def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):
@@ -106,3 +112,27 @@ def test_the_summary_says_what_the_run_was(tmp_path: Path):
 def _targets(batch: dict[str, np.ndarray]) -> float:
     same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
     return float((batch["loss_mask"][:, 1:] * same).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("data.rows", {"data": {"rows": "other"}}),
+        ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(width=96)}),
+        ("optimizer.name", {"settings": tiny.settings(10, optimizer={"name": "lion"})}),
+        ("batch", {"settings": tiny.settings(10, batch=16), "feed": tiny.RandomFeed(rows=16)}),
+        ("seed", {"seed": 2}),
+    ],
+)
+def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(name: str, changes: dict):
+    def facts(job: TrainJob) -> dict:
+        return identity(Program(job, make_mesh(job.mesh, jax.devices()), job.feed.batch(0)))
+
+    before = _job(Path("unused"), data={"rows": "one"})
+    meta, now = {IDENTITY: facts(before)}, facts(dataclasses.replace(before, **changes))
+    assert refuse_changes(meta, meta[IDENTITY], (), where="here", setting="accept_changes") == []
+    with pytest.raises(UserError, match="this run is not the one that was saved") as refused:
+        refuse_changes(meta, now, (), where="here", setting="accept_changes")
+    assert f"\n    {name}: " in str(refused.value)
+    accepted = refuse_changes(meta, now, [name.partition(".")[0]], where="here", setting="accept_changes")
+    assert name in {each.name for each in accepted}

@@ -10,7 +10,7 @@ from affinage.recipe.training import PretrainSettings
 VOCABULARY, CONTEXT = 64, 16
 
 
-def graph(dropout: float = 0.0, layers: int = 2) -> Graph:
+def graph(dropout: float = 0.0, layers: int = 2, width: int = 64) -> Graph:
     return parse(
         {
             "inputs": ["tokens"],
@@ -22,7 +22,7 @@ def graph(dropout: float = 0.0, layers: int = 2) -> Graph:
                     "in": "drop",
                     "repeat": layers,
                     "attention": {"heads": 4, "rope": {"theta": 10000}},
-                    "ffn": {"kind": "swiglu", "width": 64},
+                    "ffn": {"kind": "swiglu", "width": width},
                     "norm": {"kind": "rms", "eps": 1e-6},
                 },
                 "norm": {"kind": "rms_norm", "in": "blocks"},

@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 from affinage.checkpoint.facts import differences
 from affinage.checkpoint.store import CheckpointStore
 
-_NOT_COMPARED = ("saved", "seconds", "resumed_at")  # facts of the clock
+_NOT_COMPARED = ("saved", "seconds", "stalls", "clock", "resumed_at")  # facts of the clock
 
 
 def listing(store: CheckpointStore) -> list[dict[str, Any]]:
@@ -44,13 +44,17 @@ def compare(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int]
 
     Returns:
         {facts: [{name, saved, now}], arrays: {same, different: [{name, shape, most}], only: [names]}}, where `most`
-        is the largest absolute difference, None of shapes that differ.
+        is the largest absolute difference of numbers finite in both; None if there is none, or the shapes differ.
     """
     facts = [
         {key: value for key, value in store.meta(step).items() if key not in _NOT_COMPARED}
         for store, step in (one, other)
     ]
-    found: dict[str, Any] = {"facts": [vars(each) for each in differences(*facts)]}
+    changed = differences(*facts)
+    named = {each.name for each in changed}
+    # A setting that decides over numbers is in the identity, too: told once.
+    told = [each for each in changed if each.name.replace("settings.", "identity.", 1) not in named - {each.name}]
+    found: dict[str, Any] = {"facts": [vars(each) for each in told]}
     if numbers:
         found["arrays"] = _compare_arrays(one, other)
     return found
@@ -70,9 +74,16 @@ def _compare_arrays(one: tuple[CheckpointStore, int], other: tuple[CheckpointSto
             if a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes():
                 same += 1
                 continue
-            most = float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))) if a.shape == b.shape else None
-            different.append({"name": path, "shape": list(a.shape), "most": most})
+            different.append({"name": path, "shape": list(a.shape), "most": _most_apart(a, b)})
     return {"same": same, "different": different, "only": only}
+
+
+def _most_apart(a: np.ndarray, b: np.ndarray) -> float | None:
+    if a.shape != b.shape:
+        return None
+    left, right = a.astype(np.float64), b.astype(np.float64)
+    both = np.isfinite(left) & np.isfinite(right)
+    return float(np.max(np.abs(left[both] - right[both]))) if both.any() else None
 
 
 def _abstract(store: CheckpointStore, step: int) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._unreadable: set[int] = set()  # steps that look complete, but were tried
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Orbax runs here only: its coroutines do not bear an exception, such as that of Ctrl-C, in their midst.
+        self._orbax = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
@@ -92,14 +93,17 @@ class CheckpointStore:
         if hosts.first and os.path.lexists(target):
             _remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
-        with self._context:
-            written = ocp.save_checkpointables_async(
-                target, dict(state), custom_metadata={"step": step, "facts": dict(meta)}
-            )
-        self._running = self._saver.submit(self._finish, [written], target)
+        begun = self._orbax.submit(self._begin, target, dict(state), {"step": step, "facts": dict(meta)})
+        self._running = self._orbax.submit(self._finish, begun, target)
+        if begun.exception() is not None:
+            self.wait()  # raises it
 
-    def _finish(self, written: list[ocp.AsyncResponse[None]], target: Path) -> None:
-        written.pop().result()  # which holds a copy of the state
+    def _begin(self, target: Path, state: dict[str, PyTree], meta: dict[str, Any]) -> list[ocp.AsyncResponse[None]]:
+        with self._context:
+            return [ocp.save_checkpointables_async(target, state, custom_metadata=meta)]
+
+    def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
+        begun.result().pop().result()  # popped, as it holds a copy of the state
         if _at_work().first:
             seal(target)
             self._prune()
@@ -140,10 +144,11 @@ class CheckpointStore:
             UserError: if it is damaged.
         """
         if found := self._damage_seen_by_first(step, abstract):
+            others = ", ".join(str(other) for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} is damaged: {found}",
                 where=str(self.folder),
-                fix=f"There are the steps {', '.join(map(str, self.steps()))}.",
+                fix=f"Take one of the others: {others}." if others else "There is no other.",
             )
         return self._load(step, abstract)
 
@@ -202,12 +207,18 @@ class CheckpointStore:
         return dict(self._metadata(step).get("facts") or {})
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        with self._context:
-            return dict(ocp.checkpointables_metadata(self.folder / str(step)).custom_metadata or {})
+        found = self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step))
+        return dict(found.custom_metadata or {})
 
     def _load(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        with self._context:
-            return ocp.load_checkpointables(self.folder / str(step), dict(abstract))
+        return self._ask_orbax(ocp.load_checkpointables, self.folder / str(step), dict(abstract))
+
+    def _ask_orbax(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        def ask() -> Any:
+            with self._context:
+                return function(*arguments)
+
+        return self._orbax.submit(ask).result()
 
     def _prune(self) -> None:
         readable = [step for step in self.steps() if step not in self._unreadable]

@@ -19,6 +19,8 @@ group = typer.Typer(
     help="List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
 )
 
+CUT_OFF = "not complete: a save was cut off here"
+
 TrainingArgument = Annotated[
     str,
     typer.Argument(
@@ -49,7 +51,7 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
         print(json.dumps(found, indent=1))
         return
     for each in found:
-        said = (each["saved"] or "damaged") if each["complete"] else "not complete: a save was cut off here"
+        said = (each["saved"] or "damaged") if each["complete"] else CUT_OFF
         print(f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {said}")
 
 
@@ -95,7 +97,7 @@ def diff(
     if not numbers:
         return
     for each in found["arrays"]["different"]:
-        most = "other shape" if each["most"] is None else f"differs by {each['most']:.3g} at most"
+        most = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
         print(f"{each['name']} {each['shape']}: {most}")
     for name in found["arrays"]["only"]:
         print(f"{name}: in one of them only")
@@ -106,17 +108,21 @@ def diff(
 def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Read every file of one checkpoint, or of all of a training, and compare it with what was written.
 
-    The exit status is 2 if one is damaged. `sha256sum -c SHA256SUMS` in its folder does the same without affinage.
+    The exit status is 2 if one is damaged, or none is complete. `sha256sum -c SHA256SUMS` in its folder does the same
+    without affinage.
 
     Example: affinage checkpoint verify quickstart
     """
     store, step = _store(checkpoint, runs)
-    found = {number: store.damage(number) for number in (store.steps() if step is None else [_known(store, step)])}
+    steps = _steps(store)
+    found = {number: store.damage(number) for number in (steps if step is None else [_known(store, step)])}
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:
         for number, said in found.items():
             print(f"{number:>10,}  {said or 'whole'}")
+        for number in (number for number, _ in store.entries() if step is None and number not in steps):
+            print(f"{number:>10,}  {CUT_OFF}")
     damaged = [number for number, said in found.items() if said]
     if damaged:
         raise UserError(
@@ -139,10 +145,19 @@ def _store(spec: str, runs: Path) -> "tuple[CheckpointStore, int | None]":
 
 def _checkpoint(spec: str, runs: Path) -> "tuple[CheckpointStore, int]":
     store, step = _store(spec, runs)
-    steps = store.steps()
-    if not steps:
-        raise UserError("there is no checkpoint", where=str(store.folder), fix="Train the model first.")
+    steps = _steps(store)
     return store, steps[-1] if step is None else _known(store, step)
+
+
+def _steps(store: "CheckpointStore") -> list[int]:
+    """The complete steps; raises UserError if there are none."""
+    if steps := store.steps():
+        return steps
+    where = str(store.folder)
+    if cut_off := ", ".join(str(step) for step, _ in store.entries()):
+        fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model again, or copy them again."
+        raise UserError(f"no checkpoint is complete, only parts of these are there: {cut_off}", where=where, fix=fix)
+    raise UserError("there is no checkpoint", where=where, fix="Train the model first.")
 
 
 def _known(store: "CheckpointStore", step: int) -> int:

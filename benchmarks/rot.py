@@ -1,0 +1,107 @@
+"""Damage checkpoints in every way that disks, copies and people do, and see what is loaded.
+
+    python benchmarks/rot.py [--quick] [--faults 10000]
+
+Each time the newest of two checkpoints gets one of fourteen faults (tests/checkpoint/faults.py): flipped bits; files
+cut off, longer, zeroed, gone, added, exchanged or from another step; folders gone; copies that ended early; links;
+marks of a finished save around what is none; seals with a line too few. The newest must be passed over and the one
+before taken. One in ten goes the whole way: the state is restored, and compared with what was saved bit for bit; there
+Orbax by itself is asked for the damaged step, too.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "checkpoint"))
+
+import faults
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from affinage.checkpoint import CheckpointStore, CheckpointWarning
+
+WHOLE_WAY = 10  # one in so many
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((600,), np.float32, sharding=HERE)}}
+
+
+def weights(step: int) -> np.ndarray:
+    return np.arange(600, dtype=np.float32) + step
+
+
+def chosen(store: CheckpointStore) -> int | None:
+    """The step that a run goes on from."""
+    return next((step for step in reversed(store.steps()) if not store.damage(step)), None)
+
+
+def by_orbax(folder: Path) -> str:
+    """What Orbax makes of the damaged step."""
+    context = ocp.Context()
+    context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    try:
+        with context:
+            found = ocp.load_checkpointables(folder / faults.NEW, ABSTRACT)["params"]["w"]
+    except Exception:
+        return "refused"
+    return "whole" if np.asarray(found).tobytes() == weights(2).tobytes() else "wrong weights"
+
+
+def rot(folder: Path, count: int) -> Counter[str]:
+    sound, damaged = folder / "sound", folder / "damaged"
+    store = CheckpointStore(sound, keep_last=2)
+    for step in (1, 2):
+        store.save(step, {"params": {"w": jnp.asarray(weights(step))}}, {})
+    store.wait()
+    found: Counter[str] = Counter()
+    warnings.simplefilter("ignore", CheckpointWarning)
+    for number in range(count):
+        turn, kind = divmod(number, len(faults.FAULTS))
+        name = list(faults.FAULTS)[kind]
+        faults.place(sound, damaged)
+        faults.FAULTS[name](damaged, random.Random(number))
+        copy = CheckpointStore(damaged)
+        taken = chosen(copy)
+        found["not passed over"] += taken == 2
+        found["older one not taken"] += taken != 1
+        found[name] += 1
+        if turn % WHOLE_WAY == 0:
+            found["restored"] += 1
+            step, state, _ = copy.restore_newest(ABSTRACT) or (0, {"params": {"w": np.zeros(0)}}, {})
+            found["other bits"] += step != 1 or np.asarray(state["params"]["w"]).tobytes() != weights(1).tobytes()
+            found[f"Orbax: {by_orbax(damaged)}"] += 1
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="280 faults")
+    parser.add_argument("--faults", type=int, default=10_000)
+    asked = parser.parse_args()
+    count = 280 if asked.quick else asked.faults
+    with tempfile.TemporaryDirectory(prefix="affinage-bench-") as folder:
+        found = rot(Path(folder), count)
+    print(dict(found))
+    whole = found["restored"]
+    lines = (
+        ("faults", count, None),
+        ("damaged checkpoints taken for whole", found["not passed over"], None),
+        ("older ones not taken", found["older one not taken"], None),
+        (f"of {whole} restored: other bits than were saved", found["other bits"], None),
+        (f"of the same {whole}: damaged, loaded, other bits", 0, found["Orbax: wrong weights"]),
+    )
+    results = [{"name": name, "ours": ours, "peer": peer, "unit": "", "ratio": None} for name, ours, peer in lines]
+    print(json.dumps({"benchmark": "rot", "results": results}))
+
+
+if __name__ == "__main__":
+    main()
