@@ -125,6 +125,7 @@ def stale_marks(folder: Path, draw: random.Random) -> None:
         shutil.rmtree(folder / NEW)
         (folder / NEW).mkdir()
     else:
+        _any(folder / NEW / "params", draw).unlink()  # the marks alone would be written again
         partial_copy(folder, draw)
     left = draw.sample(sorted(marks), draw.randint(1, 2))
     for name in left:
