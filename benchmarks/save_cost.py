@@ -4,8 +4,8 @@
 
 A llama-like model with AdamW, a state of 500 MB, its own training step on one CPU device as the loop calls it, donating
 the state, and a save every other step. The stall is the time until the save lets the loop go on, where the save before
-is done; its CPU is that of the loop's thread, which other work on the machine does not change. CPU of a save is that
-of all threads while no step runs; its share is of the default interval's steps.
+is done; its CPU is that of all threads, which other work on the machine changes less. CPU of a save is that of all
+threads while no step runs; its share is of the default interval's steps.
 
 Memory is the largest resident size of the process as a multiple of the state, Python and JAX in it: once with that
 step, and once with a program in its place that needs no memory of its own, as only then it is saving that one sees.
@@ -39,7 +39,7 @@ LOOPS = ("training", "copies")
 LINES = (  # name, fact, unit, loop
     ("stall of the loop, median", "stall", "ms", "training"),
     ("stall of the loop, most", "most stall", "ms", "training"),
-    ("CPU of the loop's thread in a save", "own stall", "ms", "training"),
+    ("CPU of all threads in the stall, median", "own stall", "ms", "training"),
     ("a save, until it is on disk", "save", "s", "training"),
     ("CPU of a save", "cpu", "s", "training"),
     ("CPU of a save, of the default interval's steps", "share", "%", "training"),
@@ -150,10 +150,10 @@ def work(mode: str, loop: str, size: Size, saves: int, folder: Path) -> dict[str
     save, wait = saver(mode, folder / "steps")
     stalls, own, whole, cpu_of_save = [], [], [], []
     for number in range(saves + 1):
-        start, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        start, cpu = time.perf_counter(), time.process_time()
         save(number, state.named())
         stalls.append(1e3 * (time.perf_counter() - start))
-        own.append(1e3 * (time.thread_time() - thread))
+        own.append(1e3 * (time.process_time() - cpu))
         if number % 2:  # a save beside which no step runs
             wait()
             whole.append(time.perf_counter() - start)

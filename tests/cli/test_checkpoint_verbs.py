@@ -103,3 +103,10 @@ def test_numbers_that_are_not_finite_are_compared_too(said, runs: Path):
     store.wait()
     _, found, _ = said("diff", "small/pretrain@5", "small/pretrain@6", "--arrays")
     assert {each["name"]: each["most"] for each in found["arrays"]["different"]} == {"window": 1.0, "lost": None}
+
+
+def test_a_url_is_no_folder_of_runs(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "ls", "small", "--runs", "gs://bucket/runs"])
+    assert ended.value.code == 2
+    assert "gs://bucket/runs is a URL" in capsys.readouterr().err

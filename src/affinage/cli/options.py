@@ -3,12 +3,15 @@
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.recipe.load import LoadedRecipe
@@ -36,8 +39,23 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. pretrain.steps=100. May be repeated."),
 ]
+
+
+def _is_a_folder(runs: Path) -> Path:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(runs)):
+        raise UserError(
+            f"runs are kept in a folder, and {str(runs).replace(':/', '://', 1)} is a URL",
+            where="--runs",
+            fix="Mount the bucket (gcsfuse, mountpoint-s3, rclone mount) and name the folder that it is mounted at.",
+        )
+    return runs
+
+
 RunsOption = Annotated[
-    Path, typer.Option("--runs", metavar="DIR", envvar="AFFINAGE_RUNS", help="The folder of all runs.")
+    Path,
+    typer.Option(
+        "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", help="The folder of all runs.", callback=_is_a_folder
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 ProfileOption = Annotated[
