@@ -1,10 +1,7 @@
 """What a checkpoint folder promises: whole steps only, the newest that can be read, on any mesh."""
 
-import gc
 import os
 import shutil
-import signal
-import warnings
 from pathlib import Path
 
 import jax
@@ -162,36 +159,3 @@ def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
     jax.block_until_ready(current)
     store.wait()
     assert_same(store.restore(1, abstract(where)), state(1, where))
-
-
-class Interrupt(Exception):
-    pass
-
-
-def test_an_interrupt_at_any_moment_says_nothing_and_leaves_whole_steps(store: CheckpointStore):
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupt
-
-    saved(store, 1)
-    where = sharding("fsdp", 8)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for number in range(12):
-                for work in (
-                    lambda step=number + 2: store.save(step, state(step, where), {}),
-                    lambda: store.restore(1, abstract(where)),
-                ):
-                    try:
-                        signal.setitimer(signal.ITIMER_REAL, 0.002 * (number + 1))
-                        work()
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                    except Interrupt:
-                        gc.collect()  # coroutines that were dropped say so when they go
-            store.wait()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert [str(each.message) for each in told] == []
-    assert all(not store.damage(step) for step in store.steps())
