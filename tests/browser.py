@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,12 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
-    def open(self, page: Path, width: int, height: int = 900, *, dark: bool = False, touch: bool = False) -> None:
+    def open(self, page: Path | str, width: int, height: int = 900, *, dark: bool = False, touch: bool = False) -> None:
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.sent.discard("Page.loadEventFired")
-        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while "Page.loadEventFired" not in self.sent:
             self._note(self._message())
 
@@ -91,6 +92,20 @@ class Browser:
         if "exceptionDetails" in result:
             raise RuntimeError(json.dumps(result["exceptionDetails"]))
         return result["result"].get("value")
+
+    def type(self, text: str) -> None:
+        """Type into what has the focus, and press Enter."""
+        self.ask("Input.insertText", text=text)
+        enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+        self.ask("Input.dispatchKeyEvent", type="keyDown", text="\r", **enter)
+        self.ask("Input.dispatchKeyEvent", type="keyUp", **enter)
+
+    def wait_for(self, script: str, seconds: float = 60.0) -> None:
+        """Wait until a script says something true."""
+        until = time.monotonic() + seconds
+        while not self.evaluate(script):
+            assert time.monotonic() < until, f"never true: {script}"
+            time.sleep(0.05)
 
     def screenshot(self, *, whole: bool = True) -> bytes:
         """A PNG of the page."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import affinage
-from affinage.cli import bench, checkpoint, data, inspect, judge, launch, plan, recipes, release, run, sweep, talk
+from affinage.cli import bench, checkpoint, data, inspect, judge, launch, plan, recipes, release, run, serve, sweep, talk
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 
 _EXTRAS = {
@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verbs in (run, launch, sweep, data, checkpoint, judge, plan, release, talk, recipes, inspect, bench):
+for verbs in (run, launch, sweep, data, checkpoint, judge, plan, release, talk, serve, recipes, inspect, bench):
     verbs.add_to(app)
 
 

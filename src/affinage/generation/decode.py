@@ -45,14 +45,17 @@ DEFAULT = Request()
 
 @dataclass(frozen=True)
 class Generation:
-    """What came after a prompt: tokens without the one that ended it, text up to a stop string, why it ended."""
+    """What came after a prompt: tokens without the one that ended it, text up to a stop string, why it ended.
+
+    The tokens are those up to the one that completed a stop string.
+    """
 
     tokens: list[int]
     text: str
     ended_by: EndedBy
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """A batch in the middle of generation. `token` is chosen but not yet in the cache; `position` is where it goes."""
 
     cache: Any
@@ -66,8 +69,8 @@ class _State(NamedTuple):
 
 
 def _advance(
-    state: _State, logits: Array, knobs: Knobs, filters: frozenset[str], stop_ids: Int[Array, "N"]
-) -> tuple[_State, Int[Array, "B"]]:
+    state: State, logits: Array, knobs: Knobs, filters: frozenset[str], stop_ids: Int[Array, "N"]
+) -> tuple[State, Int[Array, "B"]]:
     """Choose a token for every row that is not done, and say which; the others are left as they are."""
     chosen = choose(logits, knobs, filters, state.rows, state.generated, state.seen)
     emitted = jnp.where(state.done, _NOTHING, chosen)
@@ -81,7 +84,7 @@ def _advance(
 
 
 @lru_cache(maxsize=8)
-def _compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
+def compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
     """The two jitted functions of a graph; jit keeps one executable per shape and per set of filters."""
 
     @partial(jax.jit, static_argnames=("filters", "slots"))
@@ -95,7 +98,7 @@ def _compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
         stop_ids: Int[Array, "N"],
         filters: frozenset[str],
         slots: int,
-    ) -> tuple[_State, Int[Array, "B 1"]]:
+    ) -> tuple[State, Int[Array, "B 1"]]:
         batch, width = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
         # Padding to the right also lands in the cache, at positions that are overwritten before they are looked at.
@@ -109,19 +112,19 @@ def _compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
             at = jnp.where(inside, tokens, tokens[:, :1])  # the first token stands in for padding
             seen = jnp.zeros(logits.shape, bool).at[jnp.arange(batch)[:, None], at].set(True)
         zero = jnp.zeros_like(lengths)
-        state = _State(cache, zero, lengths - 1, zero, limit, limit <= 0, rows, seen)
+        state = State(cache, zero, lengths - 1, zero, limit, limit <= 0, rows, seen)
         state, emitted = _advance(state, logits, knobs, filters, stop_ids)
         return state, emitted[:, None]
 
     @partial(jax.jit, static_argnames=("filters", "steps"), donate_argnames=("state",))
     def decode(
-        params: Tree, state: _State, knobs: Knobs, stop_ids: Int[Array, "N"], filters: frozenset[str], steps: int
-    ) -> tuple[_State, Int[Array, "B steps"]]:
-        def unfinished(carry: tuple[Array, _State, Array]) -> Array:
+        params: Tree, state: State, knobs: Knobs, stop_ids: Int[Array, "N"], filters: frozenset[str], steps: int
+    ) -> tuple[State, Int[Array, "B steps"]]:
+        def unfinished(carry: tuple[Array, State, Array]) -> Array:
             step, state, _ = carry
             return (step < steps) & ~jnp.all(state.done)
 
-        def one(carry: tuple[Array, _State, Array]) -> tuple[Array, _State, Array]:
+        def one(carry: tuple[Array, State, Array]) -> tuple[Array, State, Array]:
             step, state, out = carry
             state = state._replace(position=state.position + ~state.done)
             lazy, cache = logits_of(graph, params, state.token[:, None], state.position[:, None], dtype, state.cache)
@@ -143,7 +146,7 @@ class Generator:
         self.model = model
         self._batch = batch
         self._steps = steps_per_dispatch  # the host looks at stop strings, and streams, once per so many tokens
-        self._prefill, self._decode = _compiled(model.graph, model.compute_dtype)
+        self._prefill, self._decode = compiled(model.graph, model.compute_dtype)
 
     def generate(self, prompts: Sequence[Sequence[int]], request: Request = DEFAULT) -> list[Generation]:
         """What follows each prompt (token ids, at least one, fewer than the context), in the order of the prompts.
@@ -177,8 +180,8 @@ class Generator:
             yield rest
         return result
 
-    def _progress(self, request: Request) -> "_RowProgress":
-        return _RowProgress(TextStream(self.model.tokenizer, request.stop_strings), self._stop_ids(request))
+    def _progress(self, request: Request) -> "RowProgress":
+        return RowProgress(TextStream(self.model.tokenizer, request.stop_strings), self._stop_ids(request))
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         return self.model.tokenizer.stops if request.stop_ids is None else request.stop_ids
@@ -189,14 +192,17 @@ class Generator:
         rows: Sequence[int],
         batch: int,
         request: Request,
-        progress: Sequence["_RowProgress"],
+        progress: Sequence["RowProgress"],
         steps: int,
     ) -> Generating[list[str], None, None]:
         """Run prompts, padded to `batch` rows, to their end; yields each prompt's new text after every dispatch."""
         settings = knobs(request.sampling)
         filters = request.sampling.filters
         stop_ids = np.array(self._stop_ids(request), np.int32)
-        tokens, lengths, limit, slots = self._shape(prompts, batch, request.max_new_tokens)
+        limits = [request.max_new_tokens] * len(prompts)
+        tokens, lengths, limit = padded(prompts, limits, batch, self.model.context)
+        needed = power_of_two(max(map(len, prompts)) + request.max_new_tokens)
+        slots = min(max(needed, _FEWEST_SLOTS), self.model.context)
         names = np.concatenate([rows, np.zeros(len(tokens) - len(rows))]).astype(np.int32)
         place = self.model.place
         state, emitted = self._prefill(
@@ -214,26 +220,28 @@ class Generator:
                 state = state._replace(done=place(done | stopped))
             state, emitted = self._decode(self.model.params, state, settings, stop_ids, filters=filters, steps=steps)
 
-    def _shape(
-        self, prompts: Sequence[Sequence[int]], batch: int, max_new_tokens: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Prompts padded to a bucket: tokens [B, S], lengths [B], limit [B], and the slots of the cache."""
-        context = self.model.context
-        longest = max(map(len, prompts))
-        if min(map(len, prompts)) == 0 or longest >= context:
-            raise ValueError(f"a prompt must have between 1 and {context - 1} tokens")
-        width = min(max(power_of_two(longest), _FEWEST_TOKENS), context)
-        tokens = np.full((batch, width), PAD, np.int32)
-        lengths, limit = np.ones(batch, np.int32), np.zeros(batch, np.int32)
-        for index, prompt in enumerate(prompts):
-            tokens[index, : len(prompt)] = prompt
-            lengths[index] = len(prompt)
-            limit[index] = min(max_new_tokens, context - len(prompt))
-        slots = min(max(power_of_two(longest + max_new_tokens), _FEWEST_SLOTS), context)
-        return tokens, lengths, limit, slots
+
+def padded(
+    prompts: Sequence[Sequence[int]], limits: Sequence[int], batch: int, context: int
+) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B"], Int[np.ndarray, "B"]]:
+    """Prompts padded to a bucket: tokens, lengths, and how many tokens may follow each in a context.
+
+    Raises ValueError for a prompt that is empty or leaves no room for a token.
+    """
+    longest = max(map(len, prompts))
+    if min(map(len, prompts)) == 0 or longest >= context:
+        raise ValueError(f"a prompt must have between 1 and {context - 1} tokens")
+    width = min(max(power_of_two(longest), _FEWEST_TOKENS), context)
+    tokens = np.full((batch, width), PAD, np.int32)
+    lengths, limit = np.ones(batch, np.int32), np.zeros(batch, np.int32)
+    for index, prompt in enumerate(prompts):
+        tokens[index, : len(prompt)] = prompt
+        lengths[index] = len(prompt)
+        limit[index] = min(limits[index], context - len(prompt))
+    return tokens, lengths, limit
 
 
-class _RowProgress:
+class RowProgress:
     """What one row has generated so far, on the host."""
 
     def __init__(self, stream: TextStream, stop_ids: Sequence[int]) -> None:
@@ -250,8 +258,14 @@ class _RowProgress:
         if new and new[-1] in self._stop_ids:
             self._ended_by_token = True
             new.pop()
-        self._tokens += new
-        return self.stream.push(new)
+        text = ""
+        # One by one, so that it does not hang on the rhythm of dispatches what comes after a stop string.
+        for token in new:
+            self._tokens.append(token)
+            text += self.stream.push([token])
+            if self.stream.stopped:
+                break
+        return text
 
     def result(self) -> Generation:
         """Everything generated; to be called once, at the end."""

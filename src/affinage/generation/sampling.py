@@ -4,6 +4,7 @@ Every filter is a pure function of logits [B, V] that sets what it excludes to m
 order of Hugging Face's `generate`: repetition penalty, temperature, top-k, top-p, min-p.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,14 +61,17 @@ GREEDY = Sampling()
 
 
 class Knobs(NamedTuple):
-    """The values of a `Sampling` as arrays, so that changing one does not compile anything again."""
+    """The values of a `Sampling` as arrays, so that changing one does not compile anything again.
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    repetition_penalty: Float[Array, ""]
-    seed: Int[Array, ""]
+    They are scalars that hold for a whole batch, or [B] with a value for each of its rows.
+    """
+
+    temperature: Float[Array, "*B"]
+    top_k: Int[Array, "*B"]
+    top_p: Float[Array, "*B"]
+    min_p: Float[Array, "*B"]
+    repetition_penalty: Float[Array, "*B"]
+    seed: Int[Array, "*B"]
 
 
 def knobs(sampling: Sampling) -> Knobs:
@@ -82,21 +86,29 @@ def knobs(sampling: Sampling) -> Knobs:
     )
 
 
+def knobs_of_rows(samplings: Sequence[Sampling]) -> Knobs:
+    """The values of one `Sampling` for each row."""
+    columns = zip(*(knobs(sampling) for sampling in samplings))
+    return Knobs(*(jnp.stack(column) for column in columns))
+
+
 def penalise_repetition(
-    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, ""]
+    logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, "*one"]
 ) -> Float[Array, "B V"]:
     """Make tokens that were seen less likely: positive logits are divided by `penalty`, negative ones multiplied."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def keep_top_k(logits: Float[Array, "B V"], k: Int[Array, ""]) -> Float[Array, "B V"]:
-    """Exclude all but the `k` most likely tokens; those tied with the last one stay."""
+def keep_top_k(logits: Float[Array, "B V"], k: Int[Array, "*one"]) -> Float[Array, "B V"]:
+    """Exclude all but the `k` most likely tokens, none if it is 0; those tied with the last one stay."""
+    rows, vocabulary = logits.shape
     descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
-    last = jnp.take(descending, jnp.clip(k, 1, logits.shape[-1]) - 1, axis=-1)
-    return jnp.where(logits >= last[:, None], logits, _EXCLUDED)
+    place = jnp.where(k > 0, jnp.minimum(k, vocabulary), vocabulary) - 1
+    last = jnp.take_along_axis(descending, jnp.broadcast_to(place, (rows, 1)), axis=-1)
+    return jnp.where(logits >= last, logits, _EXCLUDED)
 
 
-def keep_top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Float[Array, "B V"]:
+def keep_top_p(logits: Float[Array, "B V"], p: Float[Array, "*one"]) -> Float[Array, "B V"]:
     """Exclude all but the smallest set of most likely tokens whose probabilities sum to at least `p`; ties stay."""
     descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     probabilities = jax.nn.softmax(descending, axis=-1)
@@ -105,15 +117,43 @@ def keep_top_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Float[Array,
     return jnp.where(logits >= last[:, None], logits, _EXCLUDED)
 
 
-def keep_min_p(logits: Float[Array, "B V"], p: Float[Array, ""]) -> Float[Array, "B V"]:
+def keep_min_p(logits: Float[Array, "B V"], p: Float[Array, "*one"]) -> Float[Array, "B V"]:
     """Exclude tokens less likely than `p` times the most likely one."""
     return jnp.where(logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p), logits, _EXCLUDED)
 
 
-def row_keys(seed: Int[Array, ""], rows: Int[Array, "B"], steps: Int[Array, "B"]) -> Key[Array, "B"]:
+def row_keys(seed: Int[Array, "*B"], rows: Int[Array, "B"], steps: Int[Array, "B"]) -> Key[Array, "B"]:
     """One random key per (seed, row, step): what is drawn for a row does not depend on who shares its batch."""
-    key = jax.random.key(seed)
-    return jax.vmap(lambda row, step: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows, steps)
+
+    def key(seed: Int[Array, ""], row: Int[Array, ""], step: Int[Array, ""]) -> Key[Array, ""]:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
+
+    return jax.vmap(key)(jnp.broadcast_to(seed, rows.shape), rows, steps)
+
+
+def filtered(
+    logits: Float[Array, "B V"], knobs: Knobs, filters: frozenset[str], seen: Bool[Array, "B V"] | None = None
+) -> Float[Array, "B V"]:
+    """The logits that the next token is drawn by, or after the repetition penalty alone if the rows are greedy.
+
+    `filters` (see `Sampling.filters`) says which steps run; `seen` marks the tokens of the row so far and is needed
+    for the repetition penalty.
+    """
+    logits = logits.astype(jnp.float32)
+    temperature, top_k, top_p, min_p, penalty = (jnp.atleast_1d(value)[:, None] for value in knobs[:-1])
+    if "repetition_penalty" in filters:
+        assert seen is not None, "the repetition penalty needs to know the tokens seen"
+        logits = penalise_repetition(logits, seen, penalty)
+    if "temperature" not in filters:
+        return logits
+    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
+    if "top_k" in filters:
+        logits = keep_top_k(logits, top_k)
+    if "top_p" in filters:
+        logits = keep_top_p(logits, top_p)
+    if "min_p" in filters:
+        logits = keep_min_p(logits, min_p)
+    return logits
 
 
 def choose(
@@ -124,23 +164,13 @@ def choose(
     steps: Int[Array, "B"],
     seen: Bool[Array, "B V"] | None = None,
 ) -> Int[Array, "B"]:
-    """The next token of every row.
+    """The next token of every row; see `filtered`.
 
-    `filters` (see `Sampling.filters`) says which steps run; `seen` marks the tokens of the row so far and is needed
-    for the repetition penalty; `rows` and `steps` name the draw.
+    `rows` and `steps` name the draw. Rows whose temperature is 0 are greedy whatever runs.
     """
-    logits = logits.astype(jnp.float32)
-    if "repetition_penalty" in filters:
-        assert seen is not None, "the repetition penalty needs to know the tokens seen"
-        logits = penalise_repetition(logits, seen, knobs.repetition_penalty)
+    logits = filtered(logits, knobs, filters, seen)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # no filter excludes it
     if "temperature" not in filters:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / knobs.temperature
-    if "top_k" in filters:
-        logits = keep_top_k(logits, knobs.top_k)
-    if "top_p" in filters:
-        logits = keep_top_p(logits, knobs.top_p)
-    if "min_p" in filters:
-        logits = keep_min_p(logits, knobs.min_p)
-    draw = jax.vmap(jax.random.categorical)
-    return draw(row_keys(knobs.seed, rows, steps), logits).astype(jnp.int32)
+        return best
+    drawn = jax.vmap(jax.random.categorical)(row_keys(knobs.seed, rows, steps), logits).astype(jnp.int32)
+    return jnp.where(jnp.atleast_1d(knobs.temperature) > 0, drawn, best)

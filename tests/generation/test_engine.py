@@ -1,0 +1,113 @@
+"""Rows that join and leave a batch on its way say what they say alone."""
+
+import queue
+import threading
+
+import pytest
+
+from affinage.generation.decode import Generation, Generator, Request
+from affinage.generation.engine import Closed, Engine, Full, Ticket, Told
+from affinage.generation.sampling import Sampling
+from tiny_models import CONTEXT, tiny_llama
+
+ASKED = [
+    ([2, 50, 60, 70], Request(30)),
+    ([2, 99, 98], Request(40, Sampling(repetition_penalty=1.5))),
+    ([2, *range(300, 310)], Request(25, Sampling(0.9, 20, 0.9, 0.01, seed=1), stop_strings=("o",))),
+    ([2, *range(270, 270 + CONTEXT - 10)], Request(500)),
+    ([2, 270], Request(5, Sampling(0.9, 20, 0.9, 0.01, seed=9))),
+]
+
+
+class Listener:
+    """What an engine tells of a ticket."""
+
+    def __init__(self, prompt: list[int], request: Request, index: int = 0) -> None:
+        self.news: queue.Queue[Told] = queue.Queue()
+        self.ticket = Ticket(prompt, request, self.news.put, index)
+
+    def answer(self) -> tuple[str, Generation]:
+        text = ""
+        while True:
+            told = self.news.get(timeout=120)
+            text += told.text
+            if told.error is not None:
+                raise told.error
+            if told.generation is not None:
+                return text, told.generation
+
+
+@pytest.fixture
+def engine():
+    one = Engine(tiny_llama(), batch=2, queue=8)
+    yield one
+    one.close()
+
+
+def test_answers_do_not_depend_on_who_shares_the_batch_and_when_they_came(engine: Engine):
+    expected = [Generator(tiny_llama(), batch=1).generate([prompt], request)[0] for prompt, request in ASKED]
+    listeners = [Listener(prompt, request) for prompt, request in ASKED]
+    engine.submit([listeners[0].ticket])
+    listeners[0].news.put(listeners[0].news.get(timeout=120))  # it is under way when the others come
+    for listener in listeners[1:]:
+        engine.submit([listener.ticket])
+    for listener, whole in zip(listeners, expected, strict=True):
+        assert listener.answer() == (whole.text, whole)
+
+
+def test_rows_of_one_prompt_are_drawn_apart(engine: Engine):
+    request = Request(12, Sampling(1.5, 20, 0.99, 0.001, seed=3))
+    listeners = [Listener([2, 50], request, index) for index in range(3)]
+    engine.submit([listener.ticket for listener in listeners])
+    said = [listener.answer()[1] for listener in listeners]
+    assert said == Generator(tiny_llama()).generate([[2, 50]] * 3, request)
+    assert len({one.text for one in said}) == 3
+
+
+def test_who_goes_away_makes_room(engine: Engine):
+    leaving = [Listener([2, 50 + n], Request(80)) for n in range(2)]
+    engine.submit([listener.ticket for listener in leaving])
+    leaving[0].news.get(timeout=120)
+    for listener in leaving:
+        listener.ticket.cancel()
+    came = Listener(*ASKED[1])
+    engine.submit([came.ticket])
+    assert came.answer()[1] == Generator(tiny_llama()).generate([ASKED[1][0]], ASKED[1][1])[0]
+    assert engine.active == engine.waiting == 0
+    assert all(told.generation is None for listener in leaving for told in list(listener.news.queue))
+
+
+def test_a_full_queue_and_a_closed_engine_refuse():
+    engine, gate = Engine(tiny_llama(), batch=1, queue=2), threading.Event()
+    first = Ticket([2, 50], Request(80), lambda told: gate.wait(60))  # holds the engine up
+    engine.submit([first])
+    while engine.waiting or not engine.active:
+        gate.wait(0.01)
+    waiting = [Listener([2], Request(80)) for _ in range(3)]
+    with pytest.raises(Full):
+        engine.submit([listener.ticket for listener in waiting])
+    engine.submit([listener.ticket for listener in waiting[:2]])
+    with pytest.raises(Full):
+        engine.submit([waiting[2].ticket])
+    assert engine.waiting == 2 and engine.seconds_until_free > 0
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine.closed:
+        gate.wait(0.01)
+    gate.set()
+    closing.join(120)
+    assert not closing.is_alive()
+    for listener in waiting[:2]:
+        with pytest.raises(Closed):
+            listener.answer()
+    with pytest.raises(Closed):
+        engine.submit([waiting[2].ticket])
+
+
+def test_what_goes_wrong_is_told_to_those_concerned_and_the_next_are_served(engine: Engine):
+    wrong, right = Listener([], Request(5)), Listener(*ASKED[4])
+    engine.submit([wrong.ticket])
+    with pytest.raises(ValueError, match="between 1 and"):
+        wrong.answer()
+    engine.submit([right.ticket])
+    assert right.answer()[1] == Generator(tiny_llama()).generate([ASKED[4][0]], ASKED[4][1])[0]

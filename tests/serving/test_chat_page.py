@@ -1,0 +1,109 @@
+"""The chat page as somebody uses it, in a browser."""
+
+from collections.abc import Iterator
+
+import pytest
+from running_server import TOKEN, Running, running
+
+from affinage.generation.decode import Generator, Request
+from browser import EXECUTABLE, Browser, browser
+
+pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium (Debian: apt-get install chromium)")
+
+SAID = "[...document.querySelectorAll('.said')].map(e => [e.className, e.textContent])"
+IDLE = "!document.getElementById('send').hidden"
+WATCH = """window.lengths = new Set();
+new MutationObserver(() => document.querySelectorAll('.assistant').forEach(e => lengths.add(e.textContent.length)))
+  .observe(document.getElementById('talk'), {childList: true, subtree: true, characterData: true})"""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with running(TOKEN) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as one:
+        yield one
+
+
+def opened(chromium: Browser, served: Running, width: int = 1280, *, dark: bool = False, token: str = TOKEN) -> None:
+    chromium.open("about:blank", width)  # else only what stands after # would change
+    chromium.troubles.clear()
+    chromium.open(f"{served.url}/#token={token}", width, dark=dark, touch=width < 500)
+
+
+def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_next(chromium: Browser, served: Running):
+    opened(chromium, served)
+    chromium.wait_for("document.title === 'tiny · affinage'")
+    assert TOKEN not in chromium.evaluate("location.href")
+    chromium.evaluate("document.getElementById('temperature').value = '0'")
+    chromium.evaluate("document.getElementById('length').value = '10'")
+    chromium.evaluate("document.getElementById('system').value = 'a'")
+    chromium.evaluate(WATCH)
+    chromium.evaluate("document.getElementById('message').focus()")
+    hostile = "<img src=x>"
+    chromium.type(hostile)
+    chromium.wait_for(f"document.querySelector('.assistant') && {IDLE}")
+    first = answer(served, [("system", "a"), ("user", hostile)])
+    assert chromium.evaluate(SAID) == [["said user", hostile], ["said assistant", first]]
+    assert len(chromium.evaluate("[...lengths]")) > 2, "the answer came at once"
+    assert chromium.evaluate("document.querySelectorAll('main img').length") == 0
+    chromium.type("ok")
+    chromium.wait_for(f"document.querySelectorAll('.assistant').length === 2 && {IDLE}")
+    second = answer(served, [("system", "a"), ("user", hostile), ("assistant", first), ("user", "ok")])
+    assert chromium.evaluate(SAID)[2:] == [["said user", "ok"], ["said assistant", second]]
+    for number in (3, 4, 5):  # the context is full, and the oldest exchanges are forgotten
+        chromium.type("more of this")
+        chromium.wait_for(f"document.querySelectorAll('.assistant').length === {number} && {IDLE}")
+    assert chromium.evaluate("document.querySelector('.error')?.textContent") is None
+    chromium.evaluate("document.getElementById('reset').click()")
+    assert chromium.evaluate(SAID) == []
+    assert all("400" in trouble for trouble in chromium.troubles), "only refusals for length"
+    assert all(url.startswith((served.url, "data:,", "about:")) for url in chromium.requests)
+
+
+def answer(served: Running, said: list[tuple[str, str]]) -> str:
+    from affinage.data.chat import encode_prompt
+    from tiny_models import tiny_llama
+
+    prompt = encode_prompt([{"role": role, "content": text} for role, text in said], tiny_llama().tokenizer, "")
+    return Generator(tiny_llama()).generate([prompt], Request(10))[0].text
+
+
+def test_it_speaks_both_languages(chromium: Browser, served: Running):
+    opened(chromium, served)
+    words = "[document.documentElement.lang, document.getElementById('send').textContent]"
+    assert chromium.evaluate(words) == ["en", "Send"]
+    chromium.evaluate("document.getElementById('language').click()")
+    assert chromium.evaluate(words) == ["fr", "Envoyer"]
+    unsaid = "[...document.querySelectorAll('[data-word]')].filter(e => !e.textContent).length"
+    assert chromium.evaluate(unsaid) == 0
+    same = "JSON.stringify(Object.keys(WORDS.en)) === JSON.stringify(Object.keys(WORDS.fr))"
+    assert chromium.evaluate(same)
+
+
+def test_what_goes_wrong_is_shown_and_the_message_is_kept(chromium: Browser, served: Running):
+    opened(chromium, served, token="wrong")
+    chromium.wait_for("document.getElementById('settings').open")
+    chromium.evaluate("document.getElementById('message').focus()")
+    chromium.type("hello")
+    chromium.wait_for("!!document.querySelector('.error')")
+    assert "a token is needed" in chromium.evaluate("document.querySelector('.error').textContent")
+    chromium.wait_for("document.getElementById('message').value === 'hello'")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_phones_and_screens_in_both_lights(chromium: Browser, served: Running, width: int, dark: bool):
+    opened(chromium, served, width, dark=dark)
+    chromium.evaluate("document.getElementById('settings').open = true")
+    chromium.evaluate("show('assistant', 'word '.repeat(300)); show('user', 'x'.repeat(300))")
+    assert chromium.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
+    below = "document.getElementById('form').getBoundingClientRect().bottom <= innerHeight + 1"
+    assert chromium.evaluate(below), "one must scroll to write"
+    light = "getComputedStyle(document.body.parentNode).backgroundColor.match(/\\d+/g).map(Number)[0] > 128"
+    assert chromium.evaluate(light) is not dark
+    assert chromium.troubles == []

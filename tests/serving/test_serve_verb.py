@@ -1,0 +1,79 @@
+"""`affinage serve` as a process: where it listens, whom it lets in, and how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from affinage.cli.program import main
+from affinage.hub.card import CardFacts
+from affinage.hub.export import export
+from tiny_models import tiny_llama
+
+MESSAGES = [{"role": "user", "content": "Where is Paris?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export(tiny_llama(), folder, facts=CardFacts("mit"), dtype="float32", chat=True)
+    return folder
+
+
+@pytest.fixture
+def process(model: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", "from affinage.cli import main; main()", "serve", str(model), "--port", "0"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "AFFINAGE_TOKEN": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--host", "0.0.0.0"], env=environment, text=True, **pipes) as one:  # type: ignore[call-overload]
+        try:
+            yield one
+        finally:
+            one.kill()
+
+
+def test_it_makes_up_a_token_where_others_can_ask_and_ends_cleanly_when_told(process: subprocess.Popen[str]):
+    assert process.stdout is not None and process.stderr is not None
+    told = process.stdout.readline()
+    found = re.search(r"(http://127\.0\.0\.1:\d+)/v1 .* \(API key: ([\w-]{32})\)", told)
+    assert found, told + process.stderr.read()
+    client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key=found[2], max_retries=0, timeout=120)
+    stranger = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="guessed", max_retries=0, timeout=120)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    name = client.models.list().data[0].id
+    reasons: list[str | None] = []
+
+    def read() -> None:
+        events = client.chat.completions.create(model=name, messages=MESSAGES, stream=True, max_tokens=60)
+        begun.set()
+        reasons.append([event.choices[0].finish_reason for event in events][-1])
+
+    begun = threading.Event()
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(120)
+    process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(120)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    # One had begun and is answered to its end; the others were let in, or came too late.
+    assert reasons and set(reasons) <= {"length", "stop"}
+
+
+def test_a_port_that_is_taken_is_one_message(model: Path, capsys: pytest.CaptureFixture[str]):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        main(["serve", str(model), "--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err

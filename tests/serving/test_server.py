@@ -1,0 +1,221 @@
+"""OpenAI's own client against a server of a tiny model."""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import openai
+import pytest
+from running_server import TOKEN, Running, running
+
+from affinage.data.chat import encode_prompt
+from affinage.generation.decode import Generation, Generator, Request
+from affinage.generation.sampling import Sampling
+from tiny_models import CONTEXT, tiny_llama
+
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where is Paris?"}]
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    with running(TOKEN) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(served: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
+
+
+def expected(prompt: list[int], tokens: int, sampling: Sampling, rows: int = 1, **settings: object) -> list[Generation]:
+    return Generator(tiny_llama()).generate([prompt] * rows, Request(tokens, sampling, **settings))  # type: ignore[arg-type]
+
+
+def chat_prompt(messages: list[dict[str, str]]) -> list[int]:
+    return encode_prompt(messages, tiny_llama().tokenizer, "")
+
+
+def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
+    prompt = chat_prompt(MESSAGES)
+    said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, n=2, **SAMPLED)
+    wanted = expected(prompt, 9, Sampling(1.0, top_p=0.9, seed=5), rows=2)
+    assert [choice.message.content for choice in said.choices] == [one.text for one in wanted]
+    assert said.choices[0].message.content != said.choices[1].message.content
+    assert said.choices[0].message.role == "assistant" and said.choices[0].finish_reason == "length"
+    written = sum(len(one.tokens) for one in wanted)
+    assert said.usage is not None and said.model == "tiny"
+    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(prompt), written)
+    assert said.usage.total_tokens == len(prompt) + written
+    unseeded = [client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9) for _ in range(3)]
+    assert len({one.choices[0].message.content for one in unseeded}) > 1, "temperature 1 unless a client says otherwise"
+
+
+def test_a_streamed_chat_comes_in_pieces_and_is_the_same(client: openai.OpenAI):
+    settings = {"max_tokens": 40, "temperature": 0, "stream_options": {"include_usage": True}}
+    whole = expected(chat_prompt(MESSAGES), 40, Sampling())[0]
+    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **settings)
+    events = list(stream)
+    assert events[0].choices[0].delta.role == "assistant"
+    pieces = [event.choices[0].delta.content for event in events if event.choices and event.choices[0].delta.content]
+    assert "".join(pieces) == whole.text and len(pieces) > 3
+    assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "length"
+    assert events[-1].usage is not None and events[-1].usage.completion_tokens == len(whole.tokens)
+    assert len({event.id for event in events}) == 1
+
+
+def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(client: openai.OpenAI):
+    model = tiny_llama()
+    prompt = [model.tokenizer.bos, *model.tokenizer.encode("The capital")]
+    free = expected(prompt, 30, Sampling())[0].text
+    stop = free[10:13]
+    for asked in ("The capital", prompt):
+        said = client.completions.create(model="tiny", prompt=asked, max_tokens=30, temperature=0, stop=stop)
+        assert said.choices[0].text == free[: free.index(stop)] and said.choices[0].finish_reason == "stop"
+    several = client.completions.create(model="tiny", prompt=["The capital", "La"], max_tokens=5, temperature=0)
+    assert [choice.index for choice in several.choices] == [0, 1]
+    assert several.choices[0].text == expected(prompt, 5, Sampling())[0].text != several.choices[1].text
+    stream = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=30, temperature=0, stop=[stop], stream=True
+    )
+    assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
+
+
+def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI):
+    create = client.chat.completions.create
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model `gpt`"):
+        create(model="gpt", messages=MESSAGES)
+    long = [{"role": "user", "content": "long " * CONTEXT}]
+    with pytest.raises(openai.BadRequestError, match="takes at most 95") as told:
+        create(model="tiny", messages=long)
+    assert told.value.code == "context_length_exceeded"
+    for wrong in (
+        {"temperature": -1},
+        {"top_p": 0},
+        {"max_tokens": 0},
+        {"n": 17},
+        {"stop": ["x"] * 17},
+        {"logprobs": True},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            create(model="tiny", messages=MESSAGES, **wrong)
+    with pytest.raises(openai.BadRequestError, match="message 2 is a system message"):
+        create(model="tiny", messages=MESSAGES[::-1])
+    with pytest.raises(openai.BadRequestError, match="there is no token 999999"):
+        client.completions.create(model="tiny", prompt=[2, 999999])
+    with pytest.raises(openai.APIStatusError, match="longer than 20,000 bytes") as too_long:
+        create(model="tiny", messages=[{"role": "user", "content": "x" * 30_000}])
+    assert too_long.value.status_code == 413
+
+
+def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
+    asked = urllib.request.Request(url, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_only_those_who_know_the_token_may_ask(served: Running):
+    chat, allowed = f"{served.url}/v1/chat/completions", {"Authorization": f"Bearer {TOKEN}"}
+    for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"}):
+        status, told = ask(f"{served.url}/v1/models", **wrong)
+        assert status == 401 and told["error"]["code"] == "invalid_api_key"
+    assert ask(f"{served.url}/health") == (200, {"status": "ok"})
+    assert ask(chat, b"{}", Content_Type="text/plain", **allowed)[0] == 415
+    for body in (
+        b"{",
+        b"[1]",
+        b"[" * 5000,
+        b'{"messages": []}',
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+        b'{"messages": [{"role": "user", "content": 7}]}',
+    ):
+        assert ask(chat, body, Content_Type="application/json", **allowed)[0] == 400
+    nan = json.dumps({"messages": MESSAGES, "temperature": float("nan")}).encode()
+    assert ask(chat, nan, Content_Type="application/json", **allowed)[0] == 400
+    assert ask(f"{served.url}/v1/nothing", **allowed)[0] == 404
+
+
+def test_without_a_token_no_other_name_of_this_machine_is_answered():
+    with running() as one:
+        assert ask(f"{one.url}/v1/models")[0] == 200
+        assert ask(f"{one.url}/v1/models", Host="localhost:1")[0] == 200
+        assert ask(f"{one.url}/v1/models", Host="rebound.example:80")[0] == 403
+
+
+def test_a_full_queue_says_when_to_come_again(served: Running, client: openai.OpenAI):
+    with served.held_up() as gate:
+        answers: list[object] = []
+
+        def chat() -> None:
+            answers.append(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, n=2))
+
+        waiting = threading.Thread(target=chat)
+        waiting.start()
+        _until(lambda: served.engine.waiting == 2)
+        with pytest.raises(openai.RateLimitError) as full:
+            client.chat.completions.create(model="tiny", messages=MESSAGES)
+        assert int(full.value.response.headers["Retry-After"]) >= 1
+        gate.set()
+        waiting.join(120)
+    assert len(answers) == 1
+
+
+def test_a_client_that_leaves_frees_its_place(served: Running, client: openai.OpenAI):
+    body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    with served.held_up() as gate:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            _until(lambda: served.engine.waiting == 1)
+            ticket = served.engine._waiting[0]
+            assert not ticket.cancelled
+        _until(lambda: ticket.cancelled)
+        gate.set()
+    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).choices[0].message.content
+    assert not ticket.ended
+
+
+def test_those_who_wait_when_it_ends_are_told():
+    with running() as one:
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=120)
+        told: list[Exception] = []
+
+        def chat(stream: bool) -> None:
+            try:
+                answer = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=stream)
+                list(answer)
+            except openai.APIError as error:
+                told.append(error)
+
+        with one.held_up() as gate:
+            threads = [threading.Thread(target=chat, args=(stream,)) for stream in (True, False)]
+            for thread in threads:
+                thread.start()
+            _until(lambda: one.engine.waiting == 2)
+            closing = threading.Thread(target=one.engine.close)
+            closing.start()
+            _until(lambda: one.engine.closed)
+            gate.set()
+            for thread in (*threads, closing):
+                thread.join(120)
+        assert len(told) == 2 and all("the server is stopping" in str(error) for error in told)
+        with pytest.raises(openai.InternalServerError, match="stopping"):
+            client.chat.completions.create(model="tiny", messages=MESSAGES)
+
+
+def _until(condition) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
