@@ -22,8 +22,17 @@ from affinage.cli.options import (
 from affinage.cli.run import walk
 from affinage.errors import UserError
 
+_NUMBERS = 12  # of items, that are listed on the terminal
 _STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
-_SETTINGS = ("tasks", "data_dir", "limit", "shots", "batch", "max_new_tokens")  # of `evaluate` in a recipe
+_SETTINGS = (
+    "tasks",
+    "data_dir",
+    "limit",
+    "shots",
+    "batch",
+    "max_new_tokens",
+    "contamination",
+)  # of `evaluate` in a recipe
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,6 +64,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question; default 0.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows per forward pass; default 64.")] = None,
+    contamination: Annotated[
+        bool | None,
+        typer.Option(help="Look for the items in the text it was trained on, where that is here; default yes."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge models on benchmarks: those of a recipe, as stages of its run, or any model on any task.
@@ -65,7 +78,7 @@ def evaluate(
     """
     chosen = [name for names in tasks or () for name in names.split(",") if name]
     asked: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir and str(data_dir)}
-    asked |= {"limit": limit, "shots": shots, "batch": batch}
+    asked |= {"limit": limit, "shots": shots, "batch": batch, "contamination": contamination}
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
@@ -97,6 +110,7 @@ def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[st
     from affinage.evaluation.run import evaluate
     from affinage.recipe.data import POCKET_WORLD
     from affinage.stages.models import is_chat, locate_model, made_from, open_model
+    from affinage.stages.seen import seen_by
 
     training, _ = locate_model(target, runs)
     folder = _folder_of(target, runs)
@@ -108,7 +122,8 @@ def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[st
         keep=folder / "answers.jsonl",
         task_folders={POCKET_WORLD: world / "tasks"} if world else {},
         chat=is_chat(training),
-        **{name: value for name, value in settings.items() if name != "tasks"},
+        seen=seen_by(training) if settings.get("contamination", True) else None,
+        **{name: value for name, value in settings.items() if name not in ("tasks", "contamination")},
     )
 
 
@@ -202,9 +217,32 @@ def _show(results: dict[str, Any]) -> None:
             table.add_row(task, metric, value, error, chance, f"{entry['items']:,}")
     console = rich.get_console()
     console.print(table, highlight=False, markup=False)
+    _show_contamination(results, console)
     _show_published(results["tasks"], console)
     if results.get("missing"):
         console.print(f"Not there, so left out: {', '.join(results['missing'])}", highlight=False, markup=False)
+
+
+def _show_contamination(results: dict[str, Any], console: Any) -> None:
+    """The items that stand in the training text, and the scores without them."""
+    told = results.get("contamination")
+    if not told:
+        return
+    found = {task: entry for task, entry in told["tasks"].items() if entry["found"]}
+    console.print(
+        f"\n{told['texts']:,} texts that it was trained on were looked through for the items.", highlight=False
+    )
+    for task, entry in found.items():
+        numbers = ", ".join(map(str, entry["found"][:_NUMBERS])) + (" ..." if len(entry["found"]) > _NUMBERS else "")
+        console.print(f"{task}: {len(entry['found']):,} of {entry['items']:,} stand there: {numbers}", highlight=False)
+        for metric, without in entry["without"].items():
+            value = results["tasks"][task]["metrics"][metric]["value"]
+            left = (
+                f"{_shown(without['value'])} ± {_shown(without['stderr'])}" if without["value"] is not None else "none"
+            )
+            console.print(f"  {metric} {_shown(value)}; without them {left}", highlight=False, markup=False)
+    if not found:
+        console.print("None stands there.", highlight=False)
 
 
 def _show_published(tasks: dict[str, Any], console: Any) -> None:

@@ -17,10 +17,14 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterat
     found = find_tasks(names, {}, data_dir)
     with tamed_harness(), reachable_data(found.named):
         manager = task_manager(found.named)
-        tasks = manager.load([*found.local, *found.named])["tasks"]
-        for name, task in tasks.items():
-            for number, item in enumerate(task.eval_docs):
-                yield BenchmarkItem(name, str(number), tuple(dict.fromkeys(_texts(task, item))))
+        yield from items_of(manager.load([*found.local, *found.named])["tasks"])
+
+
+def items_of(tasks: Mapping[str, Any]) -> Iterator[BenchmarkItem]:
+    """The same of tasks as the harness has loaded them, by name."""
+    for name, task in tasks.items():
+        for number, item in enumerate(task.eval_docs):
+            yield BenchmarkItem(name, str(number), tuple(dict.fromkeys(_texts(task, item))))
 
 
 def _texts(task: Any, item: Mapping[str, Any]) -> Iterator[str]:

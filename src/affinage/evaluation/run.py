@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,19 @@ from lm_eval.tasks import TaskManager
 
 from affinage import __version__
 from affinage.data.atomic import write_atomically, write_json
+from affinage.data.benchmark_items import BenchmarkItem
+from affinage.data.contamination import Contamination
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
+from affinage.evaluation.contaminated import contamination_of
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
+from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
-from affinage.evaluation.tasks import find_tasks
+from affinage.evaluation.tasks import TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
+Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
 _VERSIONS_OF = ("jax", "lm_eval", "datasets")
 
 
@@ -42,6 +47,7 @@ def evaluate(
     texts: Mapping[str, Sequence[str]] | None = None,
     compressors: bool = False,
     samples: int = 3,
+    seen: Seen | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Scores of a model on benchmarks, with standard errors.
@@ -53,11 +59,14 @@ def evaluate(
     results for people to read. Of `texts` (validation texts by name) the bits per byte are measured, beside those of
     gzip and xz if `compressors`.
 
+    `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
+    Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.
+
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item.
     Raises UserError for tasks that cannot be found.
     """
-    started = time.monotonic()
+    started, contamination = time.monotonic(), None
     found = find_tasks(tasks, task_folders or {}, data_dir)
     ledger = None if keep is None else Ledger(keep, fingerprint(model))
     lm = JaxLM(model, batch=batch, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
@@ -72,6 +81,9 @@ def evaluate(
                 raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=shots, templated=templated)
                 outcome |= _by_task(raw)
                 items |= raw["samples"]
+        if seen is not None:
+            progress("looking for the items in the training text")
+            contamination = _look(seen, found, manager, task_folders or {})
     seconds = time.monotonic() - started
     answered = sum(task["items"] for task in outcome.values())
     results = {
@@ -85,6 +97,8 @@ def evaluate(
         "versions": {"affinage": __version__} | {package: version(package) for package in _VERSIONS_OF},
         "samples": {name: [_readable(one) for one in of_task[:samples]] for name, of_task in items.items()},
     }
+    if contamination is not None:
+        results["contamination"] = contamination_of(contamination, outcome, items)
     if lm.answers:
         results["generation"] = _generation(lm)
     if texts:
@@ -96,6 +110,14 @@ def evaluate(
     if folder is not None:
         _write(results, items, folder)
     return results
+
+
+def _look(seen: Seen, found: TaskSet, manager: TaskManager, closed: Mapping[str, Path]) -> Contamination | None:
+    """Which items stand in the training text; None if all tasks are of closed worlds."""
+    left_out = {task["task"] for task in find_tasks(list(closed), closed).local}
+    local = [task for task in found.local if task["task"] not in left_out]
+    tasks = manager.load([*local, *found.named])["tasks"] if local or found.named else {}
+    return seen(items_of(tasks)) if tasks else None
 
 
 def _drawn(tasks: list[Any], manager: TaskManager, count: int, seed: int) -> dict[str, list[int]]:

@@ -23,6 +23,8 @@ class EvaluateSettings(Settings):
     shots: int = Field(default=0, ge=0)  # examples put before each question
     batch: int = Field(default=64, ge=1)  # rows per forward pass
     attention: AttentionImplementation = "auto"  # what computes it, as in training; generation has a KV cache: xla
+    # Look for the items in the text that the model was trained on, list those found, and give the scores without them.
+    contamination: bool = True
     compressors: bool = False  # put gzip -9 and xz -9 beside the model's bits per byte on the validation text
     max_new_tokens: int = Field(default=64, ge=1)  # where a task asks for generation and does not say
 

@@ -1,6 +1,6 @@
 """What an evaluation stage left behind: scores with standard errors, bits per byte, samples."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,24 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Contaminated:
+    """A task of whose items some stand in the training text, with its headline score with and without them."""
+
+    task: str
+    metric: str
+    items: int
+    found: tuple[int, ...]  # by their place in the task
+    value: float | None
+    without: float | None
+    stderr: float | None  # of the score without them
+
+    @property
+    def count(self) -> int:
+        """How many of its items stand in the training text."""
+        return len(self.found)
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """One model judged: `model` is base or sft."""
 
@@ -76,6 +94,8 @@ class Evaluation:
     stopped: float | None  # share of generated texts that ended by a control token
     seconds: float | None
     items_per_second: float | None
+    looked_through: int | None  # texts that were looked through for the items
+    contaminated: tuple[Contaminated, ...]
 
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
@@ -97,6 +117,8 @@ def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) 
         stopped=number(mapping(generation.get("stopped")).get("value")),
         seconds=number(results.get("seconds")),
         items_per_second=number(results.get("items_per_second")),
+        looked_through=whole(mapping(results.get("contamination")).get("texts")),
+        contaminated=tuple(_contaminated(results)),
     )
 
 
@@ -125,6 +147,27 @@ def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
         )
         for name, value in known.items()
     ]
+
+
+def _contaminated(results: Mapping[str, Any]) -> Iterator[Contaminated]:
+    for task, entry in mapping(mapping(results.get("contamination")).get("tasks")).items():
+        told = mapping(entry)
+        found = tuple(place for place in map(whole, listing(told.get("found"))) if place is not None)
+        if found:
+            scores = mapping(mapping(mapping(results.get("tasks")).get(task)).get("metrics"))
+            without = mapping(told.get("without"))
+            metric = headline(task, without)
+            left = mapping(without.get(metric))
+            value = number(mapping(scores.get(metric)).get("value"))
+            yield Contaminated(
+                task=task,
+                metric=metric,
+                items=whole(told.get("items")) or 0,
+                found=found,
+                value=value,
+                without=number(left.get("value")),
+                stderr=number(left.get("stderr")),
+            )
 
 
 def _compression(value: Any) -> list[Compression]:

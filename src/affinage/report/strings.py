@@ -268,6 +268,17 @@ _WORDS: dict[str, tuple[str, str]] = {
     "scores_label": ("Scores per task with standard errors", "Scores par épreuve avec erreurs types"),
     "scores_axis": ("score of the task’s headline metric", "score de la mesure principale de l’épreuve"),
     "scores_caption": ("All metrics, value ± standard error", "Toutes les mesures, valeur ± erreur type"),
+    "seen": ("Items in the training text", "Questions présentes dans le texte d’entraînement"),
+    "seen_lead": (
+        "{texts} texts that the {model} was trained on were looked through for runs of 13 words of each question. "
+        "{count} questions stand in them.",
+        "{texts} textes d’entraînement du {model} ont été parcourus à la recherche de suites de 13 mots de chaque "
+        "question. {count} questions s’y trouvent.",
+    ),
+    "seen_found": ("found", "trouvées"),
+    "seen_with": ("with all", "avec toutes"),
+    "seen_without": ("without them", "sans elles"),
+    "seen_numbers": ("numbers", "numéros"),
     "published": ("Beside published results", "À côté de résultats publiés"),
     "published_lead": (
         "What others state of their models, taken from where it says below; only this run’s scores were measured here.",

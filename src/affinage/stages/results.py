@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from affinage.recipe.data import POCKET_WORLD
 from affinage.stages.models import CHAT, TRAININGS, load_trained
+from affinage.stages.seen import seen_by
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import read_manifest, write_json
 
@@ -117,6 +118,9 @@ def _evaluate(context: StageContext, training: str) -> Summary:
         max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         compressors=settings.compressors,
+        seen=seen_by(inputs[training], recipe.data.decontaminate if recipe.data else None)
+        if settings.contamination
+        else None,
         progress=context.progress,
     )
     (context.folder / _ANSWERS).unlink()  # the results are there now

@@ -1,0 +1,57 @@
+"""Scores with and without the items that stand in the text that a model was trained on."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from affinage.data.contamination import Contamination
+
+_SAME = 1e-9  # how near the mean over items must come to a reported value to be what that is
+
+
+def contamination_of(
+    found: Contamination, tasks: Mapping[str, Any], items: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """What was found of the items that were asked, and the scores of the others.
+
+    Args:
+        found: of all items of the tasks.
+        tasks: results, {task: {metrics: {metric: {value, stderr}}}}.
+        items: of every task the harness's samples; an item has the number of its place in the task.
+
+    Returns:
+        {texts: how many were looked through, tasks: {task: {items, too_short, found: [numbers], without: {metric:
+        {value, stderr}}}}}. too_short is of all the task's items; metrics that are no mean over items are left out.
+    """
+    told = {}
+    for name, asked in items.items():
+        numbers = {str(item["doc_id"]) for item in asked}
+        mine = sorted(int(item) for task, item in found.found if task == name and item in numbers)
+        if name not in found.benchmarks:
+            continue
+        told[name] = {
+            "items": len(numbers),
+            "too_short": found.too_short.get(name, 0),
+            "found": mine,
+            "without": {
+                metric: without
+                for metric, score in tasks[name]["metrics"].items()
+                if (without := _without(asked, metric, score["value"], set(mine))) is not None
+            },
+        }
+    return {"texts": found.texts, "tasks": told}
+
+
+def _without(
+    items: Sequence[Mapping[str, Any]], metric: str, reported: float | None, found: set[int]
+) -> dict[str, float | None] | None:
+    asked = [item for item in items if item.get("filter", "none") == "none" and metric in item]
+    values = [item[metric] for item in asked]
+    if reported is None or not values or not all(isinstance(value, int | float) for value in values):
+        return None
+    if abs(statistics.fmean(values) - reported) > _SAME:
+        return None
+    left = [float(item[metric]) for item in asked if item["doc_id"] not in found]
+    stderr = statistics.stdev(left) / math.sqrt(len(left)) if len(left) > 1 else None
+    return {"value": statistics.fmean(left) if left else None, "stderr": stderr}

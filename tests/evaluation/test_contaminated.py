@@ -1,0 +1,113 @@
+"""Scores with and without the items that a model has seen."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from affinage.cli.program import main
+from affinage.data.contamination import Contamination
+from affinage.evaluation.contaminated import contamination_of
+from affinage.evaluation.run import evaluate
+from tiny_models import tiny_llama
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+FACTS = [
+    "the old harbour master counted forty two grey gulls on the wall before the storm came in",
+    "every second tuesday the baker of the lower town gives away his last three loaves of rye",
+    "nobody in the valley remembers why the clock of the chapel has been nine minutes late since",
+]
+
+
+def task(folder: Path, items: list[dict]) -> str:
+    (folder / "quiz.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    config = {
+        "task": "quiz",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "quiz.jsonl"}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (folder / "quiz.yaml").write_text(yaml.safe_dump(config))
+    return str(folder / "quiz.yaml")
+
+
+def questions() -> list[dict]:
+    told = [{"question": f"Is it true that {fact}?", "choices": ["yes", "no"], "answer": 0} for fact in FACTS]
+    return told + [{"question": f"{n} plus {n} is", "choices": ["one", "two"], "answer": n % 2} for n in range(6)]
+
+
+def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
+    name = task(tmp_path, questions())
+    asked: list[str] = []
+
+    def seen(items) -> Contamination:  # type: ignore[no-untyped-def]
+        asked.extend(item.id for item in items)
+        return Contamination(
+            frozenset({("quiz", "1"), ("quiz", "2"), ("quiz", "8")}), {"quiz": 6}, frozenset({"quiz"}), 5
+        )
+
+    results = evaluate(tiny_llama(), [name], folder=tmp_path / "out", seen=seen, limit=8)
+    assert asked == [str(n) for n in range(9)]
+    told = results["contamination"]["tasks"]["quiz"]
+    assert told["found"] == [1, 2] and told["items"] == 8, "the item 8 was not asked"
+    right = [json.loads(line)["acc"] for line in (tmp_path / "out/items/quiz.jsonl").read_text().splitlines()]
+    rest = [value for number, value in enumerate(right) if number not in (1, 2)]
+    mean = sum(rest) / 6
+    assert told["without"]["acc"]["value"] == pytest.approx(mean)
+    spread = (sum((value - mean) ** 2 for value in rest) / 5) ** 0.5
+    assert told["without"]["acc"]["stderr"] == pytest.approx(spread / 6**0.5)
+
+
+def test_metrics_that_are_no_mean_over_items_are_left_out():
+    found = Contamination(frozenset({("quiz", "0")}), {}, frozenset({"quiz"}), 1)
+    items = {"quiz": [{"doc_id": n, "acc": float(n), "perplexity": n} for n in range(2)]}
+    metrics = {"acc": {"value": 0.5, "stderr": 0.5}, "perplexity": {"value": 1.6, "stderr": None}}
+    told = contamination_of(found, {"quiz": {"metrics": metrics}}, items)
+    assert told["tasks"]["quiz"]["without"] == {"acc": {"value": 1.0, "stderr": None}}
+    everything = Contamination(frozenset({("quiz", "0"), ("quiz", "1")}), {}, frozenset({"quiz"}), 1)
+    told = contamination_of(everything, {"quiz": {"metrics": metrics}}, items)
+    assert told["tasks"]["quiz"]["without"]["acc"] == {"value": None, "stderr": None}
+
+
+def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_path: Path, capsys):  # type: ignore[no-untyped-def]
+    name = task(tmp_path, questions())
+    story = f"In the evening they tell each other stories. One of them says that {FACTS[0]}, and nobody believes it. "
+    (tmp_path / "text.jsonl").write_text(json.dumps({"id": "a", "text": story + "Then they all go home and sleep."}))
+    talks = [{"prompt": "Tell me of the town", "completion": f"Well: {FACTS[1]}."}] * 2
+    talks += [{"prompt": f"Say {n}", "completion": f"{n} it is"} for n in range(20)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    settings = [
+        f"data.sources=[{{path: pocket-world, megabytes: 0.05}}, '{tmp_path}/text.jsonl']",
+        "data.split={validation: 0.02}",
+        "data.decontaminate=null",
+        "rows.context=256",
+        f"sft.sources=['{tmp_path}/talks.jsonl']",
+        "sft.held_out=0",
+        "pretrain.steps=2",
+        "sft.steps=1",
+        "export=null",
+        f"evaluate={{tasks: ['{name}'], batch: 16}}",
+    ]
+    words = [word for setting in settings for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", TINY, "--runs", str(tmp_path / "runs"), *words])
+    assert ended.value.code == 0, capsys.readouterr().err
+    run = tmp_path / "runs" / "tiny"
+    found = {}
+    for stage in ("evaluate-base", "evaluate-sft"):
+        told = json.loads((run / stage / "results.json").read_text())["contamination"]["tasks"]["quiz"]
+        found[stage] = told["found"]
+    assert found == {"evaluate-base": [0], "evaluate-sft": [0, 1]}
+    page = (run / "report.html").read_text()
+    assert "Items in the training text" in page and "2 / 9" in page
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
+    said = capsys.readouterr().out
+    assert "quiz: 2 of 9 stand there: 0, 1" in said and "without them" in said
