@@ -105,7 +105,7 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
         found[stage] = told["found"]
     assert found == {"evaluate-base": [0], "evaluate-sft": [0, 1]}
     page = (run / "report.html").read_text()
-    assert "Items in the training text" in page and "2 / 9" in page
+    assert "Items in the training text" in page and "2 / 4" in page
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])

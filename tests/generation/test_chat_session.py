@@ -6,7 +6,7 @@ import pytest
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.chat import HELP, ChatSession, converse
+from affinage.generation.chat import AIDE, HELP, ChatSession, converse
 from affinage.generation.decode import Generator, Request
 from tiny_models import tiny_llama
 
@@ -43,7 +43,9 @@ def test_commands_reset_save_and_set_the_system_message(tmp_path):
     assert saved[0]["content"] == "be brief" and saved[1]["content"] == "two"
     talk(session, "/reset")
     assert session.messages == []
-    assert talk(session, "/unknown") == HELP + "\n"
+    assert talk(session, "/help") == HELP + "\n"
+    assert talk(session, "/unknown") == f"There is no /unknown.\n{HELP}\n"
+    assert "needs the name of a file" in talk(session, "/save")
     assert "cannot be written" in talk(session, f"/save {tmp_path}/missing/folder.json")
 
 
@@ -70,3 +72,13 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
 
     converse(session, lambda: waiting.pop(0), write)
     assert session.messages[-1] == {"role": "assistant", "content": written[0]}
+
+
+def test_commands_are_answered_in_french_to_who_speaks_it(tmp_path):
+    session, written = new_session(), []
+    waiting = ["/help", "/reset", "/system Sois bref", "/system", f"/save {tmp_path}/a.json", "/save", "/nul"]
+    converse(session, lambda: waiting.pop(0) if waiting else None, written.append, "fr")
+    said = "".join(written)
+    assert all(line in said for line in AIDE.splitlines())
+    assert "oubliée" in said and "Écrit dans" in said and "/nul n'existe pas" in said and "The " not in said
+    assert [line.split()[0] for line in AIDE.splitlines()] == [line.split()[0] for line in HELP.splitlines()]

@@ -1,6 +1,7 @@
 """Verbs that let a model speak: `generate`, `chat`."""
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ from affinage.cli.options import RUNS, JsonOption, ModelArgument, RunsOption
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
+    from affinage.generation.chat import Language
     from affinage.generation.decode import Request
     from affinage.generation.model import LoadedModel
 
@@ -73,7 +75,7 @@ def chat(
     if system is not None:
         session.set_system(system)
     if not question:
-        converse(session, _read_line, _write)
+        converse(session, _read_line, _write, _language())
         return
     for text in question:
         session.reset()
@@ -104,6 +106,12 @@ def _fitting(prompt: list[int], model: "LoadedModel") -> list[int]:
     if len(prompt) >= model.context:
         raise UserError(f"the prompt has {len(prompt)} tokens; this model takes at most {model.context - 1}")
     return prompt
+
+
+def _language() -> "Language":
+    """The language of the terminal, English if it is neither of ours."""
+    told = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
+    return "fr" if told.startswith("fr") else "en"
 
 
 def _read_line() -> str | None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from affinage.data.atomic import write_json
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation.decode import Generator, Request
+
+Language = Literal["en", "fr"]
 
 HELP = """\
 /reset          forget the conversation
@@ -14,6 +17,32 @@ HELP = """\
 /save FILE      write the conversation as JSON
 /help           show this
 /quit           leave (so does the end of input)"""
+AIDE = """\
+/reset          oublier la conversation
+/system TEXTE   recommencer avec TEXTE comme message système (rien : celui du modèle)
+/save FICHIER   écrire la conversation en JSON
+/help           afficher ceci
+/quit           quitter (comme la fin de l'entrée)"""
+_WORDS: dict[Language, dict[str, str]] = {
+    "en": {
+        "help": HELP,
+        "unknown": "There is no {name}.",
+        "no_file": "/save needs the name of a file.",
+        "reset": "The conversation is forgotten.",
+        "system": "A new conversation with this system message.",
+        "own_system": "A new conversation with the model's own system message.",
+        "saved": "Written to {file}.",
+    },
+    "fr": {
+        "help": AIDE,
+        "unknown": "{name} n'existe pas.",
+        "no_file": "/save demande le nom d'un fichier.",
+        "reset": "La conversation est oubliée.",
+        "system": "Une nouvelle conversation avec ce message système.",
+        "own_system": "Une nouvelle conversation avec le message système du modèle.",
+        "saved": "Écrit dans {file}.",
+    },
+}
 
 
 class ChatSession:
@@ -74,8 +103,12 @@ class ChatSession:
             messages = messages[2:]
 
 
-def converse(session: ChatSession, read: Callable[[], str | None], write: Callable[[str], None]) -> None:
+def converse(
+    session: ChatSession, read: Callable[[], str | None], write: Callable[[str], None], language: Language = "en"
+) -> None:
     """Talk until `read` returns None or /quit. `write` is given text as it is to appear, line ends included.
+
+    `language` is the one that commands are answered in.
 
     An interrupt (Ctrl-C) during an answer ends the answer, not the conversation.
     """
@@ -86,7 +119,7 @@ def converse(session: ChatSession, read: Callable[[], str | None], write: Callab
         if text.startswith("/"):
             if text == "/quit":
                 return
-            write(_command(session, text) + "\n")
+            write(_command(session, text, _WORDS[language]) + "\n")
             continue
         try:
             for piece in session.reply(text):
@@ -98,20 +131,25 @@ def converse(session: ChatSession, read: Callable[[], str | None], write: Callab
         write("\n")
 
 
-def _command(session: ChatSession, text: str) -> str:
+def _command(session: ChatSession, text: str, words: dict[str, str]) -> str:
     """Carry out a command and say what was done."""
     name, _, argument = text.partition(" ")
     argument = argument.strip()
-    if name == "/reset":
-        session.reset()
-        return "The conversation is forgotten."
-    if name == "/system":
-        session.set_system(argument)
-        return "A new conversation with " + ("this system message." if argument else "the model's own system message.")
-    if name == "/save" and argument:
-        try:
-            session.save(Path(argument).expanduser())
-        except UserError as error:
-            return str(error)
-        return f"Written to {argument}."
-    return HELP
+    match name:
+        case "/reset":
+            session.reset()
+            return words["reset"]
+        case "/system":
+            session.set_system(argument)
+            return words["system" if argument else "own_system"]
+        case "/save" if not argument:
+            return words["no_file"]
+        case "/save":
+            try:
+                session.save(Path(argument).expanduser())
+            except UserError as error:
+                return str(error)
+            return words["saved"].format(file=argument)
+        case "/help":
+            return words["help"]
+    return words["unknown"].format(name=name) + "\n" + words["help"]
