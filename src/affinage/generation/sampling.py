@@ -113,7 +113,8 @@ def keep_top_p(logits: Float[Array, "B V"], p: Float[Array, "*one"]) -> Float[Ar
     descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     probabilities = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    last = jnp.min(jnp.where(before < p, descending, jnp.inf), axis=-1)
+    # At 1 all stay: the sum of a long tail rounds to 1 before its end.
+    last = jnp.min(jnp.where((before < p) | (p >= 1), descending, jnp.inf), axis=-1)
     return jnp.where(logits >= last[:, None], logits, _EXCLUDED)
 
 
