@@ -8,7 +8,21 @@ from typing import Annotated
 import typer
 
 import affinage
-from affinage.cli import bench, checkpoint, data, inspect, judge, launch, plan, recipes, release, run, serve, sweep, talk
+from affinage.cli import (
+    bench,
+    checkpoint,
+    data,
+    inspect,
+    judge,
+    launch,
+    plan,
+    recipes,
+    release,
+    run,
+    serve,
+    sweep,
+    talk,
+)
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 
 _EXTRAS = {
