@@ -1,6 +1,6 @@
 """What share of the wall clock trains a model whose machines fail every three hours.
 
-    python benchmarks/goodput.py [--quick] [--mtbf-hours 3] [--every-minutes 5] [--restart SECONDS] ...
+    python benchmarks/goodput.py [--quick] [--kills 5] [--mtbf-hours 3] [--every-minutes 5] [--restart SECONDS] ...
 
 Measured first, with processes of their own: for how long a save stalls the loop, how long it takes until it is on disk,
 and how long it takes from a kill -9 to the next step (Python, imports, compilation from the cache, restore). Then these
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--mtbf-hours", type=float, default=3.0)
     parser.add_argument("--every-minutes", type=float, default=None, help="default: that of a recipe")
     for name in ("stall", "durable", "restart"):
@@ -160,7 +161,7 @@ def main() -> None:
         return
     from affinage.recipe.training import CheckpointSettings
 
-    measured, percent = measure(1 if given.quick else 5, 64 if given.quick else given.width)
+    measured, percent = measure(1 if given.quick else given.kills, 64 if given.quick else given.width)
     own = {name: value for name in ("stall", "durable", "restart") if (value := getattr(given, name)) is not None}
     costs = Costs(**{**asdict(measured), **own})
     every = given.every_minutes or CheckpointSettings().every_minutes
