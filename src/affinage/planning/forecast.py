@@ -45,7 +45,7 @@ def forecast(
     """The estimate for a training of language, as `affinage plan` makes it.
 
     A processor is one device, however many JAX was told to see in it: they share its cores. How fast it is is measured
-    now, so that other work on the machine counts.
+    now, in seconds of its own: the estimate is for an idle one.
 
     Args:
         graph: the model.

@@ -321,9 +321,9 @@ _WORDS: dict[str, tuple[str, str]] = {
     "predicted": ("Predicted and measured", "Prévu et mesuré"),
     "predicted_lead": (
         "What the planner says of these settings on these devices, beside what happened. On accelerators its times "
-        "are good to a quarter or so; a processor is measured while this page is written, other work included.",
+        "are good to a quarter or so, on processors to a third, if nothing else runs there.",
         "Ce que le planificateur dit de ces réglages sur ce matériel, à côté de ce qui s’est passé. Sur accélérateur, "
-        "ses durées sont justes à un quart près ; un processeur est mesuré pendant l’écriture de cette page.",
+        "ses durées sont justes à un quart près, sur processeur à un tiers, si rien d’autre n’y tourne.",
     ),
     "predicted_caption": ("Predicted and measured quantities", "Grandeurs prévues et mesurées"),
     "quantity": ("Quantity", "Grandeur"),
