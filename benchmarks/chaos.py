@@ -81,7 +81,7 @@ def stop(folder: Path, nursery: gangs.Nursery, each: int) -> Figures:
     seconds: dict[str, list[float]] = {}
     for turn in range(each):
         run_folder = folder / f"stopped-{turn}"
-        for phase in ("start", "compilation", "step", "evaluation", "restore", "save"):
+        for phase in gangs.PHASES:
             host = draw.randrange(nursery.hosts)
             gang = nursery.start(order(run_folder, hurt={"host": host, "phase": phase, "by": int(signal.SIGTERM)}))
             while "hurt in" not in gang.said(host):
@@ -121,7 +121,10 @@ def stall(folder: Path, nursery: gangs.Nursery, each: int) -> Figures:
                 gang.ended(0.05)
             named.append(time.monotonic() - hurt)
             text = "".join(file.read_text() for file in files if file.exists())
-            blamed = {"stopped": f"host {host} shows no sign", "asleep": f"host {host} is behind"}.get(kind, "the save")
+            blamed = {
+                "stopped": f"host {host} shows no sign" if host else "host 0 does not answer",
+                "asleep": f"host {host} is behind",
+            }.get(kind, "the save")
             wrong += blamed not in text or "Thread 0x" not in text
             if kind != "waiting for a disk":
                 gang.wait_for_one()

@@ -18,14 +18,7 @@ from pathlib import Path
 
 TRAINING = Path(__file__).parent.parent / "training"
 DEVICES = 4  # of all hosts together
-MOMENTS = {  # phase -> function that the main thread is in, of a file
-    "start": ("acquire", "devices.py"),
-    "compilation": ("compile_training", "program.py"),
-    "restore": ("restore_newest", "store.py"),
-    "step": ("training", "reporter.py"),
-    "evaluation": ("validate", "validation.py"),
-    "save": ("save", "store.py"),
-}
+PHASES = ("start", "compilation", "step", "evaluation", "restore", "save")
 
 
 class Nursery:
@@ -255,7 +248,7 @@ def _train(job: dict, host: int) -> int:
     asleep = threading.Event()
     hurt = job.get("hurt")
     if hurt and hurt["host"] == host:
-        threading.Thread(target=_hurt_in, args=(hurt["phase"], hurt["by"], asleep), daemon=True).start()
+        _hurt_in(hurt["phase"], hurt["by"], asleep)
 
     def on_step(step: int, state: object) -> None:
         print("step", step, flush=True)
@@ -287,23 +280,38 @@ def _train(job: dict, host: int) -> int:
 
 
 def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
-    function, file = MOMENTS[phase]
-    main = threading.main_thread().ident
-    while True:
-        frame = sys._current_frames().get(main or 0)
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == function and code.co_filename.endswith(f"/{file}") and "affinage" in code.co_filename:
-                print(f"hurt in {phase}", flush=True)
-                if by == "sleep":
-                    asleep.set()
-                elif by == "disk":
-                    os.fsync = lambda file: time.sleep(3600)
-                else:
-                    os.kill(os.getpid(), int(by))
-                return
-            frame = frame.f_back
-        time.sleep(0.0005)
+    """Make the first call of a phase's function hurt this process, at it or a moment later."""
+    from affinage.checkpoint import CheckpointStore
+    from affinage.training import examination, loop
+    from affinage.training.program import Program
+    from affinage.training.reporter import Reporter
+
+    place, name = {
+        "start": (loop, "acquire"),
+        "compilation": (Program, "compile_training"),
+        "restore": (CheckpointStore, "restore_newest"),
+        "step": (Reporter, "training"),
+        "evaluation": (examination, "validate"),
+        "save": (CheckpointStore, "save"),
+    }[phase]
+    function, hurt = getattr(place, name), threading.Event()
+
+    def hurting(*given: object, **named: object) -> object:
+        if not hurt.is_set():
+            hurt.set()
+            threading.Timer(random.uniform(0.0, 0.02), hurt_now).start()
+        return function(*given, **named)
+
+    def hurt_now() -> None:
+        print(f"hurt in {phase}", flush=True)
+        if by == "sleep":
+            asleep.set()
+        elif by == "disk":
+            os.fsync = lambda file: time.sleep(3600)
+        else:
+            os.kill(os.getpid(), int(by))
+
+    setattr(place, name, hurting)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ COORDINATOR, HOSTS, HOST = "AFFINAGE_COORDINATOR", "AFFINAGE_HOSTS", "AFFINAGE_H
 DETECT = "auto"
 
 _JOIN = 300  # seconds until all hosts must be there
-_HEARTBEAT = 10  # seconds without a sign of life until JAX ends all hosts
+# Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
+# tells who stands still, and where all the others are.
+_HEARTBEAT = 45
 _SHUTDOWN = 10  # seconds that a host waits for the others when it is done
 _SLICE = 0.5  # seconds of a wait during which Python does not hear of signals
 _MEET = 300.0  # seconds: what is shared or met takes milliseconds, once all hosts are there
