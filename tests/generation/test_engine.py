@@ -2,12 +2,16 @@
 
 import queue
 import threading
+from dataclasses import replace
 
+import jax
 import pytest
 
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.engine import Closed, Engine, Full, Ticket, Told
 from affinage.generation.sampling import Sampling
+from affinage.model import abstract_params, logical_axes
+from affinage.parallel import MeshLayout, make_mesh, param_shardings
 from tiny_models import CONTEXT, tiny_llama
 
 ASKED = [
@@ -111,3 +115,20 @@ def test_what_goes_wrong_is_told_to_those_concerned_and_the_next_are_served(engi
         wrong.answer()
     engine.submit([right.ticket])
     assert right.answer()[1] == Generator(tiny_llama()).generate([ASKED[4][0]], ASKED[4][1])[0]
+
+
+def test_a_model_sharded_over_eight_devices_answers_as_on_one():
+    model = tiny_llama(scale=3.0)
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices())
+    shardings = param_shardings(mesh, logical_axes(model.graph), abstract_params(model.graph))
+    sharded = replace(model, params=jax.device_put(model.params, shardings), layout=MeshLayout(mesh))
+    listeners = [Listener([2, 270 + number, 280], Request(12)) for number in range(3)]
+    engine = Engine(sharded, batch=4)
+    try:
+        engine.submit([listeners[0].ticket])
+        listeners[0].news.put(listeners[0].news.get(timeout=120))  # the others join it
+        engine.submit([listener.ticket for listener in listeners[1:]])
+        said = [listener.answer()[1] for listener in listeners]
+    finally:
+        engine.close()
+    assert said == Generator(model, batch=1).generate([listener.ticket.prompt for listener in listeners], Request(12))
