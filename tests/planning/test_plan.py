@@ -79,7 +79,8 @@ def test_recomputation_trades_memory_for_products():
     plain, block = (plan_of(SMALL, "v4-8", f"parallel.remat={name}") for name in ("none", "block"))
     assert block.memory.activations < 0.3 * plain.memory.activations
     compute = [next(node.compute for node in made.time.nodes if node.name == "blocks") for made in (plain, block)]
-    assert compute[1] == pytest.approx(4 / 3 * compute[0])
+    # All of the forward pass but the last product of a layer, whose result nothing reads again.
+    assert 3.5 / 3 * compute[0] < compute[1] < 4 / 3 * compute[0]
 
 
 def test_what_does_not_fit_is_said_with_settings_that_do():

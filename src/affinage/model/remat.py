@@ -22,7 +22,7 @@ def with_remat(call: Call, remat: RematChoice) -> Call:
         raise UserError(
             "`auto` was not chosen for these devices",
             where="parallel.remat",
-            fix="A recipe's trainings and plans do it; elsewhere see affinage.planning.settle.",
+            fix="A recipe's trainings and plans choose. Here name one: none, dots, block or full.",
         )
     if remat == "none":
         return call

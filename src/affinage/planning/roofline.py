@@ -122,16 +122,17 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         # Stages have layers of their own; what is not repeated they all compute.
         devices = split.devices // (1 if node.repeat else split.sizes["pipeline"])
         flops = done.passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
-        moved = done.moved
+        moved, ahead = done.moved, done.forward
         if node.repeat is not None and split.stages > 1:
             # The weights of a stage, or of one of its rounds, are read in every tick.
-            read = _PASSES * _weights_of(split, node) * jnp.dtype(call.compute_dtype).itemsize
-            moved = moved / split.stages + read * (split.ticks / split.parallel.pipeline_rounds - 1)
+            again = _weights_of(split, node) * jnp.dtype(call.compute_dtype).itemsize
+            again *= split.ticks / split.parallel.pipeline_rounds - 1
+            moved, ahead = moved / split.stages + _PASSES * again, ahead / split.stages + again
         moved *= split.micro_batches
         hidden, exposed = _collectives(split, node, links, call, settings)
         hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
-        read = done.forward * split.micro_batches / _bandwidth(where)
+        read = ahead * split.micro_batches / _bandwidth(where)
         # Of what fsdp gathers and scatters a third is forward, of tensor parallelism's sums half.
         forward = max(time.compute / done.passes, read, hidden / 3) + exposed / 2
         nodes.append(replace(time, forward=min(forward, time.seconds)))
