@@ -45,8 +45,8 @@ def test_the_parts_of_a_step_make_up_the_step(mesh):
     parts = phases(made.time, made.split.graph.loss)
     assert list(parts) == ["forward", "loss", "backward", "optimizer"]
     assert sum(parts.values()) == pytest.approx(made.time.seconds)
-    # The backward pass multiplies twice for each product of the forward pass, and reads more.
-    assert 1.5 * parts["forward"] < parts["backward"] < 4 * parts["forward"]
+    # The backward pass multiplies twice for each product of the forward pass; what waits for links is half and half.
+    assert parts["forward"] < parts["backward"] < 4 * parts["forward"]
 
 
 def test_the_published_speed_up_lies_between_attention_by_kernel_and_by_products():
