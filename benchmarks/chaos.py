@@ -91,7 +91,10 @@ def stop(folder: Path, nursery: gangs.Nursery, each: int) -> Figures:
             seconds.setdefault(phase, []).append(time.monotonic() - told)
             made = [gangs.steps_of(run_folder, host) for host in range(nursery.hosts)]
             apart += made[0] != made[1]
-            lost += max([gangs.newest(run_folder), *made[0]]) - gangs.newest(run_folder)
+            behind = max([gangs.newest(run_folder), *made[0]]) - gangs.newest(run_folder)
+            lost += behind
+            if behind:
+                print(f"{behind} steps lost in the {phase}:", *map(gang.said, range(nursery.hosts)), sep="\n")
         print(f"stop: {6 * (turn + 1)} of {6 * each}, ended with 75: {saved}, steps lost {lost}", flush=True)
         shutil.rmtree(run_folder)
     told: Figures = {"stops": 6 * each, "both hosts ended with 75": saved, "steps lost": lost}
