@@ -1,0 +1,181 @@
+"""Kill what runs a training on a Ray cluster of three nodes on this machine, and see what comes of it.
+
+    python benchmarks/chaos_ray.py [--quick] [--each 10]
+
+A head node and two nodes of one host each. In turn: kill -9 of the Ray worker that started a host; SIGTERM to a raylet,
+after which its node is started again; kill -9 of the driver, `affinage.launch.supervise`, which is started again. The
+training, two processes with two devices each, must come to its end by itself, with the curve and the final state of an
+undisturbed one, bit for bit, and nothing may be left running.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+HOST = Path(__file__).parent.parent / "tests" / "launch" / "one_host.py"
+
+from chaos import STEPS, order, same  # noqa: E402
+
+from affinage.launch import Restarts, supervise  # noqa: E402
+from affinage.launch.ray import RayLauncher  # noqa: E402
+
+INJURIES = ("worker", "raylet", "driver")
+PATIENCE = 300  # seconds for a run to end
+
+
+def drive(address: str, folder: Path) -> int:
+    """The driver: a process of its own, so that it can be killed."""
+    launcher = RayLauncher(2, address=address, devices=2, program=[sys.executable, str(HOST)])
+    return supervise(launcher, order(folder), Restarts())
+
+
+class Run:
+    """A training under way: its driver, and the processes that it has on this machine."""
+
+    def __init__(self, cluster: Any, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self._temporary = folder.with_suffix(".tmp")
+        self._temporary.mkdir(parents=True, exist_ok=True)
+        self.start_driver()
+
+    def start_driver(self) -> None:
+        command = [sys.executable, __file__, "--drive", self.cluster.address, str(self.folder)]
+        self.log = self.folder.with_suffix(".log").open("a")
+        self.driver = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+
+    def steps(self) -> int:
+        """Steps that were written down."""
+        file = self.folder / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def hosts(self) -> list[int]:
+        """The processes of the hosts."""
+        return [
+            process
+            for process in _processes()
+            if str(self.folder) in _command(process)
+            and HOST.name in _command(process)
+            and "affinage.launch.keeper" not in _command(process)
+        ]
+
+    def wait_for_steps(self, more: int) -> None:
+        wanted = min(self.steps() + more, STEPS - 5)
+        _until(lambda: self.steps() >= wanted or self.driver.poll() is not None)
+
+    def hurt(self, what: str, draw: random.Random) -> None:
+        if what == "driver":
+            self.driver.kill()
+            self.driver.wait()
+            self.start_driver()
+            return
+        hosts = self.hosts()
+        if what == "worker" and hosts:
+            keeper = _parent(draw.choice(hosts))
+            os.kill(_parent(keeper), signal.SIGKILL)
+        elif what == "raylet":
+            node = draw.choice(sorted(self.cluster.worker_nodes, key=lambda node: node.node_id))
+            (raylet,) = node.all_processes["raylet"]
+            raylet.process.terminate()
+            raylet.process.wait()
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.cluster.add_node(num_cpus=1)
+
+
+def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int) -> dict[str, float]:
+    """A run is hurt `each` times, each time when it has made some steps again, then comes to its end."""
+    draw = random.Random(what)
+    done = wrong = stranded = left = number = 0
+    back: list[float] = []
+    while done < each:
+        run = Run(cluster, folder / f"{what}-{number}")
+        for _ in range(min(5, each - done)):
+            run.wait_for_steps(draw.randrange(1, 8))
+            before, began = run.steps(), time.monotonic()
+            run.hurt(what, draw)
+            done += 1
+            _until(lambda before=before: run.steps() > before or run.driver.poll() is not None)
+            back.append(time.monotonic() - began)
+        _until(lambda: run.driver.poll() is not None)
+        stranded += run.driver.returncode != 0
+        wrong += run.driver.returncode == 0 and not same(run.folder, undisturbed)
+        _until(lambda: not run.hosts(), 60)
+        left += len(run.hosts())
+        number += 1
+        print(f"{what}: {done} of {each}, stranded {stranded}, other bits {wrong}, left running {left}", flush=True)
+    return {
+        f"{what}: times": done,
+        f"{what}: runs that did not come to their end": stranded,
+        f"{what}: runs that ended with other bits": wrong,
+        f"{what}: processes left running": left,
+        f"{what}: seconds until a new step, median": round(statistics.median(back), 1),
+        f"{what}: seconds until a new step, most": round(max(back), 1),
+    }
+
+
+def _until(true: Any, seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="each injury once")
+    parser.add_argument("--each", type=int, default=10)
+    parser.add_argument("--drive", nargs=2, metavar=("ADDRESS", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.drive:
+        sys.exit(drive(arguments.drive[0], Path(arguments.drive[1])))
+    from ray.cluster_utils import Cluster
+
+    folder = Path(tempfile.mkdtemp(prefix="affinage-chaos-ray-"))
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    figures: dict[str, float] = {}
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        undisturbed = Run(cluster, folder / "undisturbed")
+        _until(lambda: undisturbed.driver.poll() is not None)
+        if undisturbed.driver.returncode:
+            raise SystemExit((folder / "undisturbed.log").read_text())
+        for what in INJURIES:
+            figures |= injured(cluster, folder, undisturbed.folder, what, 1 if arguments.quick else arguments.each)
+    finally:
+        cluster.shutdown()
+    shutil.rmtree(folder)
+    results = [
+        {"name": name, "ours": value, "peer": None, "unit": "", "ratio": None} for name, value in figures.items()
+    ]
+    print(json.dumps({"benchmark": "chaos_ray", "results": results}))
+
+
+if __name__ == "__main__":
+    main()
