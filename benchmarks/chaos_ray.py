@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ class Run:
 
     def __init__(self, cluster: Any, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self._temporary = folder.with_suffix(".tmp")
-        self._temporary.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         self.start_driver()
 
     def start_driver(self) -> None:
@@ -70,9 +70,15 @@ class Run:
             and "affinage.launch.keeper" not in _command(process)
         ]
 
-    def wait_for_steps(self, more: int) -> None:
-        wanted = min(self.steps() + more, STEPS - 5)
-        _until(lambda: self.steps() >= wanted or self.driver.poll() is not None)
+    def wait_until_after(self, step: int) -> None:
+        """Until that many steps and one more were written down, or the run has ended."""
+        _until(lambda: self.steps() > min(step, STEPS - 6) or self.driver.poll() is not None)
+
+    def wait_for_the_end(self) -> int | None:
+        """How the driver ended; the hosts are given a minute more."""
+        _until(lambda: self.driver.poll() is not None)
+        _until(lambda: not self.hosts(), 60)
+        return self.driver.returncode
 
     def hurt(self, what: str, draw: random.Random) -> None:
         if what == "driver":
@@ -101,16 +107,15 @@ def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int)
     while done < each:
         run = Run(cluster, folder / f"{what}-{number}")
         for _ in range(min(5, each - done)):
-            run.wait_for_steps(draw.randrange(1, 8))
+            run.wait_until_after(run.steps() + draw.randrange(8))
             before, began = run.steps(), time.monotonic()
             run.hurt(what, draw)
             done += 1
-            _until(lambda before=before: run.steps() > before or run.driver.poll() is not None)
+            run.wait_until_after(before)
             back.append(time.monotonic() - began)
-        _until(lambda: run.driver.poll() is not None)
-        stranded += run.driver.returncode != 0
-        wrong += run.driver.returncode == 0 and not same(run.folder, undisturbed)
-        _until(lambda: not run.hosts(), 60)
+        status = run.wait_for_the_end()
+        stranded += status != 0
+        wrong += status == 0 and not same(run.folder, undisturbed)
         left += len(run.hosts())
         number += 1
         print(f"{what}: {done} of {each}, stranded {stranded}, other bits {wrong}, left running {left}", flush=True)
@@ -124,7 +129,7 @@ def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int)
     }
 
 
-def _until(true: Any, seconds: float = PATIENCE) -> None:
+def _until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.05)
@@ -163,8 +168,7 @@ def main() -> None:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
         undisturbed = Run(cluster, folder / "undisturbed")
-        _until(lambda: undisturbed.driver.poll() is not None)
-        if undisturbed.driver.returncode:
+        if undisturbed.wait_for_the_end() != 0:
             raise SystemExit((folder / "undisturbed.log").read_text())
         for what in INJURIES:
             figures |= injured(cluster, folder, undisturbed.folder, what, 1 if arguments.quick else arguments.each)
