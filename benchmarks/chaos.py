@@ -44,7 +44,7 @@ def order(folder: Path, **more: object) -> list[str]:
 
 def same(one: Path, other: Path) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "memory_share", "utilisation")
     curves = [
         [{k: v for k, v in json.loads(line).items() if k not in timed} for line in (folder / "metrics.jsonl").open()]
         for folder in (one, other)
