@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -12,18 +14,27 @@ import pytest
 import tiny
 
 from affinage.cli.options import Walking
-from affinage.training import TrainJob, train
 from affinage.training.readings import Readings
+
+TRACED = """
+import sys
+from pathlib import Path
+
+import tiny
+
+from affinage.training import TrainJob, train
+
+settings = tiny.settings(8, profile="4-5", validate_every=99)
+job = dict(graph=tiny.graph(layers=1), settings=settings, mesh={"data": 1}, seed=1, feed=tiny.RandomFeed())
+train(TrainJob(folder=Path(sys.argv[1]), **job))
+"""
 
 
 def test_a_trace_has_the_steps_asked_for_and_the_program_of_the_step(tmp_path: Path):
-    settings = tiny.settings(8, profile="4-5", validate_every=99)
-    train(
-        TrainJob(
-            graph=tiny.graph(layers=1), settings=settings, mesh={"data": 1}, seed=1, feed=tiny.RandomFeed(),
-            folder=tmp_path,
-        )
-    )  # fmt: skip
+    # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", TRACED, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
     steps = {event["args"]["step_num"] for event in events if event.get("name") == "train"}

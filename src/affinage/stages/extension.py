@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from affinage.checkpoint.seal import SEAL, fingerprint
 from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
@@ -17,6 +16,8 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
     settings = getattr(loaded.recipe, section)
     if not isinstance(settings, TrainSettings) or settings.extends is None:
         return None
+    from affinage.checkpoint.seal import SEAL
+
     where = loaded.locate((section, "extends"))
     named, _, step = settings.extends.partition("@")
     folder = loaded.beside(named)
@@ -42,4 +43,8 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
 def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
     """What the key of the training's stage holds of it: a hash of the checkpoint, wherever it is."""
     found = extended(loaded, section)
-    return {} if found is None else {"extends": fingerprint(found[0] / "checkpoints" / str(found[1]))}
+    if found is None:
+        return {}
+    from affinage.checkpoint.seal import fingerprint
+
+    return {"extends": fingerprint(found[0] / "checkpoints" / str(found[1]))}
