@@ -22,7 +22,7 @@ KILLS = 20
 def curve(folder: Path) -> list[dict]:
     """The metrics without what the clock says."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds")
+    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "memory_share", "utilisation")
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 

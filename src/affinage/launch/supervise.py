@@ -60,7 +60,8 @@ def supervise(
             if used > most:
                 say(f"launch: {cause}; given up after {most} {what}")
                 return EXIT_PREEMPTED if what == "preemptions" else 1
-            quick = quick + 1 if time.monotonic() - began < _QUICK else 0
+            # One that was killed from outside may well go on; only what ends by itself will do so again.
+            quick = quick + 1 if cause.status > 0 and time.monotonic() - began < _QUICK else 0
             pause = min(2.0 ** (quick - _PATIENT), _LONGEST_PAUSE) if quick > _PATIENT else 0.0
             say(f"launch: {cause}; all hosts start again ({used} of {most} {what})")
             if stop.wait(pause):
