@@ -61,7 +61,7 @@ def test_a_recipe_is_words_and_numbers(text: str):
         parse(text, "x.yaml")
 
 
-@pytest.mark.parametrize("name", ["../up", "/tmp/x", ".hidden", "a/b", "a\n", ""])
+@pytest.mark.parametrize("name", ["../up", "/up", ".hidden", "a/b", "a\n", ""])
 def test_the_name_of_a_run_leads_nowhere_else(tmp_path: Path, name: str):
     with pytest.raises(UserError):
         load_recipe("quickstart", [f"name={json.dumps(name)}"])
