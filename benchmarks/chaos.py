@@ -27,8 +27,6 @@ sys.path.insert(0, str(TESTS / "launch"))
 
 import gangs  # noqa: E402
 
-from affinage.checkpoint import CheckpointStore  # noqa: E402
-from affinage.checkpoint.looking import compare  # noqa: E402
 from affinage.launch import Restarts, supervise  # noqa: E402
 
 STEPS = 60
@@ -39,19 +37,11 @@ Figures = dict[str, float]
 
 
 def order(folder: Path, **more: object) -> list[str]:
-    return [json.dumps({"folder": str(folder), "steps": STEPS, **more})]
+    return gangs.order(folder, STEPS, **more)
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether two runs ended with the same state and curve, bit for bit."""
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "memory_share", "utilisation")
-    curves = [
-        [{k: v for k, v in json.loads(line).items() if k not in timed} for line in (folder / "metrics.jsonl").open()]
-        for folder in (one, other)
-    ]
-    first, second = ((CheckpointStore(folder / "checkpoints"), STEPS) for folder in (one, other))
-    found = compare(first, second, numbers=True)["arrays"]
-    return bool(found["same"]) and not found["different"] and not found["only"] and curves[0] == curves[1]
+    return gangs.ended_alike(one, other, STEPS)
 
 
 def kill(folder: Path, nursery: gangs.Nursery, kills: int) -> Figures:

@@ -171,6 +171,22 @@ def newest(folder: Path) -> int:
     return max([0, *CheckpointStore(folder / "checkpoints").steps()])
 
 
+def order(folder: Path, steps: int, **more: object) -> list[str]:
+    """The command of a gang."""
+    return [json.dumps({"folder": str(folder), "steps": steps, **more})]
+
+
+def ended_alike(one: Path, other: Path, step: int) -> bool:
+    """Whether two runs ended with the same state and curve, bit for bit."""
+    from affinage.checkpoint import CheckpointStore
+    from affinage.checkpoint.looking import compare
+    from affinage.training.metrics import curve
+
+    first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))
+    found = compare(first, second, numbers=True)["arrays"]
+    return bool(found["same"]) and not found["different"] and not found["only"] and curve(one) == curve(other)
+
+
 def steps_of(folder: Path, host: int = 0) -> list[int]:
     """The steps that a host has made in the last start."""
     log = _log(folder, host)

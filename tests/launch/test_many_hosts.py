@@ -1,7 +1,6 @@
 """Two processes that train one model: killed, told to stop or stuck, it ends with the same bits."""
 
 import ipaddress
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,8 +9,6 @@ from pathlib import Path
 import gangs
 import pytest
 
-from affinage.checkpoint import CheckpointStore
-from affinage.checkpoint.looking import compare
 from affinage.errors import EXIT_PREEMPTED
 from affinage.launch import Gang, Restarts, supervise
 
@@ -19,21 +16,12 @@ STEPS, EVERY = 40, 5
 KILLS = 20
 
 
-def curve(folder: Path) -> list[dict]:
-    """The metrics without what the clock says."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "memory_share", "utilisation")
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+def order(folder: Path, **more: object) -> list[str]:
+    return gangs.order(folder, STEPS, **more)
 
 
 def ended_alike(one: Path, other: Path) -> bool:
-    first, second = ((CheckpointStore(folder / "checkpoints"), STEPS) for folder in (one, other))
-    found = compare(first, second, numbers=True)["arrays"]
-    return bool(found["same"]) and not found["different"] and not found["only"] and curve(one) == curve(other)
-
-
-def order(folder: Path, **more: object) -> list[str]:
-    return [json.dumps({"folder": str(folder), "steps": STEPS, **more})]
+    return gangs.ended_alike(one, other, STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A run that extends another is the run that one would have made of the same pieces at once."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from affinage.recipe.training import ScheduleSettings
 from affinage.training import TrainJob, train
 from affinage.training.extension import begin_extended
 from affinage.training.job import Extension
+from affinage.training.metrics import curve
 from affinage.training.program import Program
 from affinage.training.schedule import SCHEDULES, Schedule, Shape, learning_rate, schedule
 
@@ -79,14 +79,6 @@ def state(folder: Path) -> list[np.ndarray]:
     store = CheckpointStore(folder / "checkpoints")
     trees = dict.fromkeys(("params", "opt_state", "window", "step"))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(store.restore(STEPS, trees))]
-
-
-def curve(folder: Path) -> list[dict]:
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "utilisation")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in timed and "memory" not in k and "busy" not in k} for line in lines
-    ]
 
 
 def files_of(folder: Path) -> dict[str, str]:

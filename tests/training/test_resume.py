@@ -15,15 +15,9 @@ from affinage.checkpoint.facts import IDENTITY, refuse_changes
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob, train
+from affinage.training.metrics import curve
 from affinage.training.program import Program
 from affinage.training.summary import identity
-
-
-def curve(folder: Path) -> list[dict]:
-    """The metrics without what the clock says."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "utilisation")
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 def _job(folder: Path, **changes: object) -> TrainJob:

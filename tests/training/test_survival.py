@@ -1,6 +1,5 @@
 """Killed or told to stop in every phase of a run: the same bits in the end, and nothing lost that was not said."""
 
-import json
 import random
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import runs
 
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import EXIT_PREEMPTED
+from affinage.training.metrics import curve
 
 STEPS, EVERY = 60, 5
 KILLS = 20
@@ -25,13 +25,6 @@ def final_params(folder: Path) -> dict[str, bytes]:
     store = CheckpointStore(folder / "checkpoints")
     leaves = jax.tree_util.tree_leaves_with_path(store.restore(STEPS, {"params": None})["params"])
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-
-
-def curve(folder: Path) -> list[dict]:
-    """The metrics without what the clock says."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("tokens_per_second", "mfu", "data_wait", "seconds", "memory_gigabytes", "utilisation")
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 @pytest.fixture(scope="module")

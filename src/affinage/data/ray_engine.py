@@ -1,6 +1,6 @@
 """The data stages on Ray: the same functions on the same files, in tasks of a cluster or of this machine."""
 
-import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -8,11 +8,9 @@ from typing import Any
 
 from affinage.data.engine import POOL_BYTES, Engine, Progress, Result, Task, collected
 from affinage.errors import UserError
+from affinage.hardware.ray_cluster import connect
 
 _WAITING = 8  # tasks per worker that Ray is given in advance
-# Ray's way to say "this machine only": told 127.0.0.1, it would look for an address that others can reach. Read when
-# Ray is imported. And nothing is reported to its makers.
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _applied(function: Callable[[Task], Result], task: Task) -> Result:
@@ -31,42 +29,19 @@ class RayEngine(Engine):
                 which listens on the loopback address only and ends with the context.
             temporary: where a Ray of our own keeps its sockets and logs; its path must be short.
         """
-        os.environ.update(_LOOPBACK if not address else {"RAY_USAGE_STATS_ENABLED": "0"})
-        try:
-            import ray
-        except ImportError:
-            raise UserError(
-                "data.engine is ray, which is not installed",
-                where="data.engine",
-                fix="pip install 'affinage[ray]', or --set data.engine=local",
-            ) from None
-        self._ray: Any = ray
         self._asked, self._address, self._temporary = workers, address, temporary
-        self._ours = False
+        self._ray: Any = None
 
     def __enter__(self) -> "RayEngine":
-        if self._ray.is_initialized():
-            return self
-        self._ours = True
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-        try:
-            if self._address:
-                self._ray.init(address=self._address, **quiet)
-                return self
-            temporary = {"_temp_dir": str(self._temporary)} if self._temporary else {}
-            self._ray.init(
-                address="local",
-                num_cpus=self._asked,
-                include_dashboard=False,
-                **temporary,
-                **quiet,
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"Ray does not answer: {str(error).splitlines()[0]}",
-                where="data.ray_address",
-                fix="Start a cluster with `ray start --head`, or leave the address empty for this machine alone.",
-            ) from error
+        ray = sys.modules.get("ray")
+        self._ours = ray is None or not ray.is_initialized()
+        self._ray = connect(
+            self._address,
+            self._asked,
+            asked_by="data.engine",
+            address_by="data.ray_address",
+            temporary=self._temporary,
+        )
         return self
 
     def __exit__(

@@ -1,13 +1,11 @@
 """Hosts that are machines of a Ray cluster."""
 
-import atexit
 import contextlib
 import hashlib
 import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 import affinage
 from affinage.errors import UserError
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
+from affinage.hardware.ray_cluster import connect
 from affinage.launch.gang import Ending
 from affinage.launch.process import HostProcess, Say, of_cpu, reserved_port, status_of_shell
 from affinage.launch.remains import Remains
@@ -24,8 +23,6 @@ _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _ANSWERS = 30.0  # seconds for an agent to start a process, or to kill it
 _NEWS = 0.5  # seconds that an agent waits for something to tell
 _ACCELERATORS = ("TPU", "GPU")
-# Ray's way to say "this machine only"; read when Ray is imported. And nothing is reported to its makers.
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 class RayLauncher:
@@ -62,7 +59,8 @@ class RayLauncher:
         self.hosts, self._wanted, self._least = hosts, hosts, hosts if least is None else least
         self._devices, self._files, self._say = devices, dict(files or {}), say
         self._program = list(program)
-        self._ray = _connected(address, hosts)
+        cpus = max(hosts, os.cpu_count() or 1)
+        self._ray = connect(address, cpus, asked_by="--on ray", address_by="--address")
 
     def start(self, command: Sequence[str]) -> "RayGang":
         """See `affinage.launch.gang.Launcher`. As many hosts as there is room for, if fewer than all are enough."""
@@ -267,38 +265,3 @@ def _chips(machines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _in_words(bundle: Mapping[str, float]) -> str:
     return ", ".join(f"{count:g} {kind}" for kind, count in bundle.items())
-
-
-def _connected(address: str, hosts: int) -> Any:
-    """Ray's module, connected. A Ray of our own talks only to those that know a secret."""
-    os.environ.update(_LOOPBACK if not address else {"RAY_USAGE_STATS_ENABLED": "0"})
-    if not address and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        _make_token()
-    try:
-        import ray
-    except ImportError:
-        raise UserError("Ray is not installed", where="--on ray", fix="pip install 'affinage[ray]'") from None
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    try:
-        if ray.is_initialized():
-            return ray
-        if address:
-            code = str(Path(affinage.__file__).parent)
-            ray.init(address=address, runtime_env={"py_modules": [code]}, **quiet)
-        else:
-            ray.init(address="local", num_cpus=max(hosts, os.cpu_count() or 1), include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"Ray does not answer: {str(error).splitlines()[0]}",
-            where=f"--address {address}" if address else "--on ray",
-            fix="Start a cluster with `ray start --head`, or leave the address out for this machine alone.",
-        ) from error
-    return ray
-
-
-def _make_token() -> None:
-    """A secret in a file that nobody else can read, for as long as this process; Ray reads both when it is imported."""
-    with tempfile.NamedTemporaryFile("w", prefix="affinage-ray-", suffix=".token", delete=False) as file:
-        file.write(secrets.token_hex(32))
-    atexit.register(Path(file.name).unlink, missing_ok=True)
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=file.name)

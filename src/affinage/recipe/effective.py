@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from affinage.recipe.load import LoadedRecipe, load_recipe
-from affinage.recipe.reference import as_yaml, comments
+from affinage.recipe.reference import comments
 from affinage.recipe.settings import Settings
+from affinage.recipe.yaml_text import as_yaml
 
 Path = tuple[str | int, ...]
 _WIDE = 60  # characters of a value, after which its origin goes on a line of its own
@@ -53,7 +54,7 @@ def as_text(values: Sequence[Value], meanings: bool = False) -> str:
         last = value.path[-1]
         indent = "  " * (len(value.path) - 1)
         text = (
-            f"{indent}- {_scalar(value.value)}" if isinstance(last, int) else f"{indent}{last}: {_scalar(value.value)}"
+            f"{indent}- {as_yaml(value.value)}" if isinstance(last, int) else f"{indent}{last}: {as_yaml(value.value)}"
         )
         note = value.origin + _change(value)
         note += f": {value.meaning}" if meanings and value.meaning else ""
@@ -65,7 +66,7 @@ def as_text(values: Sequence[Value], meanings: bool = False) -> str:
 def _change(value: Value) -> str:
     if not value.differs:
         return ""
-    return ", not in the base" if value.base is None else f", was {_scalar(value.base)}"
+    return ", not in the base" if value.base is None else f", was {as_yaml(value.base)}"
 
 
 def _opening(path: Path, shared: int) -> list[str]:
@@ -75,22 +76,6 @@ def _opening(path: Path, shared: int) -> list[str]:
         for depth, key in enumerate(path[:-1])
         if depth >= shared
     ]
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str):
-        plain = value and all(letter.isalnum() or letter in "_/." for letter in value) and value[0].isalpha()
-        reserved = value.lower() in ("null", "true", "false", "inf", "nan")
-        return (
-            value
-            if plain and not reserved
-            else '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
-        )
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(key)}: {_scalar(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(_scalar, value)) + "]"
-    return repr(value) if isinstance(value, float) else as_yaml(value)
 
 
 class _Leaf(NamedTuple):

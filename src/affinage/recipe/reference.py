@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from affinage.recipe.settings import Settings
+from affinage.recipe.yaml_text import as_yaml
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
@@ -150,18 +151,3 @@ def _default(field: FieldInfo, is_section: bool) -> str:
     if value is None:
         return "none" if not is_section else "left out"
     return as_yaml(value)
-
-
-def as_yaml(value: Any) -> str:
-    """A value as it would be written in one line of a recipe."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return value or '""'
-    if isinstance(value, Settings):
-        value = value.model_dump()
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {as_yaml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, tuple | list | frozenset):
-        return "[" + ", ".join(map(as_yaml, value)) + "]"
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

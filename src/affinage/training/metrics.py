@@ -6,6 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+# What the clock and the machine say: other in every run of the same.
+MEASURED = frozenset(
+    "tokens_per_second images_per_second mfu data_wait seconds memory_gigabytes memory_share utilisation".split()
+)
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a training's `metrics.jsonl` without what was measured: equal where two computed the same."""
+    rows = _read(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
+
 
 class MetricsLog:
     """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
