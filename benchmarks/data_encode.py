@@ -24,7 +24,8 @@ import tokenizers
 
 from affinage.data.documents import DocumentWriter
 from affinage.data.engine import cores
-from affinage.data.tokenizer import Tokenizer, train_tokenizer
+from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer_training import train_tokenizer
 from affinage.data.world import write_world
 from affinage.hub.tokenizer import write_hf_tokenizer
 from affinage.recipe.data import TokenizerSettings

@@ -8,10 +8,11 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from affinage.data.bpe_tokenizer import BpeTokenizer
 from affinage.data.documents import DocumentWriter
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES, NEWLINE, TAB, UNK
-from affinage.data.tokenizer import BpeTokenizer, Tokenizer, train_tokenizer
-from affinage.data.tokenizer_training import balanced_sample, fair_shares
+from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer_training import balanced_sample, fair_shares, train_tokenizer
 from affinage.errors import UserError
 from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import TRICKY, write_split

@@ -10,7 +10,8 @@ import pytest
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
-from affinage.data.tokenizer import Tokenizer, train_tokenizer
+from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer_training import train_tokenizer
 from affinage.recipe.data import TokenizerSettings
 from affinage.recipe.load import load_recipe
 from affinage.stages.flow import Flow, Runs

@@ -2,18 +2,24 @@
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import sentencepiece
 
+from affinage.data.atomic import write_atomically
+from affinage.data.character_tokenizer import CharacterTokenizer
 from affinage.data.documents import read_documents
+from affinage.data.fertility import measure
 from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES
+from affinage.data.tokenizer import MODEL, Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.data import TokenizerSettings
 
@@ -166,3 +172,35 @@ def collect_characters(documents: Path) -> list[str]:
     if not seen:
         raise UserError("there is no text to take characters from", where=str(documents))
     return sorted(seen.difference(FIXED_PIECES))
+
+
+def train_tokenizer(
+    split_folder: Path,
+    folder: Path,
+    settings: TokenizerSettings,
+    languages: Sequence[str],
+    seed: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train a tokenizer on `split_folder`/train and write it into `folder`, with its quality as the summary.
+
+    The sample is balanced over `languages` and depends on `seed` and the documents only, not on the order of files.
+    `progress` is told, in words, what is being done. Raises UserError if the text does not suffice for the vocabulary.
+    """
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    train = split_folder / "train"
+    if settings.kind == "characters":
+        progress("collecting characters")
+        CharacterTokenizer(collect_characters(train)).write(folder)
+    else:
+        progress("choosing the sample")
+        sample = balanced_sample(train, languages, round(settings.sample_megabytes * 1e6), seed)
+        progress(f"training {settings.vocabulary} pieces on {sample.bytes / 1e6:.1f} MB")
+        write_atomically(folder / MODEL, train_bpe(sample.texts, settings))
+    progress("measuring")
+    tokenizer = Tokenizer.load(folder)
+    summary = {"kind": tokenizer.kind, "vocabulary": tokenizer.vocabulary}
+    if settings.kind == "bpe":
+        summary["sample"] = sample.by_language
+    return summary | measure(tokenizer, split_folder) | {"seconds": time.monotonic() - started}

@@ -101,7 +101,7 @@ def split(context: StageContext) -> Summary:
 
 def tokenizer(context: StageContext) -> Summary:
     """Train the tokenizer on the training documents."""
-    from affinage.data.tokenizer import train_tokenizer
+    from affinage.data.tokenizer_training import train_tokenizer
 
     recipe = context.recipe
     languages = _data(context).languages
