@@ -34,7 +34,7 @@ check: $(VENV)/.tested
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# The documentation as a site: site/index.html, or with search: python3 -m http.server -d site
+# The documentation as a site that opens from a disk, with its search: site/index.html
 docs: $(VENV)/.tested
 	$(BIN)/python tools/reference.py
 	$(BIN)/zensical build --clean --strict

@@ -13,8 +13,8 @@ from typer.main import get_command
 
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
 from affinage.cli.program import app
-from affinage.cli.recipes import head
 from affinage.model.kind import KINDS
+from affinage.recipe.gallery import head
 from affinage.recipe.layers import packaged_recipes
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.reference import Section, sections
@@ -140,6 +140,7 @@ def main() -> None:
     (folder / "api").mkdir(parents=True, exist_ok=True)
     for name, page in pages.items():
         (folder / f"{name}.md").write_text(page() + "\n", encoding="utf-8")
+    (folder / "api" / "api.md").write_text("# affinage.api\n\n::: affinage.api\n", encoding="utf-8")
     for package in sorted((ROOT / "src" / "affinage").iterdir()):
         if (package / "__init__.py").is_file():
             (folder / "api" / f"{package.name}.md").write_text(room_page(package), encoding="utf-8")

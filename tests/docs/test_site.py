@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from affinage.recipe.layers import packaged_recipes
+from browser import EXECUTABLE, browser
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,19 @@ def test_docstrings_are_there_and_nothing_is_loaded_from_elsewhere(site: Path):
     assert "refuse_changes" in (site / "reference/api/checkpoint.html").read_text()
     start = (site / "index.html").read_text()
     assert 'src="http' not in start and 'rel="stylesheet" href="http' not in start
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_the_search_works_from_a_disk_without_a_network(site: Path):
+    with browser() as page:
+        page.open(site / "tutorials/plan.html", 1200)
+        page.wait_for("document.querySelector('.md-search__button') !== null")
+        page.evaluate("document.querySelector('.md-search__button').click()")
+        found = "[...document.querySelectorAll('*')].map(e => e.shadowRoot?.textContent ?? '').join('')"
+        page.wait_for(f"{found} !== ''")
+        page.ask("Input.insertText", text="preemption")
+        page.wait_for(f"{found}.includes('results') && {found}.includes('Survive preemption')", seconds=20)
+        assert not page.troubles and all(url.startswith(("file:", "data:")) for url in page.requests)
 
 
 def test_a_link_to_nowhere_ends_the_build(site: Path):

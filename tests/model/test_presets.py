@@ -15,9 +15,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 VOCABULARY = 3072  # what `vocab: auto` is in the quickstart
 
 
-def gpt2(width, layers, context=1024):
+def gpt2(width, layers, context=1024, vocabulary=50257):
     attention, ffn, norms = 4 * width**2 + 4 * width, 8 * width**2 + 5 * width, 4 * width
-    return 50257 * width + context * width + layers * (attention + ffn + norms) + 2 * width
+    return vocabulary * width + context * width + layers * (attention + ffn + norms) + 2 * width
 
 
 def llama(vocabulary, width, layers, ffn, *, kv_share=1, tied=False, router=0):
@@ -40,9 +40,9 @@ TOTALS = {
     "llama3-70b": llama(128256, 8192, 80, 28672, kv_share=8),
     "fax-124m": gpt2(768, 12, 2048),
     "fax-350m": gpt2(1024, 24, 2048),
-    "fax-5120": gpt2(5120, 40, 2048),
-    "fax-10240": gpt2(10240, 70, 2048),
-    "fax-16384": gpt2(16384, 110, 2048),
+    "fax-5120": gpt2(5120, 40, 2048, 50432),
+    "fax-10240": gpt2(10240, 70, 2048, 50432),
+    "fax-16384": gpt2(16384, 110, 2048, 50432),
     "quickstart": llama(VOCABULARY, 128, 3, 384),
     "moe-small-dense": llama(VOCABULARY, 64, 3, 192),
     "moe-small": llama(VOCABULARY, 64, 3, 8 * 96, router=64 * 8),

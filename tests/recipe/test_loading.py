@@ -204,3 +204,17 @@ def test_the_command_that_runs_it_again(write, tmp_path):
     path = write(GOOD)
     assert load_recipe(path, ["data.sources=[a b]"]).command == "affinage run r.yaml --set 'data.sources=[a b]'"
     assert load_recipe(tmp_path / path).command == "affinage run r.yaml"
+
+
+def test_a_path_is_relative_to_the_file_that_says_it(write, tmp_path):
+    for folder in ("base", "here", "plugins"):
+        (tmp_path / folder).mkdir()
+    write(GOOD + "init: .\nplugins: [mine.py]\n", "base/recipe.yaml")
+    (tmp_path / "base/mine.py").touch()
+    derived = load_recipe(write("base: ../base/recipe.yaml\nname: derived\n", "here/r.yaml"))
+    assert derived.beside(derived.recipe.init, ("init",)).resolve() == tmp_path / "base"
+    assert derived.beside("mine.py", ("plugins", 0)).resolve() == tmp_path / "base/mine.py"
+    own = load_recipe(write("base: ../base/recipe.yaml\ninit: .\n", "here/own.yaml"))
+    assert own.beside(".", ("init",)).resolve() == tmp_path / "here"
+    told = load_recipe("here/r.yaml", ["init=base"])
+    assert told.beside("base", ("init",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"

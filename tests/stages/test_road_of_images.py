@@ -49,6 +49,9 @@ class Quiet:
     def progressed(self, what):
         pass
 
+    def measured(self, row):
+        pass
+
     def ended(self, step, manifest):
         pass
 

@@ -52,6 +52,9 @@ class Quiet:
     def progressed(self, what):
         self.events.append(what)
 
+    def measured(self, row):
+        self.events.append(f"step {row['step']}")
+
     def ended(self, step, manifest):
         self.events.append(f"ended {step.stage.name}")
 

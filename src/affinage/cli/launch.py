@@ -181,7 +181,7 @@ def files_of(loaded: "LoadedRecipe") -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
     from affinage.recipe.load import load_recipe
 
-    plugins = [loaded.beside(plugin) for plugin in loaded.recipe.plugins]
+    plugins = [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
     chain, base = [loaded.path], loaded.base
     while base is not None:
         chain.append(base)

@@ -44,33 +44,29 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
+    from affinage.recipe.gallery import FACTS, facts, head
     from affinage.recipe.layers import packaged_recipes, read_file
 
     found = []
     for name, path in packaged_recipes().items():
-        found.append({"name": name, "description": read_file(path).value.get("description", ""), "head": head(path)})
+        said = {fact.lower(): " ".join(lines) for fact, lines in facts(path).items() if fact != "Run"}
+        description = read_file(path).value.get("description", "")
+        run = facts(path).get("Run", [])
+        found.append({"name": name, "description": description, "run": run, **said, "head": head(path)})
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     for recipe in found:
-        table.add_row(f"[bold]{recipe['name']}[/]", recipe["description"])
+        where = "; ".join(escape(recipe[fact.lower()]) for fact in FACTS if fact in ("Hardware", "Time", "Cost"))
+        table.add_row(f"[bold]{recipe['name']}[/]", f"{escape(recipe['description'])}\n[dim]{where}[/]")
     console = Console()
-    console.print(table)
+    console.print(table, highlight=False)
     console.print("\nRun one: affinage run NAME. Begin with one: affinage new my-run --like NAME.", highlight=False)
-
-
-def head(path: Path) -> str:
-    """The comment at the top of a recipe file: what it does, its commands, what to expect."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return "\n".join(lines)
 
 
 def new(

@@ -1,10 +1,9 @@
 """Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import rich
 import typer
@@ -13,10 +12,6 @@ from affinage.cli.options import RecipeArgument, Walking, load, walks
 from affinage.errors import UserError
 from affinage.hardware.hosts import joined
 from affinage.stopping import OwnProcess
-
-if TYPE_CHECKING:
-    from affinage.recipe.load import LoadedRecipe
-    from affinage.stages.stage import StageContext, Summary
 
 
 def add_to(app: typer.Typer) -> None:
@@ -138,6 +133,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 
     If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
     """
+    from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
     from affinage.stages.foresight import check
@@ -178,22 +174,3 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
             flow.run(watch)
     show_result(flow, steps, watch.seconds, as_json=how.as_json)
     return flow.folder
-
-
-def write_report(context: "StageContext") -> "Summary":
-    """The work of the report stage."""
-    from affinage.report import write_report
-
-    return write_report(context.run_folder, context.folder / "report.html")
-
-
-def prepare_process(loaded: "LoadedRecipe") -> None:
-    """Set what must be set before anything heavy is imported."""
-    from affinage.hardware.devices import prepare
-    from affinage.stages.road import is_local
-
-    prepare()
-    if is_local(loaded.recipe):  # else the harness asks Hugging Face about tasks that are files here
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -32,7 +32,7 @@ def sweep(
 
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
-    from affinage.cli.run import prepare_process
+    from affinage.api import prepare_process
     from affinage.data.atomic import write_json
     from affinage.stages.flow import Runs
     from affinage.stages.sweep import points
@@ -63,7 +63,7 @@ def sweep(
 
 
 def _run(point: "Point", runs: Any) -> None:
-    from affinage.cli.run import write_report
+    from affinage.api import write_report
     from affinage.cli.watch import Watch
     from affinage.stages.flow import Flow
     from affinage.stages.foresight import check
@@ -77,7 +77,7 @@ def _run(point: "Point", runs: Any) -> None:
 
 
 def _show_plan(found: "list[Point]", runs: Any, *, as_json: bool) -> None:
-    from affinage.cli.run import write_report
+    from affinage.api import write_report
     from affinage.stages.flow import Flow
     from affinage.stages.road import road_of
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli.options import RUNS, JsonOption, ModelArgument, RunsOption
-from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.chat import Language
@@ -41,12 +40,13 @@ def generate(
 
     Example: affinage generate quickstart "The capital of France" "La monnaie du Japon"
     """
+    from affinage.api import prompt_tokens
     from affinage.generation.decode import Generator
 
     texts = prompts or [sys.stdin.read()]
     loaded = _open(model, runs)
     request = _request(tokens, temperature, top_p, seed)
-    rows = [_fitting(_prompt(text, loaded), loaded) for text in texts]
+    rows = [prompt_tokens(text, loaded) for text in texts]
     for text, result in zip(texts, Generator(loaded).generate(rows, request)):
         if as_json:
             print(json.dumps({"prompt": text, "text": result.text, "ended_by": result.ended_by}, ensure_ascii=False))
@@ -95,17 +95,6 @@ def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Reque
     from affinage.generation.sampling import Sampling
 
     return Request(max_new_tokens=tokens, sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed))
-
-
-def _prompt(text: str, model: "LoadedModel") -> list[int]:
-    tokenizer = model.tokenizer
-    return [*tokenizer.opening, *tokenizer.encode(text)] or [tokenizer.bos]  # not every model has an opening
-
-
-def _fitting(prompt: list[int], model: "LoadedModel") -> list[int]:
-    if len(prompt) >= model.context:
-        raise UserError(f"the prompt has {len(prompt)} tokens; this model takes at most {model.context - 1}")
-    return prompt
 
 
 def _language() -> "Language":

@@ -54,6 +54,9 @@ class Watch:
         if self._status is not None:
             self._status.update(f"{self._name}: {_escaped(what)}")
 
+    def measured(self, row: Mapping[str, Any]) -> None:
+        """A training has written a line of its metrics; it shows them itself."""
+
     def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
         """A stage is complete."""
         self._clear()
@@ -128,7 +131,8 @@ def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     if "export" in names:
         yield "model", f"{folder}/export/model"
     model = folder if Path(recipe).exists() else f"{recipe}{runs}"  # a folder here of the same name is another model
-    plugins = os.pathsep.join(os.path.relpath(flow.loaded.beside(path)) for path in flow.loaded.recipe.plugins)
+    named = enumerate(flow.loaded.recipe.plugins)
+    plugins = os.pathsep.join(os.path.relpath(flow.loaded.beside(path, ("plugins", at))) for at, path in named)
     before = f"{VARIABLE}={shlex.quote(plugins)} " if plugins else ""
     if {"sft", "dpo"} & set(names):
         yield "next", f"{before}affinage chat {model}"

@@ -26,9 +26,14 @@ class LoadedRecipe:
     command: str = ""  # that runs it again
     base: Path | None = None  # the recipe that its file starts from
 
-    def beside(self, path: str) -> Path:
-        """Where a path is that the recipe gives relative to itself; one that is not there, to the working directory."""
-        candidates = (self.path.parent / Path(path).expanduser(), Path(path))
+    def beside(self, path: str, key: Sequence[str | int]) -> Path:
+        """Where a path is that stands under `key`: relative to the file it was written in, which may be a base.
+
+        One that is not there is relative to the recipe, or to the working directory.
+        """
+        written = Path(self.locate(key).rpartition(":")[0])
+        folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
+        candidates = [folder / Path(path).expanduser() for folder in folders]
         return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 

@@ -20,7 +20,7 @@ def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
 
     where = loaded.locate((section, "extends"))
     named, _, step = settings.extends.partition("@")
-    folder = loaded.beside(named)
+    folder = loaded.beside(named, (section, "extends"))
     folder = folder / section if (folder / section).is_dir() else folder
     if folder.parent.name == loaded.recipe.name:
         fix = "Give this recipe another `name`: what is extended stays as it is."

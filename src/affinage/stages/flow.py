@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,9 @@ class Watcher(Protocol):
 
     def progressed(self, what: str) -> None:
         """The running stage says what it does."""
+
+    def measured(self, row: Mapping[str, Any]) -> None:
+        """The running training has written a line of its metrics."""
 
     def ended(self, step: Step, manifest: dict[str, Any]) -> None:
         """A stage is complete."""
@@ -151,7 +154,7 @@ class Flow:
         watcher.began(step, folder)
         started, clock = time.time(), time.monotonic()
         with self._located_errors(), _told_full_disk(folder):
-            context = StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed)
+            context = StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed, watcher.measured)
             with _all_hosts(step) if stage.together else contextlib.nullcontext():
                 summary = stage.work(context)
             manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)

@@ -19,14 +19,14 @@ TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is 
 
 
 def initial_folder(loaded: LoadedRecipe) -> Path | None:
-    """The folder that `init` names, relative to the recipe; None if the recipe begins with random weights.
+    """The folder that `init` names, relative to the file that says so; None if the recipe begins with random weights.
 
     Raises:
         UserError: there is no imported model.
     """
     if loaded.recipe.init is None:
         return None
-    folder = loaded.beside(loaded.recipe.init)
+    folder = loaded.beside(loaded.recipe.init, ("init",))
     if "imported" not in _facts(folder):
         raise UserError(
             f"there is no imported model in `{loaded.recipe.init}`",
@@ -53,7 +53,7 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
         if not found:
             raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
         return found
-    path = loaded.beside(chosen)
+    path = loaded.beside(chosen, ("chat_template",))
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)["chat_template"] if path.suffix == ".json" else text

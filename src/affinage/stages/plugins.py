@@ -24,7 +24,8 @@ def load_plugins(loaded: LoadedRecipe) -> None:
     """
     _load_installed()
     for index, path in enumerate(loaded.recipe.plugins):
-        _load_file(loaded.beside(path), loaded.locate(("plugins", index)))
+        key = ("plugins", index)
+        _load_file(loaded.beside(path, key), loaded.locate(key))
 
 
 def load_named_plugins() -> None:
@@ -39,7 +40,10 @@ def load_named_plugins() -> None:
 
 def plugin_fingerprints(loaded: LoadedRecipe) -> dict[str, str]:
     """Name -> hash of every plugin file, and version of every package with plugins: for keys of stages with a model."""
-    files = {f"plugin {path}": _digest(loaded.beside(path)) for path in loaded.recipe.plugins}
+    files = {
+        f"plugin {path}": _digest(loaded.beside(path, ("plugins", index)))
+        for index, path in enumerate(loaded.recipe.plugins)
+    }
     packages = {point.dist for point in entry_points(group=GROUP) if point.dist is not None}
     return files | {f"plugins of {package.name}": package.version for package in packages}
 

@@ -1,6 +1,6 @@
 """What a stage is: a piece of work, what it reads, and what its result depends on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ class StageContext:
     inputs: dict[str, Path]  # the results it reads, by stage
     run_folder: Path  # runs/<name>, with links to the stages that are complete
     progress: Callable[[str], None] = lambda _: None  # says in a few words what is being done now
+    measured: Callable[[Mapping[str, Any]], None] = lambda _: None  # is given every line of a training's metrics
 
     @property
     def recipe(self) -> Recipe:

@@ -289,7 +289,8 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     settings, recipe = context.recipe.trackers, context.recipe.name
     makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
     extension = extended(context.loaded, job.name)
-    job = replace(job, trackers=makers, tracked=settings, extends=None if extension is None else Extension(*extension))
+    begun = None if extension is None else Extension(*extension)
+    job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.measured)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
     told = {"graph": graph.to_dict(), **facts} | ({"lora": lora.model_dump(mode="json")} if lora else {})
     if Hosts.current.first:

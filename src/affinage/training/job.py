@@ -141,6 +141,7 @@ class TrainJob:
         data: JSON-able facts that tell the feed's batches from any others': with others, no checkpoint is gone on from.
         documents: what the batch of a step, counted from 1, was made of, as JSON; for what is said of sick steps.
         on_step: called in turn after every step.
+        measured: given every line of metrics.jsonl once it is written.
         judge: may end the training before its last step.
         benchmarks: scored on the way.
         parallel: how a step is split over the mesh.
@@ -163,6 +164,7 @@ class TrainJob:
     data: Mapping[str, Any] = field(default_factory=dict)
     documents: Callable[[int], Any] | None = None
     on_step: tuple[Hook, ...] = ()
+    measured: Callable[[Mapping[str, Any]], None] = lambda _: None
     judge: Judge | None = None
     benchmarks: Benchmarks | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

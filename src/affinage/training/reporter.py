@@ -128,3 +128,4 @@ class Reporter:
     def _written(self, row: Mapping[str, Any]) -> None:
         self._metrics.write(row)
         self._trackers.log(self._metrics.rows[-1])
+        self._program.job.measured(self._metrics.rows[-1])

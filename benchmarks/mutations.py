@@ -1,0 +1,184 @@
+"""Whether the tests notice when a central line is wrong: each one is changed in a copy, and tests are run.
+
+    python benchmarks/mutations.py [--quick] [--only WORD]
+
+A mutation that no test fails for is printed as SURVIVED, and ends the benchmark with status 1. `--quick` tries one.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MODEL = "src/affinage/model/kinds"
+
+
+class Mutation(NamedTuple):
+    """A wrong line, and the file of tests that is to find it."""
+
+    what: str
+    path: str
+    right: str
+    wrong: str
+    tests: str
+
+
+MUTATIONS = [
+    Mutation(
+        "targets are not shifted",
+        f"{MODEL}/loss.py",
+        "targets = jnp.roll(tokens, -1, axis=1)",
+        "targets = tokens",
+        "tests/model/test_parity.py",
+    ),
+    Mutation(
+        "the last target of a document counts",
+        f"{MODEL}/loss.py",
+        "jnp.roll(segments, -1, axis=1) == segments",
+        "jnp.roll(segments, -1, axis=1) >= segments",
+        "tests/model/test_loss.py",
+    ),
+    Mutation(
+        "a token sees the one after it",
+        f"{MODEL}/attention.py",
+        "key <= query",
+        "key <= query + 1",
+        "tests/model/test_parity.py",
+    ),
+    Mutation(
+        "documents of a row see each other",
+        f"{MODEL}/attention.py",
+        "mask & (segments[:, :, None] == segments[:, None, :])",
+        "mask & (segments[:, :, None] >= segments[:, None, :])",
+        "tests/model/test_apply.py",
+    ),
+    Mutation(
+        "scores are scaled by 1 / width of a head",
+        f"{MODEL}/attention_products.py",
+        "scores * query.shape[-1] ** -0.5, MASKED",
+        "scores * query.shape[-1] ** -1.0, MASKED",
+        "tests/model/test_parity.py",
+    ),
+    Mutation(
+        "the gradient of attention forgets the scale",
+        f"{MODEL}/attention_products.py",
+        "(d_probabilities - means) * query.shape[-1] ** -0.5",
+        "(d_probabilities - means)",
+        "tests/model/test_attention.py",
+    ),
+    Mutation(
+        "RMS norm takes the sum of squares",
+        f"{MODEL}/norm.py",
+        "y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32)",
+        "y = x32 * jax.lax.rsqrt(jnp.sum(jnp.square(x32)",
+        "tests/model/test_parity.py",
+    ),
+    Mutation(
+        "rotary embeddings turn the other way",
+        f"{MODEL}/rotary.py",
+        "[first * cos - second * sin, second * cos + first * sin]",
+        "[first * cos + second * sin, second * cos - first * sin]",
+        "tests/model/test_parity.py",
+    ),
+    Mutation(
+        "micro-batches are averaged, not summed",
+        "src/affinage/training/step.py",
+        "return jax.tree.map(jnp.add, total, gradient(part)), None",
+        "return jax.tree.map(lambda a, b: (a + b) / 2, total, gradient(part)), None",
+        "tests/training/test_step.py",
+    ),
+    Mutation(
+        "the gradient is of the sum, not of the mean",
+        "src/affinage/training/step.py",
+        "lambda g: g / jnp.maximum(targets, 1.0)",
+        "lambda g: g",
+        "tests/training/test_step.py",
+    ),
+    Mutation(
+        "weights move up the gradient",
+        "src/affinage/training/step.py",
+        "p.astype(jnp.float32) - rate * d",
+        "p.astype(jnp.float32) + rate * d",
+        "tests/training/test_step.py",
+    ),
+    Mutation(
+        "Adam's two decays are exchanged",
+        "src/affinage/training/optimizer.py",
+        "return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)",
+        "return optax.scale_by_adam(b1=settings.b2, b2=settings.b1, eps=settings.eps)",
+        "tests/training/test_optimizer.py",
+    ),
+    Mutation(
+        "the gradient is not clipped",
+        "src/affinage/training/optimizer.py",
+        "optax.clip_by_global_norm(settings.clip_norm)",
+        "optax.clip_by_global_norm(1e9)",
+        "tests/training/test_optimizer.py",
+    ),
+    Mutation(
+        "norms and biases decay, too",
+        "src/affinage/training/optimizer.py",
+        "optax.add_decayed_weights(settings.weight_decay, weights.decayed)",
+        "optax.add_decayed_weights(settings.weight_decay)",
+        "tests/training/test_optimizer.py",
+    ),
+    Mutation(
+        "the rejected answer is preferred",
+        f"{MODEL}/preference.py",
+        "return values[:, 0::2] - values[:, 1::2]",
+        "return values[:, 1::2] - values[:, 0::2]",
+        "tests/model/test_preference.py",
+    ),
+    Mutation(
+        "the user's words are trained on",
+        "src/affinage/data/chat.py",
+        'message["role"] == "assistant" and number >= first',
+        "number >= first",
+        "tests/data/test_chat.py",
+    ),
+]
+
+
+def failed(mutation: Mutation, scratch: Path) -> list[str]:
+    """The tests that fail with the line changed in the copy of the repository."""
+    file = scratch / mutation.path
+    text = file.read_text(encoding="utf-8")
+    assert text.count(mutation.right) == 1, f"{mutation.path}: {text.count(mutation.right)} x {mutation.right}"
+    file.write_text(text.replace(mutation.right, mutation.wrong), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--no-header", "-rfE", mutation.tests]
+    environment = {**os.environ, "PYTHONPATH": str(scratch / "src")}
+    said = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=600).stdout
+    file.write_text(text, encoding="utf-8")
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first one alone")
+    parser.add_argument("--only", default="", metavar="WORD", help="those with this in their description")
+    arguments = parser.parse_args()
+    tried = [mutation for mutation in MUTATIONS if arguments.only in mutation.what][: 1 if arguments.quick else None]
+    caught = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for part in ("src", "tests", "recipes"):
+            shutil.copytree(ROOT / part, scratch / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", scratch)
+        for mutation in tried:
+            found = failed(mutation, scratch)
+            caught += found[:1]
+            print(f"{mutation.what:45} {found[0] if found else 'SURVIVED'}", flush=True)
+    result = {"name": "mutations caught", "ours": len(caught), "peer": len(tried), "unit": "mutations"}
+    print(json.dumps({"benchmark": "mutations", "results": [result | {"ratio": len(caught) / max(len(tried), 1)}]}))
+    sys.exit(len(caught) < len(tried))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""affinage from Python, for notebooks and scripts: a recipe becomes a run, and a run a model.
+
+    from affinage.api import generate, graph_of, recipe, run
+
+    mine = recipe("quickstart", {"name": "mine", "pretrain.steps": 200})
+    print(graph_of(mine).width)
+    made = run(mine, until="pretrain", measured=print)
+    print(generate(made.model(), ["The capital"]))
+
+These are the verbs `run`, `graph` and `generate` of the command line, with the same results in the same folders: what
+one has made, the other goes on from.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
+from affinage.recipe.load import LoadedRecipe, load_recipe
+
+if TYPE_CHECKING:
+    from affinage.generation.model import LoadedModel
+    from affinage.model import Graph
+    from affinage.stages.plan import Step
+    from affinage.stages.stage import StageContext, Summary
+
+Row = Mapping[str, Any]
+
+
+def recipe(name: str | Path, changes: Mapping[str, Any] | None = None) -> LoadedRecipe:
+    """A recipe by its file, or by the name of one that comes along, with some settings changed.
+
+    Args:
+        name: such as `quickstart`, or `my.yaml`.
+        changes: values by dotted key, such as {"pretrain.steps": 200}; as `--set` on the command line.
+
+    Raises:
+        UserError: for whatever is wrong in it, with the line or the key.
+    """
+    return load_recipe(name, [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()])
+
+
+def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
+    """The recipe's model.
+
+    Args:
+        loaded: the recipe.
+        vocabulary: what `vocab: auto` stands for; by default the size that the recipe asks its tokenizer for.
+    """
+    from affinage.model import parse
+    from affinage.stages.plugins import load_plugins
+    from affinage.stages.trainings import with_vocabulary
+
+    load_plugins(loaded)
+    size = loaded.recipe.tokenizer.vocabulary if vocabulary is None else vocabulary
+    return parse(with_vocabulary(loaded.recipe.model, size), loaded.locate)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a recipe has made in its folder."""
+
+    name: str
+    runs: Path
+
+    @property
+    def folder(self) -> Path:
+        """With a link to the result of every stage, and the report."""
+        return self.runs / self.name
+
+    def metrics(self, training: str = "pretrain") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, oldest first; those of steps have `loss`, those of validations `validation`."""
+        lines = (self.folder / training / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def checkpoints(self, training: str = "pretrain") -> Path:
+        """The folder with one Orbax checkpoint per kept step, each called as its step."""
+        return self.folder / training / "checkpoints"
+
+    def model(self, training: str = "", step: int | None = None) -> "LoadedModel":
+        """The model, on all devices: of the last training by default, and of its last step.
+
+        Raises:
+            UserError: there is no such training or step.
+        """
+        from affinage.stages.models import open_model
+
+        place = self.folder / training if training else self.folder
+        return open_model(str(place) + ("" if step is None else f"@{step}"), self.runs)
+
+
+def run(
+    loaded: LoadedRecipe,
+    *,
+    until: str | Sequence[str] = (),
+    runs: str | Path = "runs",
+    measured: Callable[[Row], None] | None = None,
+) -> Run:
+    """Run a recipe to its end, or to a stage. What is complete is not run again; what was stopped goes on.
+
+    Args:
+        loaded: the recipe.
+        until: a stage, such as `pretrain`, or several.
+        runs: the folder of all runs.
+        measured: is given every line of a training's metrics as soon as it is written, such as {"step": 10,
+            "loss": 2.5, ...}.
+
+    Raises:
+        Preempted: it was interrupted and has saved what was done; the same call goes on.
+        UserError: for a mistake in the recipe or its files.
+    """
+    from affinage.stages.flow import Flow, Runs
+    from affinage.stages.foresight import check
+    from affinage.stages.road import road_of
+
+    prepare_process(loaded)
+    wanted = [until] if isinstance(until, str) else until
+    flow = Flow(loaded, Runs(Path(runs)), road_of(loaded, write_report), until=wanted)
+    with Hosts.current.all_at_work():
+        check(loaded, [step.stage.name for step in flow.plan() if not step.complete])
+    flow.run(_Lines(measured or (lambda row: None)))
+    return Run(loaded.recipe.name, Path(runs))
+
+
+def generate(model: "LoadedModel", prompts: Sequence[str], tokens: int = 64, **sampling: Any) -> list[str]:
+    """What the model says after each of the prompts.
+
+    Args:
+        model: see `Run.model`.
+        prompts: texts.
+        tokens: at most so many new ones.
+        sampling: `temperature`, `top_p`, `seed` and whatever else `affinage.generation.sampling.Sampling` has; by
+            default the likeliest token is taken.
+    """
+    from affinage.generation.decode import Generator, Request
+    from affinage.generation.sampling import Sampling
+
+    request = Request(max_new_tokens=tokens, sampling=Sampling(**sampling))
+    rows = [prompt_tokens(prompt, model) for prompt in prompts]
+    return [result.text for result in Generator(model).generate(rows, request)]
+
+
+def prompt_tokens(text: str, model: "LoadedModel") -> list[int]:
+    """The ids of a text as the beginning of a document.
+
+    Raises:
+        UserError: it is longer than what the model was trained on.
+    """
+    tokenizer = model.tokenizer
+    prompt = [*tokenizer.opening, *tokenizer.encode(text)] or [tokenizer.bos]  # not every model has an opening
+    if len(prompt) >= model.context:
+        raise UserError(f"the prompt has {len(prompt)} tokens; this model takes at most {model.context - 1}")
+    return prompt
+
+
+class _Lines:
+    """Prints a line when a stage ends, and hands the metrics on."""
+
+    def __init__(self, measured: Callable[[Row], None]) -> None:
+        self.measured = measured
+
+    def began(self, step: "Step", folder: Path) -> None: ...
+
+    def progressed(self, what: str) -> None: ...
+
+    def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
+        print(f"{step.stage.name:<14}{manifest['seconds']:.1f} s", flush=True)
+
+
+def write_report(context: "StageContext") -> "Summary":
+    """The work of the report stage."""
+    from affinage.report import write_report
+
+    return write_report(context.run_folder, context.folder / "report.html")
+
+
+def prepare_process(loaded: LoadedRecipe) -> None:
+    """Set what must be set before anything heavy is imported."""
+    from affinage.hardware.devices import prepare
+    from affinage.stages.road import is_local
+
+    prepare()
+    if is_local(loaded.recipe):  # else the harness asks Hugging Face about tasks that are files here
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
