@@ -44,7 +44,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.recipe.gallery import FACTS, facts, head
+    from affinage.recipe.gallery import facts, head
     from affinage.recipe.layers import packaged_recipes, read_file
 
     found = []
@@ -62,8 +62,9 @@ def recipes(as_json: JsonOption = False) -> None:
 
     table = Table.grid(padding=(0, 2))
     for recipe in found:
-        where = "; ".join(escape(recipe[fact.lower()]) for fact in FACTS if fact in ("Hardware", "Time", "Cost"))
-        table.add_row(f"[bold]{recipe['name']}[/]", f"{escape(recipe['description'])}\n[dim]{where}[/]")
+        told = (re.split("[:;]", recipe[fact])[0] for fact in ("hardware", "time", "cost"))
+        where = ", ".join(short for short in told if short != "none")
+        table.add_row(f"[bold]{recipe['name']}[/]", f"{escape(recipe['description'])}\n[dim]{escape(where)}[/]")
     console = Console()
     console.print(table, highlight=False)
     console.print("\nRun one: affinage run NAME. Begin with one: affinage new my-run --like NAME.", highlight=False)
