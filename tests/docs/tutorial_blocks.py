@@ -43,11 +43,11 @@ def carry_out(page: Path, folder: Path) -> list[str]:
     path = folder / ".bin"
     path.mkdir()
     command = path / "affinage"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m affinage "$@"\n')
+    quick = "--xla_backend_optimization_level=0"  # they compile much and compute little
+    command.write_text(f'#!/bin/sh\nXLA_FLAGS="$XLA_FLAGS {quick}" exec "{sys.executable}" -m affinage "$@"\n')
     command.chmod(0o755)
     (path / "python").symlink_to(sys.executable)
-    environment = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "160"}
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # they compile much and compute little
+    environment = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "XLA_FLAGS": "", "COLUMNS": "160"}
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     skipped, said = [], ""
     for block in blocks(page):
