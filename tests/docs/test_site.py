@@ -1,5 +1,6 @@
 """The documentation builds without a broken link, and says every verb and every setting."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return here / "site"
+
+
+def test_every_page_is_in_the_navigation():
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    written = {page for page in pages if not page.startswith("reference/")}
+    told = set(re.findall(r'= "([^"]+\.md)"', (ROOT / "zensical.toml").read_text()))
+    assert written <= told and {page for page in told - written if not page.startswith("reference/")} == set()
+    start = (ROOT / "docs/index.md").read_text()
+    assert all(f"]({page})" in start for page in written if page.startswith("tutorials/"))
 
 
 def test_every_setting_verb_and_recipe_has_its_place(site: Path):
