@@ -14,7 +14,7 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _NUMBER = re.compile(r"\d(?:[\d.,:]*\d)?(?:e[-+]?\d+)?")
-_SECONDS = 240
+_SECONDS = 600
 
 
 @dataclass(frozen=True)
