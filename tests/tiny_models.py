@@ -119,3 +119,20 @@ def tiny_mixtral() -> LoadedModel:
     nodes = LLAMA["nodes"]
     graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"ffn": experts}}})
     return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny", CONTEXT)
+
+
+def fused_experts(tensors):
+    """Mixtral's files have a tensor for each expert; transformers 5 holds them in one and calls the layer `mlp`."""
+    merged, experts = {}, {}
+    for name, array in tensors.items():
+        layer, found, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+        if found:
+            experts.setdefault(layer + found, {})[rest] = np.array(array)
+        else:
+            merged[layer] = np.array(array)
+    for prefix, arrays in experts.items():
+        w1, w2, w3 = (
+            np.stack([arrays[f"{e}.{w}.weight"] for e in range(len(arrays) // 3)]) for w in ("w1", "w2", "w3")
+        )
+        merged |= {f"{prefix}gate_up_proj": np.concatenate([w1, w3], axis=1), f"{prefix}down_proj": w2}
+    return merged

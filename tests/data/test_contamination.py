@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from affinage.data.benchmark_items import BenchmarkItem
-from affinage.data.contamination import find_contamination, texts_of_documents, texts_of_rows
+from affinage.data.contamination import contamination, look_through, runs_of, texts_of_documents, texts_of_rows
 from affinage.data.documents import DocumentWriter
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.recipe.cleaning import DecontaminateSettings
@@ -48,7 +48,12 @@ def test_it_finds_what_looking_word_by_word_finds():
     items += [item(20 + n, text.upper().replace(" ", ", ", 3)[5:60]) for n, text in enumerate(texts[:6])]
     items += [item(30, "a run of words that is in many texts")]
     texts += ["Here is A Run of words: that is in many texts."] * 3  # more than `boilerplate`: it tells nothing
-    found = find_contamination(items, [pa.array(texts[:7]), pa.array(texts[7:])], SETTINGS)
+    runs = runs_of(items, SETTINGS)
+    parts = [
+        look_through([pa.array(texts[:7])], runs),
+        look_through([pa.array(texts[7:20]), pa.array(texts[20:])], runs),
+    ]
+    found = contamination(runs, parts, SETTINGS)
     assert found.found == slow(items, texts) and len(found.found) >= 6
     assert ("quiz", "30") not in found.found
     assert found.texts == 43 and found.benchmarks == {"quiz"} and found.too_short == {}

@@ -111,3 +111,5 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
         main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
     said = capsys.readouterr().out
     assert "quiz: 2 of 9 stand there: 0, 1" in said and "without them" in said
+    kept = (tmp_path / "runs" / "store").glob("looked-for-*")
+    assert len(list(kept)) == 2, "of the documents, for all three evaluations, and of the conversations"

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from lm_eval.api.instance import Instance
 
+from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
+from affinage.generation.decode import Generator
 from tiny_models import tiny_llama
 
 PAIRS = [([2, 270 + n], [280, 290 + n]) for n in range(40)]
@@ -26,6 +29,37 @@ def test_what_is_known_is_not_scored_again(tmp_path):
     assert [r[0] for r in results[4:]] == pytest.approx([e[0] for e in expected[4:]], abs=1e-4)
     assert len(Ledger(tmp_path / "a", "tiny")) == 40
     assert len(Ledger(tmp_path / "a", "another model")) == 0
+
+
+def test_greedy_texts_are_kept_too_and_a_stop_in_the_middle_costs_what_was_not_written(tmp_path, monkeypatch):
+    def asked(settings, words):
+        return [Instance("generate_until", {}, (f"{word} plus seven is", settings), 0) for word in words]
+
+    greedy, drawn = ({"do_sample": flag, "max_gen_toks": 5, "temperature": 1.0} for flag in (False, True))
+    words = ["two", "three", "twenty", "four hundred", "five"]
+    expected = JaxLM(tiny_llama(), batch=2).generate_until(asked(greedy, words))
+
+    monkeypatch.setattr("affinage.evaluation.ledger._SECONDS", 0.0)
+    progressed = Generator._progress
+    began: list[int] = []
+
+    def dies(self, request):
+        began.append(1)
+        if len(began) > 4:
+            raise KeyboardInterrupt
+        return progressed(self, request)
+
+    monkeypatch.setattr(Generator, "_progress", dies)
+    with pytest.raises(KeyboardInterrupt):
+        JaxLM(tiny_llama(), batch=2, ledger=Ledger(tmp_path / "a", "tiny")).generate_until(asked(greedy, words))
+    left = Ledger(tmp_path / "a", "tiny")
+    assert len(left) == 4, "two batches of two"
+    began.clear()
+    assert JaxLM(tiny_llama(), batch=2, ledger=left).generate_until(asked(greedy, words)) == expected
+    assert len(began) == 1 and len(Ledger(tmp_path / "a", "tiny")) == 5
+    began.clear()
+    JaxLM(tiny_llama(), batch=2, ledger=left).generate_until(asked(drawn, words[:2]))
+    assert len(left) == 5, "what is drawn is not kept"
 
 
 def test_a_line_cut_off_is_forgotten_and_what_follows_is_whole(tmp_path):

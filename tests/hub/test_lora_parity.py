@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.llama import hf_config, to_hf
@@ -15,7 +15,7 @@ from affinage.training.frozen import frozen_of
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.program import step_of
 from affinage.training.state import TrainState
-from tiny_models import CONTEXT, VOCABULARY, tiny_llama
+from tiny_models import CONTEXT, VOCABULARY, fused_experts, tiny_llama, tiny_mixtral
 
 TARGETS = ("query", "value", "out", "gate", "down")
 LORA = LoraSettings(rank=3, alpha=7, targets=TARGETS)
@@ -126,3 +126,40 @@ def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(
     assert (with_adapter - of_base).abs().max() > 0.1 * scale
     torch.testing.assert_close(with_adapter, of_merged, rtol=1e-4, atol=1e-4 * scale)
     torch.testing.assert_close(by_peft, of_merged, rtol=1e-4, atol=1e-4 * scale)
+
+
+def mixtral_in_transformers(ours, params):
+    config = MixtralConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager")
+    theirs = MixtralForCausalLM(config)
+    tensors = fused_experts(to_hf(jax.device_get(params), ours.graph))
+    theirs.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
+    return theirs.float().eval()
+
+
+def test_merged_adapters_of_experts_give_the_logits_of_pefts_own():
+    """PEFT's target for a parameter of all experts; its A is [rank of expert 0, of expert 1, ...] by inputs."""
+    ours = tiny_mixtral()
+    adapters = Adapters(ours.graph, LoraSettings(rank=3, alpha=7, targets=("down",)))
+    draw = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: init_params(adapters, jax.random.key(0)))
+    params = jax.tree.map(lambda p: draw.normal(0, 0.1, p.shape).astype(np.float32), shapes)
+    down = params["blocks"]["ffn"]["down"]  # [layers, experts, inputs, rank], [layers, experts, rank, outputs]
+
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    theirs = get_peft_model(mixtral_in_transformers(ours, ours.params), config).eval()
+    wrapped = [module for module in theirs.modules() if type(module).__name__ == "ParamWrapper"]
+    assert len(wrapped) == 2
+    ids = torch.tensor(batch()["tokens"], dtype=torch.long)
+    with torch.no_grad():
+        for layer, module in enumerate(wrapped):
+            a, b = down["lora_a"][layer], down["lora_b"][layer]
+            by_expert = a.transpose(0, 2, 1).reshape(-1, a.shape[1])  # [experts x rank, inputs]
+            module.lora_A["default"].weight.copy_(torch.tensor(by_expert))
+            # Of B the experts vary fastest.
+            module.lora_B["default"].weight.copy_(torch.tensor(b.transpose(2, 1, 0).reshape(b.shape[2], -1)))
+        expected = theirs(ids).logits
+        of_base = mixtral_in_transformers(ours, ours.params)(ids).logits
+        found = mixtral_in_transformers(ours, adapters.merged(ours.params, params))(ids).logits
+    scale = expected.abs().max().item()
+    assert (expected - of_base).abs().max() > 0.02 * scale
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)

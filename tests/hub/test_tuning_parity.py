@@ -20,8 +20,8 @@ from affinage.data.preferences import documents_in_a_row, prepare_preferences
 from affinage.hub.llama import hf_config, to_hf
 from affinage.hub.tokenizer import write_hf_tokenizer
 from affinage.model import Call, apply
+from affinage.model.preferred import preference_graph
 from affinage.recipe.tuning import DpoSettings, SftSettings
-from affinage.stages.preferences import preference_graph
 from affinage.training.frozen import frozen_of
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 

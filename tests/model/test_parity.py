@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny_graphs
 from affinage.hub.families import family_of
 from affinage.model import Call, apply, parse
+from tiny_models import fused_experts
 
 TOLERANCE = 1e-4  # of the largest element
 
@@ -22,29 +23,12 @@ def transformers_model(graph, params, context):
     config = family.hf_config(graph, context=context)
     kind = config.pop("model_type")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
-    tensors = {name: torch.tensor(array) for name, array in fused(family.to_hf(params, graph)).items()}
+    tensors = {name: torch.tensor(array) for name, array in fused_experts(family.to_hf(params, graph)).items()}
     missing = model.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
     return model.float().eval()
-
-
-def fused(tensors):
-    """Mixtral's files have a tensor for each expert; transformers 5 holds them in one and calls the layer `mlp`."""
-    merged, experts = {}, {}
-    for name, array in tensors.items():
-        layer, found, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
-        if found:
-            experts.setdefault(layer + found, {})[rest] = np.array(array)
-        else:
-            merged[layer] = np.array(array)
-    for prefix, arrays in experts.items():
-        w1, w2, w3 = (
-            np.stack([arrays[f"{e}.{w}.weight"] for e in range(len(arrays) // 3)]) for w in ("w1", "w2", "w3")
-        )
-        merged |= {f"{prefix}gate_up_proj": np.concatenate([w1, w3], axis=1), f"{prefix}down_proj": w2}
-    return merged
 
 
 def relative(ours, theirs):
@@ -94,7 +78,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     assert relative(logits, output.logits.detach()) < TOLERANCE
     assert abs(float(value) - output.loss.item()) < TOLERANCE * output.loss.item()
     expected = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
-    for parameter, gradient in fused(family_of(graph).to_hf(gradients, graph)).items():
+    for parameter, gradient in fused_experts(family_of(graph).to_hf(gradients, graph)).items():
         assert relative(gradient, expected[parameter]) < TOLERANCE, parameter
 
 

@@ -7,11 +7,11 @@ import pytest
 from affinage.hardware.chips import named
 from affinage.model import parse
 from affinage.model.activations import batch_shapes
+from affinage.model.preferred import preference_graph
 from affinage.parallel import make_mesh
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
 from affinage.recipe.tuning import DpoSettings
-from affinage.stages.preferences import preference_graph
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
 from tiny_models import LLAMA

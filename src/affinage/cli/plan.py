@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from affinage.recipe.load import LoadedRecipe
 
 _FILE_COLUMNS = 160
+_ROWS = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the stages that make a training's rows
 _DAY, _HOUR = 86_400, 3600
 
 
@@ -30,6 +31,10 @@ def plan(
     on: Annotated[
         str | None,
         typer.Option("--on", metavar="SLICE", help="By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."),
+    ] = None,
+    stage: Annotated[
+        Literal["pretrain", "sft", "dpo"] | None,
+        typer.Option("--stage", help="The training to plan; by default the first that the recipe has."),
     ] = None,
     overrides: SetOption = None,
     compile_step: Annotated[
@@ -58,6 +63,8 @@ def plan(
 
     affinage plan julian-600m --on v4-32 --search
 
+    affinage plan julian-sft --stage sft --set sft.lora.rank=16 --on h100
+
     affinage plan julian-600m --which
 
     affinage plan capacity --on v4-128 --width 10240
@@ -69,6 +76,7 @@ def plan(
         default_slice,
         dividing_batch,
         make_plan,
+        only,
         planned_graph,
         training_settings,
     )
@@ -76,6 +84,9 @@ def plan(
     from affinage.training.choices import check_choices
 
     loaded = load(recipe, overrides)
+    if stage:
+        overrides = [*(overrides or []), *only(stage, loaded.recipe)]
+        loaded = load(recipe, overrides)
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
@@ -85,8 +96,10 @@ def plan(
         where = find_slice(on) if on else default_slice(loaded.recipe)
         capacity_and_show(recipe, overrides or [], where, width, tries, as_json)
         return
-    data = _summary(runs, loaded, "tokenizer").get("vocabulary"), _training_tokens(runs, loaded)
-    graph = planned_graph(loaded, data[0] if loaded.recipe.tokenizer.kind == "characters" else None)
+    vocabulary = _summary(runs, loaded, "tokenizer").get("vocabulary")
+    data_tokens = _summary(runs, loaded, _ROWS[section]).get("train", {}).get("tokens")
+    characters = loaded.recipe.tokenizer.kind == "characters"
+    graph = planned_graph(loaded, vocabulary if characters else None, _documents(runs, loaded, section))
     if which:
         if on or compile_step or search:
             fix = "Leave out --on, --compile and --search."
@@ -115,7 +128,7 @@ def plan(
         )
         overrides = [*overrides, f"{section}.batch={batch}"]
         loaded = load(recipe, overrides)
-    made = make_plan(loaded.recipe, graph, where, data[1])
+    made = make_plan(loaded.recipe, graph, where, data_tokens)
     verdict = _verdict(recipe, overrides, made) if compile_step else None
     if as_json:
         told: dict[str, Any] = made.to_dict()
@@ -144,9 +157,12 @@ def _summary(runs: Path, loaded: "LoadedRecipe", stage: str) -> dict[str, Any]:
     return found
 
 
-def _training_tokens(runs: Path, loaded: "LoadedRecipe") -> int | None:
-    tokens = _summary(runs, loaded, "rows").get("train", {}).get("tokens")
-    return int(tokens) if tokens else None
+def _documents(runs: Path, loaded: "LoadedRecipe", section: str) -> int | None:
+    """Documents of a row of preferences, if there are such rows."""
+    from affinage.data.preferences import documents_in_a_row
+
+    found = section == "dpo" and _summary(runs, loaded, _ROWS[section])
+    return documents_in_a_row(runs / loaded.recipe.name / _ROWS[section]) if found else None
 
 
 def _ratio(made: "Plan", verdict: "Verdict") -> float | None:
@@ -189,8 +205,8 @@ def _heading(made: "Plan") -> list[str]:
 def _facts(made: "Plan") -> list[str]:
     facts = made.facts
     lines = [
-        f"{facts.steps:,} steps × {facts.rows:,} rows × {facts.context:,} tokens = {facts.tokens:,} tokens, "
-        f"{facts.tokens_per_parameter:.3g} for each of {facts.active:,} parameters"
+        f"{made.section}: {facts.steps:,} steps × {facts.rows:,} rows × {facts.context:,} tokens = "
+        f"{facts.tokens:,} tokens, {facts.tokens_per_parameter:.3g} for each of {facts.active:,} parameters"
         + (f" ({facts.parameters:,} in all)" if facts.active != facts.parameters else ""),
         f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}",
         f"warm-up: {facts.warmup:,} steps, {facts.warmup / facts.steps:.1%}",

@@ -1,5 +1,6 @@
 """Verbs that let a model speak: `generate`, `chat`."""
 
+import contextlib
 import json
 import os
 import sys
@@ -104,9 +105,16 @@ def _language() -> "Language":
 
 
 def _read_line() -> str | None:
+    """A line of the terminal's, with arrow keys to edit it and to go back; None where the person leaves."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() uses it once it is there
     try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
+        return input("> " if terminal else "")
+    except (EOFError, KeyboardInterrupt):
+        if terminal:
+            _write("\n")
         return None
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import document_files, row_groups
-from affinage.data.overlap import Scanner, index_items
+from affinage.data.overlap import Items, Scanner, index_items
 from affinage.data.repair import repair
 from affinage.data.row_files import blocks_of_rows, find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
@@ -28,28 +28,44 @@ class Contamination:
     texts: int  # that were looked through
 
 
-def find_contamination(
-    items: Iterable[BenchmarkItem], texts: Iterable[pa.Array], settings: DecontaminateSettings
-) -> Contamination:
-    """Look for items in texts, given as pyarrow string arrays in normal form C.
+@dataclass(frozen=True)
+class Occurrences:
+    """What looking through texts came to: how many they are, and in how many each run of words is, int64 [K]."""
 
-    A match is what `decontaminate` calls one: a run of `settings.ngram` words, or a shorter item whole, that is in no
-    more than `settings.boilerplate` items of a benchmark and as many texts.
-    """
-    index = index_items(items, ngram=settings.ngram, min_words=settings.min_words, boilerplate=settings.boilerplate)
-    scanner = Scanner(index)
-    texts_with = np.zeros(index.keys.size, np.int64)
-    count = 0
+    texts: int
+    with_run: np.ndarray
+
+
+def runs_of(items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Items:
+    """What is looked for: runs of `settings.ngram` words, or shorter items whole."""
+    return index_items(items, ngram=settings.ngram, min_words=settings.min_words, boilerplate=settings.boilerplate)
+
+
+def look_through(texts: Iterable[pa.Array], runs: Items) -> Occurrences:
+    """Count the texts, given as pyarrow string arrays in normal form C, in which each run is."""
+    scanner = Scanner(runs)
+    with_run, count = np.zeros(runs.keys.size, np.int64), 0
     for some in texts:
         hits = scanner.scan(some)
         pairs = np.unique(np.stack([hits.text, hits.key]), axis=1)
-        texts_with += np.bincount(pairs[1], minlength=texts_with.size)
+        with_run += np.bincount(pairs[1], minlength=with_run.size)
         count += len(some)
+    return Occurrences(count, with_run)
+
+
+def contamination(runs: Items, found: Iterable[Occurrences], settings: DecontaminateSettings) -> Contamination:
+    """The items that stand in texts.
+
+    A match is what `decontaminate` calls one: a run that is in no more than `settings.boilerplate` items of a benchmark
+    and as many texts.
+    """
+    looked = list(found)
+    texts_with = sum((one.with_run for one in looked), np.zeros(runs.keys.size, np.int64))
     told = np.flatnonzero((texts_with > 0) & (texts_with <= settings.boilerplate))
-    members = {member for key in told.tolist() for member in index.of(key).tolist()}
-    found = frozenset((index.items[member].benchmark, index.items[member].id) for member in members)
-    benchmarks = frozenset(item.benchmark for item in index.items)
-    return Contamination(found, dict(index.too_short), benchmarks, count)
+    members = {member for key in told.tolist() for member in runs.of(key).tolist()}
+    standing = frozenset((runs.items[member].benchmark, runs.items[member].id) for member in members)
+    benchmarks = frozenset(item.benchmark for item in runs.items)
+    return Contamination(standing, dict(runs.too_short), benchmarks, sum(one.texts for one in looked))
 
 
 def texts_of_documents(folder: Path) -> Iterator[pa.Array]:

@@ -49,6 +49,7 @@ class JaxLM(TemplateLM):
         self.requests = 0  # continuations scored and texts generated so far
         self._max_new_tokens = max_new_tokens
         self._progress = progress
+        self._ledger = ledger
         self._scorer = Scorer(model, batch=batch, ledger=ledger)
         self._generator = Generator(model, batch=batch)
         self._in_chat_template = False
@@ -165,13 +166,32 @@ class JaxLM(TemplateLM):
         for wanted, indices in grouped.values():
             room = self.max_length - wanted.max_new_tokens
             prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
-            for index, generation in zip(indices, self._generator.generate(prompts, wanted), strict=True):
+            for index, generation in zip(indices, self._generated(prompts, wanted), strict=True):
                 texts[index] = generation.text
                 self.answers.append(Answer(unshielded(requests[index].args[0], self.model.tokenizer), generation))
                 self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
             self.requests += len(indices)
             self._progress(f"generated {len(self.answers):,} texts")
         return texts
+
+    def _generated(self, prompts: list[list[int]], wanted: Request) -> list[Generation]:
+        """What follows the prompts; greedy texts that the ledger has are not generated again."""
+        ledger = self._ledger
+        if ledger is None or wanted.sampling.temperature > 0:  # draws are named by a prompt's place among all
+            return self._generator.generate(prompts, wanted)
+        found = [ledger.get_text(prompt, wanted) for prompt in prompts]
+        left = [index for index, one in enumerate(found) if one is None]
+
+        def keep(place: int, generation: Generation) -> None:
+            found[left[place]] = generation
+            ledger.put_text(prompts[left[place]], wanted, generation)
+
+        if left:
+            try:
+                self._generator.generate([prompts[index] for index in left], wanted, keep)
+            finally:
+                ledger.flush()
+        return [one for one in found if one is not None]
 
     def _request(self, settings: Mapping[str, Any]) -> Request:
         """The harness's generation settings as a request."""

@@ -4,13 +4,16 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from affinage.generation.decode import Generation, Request
 from affinage.generation.model import LoadedModel
 from affinage.model.parameter import Tree
 
@@ -39,7 +42,7 @@ def _sum(leaf: Array) -> UInt32[Array, ""]:
 
 
 class Ledger:
-    """The log-probabilities of one model by the tokens they are of, in a file that only grows.
+    """The answers of one model by what it was asked, in a file that only grows: log-probabilities and greedy texts.
 
     Its first line names the model; a file of another is begun anew. A line that a kill cut off is not read, nor is
     what follows it.
@@ -48,20 +51,25 @@ class Ledger:
     def __init__(self, path: Path, model: str) -> None:
         self._path = path
         self._known: dict[str, tuple[float, bool]] = {}
+        self._texts: dict[str, Generation] = {}
         self._waiting: list[str] = []
         self._written = time.monotonic()
         header = json.dumps({"model": model}) + "\n"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         whole = len(header)
         for line in lines[1:] if lines[:1] == [header] else ():
-            try:
-                key, value, greedy = json.loads(line)
-            except ValueError:
-                break
             if not line.endswith("\n"):
                 break
-            self._known[key] = float(value), bool(greedy)
-            whole += len(line)
+            try:
+                key, *answer = json.loads(line)
+                if len(answer) == 1:
+                    self._texts[key] = Generation(**answer[0])
+                else:
+                    value, greedy = answer
+                    self._known[key] = float(value), bool(greedy)
+            except (ValueError, TypeError):
+                break
+            whole += len(line.encode())
         path.parent.mkdir(parents=True, exist_ok=True)
         if lines[:1] != [header]:
             path.write_text(header, encoding="utf-8")
@@ -70,7 +78,7 @@ class Ledger:
                 file.truncate(whole)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._known) + len(self._texts)
 
     def get(self, before: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool] | None:
         """What was answered for these tokens; None if nothing was."""
@@ -80,7 +88,20 @@ class Ledger:
         """Keep an answer. It is on disk after some seconds, or after `flush`."""
         key = _key(before, continuation)
         self._known[key] = answer
-        self._waiting.append(json.dumps([key, answer[0], answer[1]]) + "\n")
+        self._keep([key, answer[0], answer[1]])
+
+    def get_text(self, prompt: Sequence[int], request: Request) -> Generation | None:
+        """What was generated after a prompt; None if nothing was."""
+        return self._texts.get(_key_of_text(prompt, request))
+
+    def put_text(self, prompt: Sequence[int], request: Request, generation: Generation) -> None:
+        """Keep a text that any other run would generate, too. It is on disk after some seconds, or after `flush`."""
+        key = _key_of_text(prompt, request)
+        self._texts[key] = generation
+        self._keep([key, asdict(generation)])
+
+    def _keep(self, line: list[Any]) -> None:
+        self._waiting.append(json.dumps(line) + "\n")
         if time.monotonic() - self._written > _SECONDS:
             self.flush()
 
@@ -90,6 +111,11 @@ class Ledger:
             file.write("".join(self._waiting))
         self._waiting.clear()
         self._written = time.monotonic()
+
+
+def _key_of_text(prompt: Sequence[int], request: Request) -> str:
+    asked = json.dumps(["text", list(map(int, prompt)), asdict(request)])
+    return hashlib.blake2b(asked.encode(), digest_size=12).hexdigest()
 
 
 def _key(before: Sequence[int], continuation: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class PublishedModel:
 @lru_cache
 def published() -> tuple[PublishedModel, ...]:
     """All published results that ship with affinage, in the order of their parameters as published."""
-    data = json.loads(files("affinage.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
     return tuple(
         PublishedModel(
             name=one["model"],
@@ -32,16 +32,27 @@ def published() -> tuple[PublishedModel, ...]:
             parameters=one["parameters"],
             tokens=one["tokens"],
             tokens_as_stated=one["tokens_as_stated"],
-            source=data["sources"][one["source"]],
+            source=_data()["sources"][one["source"]],
             scores={task: score / 100 for task, score in one["scores"].items()},
             notes=one.get("notes", {}),
         )
-        for one in data["models"]
+        for one in _data()["models"]
     )
 
 
 @lru_cache
 def headline_metrics() -> Mapping[str, str]:
     """The metric that the published score of each task is."""
-    data = json.loads(files("affinage.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
-    return dict(data["metrics"])
+    return dict(_data()["metrics"])
+
+
+def tuned() -> Mapping[str, tuple[PublishedModel, ...]]:
+    """By family: a base model, what fine-tuning made of it, and what longer fine-tuning did."""
+    by_name = {model.name: model for model in published()}
+    return {family: tuple(by_name[name] for name in names) for family, names in _data()["tuned"].items()}
+
+
+@lru_cache
+def _data() -> dict[str, Any]:
+    text = files("affinage.evaluation").joinpath("published.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

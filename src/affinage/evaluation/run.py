@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lm_eval.evaluator
 import numpy as np
@@ -17,6 +17,7 @@ from affinage.data.atomic import write_atomically, write_json
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.contamination import Contamination
 from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.batch_size import rows_that_fit
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.contaminated import contamination_of
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
@@ -42,7 +43,7 @@ def evaluate(
     limit: int | None = None,
     draw: int | None = None,
     shots: int = 0,
-    batch: int = 64,
+    batch: int | Literal["auto"] = "auto",
     max_new_tokens: int = 64,
     texts: Mapping[str, Sequence[str]] | None = None,
     compressors: bool = False,
@@ -55,9 +56,9 @@ def evaluate(
     `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
     chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
     so that their scores can be compared. `limit` is items per task, the first ones or, with `draw`, those that the seed
-    draws; `shots` examples before each question, `batch` rows per forward pass, `samples` items per task in the
-    results for people to read. Of `texts` (validation texts by name) the bits per byte are measured, beside those of
-    gzip and xz if `compressors`.
+    draws; `shots` examples before each question, `batch` rows per forward pass (auto: as many as fit), `samples` items
+    per task in the results for people to read. Of `texts` (validation texts by name) the bits per byte are measured,
+    beside those of gzip and xz if `compressors`.
 
     `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
     Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.
@@ -69,7 +70,8 @@ def evaluate(
     started, contamination = time.monotonic(), None
     found = find_tasks(tasks, task_folders or {}, data_dir)
     ledger = None if keep is None else Ledger(keep, fingerprint(model))
-    lm = JaxLM(model, batch=batch, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
+    rows = rows_that_fit(model) if batch == "auto" else batch
+    lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
     rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}

@@ -1,7 +1,7 @@
 """Generation with a KV cache: one compiled prefill and one compiled decode step per shape."""
 
+from collections.abc import Callable, Sequence
 from collections.abc import Generator as Generating
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -148,10 +148,16 @@ class Generator:
         self._steps = steps_per_dispatch  # the host looks at stop strings, and streams, once per so many tokens
         self._prefill, self._decode = compiled(model.graph, model.compute_dtype)
 
-    def generate(self, prompts: Sequence[Sequence[int]], request: Request = DEFAULT) -> list[Generation]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        request: Request = DEFAULT,
+        told: Callable[[int, Generation], None] = lambda _index, _generation: None,
+    ) -> list[Generation]:
         """What follows each prompt (token ids, at least one, fewer than the context), in the order of the prompts.
 
-        The result does not depend on `batch`, beyond rounding: random draws are named by the prompt's index.
+        The result does not depend on `batch`, beyond rounding: random draws are named by the prompt's index. `told` is
+        called with the index of a prompt and what follows it as batches are done.
         """
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         # One batch size for all, also for what is left over at the end: a row without a prompt costs less than a shape.
@@ -163,7 +169,9 @@ class Generator:
             progress = [self._progress(request) for _ in rows]
             for _ in self._run([prompts[row] for row in rows], rows, batch, request, progress, self._steps):
                 pass
-            results |= {row: one.result() for row, one in zip(rows, progress, strict=True)}
+            for row, one in zip(rows, progress, strict=True):
+                results[row] = one.result()
+                told(row, results[row])
         return [results[index] for index in range(len(prompts))]
 
     def stream(self, prompt: Sequence[int], request: Request = DEFAULT) -> Generating[str, None, Generation]:

@@ -33,11 +33,15 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         {file: bytes}.
 
     Raises:
-        UserError: for a model that is not of the Llama family. (GPT-2 has one matrix for what are three here.)
+        UserError: for a model that is not of the Llama family (GPT-2 has one matrix for what are three here), and for
+            adapters of experts.
     """
     if family_of(adapters.graph) is not llama:
         fix = "Leave out --adapter: the exported weights have the adapters in them."
         raise UserError("only adapters of models of the Llama family have a form that PEFT reads", fix=fix)
+    if adapters.of_experts:
+        fix = "Leave out --adapter: the exported weights have the adapters in them."
+        raise UserError("PEFT has one adapter for the gate and up of an expert, these are two", fix=fix)
     tensors = adapter_tensors(adapters, params)
     modules = sorted({name.split(".")[-3] for name in tensors})
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from jax.extend.core import Jaxpr, Var
 
 from affinage.model.call import Call
 from affinage.model.graph import Graph
+from affinage.model.kinds.preference import REFERENCE, PreferenceLoss
 from affinage.model.module import abstract_averages, abstract_params, apply_part
 from affinage.model.node import Node
 from affinage.model.parameter import Tree
@@ -99,6 +100,10 @@ def batch_shapes(graph: Graph, batch: int, context: int) -> dict[str, Any]:
     if "tokens" in arrays:
         arrays |= dict.fromkeys(("segment_ids", "positions"), arrays["tokens"])
         arrays["loss_mask"] = jax.ShapeDtypeStruct((batch, context), jnp.float32)
+    if isinstance(graph[graph.loss].kind, PreferenceLoss):
+        (answers,) = graph[graph.loss].inputs
+        documents = graph.shapes[answers].bind(sizes)[1]
+        arrays[REFERENCE] = jax.ShapeDtypeStruct((batch, documents), jnp.float32)
     return arrays
 
 

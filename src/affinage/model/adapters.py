@@ -1,7 +1,7 @@
 """Low-rank adapters beside the matrices of a graph (LoRA: Hu et al., 2021, arXiv:2106.09685).
 
 A matrix W [inputs, outputs] gets A [inputs, rank] and B [rank, outputs]: it maps x to x W + alpha / rank * (x A) B. B
-begins at zero, so the adapted model begins as the model.
+begins at zero, so the adapted model begins as the model. Of a mixture every expert's matrix gets a pair of its own.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LORA_A, LORA_B = "lora_a", "lora_b"
 LORA_SITE = "lora_site"  # tells the masks of dropout apart; in trees that the graph is applied to, where there is any
 _FIRST_SITE = 100  # after those of the blocks
+_STACKED = ("layers", "experts")  # axes along which matrices lie side by side
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,28 @@ class Adapters:
                 where="lora.targets",
                 fix=f"There are: {', '.join(sorted(names))}." if names else "Leave out `lora`.",
             )
+        if not self.targets:
+            experts = ", ".join(sorted(names))
+            raise UserError(
+                "all matrices of the model are experts', which get an adapter by their names only",
+                where="lora.targets",
+                fix=f"Name those that are to have one: targets=[{experts}].",
+            )
+        if self.settings.dropout and self.of_experts:
+            names = {path[-1] for path in self.of_experts}
+            raise UserError(
+                "adapters of experts have no dropout: its masks would depend on where a token's expert lies",
+                where="lora.dropout",
+                fix=f"Set it to 0, or leave {', '.join(sorted(names))} out of `targets`.",
+            )
 
     @cached_property
     def _matrices(self) -> dict[tuple[str, ...], Parameter]:
-        """The matrices of hidden layers that every token is multiplied by, by their paths."""
+        """The matrices of hidden layers by their paths; a mixture's experts have one together."""
         found: dict[tuple[str, ...], Parameter] = {}
 
         def note(path: tuple[str, ...], parameter: Parameter) -> None:
-            if path[-1] == "kernel" and parameter.inputs and "experts" not in parameter.axes:
+            if path[-1] == "kernel" and parameter.inputs:
                 found[path] = parameter
 
         map_parameters(note, self.graph.parameters)
@@ -61,9 +76,18 @@ class Adapters:
 
     @cached_property
     def targets(self) -> tuple[tuple[str, ...], ...]:
-        """The paths of the matrices that get an adapter."""
+        """The paths of the matrices that get an adapter; experts' do if they are named."""
         wanted = self.settings.targets
-        return tuple(path[:-1] for path in self._matrices if wanted == "all" or path[-2] in wanted)
+        return tuple(
+            path[:-1]
+            for path, matrix in self._matrices.items()
+            if (path[-2] in wanted if wanted != "all" else "experts" not in matrix.axes)
+        )
+
+    @cached_property
+    def of_experts(self) -> tuple[tuple[str, ...], ...]:
+        """Those of `targets` that are experts'."""
+        return tuple(path for path in self.targets if "experts" in self._matrices[(*path, "kernel")].axes)
 
     @property
     def depth(self) -> int:
@@ -79,23 +103,26 @@ class Adapters:
         return tree
 
     def _declared(self, matrix: Parameter) -> Tree:
-        stacked = [i for i, axis in enumerate(matrix.axes) if axis == "layers"]
+        stacked = [i for i, axis in enumerate(matrix.axes) if axis in _STACKED]
         inputs, outputs, rank = matrix.inputs, matrix.outputs, self.settings.rank
 
         def of(which: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
             return tuple(matrix.shape[i] for i in which), tuple(matrix.axes[i] for i in which)
 
-        (layers, layer_axes), (wide, wide_axes), (out, out_axes) = of(tuple(stacked)), of(inputs), of(outputs)
-        first = len(layers)
+        (copies, copy_axes), (wide, wide_axes), (out, out_axes) = of(tuple(stacked)), of(inputs), of(outputs)
+        first = len(copies)
         return {
             # The variance of PyTorch's own initialisation of a linear layer, which the paper's code and PEFT take.
             LORA_A: Parameter(
-                (*layers, *wide, rank),
-                (*layer_axes, *wide_axes, None),
+                (*copies, *wide, rank),
+                (*copy_axes, *wide_axes, None),
                 std=(3 * prod(wide)) ** -0.5,
                 inputs=tuple(range(first, first + len(wide))),
+                used=matrix.used,
             ),
-            LORA_B: Parameter((*layers, rank, *out), (*layer_axes, None, *out_axes), init="zeros", inputs=(first,)),
+            LORA_B: Parameter(
+                (*copies, rank, *out), (*copy_axes, None, *out_axes), init="zeros", inputs=(first,), used=matrix.used
+            ),
         }
 
     @property
@@ -104,7 +131,10 @@ class Adapters:
         return self.settings.alpha / self.settings.rank
 
     def beside(self, weights: Tree, adapters: Tree) -> Tree:
-        """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them."""
+        """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them.
+
+        Both trees may have some of the nodes only, the same ones.
+        """
 
         def with_adapter(site: int, matrix: Tree, adapter: Tree) -> Tree:
             told = {**matrix, LORA_A: adapter[LORA_A], LORA_B: adapter[LORA_B] * self.scale}
@@ -120,27 +150,31 @@ class Adapters:
 
         def add(site: int, matrix: Tree, adapter: Tree) -> Tree:
             a, b = (adapter[name].astype(jnp.float32) for name in (LORA_A, LORA_B))
-            product = _per_layer(self._stacked(site))(a, b)
+            product = _per_copy(self._stacked(site))(a, b)
             kernel = matrix["kernel"]
             return {**matrix, "kernel": (kernel.astype(jnp.float32) + self.scale * product).astype(kernel.dtype)}
 
         return self._changed(weights, adapters, add)
 
     def _stacked(self, site: int) -> int:
-        return int("layers" in self._matrices[(*self.targets[site], "kernel")].axes)
+        return sum(axis in _STACKED for axis in self._matrices[(*self.targets[site], "kernel")].axes)
 
     def _changed(self, weights: Tree, adapters: Tree, change: Callable[[int, Tree, Tree], Tree]) -> Tree:
         tree = jax.tree.map(lambda leaf: leaf, weights)  # new dicts, the same arrays
         for site, path in enumerate(self.targets):
+            if path[0] not in weights:
+                continue
             _put(tree, path, change(site, _at(weights, path), _at(adapters, path)))
         return tree
 
 
-def _per_layer(stacked: int) -> Callable[[Any, Any], Any]:
+def _per_copy(stacked: int) -> Callable[[Any, Any], Any]:
     def product(a: Any, b: Any) -> Any:
         return jnp.tensordot(a, b, axes=1, precision="highest")
 
-    return jax.vmap(product) if stacked else product
+    for _ in range(stacked):
+        product = jax.vmap(product)
+    return product
 
 
 def _at(tree: Tree, path: tuple[str, ...]) -> Tree:

@@ -183,7 +183,7 @@ def _held(recipe: str, overrides: Sequence[str], where: Slice) -> tuple[float, f
         _, settings, context = training_settings(loaded.recipe)
         mesh = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
         graph = planned_graph(loaded)
-        return state_of(lay_out(graph, settings, mesh, context, where.devices, loaded.recipe.parallel), settings)
+        return state_of(lay_out(graph, settings, mesh, context, where.devices, loaded.recipe.parallel), settings)[0]
 
     two, four = state(2), state(4)
     return 2 * two - four, (four - two) / 2

@@ -120,7 +120,8 @@ def _traced_step(part: Part) -> Traced:
     state = abstract_state(whole, jnp.dtype(settings.precision.params), optimizer, layout)
     batch = batch_shapes(graph, part.rows * settings.micro_batches, part.context)
 
-    def of_weights(params: Any, rest: TrainState, batch: Any) -> Any:
-        return step(rest._replace(params=params), batch)
+    def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:
+        params, frozen = weights
+        return step(rest._replace(params=params, frozen=frozen), batch)
 
-    return trace(of_weights, state.params, state._replace(params=None), batch)
+    return trace(of_weights, (state.params, state.frozen), state._replace(params=None, frozen=None), batch)

@@ -4,13 +4,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, compared, find_slice
 from affinage.model import Graph, parse
+from affinage.model.preferred import preference_graph
 from affinage.parallel.mesh import axis_sizes
 from affinage.parallel.sharding import table_with
 from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
@@ -22,6 +23,9 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
 
+Training = Literal["pretrain", "sft", "dpo"]
+TRAININGS = get_args(Training)
+ANSWER = 128  # tokens of a prompt with an answer, where nobody has counted them yet
 _HOUR = 3600
 NEARLY_FULL = 0.9
 
@@ -32,6 +36,7 @@ class Plan:
 
     Attributes:
         recipe: its name.
+        section: of the recipe, the training: pretrain, sft or dpo.
         where: the slice.
         split: how it is split.
         settings: of the training.
@@ -44,6 +49,7 @@ class Plan:
     """
 
     recipe: str
+    section: str
     where: Slice
     split: Split
     settings: TrainSettings
@@ -130,6 +136,7 @@ class Plan:
         where, chip = self.where, self.where.chip
         return {
             "recipe": self.recipe,
+            "stage": self.section,
             "slice": {
                 "name": where.name,
                 "chip": chip.name,
@@ -171,7 +178,7 @@ class Plan:
 
 
 def training_settings(recipe: Recipe) -> tuple[str, TrainSettings, int]:
-    """The training that a recipe is planned for: pretraining where it has one, and the tokens of its rows.
+    """The training that a recipe is planned for, the first that it has, and the tokens of its rows.
 
     Raises:
         UserError: for a recipe that trains nothing.
@@ -180,13 +187,36 @@ def training_settings(recipe: Recipe) -> tuple[str, TrainSettings, int]:
         return "pretrain", recipe.pretrain, recipe.rows.context
     if recipe.sft is not None:
         return "sft", recipe.sft, recipe.sft.context or recipe.rows.context
+    if recipe.dpo is not None:
+        return "dpo", recipe.dpo, recipe.dpo.context or recipe.rows.context
     raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
 
 
-def planned_graph(loaded: LoadedRecipe, vocabulary: int | None = None) -> Graph:
-    """The model of a recipe; `vocab: auto` is `vocabulary`, by default what its tokenizer will have."""
-    model = loaded.recipe.model
-    return parse(model, loaded.locate, vocabulary=vocabulary or loaded.recipe.tokenizer.vocabulary)
+def only(stage: Training, recipe: Recipe) -> list[str]:
+    """Settings that leave of a recipe's trainings `stage`, and so have it planned.
+
+    Raises:
+        UserError: where the recipe has none.
+    """
+    if getattr(recipe, stage) is None:
+        has = [name for name in TRAININGS if getattr(recipe, name) is not None]
+        fix = f"It has: {', '.join(has)}." if has else f"Add a `{stage}:` section."
+        raise UserError(f"{recipe.name} has no `{stage}`", where="--stage", fix=fix)
+    return [f"{name}=null" for name in TRAININGS if name != stage and getattr(recipe, name) is not None]
+
+
+def planned_graph(loaded: LoadedRecipe, vocabulary: int | None = None, documents: int | None = None) -> Graph:
+    """The model of a recipe, with the loss of the training that is planned.
+
+    `vocab: auto` is `vocabulary`, by default what its tokenizer will have. `documents` are those of a row of pairs,
+    by default as many as have ANSWER tokens each.
+    """
+    recipe = loaded.recipe
+    graph = parse(recipe.model, loaded.locate, vocabulary=vocabulary or recipe.tokenizer.vocabulary)
+    if recipe.pretrain is not None or recipe.sft is not None or recipe.dpo is None:
+        return graph
+    _, _, context = training_settings(recipe)
+    return preference_graph(graph, recipe.dpo, documents or 2 * max(1, round(context / (2 * ANSWER))))
 
 
 def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
@@ -195,7 +225,7 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     Raises:
         UserError: as training would: for a mesh, a batch and a model that do not divide.
     """
-    _, settings, context = training_settings(recipe)
+    section, settings, context = training_settings(recipe)
     if all(name != "tokens" for name, _ in graph.inputs):
         context = 1
     where = measured(where)
@@ -206,10 +236,11 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
         split = dataclasses.replace(split, parallel=recipe.parallel.model_copy(update={"remat": choice.remat}))
     memory = step_memory(split, settings, where.chip, where.platform)
     facts = facts_of(graph, settings, split.rows, context, data_tokens)
-    claimed = contradictions(facts, recipe.claims) if recipe.claims else []
+    # What is claimed is claimed of the pretraining.
+    claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
     price = recipe.hardware.price if recipe.hardware.price is not None else where.chip.price
     time = step_time(split, settings, where, memory)
-    return Plan(recipe.name, where, split, settings, memory, time, facts, tuple(claimed), price, choice)
+    return Plan(recipe.name, section, where, split, settings, memory, time, facts, tuple(claimed), price, choice)
 
 
 def dividing_batch(recipe: Recipe, where: Slice) -> int | None:

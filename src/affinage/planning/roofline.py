@@ -29,6 +29,7 @@ from affinage.planning.memory import Memory, call_of
 from affinage.planning.part import Part, part_of
 from affinage.planning.wires import Wires, wires
 from affinage.recipe.training import TrainSettings
+from affinage.training.frozen import Frozen, frozen_of
 
 MEMORY_ACHIEVABLE = 0.8
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
@@ -84,7 +85,7 @@ class StepTime:
 def step_time(split: Split, settings: TrainSettings, where: Slice, memory: Memory) -> StepTime:
     """The time of one training step on a slice; `memory` is that of the same step."""
     bandwidth = _bandwidth(where)
-    update = (2 * memory.state + memory.gradients + memory.weights) / bandwidth
+    update = (2 * (memory.state - memory.frozen) + memory.gradients + memory.weights) / bandwidth
     return _timed(split, settings, where, _work(split, settings, where), update)
 
 
@@ -116,12 +117,15 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
     if call.compute_dtype == jnp.float32 and where.platform == "gpu":
         peak /= 2  # TensorFloat-32, what XLA multiplies float32 in there
     links = wires(where, split.sizes)
+    held = frozen_of(split.graph, settings)
+    local = frozen_of(split.local_graph, settings)
     nodes = []
     for node, cost in zip(split.graph.nodes, split.costs.nodes, strict=True):
         done = work[node.name]
         # Stages have layers of their own; what is not repeated they all compute.
         devices = split.devices // (1 if node.repeat else split.sizes["pipeline"])
-        flops = done.passes * (cost.flops if done.kernel else cost.flops_all_pairs) / devices
+        once = cost.flops if done.kernel else cost.flops_all_pairs
+        flops = (done.passes * once + held.adapted_flops(node, split.rows, split.context)) / devices
         moved, ahead = done.moved, done.forward
         if node.repeat is not None and split.stages > 1:
             # The weights of a stage, or of one of its rounds, are read in every tick.
@@ -129,13 +133,23 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
             again *= split.ticks / split.parallel.pipeline_rounds - 1
             moved, ahead = moved / split.stages + _PASSES * again, ahead / split.stages + again
         moved *= split.micro_batches
-        hidden, exposed = _collectives(split, node, links, call, settings)
+        hidden, exposed = _collectives(split, node, links, call, settings, local)
         hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
         read = ahead * split.micro_batches / _bandwidth(where)
         # Of what fsdp gathers and scatters a third is forward, of tensor parallelism's sums half.
-        forward = max(time.compute / done.passes, read, hidden / 3) + exposed / 2
-        nodes.append(replace(time, forward=min(forward, time.seconds)))
+        alone = NodeTime(node.name, once / devices / peak, read, hidden / 3, exposed / 2)
+        forward = min(alone.seconds, time.seconds)
+        if held.reference and node.name != split.graph.loss:  # which has a forward pass of its own
+            time = NodeTime(
+                node.name,
+                time.compute + alone.compute,
+                time.memory + alone.memory,
+                time.hidden + alone.hidden,
+                time.exposed + alone.exposed,
+            )
+            forward += alone.seconds
+        nodes.append(replace(time, forward=forward))
     parts = split.pipeline_parts * split.parallel.pipeline_rounds
     # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
     layered = sum(time.seconds for time, node in zip(nodes, split.graph.nodes, strict=True) if node.repeat)
@@ -162,7 +176,8 @@ def _work(split: Split, settings: TrainSettings, where: Slice) -> Mapping[str, _
 @lru_cache(maxsize=256)
 def _work_of(part: Part) -> Mapping[str, _Work]:
     graph = part.graph
-    call = call_of(part.settings, part.parallel, part.chip, part.platform)
+    held = frozen_of(graph, part.settings)
+    call = held.call(call_of(part.settings, part.parallel, part.chip, part.platform))
     arrays = batch_shapes(graph, part.rows, part.context)
     values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -172,16 +187,24 @@ def _work_of(part: Part) -> Mapping[str, _Work]:
             _abstract(graph.parameters[node.kind.shares]) if node.kind.shares else None,
             _abstract(graph.averages[node.name]) if node.name in graph.averages else None,
         )
-        given = (_abstract(graph.parameters.get(node.name, {})), lent, tuple(values[name] for name in node.inputs))
-        forward = partial(_forward, node, call)
+        whole = _abstract(graph.parameters.get(node.name, {}))
+        inputs = tuple(values[name] for name in node.inputs)
+        given: tuple[Any, Any] = (whole, lent, inputs), None  # what gradients are due to, and what they are not
+        if held.adapters is not None:
+            adapters = _abstract(held.adapters.parameters.get(node.name, {}))
+            given = (adapters, (None, lent[1]), inputs), (whole, lent[0])
+        forward = partial(_forward, node, call, held)
         values[node.name] = jax.eval_shape(forward, *given, arrays, key)[0]
         both, once = trace(partial(_both_ways, forward), *given, arrays, key), trace(forward, *given, arrays, key)
         peak, ahead = measure(both, {}, part.platform), measure(once, {}, part.platform).moved
+        every = both
+        if held.adapters is not None:  # `Frozen.adapted_flops` knows what is less than for all weights
+            every = trace(partial(_both_ways, forward), (whole, lent, inputs), None, arrays, key)
         found[node.name] = _Work(
             moved=peak.moved,
             kernel=node.repeat is not None and _has_kernel(once.jaxpr),
             forward=ahead,
-            passes=_passes(node, call, once.jaxpr, both.jaxpr),
+            passes=_passes(node, call, once.jaxpr, every.jaxpr),
             offloaded=peak.offloaded,
         )
     return found
@@ -210,8 +233,11 @@ def _products(jaxpr: Any) -> float:
     return total
 
 
-def _forward(node: Node, call: Call, params: Any, lent: Any, inputs: Any, arrays: Any, key: Any) -> Any:
-    shared, averages = lent
+def _forward(node: Node, call: Call, held: Frozen, moving: Any, fixed: Any, arrays: Any, key: Any) -> Any:
+    params, (shared, averages), inputs = moving
+    if fixed is not None:
+        weights, shared = fixed
+        params = held.whole({node.name: params}, {node.name: weights})[node.name]
     context = Context(replace(call, key=key), arrays, key=key, averages=averages)
 
     def values(params: Any, shared: Any, inputs: Any) -> Any:
@@ -221,9 +247,9 @@ def _forward(node: Node, call: Call, params: Any, lent: Any, inputs: Any, arrays
     return (jax.checkpoint(values) if call.remat_nodes else values)(params, shared, inputs)
 
 
-def _both_ways(forward: Any, params: Any, lent: Any, inputs: Any, arrays: Any, key: Any) -> Any:
-    floats, rest = _split((params, lent, inputs))
-    out, pullback = jax.vjp(lambda floats: forward(*_join(floats, rest), arrays, key), floats)
+def _both_ways(forward: Any, moving: Any, fixed: Any, arrays: Any, key: Any) -> Any:
+    floats, rest = _split(moving)
+    out, pullback = jax.vjp(lambda floats: forward(_join(floats, rest), fixed, arrays, key), floats)
     ones = jax.tree.map(lambda x: jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None, out)
     return out, pullback(ones)
 
@@ -251,30 +277,32 @@ def _join(floats: list[Any], rest: Any) -> Any:
     return jax.tree.unflatten(structure, filled)
 
 
-def _weights_of(split: Split, node: Node) -> int:
-    """A node's parameters as far as tensor, expert and pipeline leave them to one device."""
-    count = sum(p.size for p in parameters_in(split.local_graph.parameters.get(node.name, {})))
+def _weights_of(split: Split, node: Node, declared: Mapping[str, Any] | None = None) -> int:
+    """A node's parameters as far as tensor, expert and pipeline leave them to one device; or those of `declared`."""
+    given = split.local_graph.parameters if declared is None else declared
+    count = sum(p.size for p in parameters_in(given.get(node.name, {})))
     return count // (split.stages if node.repeat else 1)
 
 
 def _collectives(
-    split: Split, node: Node, links: Mapping[str, Wires], call: Call, settings: TrainSettings
+    split: Split, node: Node, links: Mapping[str, Wires], call: Call, settings: TrainSettings, held: Frozen
 ) -> tuple[float, float]:
     """Seconds of one node's collectives in a step: beside its products, and waited for."""
     sizes, parts = split.sizes, split.micro_batches
     width = jnp.dtype(call.compute_dtype).itemsize
     # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
     weights = _weights_of(split, node)
+    trained = weights if held.adapters is None else _weights_of(split, node, held.adapters.parameters)
     hidden = exposed = 0.0
     if sizes["fsdp"] > 1:
         # Gathered forward and again backward; the gradients are summed and scattered. In a pipeline in every tick.
         times = parts * (split.ticks / split.parallel.pipeline_rounds if node.repeat else 1)
         hidden += times * (
-            2 * links["fsdp"].all_gather(weights * width) + links["fsdp"].reduce_scatter(weights * width)
+            2 * links["fsdp"].all_gather(weights * width) + links["fsdp"].reduce_scatter(trained * width)
         )
     if sizes["data"] > 1:
         stored = jnp.dtype("float32" if parts > 1 else settings.precision.params).itemsize
-        hidden += links["data"].all_reduce(weights * stored / sizes["fsdp"])
+        hidden += links["data"].all_reduce(trained * stored / sizes["fsdp"])
     if node.repeat is not None:
         residual = split.local_rows * split.local_context * split.graph.shapes[node.name].width * width
         layers = split.local_graph[node.name].layers / split.stages

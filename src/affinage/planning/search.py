@@ -129,7 +129,7 @@ class _Tried:
     candidate: Candidate
     split: Split
     settings: TrainSettings
-    state: int  # bytes of a device
+    updated: int  # bytes of a device that an update reads and writes
 
 
 _Order = tuple[Any, ...]
@@ -155,7 +155,7 @@ def _best(
     _, own, _ = training_settings(recipe)
     queue: list[tuple[_Order, int, int, Plan | None]] = []  # order, how closely looked at, index
     for index, one in enumerate(tried):
-        bound = least_time(one.split, one.settings, where, one.state)
+        bound = least_time(one.split, one.settings, where, one.updated)
         queue.append((_order(one.candidate, bound, own), 0, index, None))
     heapq.heapify(queue)
     found: list[tuple[Candidate, Plan]] = []
@@ -169,7 +169,7 @@ def _best(
         elif any(_needs_more(one.candidate, refused) for refused in too_large):
             continue
         elif closely == 0:
-            bound = time_of_nodes(one.split, one.settings, where, one.state)
+            bound = time_of_nodes(one.split, one.settings, where, one.updated)
             heapq.heappush(queue, (_order(one.candidate, bound, own), 1, index, None))
         else:
             made, looked = make_plan(one.candidate.put_into(recipe), graph, where), looked + 1
@@ -203,7 +203,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
             _, chosen, _ = training_settings(settled)
             try:
                 split = lay_out(graph, chosen, sizes, context, where.devices, settled.parallel)
-                state = state_of(split, chosen)
+                state, frozen = state_of(split, chosen)
                 wires(where, sizes)
             except UserError:
                 continue
@@ -212,7 +212,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
             for remat in REMATS:
                 candidate = Candidate(mesh, parts, remat, moments)
                 parallel = candidate.put_into(recipe).parallel
-                yield _Tried(candidate, replace(split, parallel=parallel), chosen, state)
+                yield _Tried(candidate, replace(split, parallel=parallel), chosen, state - frozen)
 
 
 def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
@@ -237,9 +237,9 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def state_of(split: Split, settings: TrainSettings) -> int:
-    """Bytes of weights and moments on one device."""
+def state_of(split: Split, settings: TrainSettings) -> tuple[int, int]:
+    """Bytes of weights and moments on one device, and how many of them no step changes."""
     dtype = jnp.dtype(settings.precision.params)
     held = frozen_of(split.graph, settings)
     state = abstract_state(held, dtype, optimizer_of(held, settings), split.layout)
-    return state_bytes(state, split.sizes)
+    return state_bytes(state, split.sizes), state_bytes(state.frozen, split.sizes)

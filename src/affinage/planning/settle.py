@@ -85,14 +85,14 @@ def remat_for_devices(
 
     devices = list(layout.mesh.devices.flat)
     split = Split(graph, dict(layout.mesh.shape), rows, context, settings.micro_batches, parallel)
-    choice = choose_remat(split, settings, _present(devices), devices[0].platform)
+    choice = choose_remat(split, settings, present(devices), devices[0].platform)
     if jax.process_count() > 1:
         index = int(multihost_utils.broadcast_one_to_all(np.int32(_LADDER.index(choice.remat))))
         choice = dataclasses.replace(choice, remat=_LADDER[index])
     return choice
 
 
-def _present(devices: Sequence["jax.Device"]) -> Chip:
+def present(devices: Sequence["jax.Device"]) -> Chip:
     """The chip of these devices, with the memory that they say they have where the table does not know it."""
     first = devices[0]
     if first.platform == "cpu":

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import POCKET_WORLD, SourceSettings, default_name, safe_name
-from affinage.recipe.training import Mixture, TrainSettings
+from affinage.recipe.training import Mixture, OptimizerSettings, ScheduleSettings, TrainSettings
 
 SYSTEM_PROMPT = "You are a helpful assistant."
 
@@ -77,7 +77,8 @@ class LoraSettings(Settings):
     rank: int = Field(default=16, ge=1)  # of what is added to each matrix
     alpha: float = Field(default=32.0, gt=0)  # what is added is scaled by alpha / rank
     # The matrices that get one, by their names in the model: query, key, value, out (of attention), gate, up, down (of
-    # feed-forward layers). all: every one of them that is not a mixture's.
+    # feed-forward layers). all: every one that each token passes; experts of a mixture have adapters, one for each
+    # expert, where gate, up or down are named.
     targets: tuple[str, ...] | Literal["all"] = "all"
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of what goes into A
 
@@ -113,13 +114,41 @@ class TuningSettings(TrainSettings):
         return any(source.path == POCKET_WORLD for source in self.sources)
 
 
-class SftSettings(TuningSettings):
-    """Supervised fine-tuning on conversations, with the loss on the assistant's tokens only."""
+class SftOptimizerSettings(OptimizerSettings):
+    """That of training, with a tenth of its weight decay."""
 
+    weight_decay: float = Field(default=0.01, ge=0)  # times the learning rate; not on norms and biases
+
+
+JULIAN_BATCH, JULIAN_WARMUP = 32, 1000
+JULIAN_SCHEDULE = ScheduleSettings(peak=2e-5, floor=2e-6, warmup_steps=JULIAN_WARMUP)
+
+
+class SftSettings(TuningSettings):
+    """Supervised fine-tuning on conversations, with the loss on the assistant's tokens only.
+
+    What is not said is as for Julian: batch 32, a learning rate of 2e-5 after 1,000 steps, weight decay 0.01.
+    """
+
+    optimizer: SftOptimizerSettings = SftOptimizerSettings()
+    schedule: ScheduleSettings = JULIAN_SCHEDULE  # its warm-up is a tenth of the run where that is less
     system_prompt: str = SYSTEM_PROMPT  # for conversations that have no system message; may be ""
     # What is longer than `context`. cut: at its end; turns: whole exchanges from its end are left out, and it is cut
     # where even the first is too long; drop: it is left out. All are counted.
     too_long: Literal["cut", "turns", "drop"] = "cut"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_for_julian(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        told = dict(value)
+        if told.get("batch") is None and told.get("batch_per_device") is None:
+            told["batch"] = JULIAN_BATCH
+        if told.get("schedule") is None and isinstance(told.get("steps"), int):
+            warmup = min(JULIAN_WARMUP, told["steps"] // 10)
+            told["schedule"] = JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
+        return told
 
 
 class DpoSettings(TuningSettings):

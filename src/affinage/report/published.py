@@ -1,10 +1,10 @@
 """Our scores among those that others have published: bars per benchmark, and score against training tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from affinage.evaluation.published import PublishedModel, headline_metrics, published
-from affinage.report.charts import Axis, Interval, Row, Series, bar_chart, line_chart, responsive
+from affinage.evaluation.published import PublishedModel, headline_metrics, published, tuned
+from affinage.report.charts import HALF, Axis, Interval, Row, Series, bar_chart, line_chart, responsive
 from affinage.report.facts import Facts
 from affinage.report.figures import Artist, Figure, Key
 
@@ -16,6 +16,7 @@ class _Ours:
     name: str
     tokens: int
     scores: dict[str, float]
+    errors: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -24,24 +25,25 @@ class Beside:
 
     bars: tuple[Figure, ...]
     curves: tuple[Figure, ...]
+    tuned: tuple[Figure, ...]
     sources: tuple[str, ...]
 
 
 def beside_published(facts: Facts, artist: Artist) -> Beside | None:
     """The figures; None for a run that was judged on no benchmark with published scores."""
     tokens = {training.name: training.tokens or 0 for training in facts.trainings}
-    ours = [
-        _Ours(
-            artist.model_name(evaluation.model),
-            sum(tokens.get(name, 0) for name in _TRAINED_BY.get(evaluation.model, ())),
-            {
-                task: score.value
-                for task, metric in headline_metrics().items()
-                if (score := evaluation.score(task, metric)) is not None
-            },
+    ours = []
+    for evaluation in facts.evaluations:
+        found = {task: evaluation.score(task, metric) for task, metric in headline_metrics().items()}
+        scores = {task: score for task, score in found.items() if score is not None}
+        ours.append(
+            _Ours(
+                artist.model_name(evaluation.model),
+                sum(tokens.get(name, 0) for name in _TRAINED_BY.get(evaluation.model, ())),
+                {task: score.value for task, score in scores.items()},
+                {task: score.stderr or 0.0 for task, score in scores.items()},
+            )
         )
-        for evaluation in facts.evaluations
-    ]
     tasks = [task for task in headline_metrics() if any(task in one.scores for one in ours)]
     if not tasks:
         return None
@@ -49,6 +51,7 @@ def beside_published(facts: Facts, artist: Artist) -> Beside | None:
     return Beside(
         bars=tuple(_bars(task, ours, others, artist) for task in tasks),
         curves=tuple(_curve(task, ours, others, artist) for task in tasks),
+        tuned=tuple(_tuned_figures(tasks, ours, artist)),
         sources=tuple(dict.fromkeys(model.source for model in others)),
     )
 
@@ -78,4 +81,36 @@ def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], a
     y = Axis(words["scores_axis"], artist.quantities.percent_ticks)
     title = f"{task} {headline_metrics()[task]}"
     picture = responsive(lambda width: line_chart(series, x, y, title, width, 260.0))
+    return Figure(title, "", picture, tuple(Key(one.label, one.colour, one.style) for one in series))
+
+
+def _tuned_figures(tasks: Sequence[str], ours: Sequence[_Ours], artist: Artist) -> Iterator[Figure]:
+    """What fine-tuning, and more of it, did to the scores: of this run, and as published."""
+    if len(ours) < 2:
+        return
+    yield _steps(artist.words["this_model"], [(one.name, one.scores, one.errors) for one in ours], tasks, artist)
+    for family, models in tuned().items():
+        names = [(model.name.removeprefix(family).strip(), model.scores, {}) for model in models]
+        yield _steps(f"{family} ({artist.words['published_mark']})", names, tasks, artist)
+
+
+def _steps(
+    title: str,
+    models: Sequence[tuple[str, Mapping[str, float], Mapping[str, float]]],
+    tasks: Sequence[str],
+    artist: Artist,
+) -> Figure:
+    """A line for each benchmark, over models in the order in which they were made: (name, scores, standard errors)."""
+    series = []
+    for number, task in enumerate(tasks):
+        known = [(float(at), scores[task]) for at, (_, scores, _) in enumerate(models) if task in scores]
+        errors = [found[task] for _, scores, found in models if task in scores and task in found]
+        if known:
+            series.append(Series(task, known, number, "points", errors))
+
+    def names(values: Sequence[float]) -> list[str]:
+        return [models[int(value)][0] if value in range(len(models)) else "" for value in values]
+
+    x, y = Axis("", names), Axis(artist.words["scores_axis"], artist.quantities.percent_ticks)
+    picture = responsive(lambda width: line_chart(series, x, y, title, width, 300.0), HALF)
     return Figure(title, "", picture, tuple(Key(one.label, one.colour, one.style) for one in series))

@@ -287,6 +287,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "published_mark": ("published", "publié"),
     "published_tokens": ("Score against training tokens", "Score selon les jetons d’entraînement"),
+    "published_tuned": ("From base to fine-tuned model", "Du modèle de base au modèle affiné"),
     "published_source": ("Published: {source}", "Publié : {source}"),
     "training_tokens": ("training tokens (log)", "jetons d’entraînement (log)"),
     "this_model": ("this model", "ce modèle"),

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.tuning import DpoSettings
 from affinage.stages.stage import StageContext, Summary
@@ -15,8 +14,6 @@ from affinage.stages.watching import judge_of
 if TYPE_CHECKING:
     from affinage.model import Graph
     from affinage.training import TrainJob
-
-ANSWERS = "answer_log_probabilities"  # the node
 
 
 def preferences(context: StageContext) -> Summary:
@@ -40,6 +37,7 @@ def preferences(context: StageContext) -> Summary:
 def reference(context: StageContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
     from affinage.hardware.devices import acquire
+    from affinage.model.preferred import ANSWERS
     from affinage.parallel import make_mesh
     from affinage.training.program import Program
 
@@ -63,6 +61,7 @@ def _write_reference(context: StageContext, program: Any, params: Any, rows: Pat
     from affinage.data.atomic import write_array
     from affinage.data.row_files import find_row_folders
     from affinage.data.validation_rows import ValidationRows
+    from affinage.model.preferred import ANSWERS
 
     (context.folder / part).mkdir(exist_ok=True)
     counts, compiled = {}, None
@@ -139,31 +138,6 @@ def _base_graph(context: StageContext) -> "Graph":
 
 def _graph(context: StageContext, settings: DpoSettings) -> "Graph":
     from affinage.data.preferences import documents_in_a_row
+    from affinage.model.preferred import preference_graph
 
     return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preferences"]))
-
-
-def preference_graph(graph: "Graph", settings: DpoSettings, documents: int) -> "Graph":
-    """The same model with the loss of preference pairs in place of that of the next token.
-
-    Raises:
-        UserError: its loss is another one.
-    """
-    from affinage.model import parse
-
-    told = graph.to_dict()
-    loss = told["nodes"].pop(graph.loss)
-    if loss["kind"] != "next_token_loss":
-        raise UserError("preferences are learned by a language model, whose loss is a next_token_loss", where="model")
-    chunk = {key: loss[key] for key in ("chunk",) if key in loss}
-    told["nodes"] |= {
-        ANSWERS: {"kind": "document_log_probabilities", "in": loss["in"], "documents": documents, **chunk},
-        graph.loss: {
-            "kind": "preference_loss",
-            "in": ANSWERS,
-            "form": settings.loss,
-            "beta": settings.beta,
-            "label_smoothing": settings.label_smoothing,
-        },
-    }
-    return parse(told)

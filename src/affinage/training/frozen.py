@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from affinage.checkpoint import CheckpointStore
-from affinage.model import Adapters, Call, Declared, Graph, apply
+from affinage.model import Adapters, Call, Declared, Graph, Node, apply
 from affinage.model.analysis import analyse
 from affinage.model.kinds.preference import REFERENCE
 from affinage.model.parameter import parameters_in
@@ -62,11 +62,16 @@ class Frozen:
         """
         cost = analyse(self.graph, rows, context)
         total = cost.training_flops + (cost.flops if self.reference else 0)
+        return total + sum(self.adapted_flops(node, rows, context) for node in self.graph.nodes)
+
+    def adapted_flops(self, node: Node, rows: int, context: int) -> int:
+        """What adapters add to the operations of a node's training step, and what frozen matrices take away."""
         if self.adapters is None:
-            return total
-        sizes, graph = {BATCH: rows, SEQUENCE: context}, self.graph
-        products = sum(n.kind.cost(graph.input_shapes(n), sizes).matmul * n.layers for n in graph.nodes)
-        return total - products + 6 * rows * context * sum(p.size for p in parameters_in(self.adapters.parameters))
+            return 0
+        sizes = {BATCH: rows, SEQUENCE: context}
+        products = node.kind.cost(self.graph.input_shapes(node), sizes).matmul * node.layers
+        declared = parameters_in(self.adapters.parameters.get(node.name, {}))
+        return 6 * rows * context * sum(p.active for p in declared) - products
 
     def call(self, call: Call) -> Call:
         """With the adapters' dropout."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field, model_validator
 
+from affinage.model.adapters import LORA_A, LORA_B
 from affinage.model.kind import Context, Result
 from affinage.model.kinds.dense import dense_flops
 from affinage.model.kinds.ffn import GATED, PLAIN, Activation, FfnSettings
@@ -124,8 +125,11 @@ class MoeSettings(Settings):
         buffers = constrain(buffers, ("batch", None, None, "width"))
         buffers = constrain(buffers, ("expert_rows", "experts", None, "width"))
 
+        def times(values: Array, matrices: Array) -> Array:
+            return jnp.einsum("becd,edf->becf", values, matrices.astype(x.dtype))
+
         def product(name: str, values: Array) -> Array:
-            return jnp.einsum("becd,edf->becf", values, params[name]["kernel"].astype(x.dtype))
+            return _with_adapter(values, params[name], times)
 
         hidden = constrain(self._activate(buffers, product), ("expert_rows", "experts", None, "ffn"))
         answers = constrain(product("down", hidden), ("expert_rows", "experts", None, "width"))
@@ -138,10 +142,13 @@ class MoeSettings(Settings):
         """With tokens sorted by expert (MegaBlocks: Gale et al., 2022): each device sorts those that it has."""
         layout = context.call.layout if context.call.layout.may_map else Layout()
 
-        def local(x: Array, experts: Array, kernels: dict[str, Array]) -> Array:
+        def local(x: Array, experts: Array, kernels: dict[str, dict[str, Array]]) -> Array:
             def answer(tokens: Array, sizes: Array) -> Array:
+                def times(values: Array, matrices: Array) -> Array:
+                    return jax.lax.ragged_dot(values, matrices, sizes)
+
                 def product(name: str, values: Array) -> Array:
-                    return jax.lax.ragged_dot(values, kernels[name], sizes)
+                    return _with_adapter(values, kernels[name], times)
 
                 return product("down", self._activate(tokens, product))
 
@@ -150,9 +157,13 @@ class MoeSettings(Settings):
             answers = at_owners(tokens, sizes, answer, layout.mesh_axes("experts"), layout.parts("experts"))
             return from_slots(answers[None], slots).reshape(*x.shape[:2], self.top_k, x.shape[2])
 
-        kernels = {name: params[name]["kernel"].astype(x.dtype) for name in ("up", "gate", "down") if name in params}
+        kernels = {
+            name: {part: matrices.astype(x.dtype) for part, matrices in params[name].items()}
+            for name in ("up", "gate", "down")
+            if name in params
+        }
         rows = ("batch", "sequence", None)
-        of_kernels = dict.fromkeys(kernels, ("experts", None, None))
+        of_kernels = {name: dict.fromkeys(parts, ("experts", None, None)) for name, parts in kernels.items()}
         over = ("batch", "sequence", "experts")
         split = layout.mapped(local, (rows, rows, of_kernels), (*rows, None), over=over)
         chosen: Array = split(x, routing.experts, kernels)
@@ -193,3 +204,9 @@ class MoeSettings(Settings):
         router = dense_flops(width, self.experts, rows * length)
         experts = products * dense_flops(width, self.width, rows * choices)
         return router + experts + (self.shared.flops(width, rows, length) if self.shared else 0)
+
+
+def _with_adapter(values: Array, parts: Tree, times: Callable[[Array, Array], Array]) -> Array:
+    """The experts' products, and what their adapters add to them."""
+    y = times(values, parts["kernel"])
+    return y + times(times(values, parts[LORA_A]), parts[LORA_B]) if LORA_A in parts else y

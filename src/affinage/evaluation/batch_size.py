@@ -1,0 +1,46 @@
+"""How many rows a forward pass takes: as many as the planner says that the device's memory holds."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from affinage.generation.model import LoadedModel, logits_of
+from affinage.planning.liveness import measure, trace
+from affinage.planning.settle import ROOM, present
+
+MOST = 64  # rows, for each device that rows are split over
+_TRACED = 8  # rows that are planned; what is held grows in proportion
+
+
+def rows_that_fit(model: LoadedModel) -> int:
+    """A power of two, 64 at most, times the devices that rows are split over; nothing is compiled or allocated.
+
+    Rows are taken to be as long as the model's context, and every device to compute all of its rows by itself.
+    """
+    leaves = jax.tree.leaves(model.params)
+    device = next(iter(leaves[0].sharding.device_set))
+    capacity = present([device]).memory_per_device
+    # Hosts must agree, and know their own memory alone.
+    if not capacity or jax.process_count() > 1:
+        return MOST * model.row_multiple
+    left = ROOM * capacity - sum(_bytes_on_a_device(leaf) for leaf in leaves)
+    fitting = int(left // bytes_of_a_row(model, device.platform))
+    return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
+
+
+def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
+    """Bytes that a forward pass holds at its peak for one row of the model's context, beside the weights."""
+    shape = jax.ShapeDtypeStruct((_TRACED, model.context), jnp.int32)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.params)
+
+    def hidden(params: Any, tokens: Any, positions: Any) -> Any:
+        lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention=model.attention)
+        return lazy.hidden
+
+    return measure(trace(hidden, params, shape, shape), {}, platform).total / _TRACED
+
+
+def _bytes_on_a_device(leaf: jax.Array) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

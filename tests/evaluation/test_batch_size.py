@@ -1,0 +1,46 @@
+"""Rows of a forward pass are as many as fit, by the planner's estimate, which is near the compiler's."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from affinage.evaluation import batch_size
+from affinage.evaluation.batch_size import MOST, bytes_of_a_row, rows_that_fit
+from affinage.generation.model import logits_of
+from affinage.hardware.chips import named
+from affinage.parallel import MeshLayout, make_mesh, table_with
+from tiny_models import tiny_gpt2, tiny_llama
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_the_estimate_of_a_row_is_near_the_compiler_s(make):
+    model, rows = make(), 64
+
+    def hidden(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return logits_of(model.graph, params, tokens, positions, model.compute_dtype)[0].hidden
+
+    tokens = jax.ShapeDtypeStruct((rows, model.context), jnp.int32)
+    compiled = jax.jit(hidden).lower(model.params, tokens).compile().memory_analysis()
+    assert bytes_of_a_row(model, "cpu") == pytest.approx(compiled.temp_size_in_bytes / rows, rel=0.35)
+
+
+def test_as_many_rows_as_the_memory_holds(monkeypatch):
+    model = tiny_llama()
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    row = bytes_of_a_row(model, "cpu")
+
+    def rows_in(capacity: float, of=model) -> int:
+        chip = replace(named("TPU v4"), usable_bytes=int(capacity))
+        monkeypatch.setattr(batch_size, "present", lambda devices: chip)
+        return rows_that_fit(of)
+
+    room = batch_size.ROOM
+    assert rows_in((weights + 9 * row) / room) == 8 and rows_in((weights + 15.5 * row) / room) == 8
+    assert rows_in((weights + 16.5 * row) / room) == 16
+    assert rows_in((weights + 1000 * row) / room) == MOST
+    assert rows_in((weights + row / 2) / room) == 1, "it is tried, and the device says what it has not"
+    split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
+    assert rows_in((weights + 9 * row) / room, split) == 4 * 8

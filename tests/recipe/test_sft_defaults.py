@@ -1,0 +1,33 @@
+"""Fine-tuning of which only sources and steps are said is as for Julian."""
+
+import pytest
+
+from affinage.recipe.load import load_recipe
+from affinage.recipe.tuning import SftSettings
+
+
+def test_what_is_not_said_is_as_in_julian_s_recipe():
+    given = SftSettings.model_validate({"sources": ["chats.jsonl"], "steps": 30_000})
+    published = load_recipe("julian-sft").recipe.sft
+    assert published is not None
+    for name in ("batch", "schedule", "system_prompt"):
+        assert getattr(given, name) == getattr(published, name), name
+    moments = {"moments": "bfloat16"}  # what a v4's memory asks for
+    assert given.optimizer.model_copy(update=moments) == published.optimizer
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, (32, 2, 2e-5, 0.01)),
+        ({"optimizer": {"b2": 0.98}, "schedule": {"peak": 1e-3, "floor": 0}}, (32, 0, 1e-3, 0.01)),
+        ({"batch_per_device": 4, "optimizer": {"weight_decay": 0.2}}, (None, 2, 2e-5, 0.2)),
+        ({"batch": 8, "steps": 20_000}, (8, 1000, 2e-5, 0.01)),
+    ],
+)
+def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expected: tuple):
+    settings = SftSettings.model_validate({"sources": ["chats.jsonl"], "steps": 20} | told)
+    schedule = settings.schedule
+    found = (settings.batch, schedule.warmup(settings.steps), schedule.peak, settings.optimizer.weight_decay)
+    assert found == expected
+    assert SftSettings.model_validate_json(settings.model_dump_json()) == settings
