@@ -11,6 +11,9 @@ from affinage.report.figures import Artist, Figure, Key
 _TRAINED_BY = {"base": ("pretrain",), "sft": ("pretrain", "sft"), "dpo": ("pretrain", "sft", "dpo")}
 
 
+_Made = tuple[str, Mapping[str, float], Mapping[str, float]]  # a model's name, its scores, their standard errors
+
+
 @dataclass(frozen=True)
 class _Ours:
     name: str
@@ -90,17 +93,12 @@ def _tuned_figures(tasks: Sequence[str], ours: Sequence[_Ours], artist: Artist) 
         return
     yield _steps(artist.words["this_model"], [(one.name, one.scores, one.errors) for one in ours], tasks, artist)
     for family, models in tuned().items():
-        names = [(model.name.removeprefix(family).strip(), model.scores, {}) for model in models]
-        yield _steps(f"{family} ({artist.words['published_mark']})", names, tasks, artist)
+        stated: list[_Made] = [(model.name.removeprefix(family).strip(), model.scores, {}) for model in models]
+        yield _steps(f"{family} ({artist.words['published_mark']})", stated, tasks, artist)
 
 
-def _steps(
-    title: str,
-    models: Sequence[tuple[str, Mapping[str, float], Mapping[str, float]]],
-    tasks: Sequence[str],
-    artist: Artist,
-) -> Figure:
-    """A line for each benchmark, over models in the order in which they were made: (name, scores, standard errors)."""
+def _steps(title: str, models: Sequence[_Made], tasks: Sequence[str], artist: Artist) -> Figure:
+    """A line for each benchmark, over models in the order in which they were made."""
     series = []
     for number, task in enumerate(tasks):
         known = [(float(at), scores[task]) for at, (_, scores, _) in enumerate(models) if task in scores]
