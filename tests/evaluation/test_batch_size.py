@@ -24,7 +24,8 @@ def test_the_estimate_of_a_row_is_near_the_compiler_s(make):
 
     tokens = jax.ShapeDtypeStruct((rows, model.context), jnp.int32)
     compiled = jax.jit(hidden).lower(model.params, tokens).compile().memory_analysis()
-    assert bytes_of_a_row(model, "cpu") == pytest.approx(compiled.temp_size_in_bytes / rows, rel=0.35)
+    found = compiled.temp_size_in_bytes / rows
+    assert found / 2 < bytes_of_a_row(model, "cpu") < found
 
 
 def test_as_many_rows_as_the_memory_holds(monkeypatch):
@@ -37,10 +38,9 @@ def test_as_many_rows_as_the_memory_holds(monkeypatch):
         monkeypatch.setattr(batch_size, "present", lambda devices: chip)
         return rows_that_fit(of)
 
-    room = batch_size.ROOM
-    assert rows_in((weights + 9 * row) / room) == 8 and rows_in((weights + 15.5 * row) / room) == 8
-    assert rows_in((weights + 16.5 * row) / room) == 16
-    assert rows_in((weights + 1000 * row) / room) == MOST
-    assert rows_in((weights + row / 2) / room) == 1, "it is tried, and the device says what it has not"
+    row /= batch_size.ROOM
+    assert rows_in(weights + 9 * row) == rows_in(weights + 15.5 * row) == 8
+    assert rows_in(weights + 16.5 * row) == 16 and rows_in(weights + 1000 * row) == MOST
+    assert rows_in(weights + row / 2) == rows_in(weights / 2) == 1, "it is tried, and the device says what it has not"
     split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
-    assert rows_in((weights + 9 * row) / room, split) == 4 * 8
+    assert rows_in(weights + 9 * row, split) == 4 * 8

@@ -72,6 +72,7 @@ def chat(
     from affinage.generation.chat import ChatSession, converse
     from affinage.generation.decode import Generator
 
+    _warn_of_a_base_model(model, runs)
     session = ChatSession(Generator(_open(model, runs)), _request(tokens, temperature, top_p, seed))
     if system is not None:
         session.set_system(system)
@@ -89,6 +90,15 @@ def _open(spec: str, runs: Any) -> "LoadedModel":
     from affinage.stages.models import open_model
 
     return open_model(spec, runs)
+
+
+def _warn_of_a_base_model(spec: str, runs: Any) -> None:
+    from affinage.stages.models import is_chat, locate_model
+
+    training, _ = locate_model(spec, runs)
+    if not is_chat(training):
+        what = f"{spec} was not taught to answer, it continues texts: affinage generate {spec}"
+        print(f'Warning: {what} "..."', file=sys.stderr)
 
 
 def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Request":

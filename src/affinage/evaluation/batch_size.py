@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.planning.liveness import measure, trace
-from affinage.planning.settle import ROOM, present
+from affinage.planning.settle import present
 
 MOST = 64  # rows, for each device that rows are split over
+ROOM = 0.45  # of the memory beside the weights: XLA keeps up to twice the estimate on processors
 _TRACED = 8  # rows that are planned; what is held grows in proportion
 
 
@@ -25,7 +26,7 @@ def rows_that_fit(model: LoadedModel) -> int:
     # Hosts must agree, and know their own memory alone.
     if not capacity or jax.process_count() > 1:
         return MOST * model.row_multiple
-    left = ROOM * capacity - sum(_bytes_on_a_device(leaf) for leaf in leaves)
+    left = ROOM * (capacity - sum(_bytes_on_a_device(leaf) for leaf in leaves))
     fitting = int(left // bytes_of_a_row(model, device.platform))
     return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
 
