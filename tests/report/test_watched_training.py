@@ -39,3 +39,13 @@ def test_scores_stand_under_the_loss_and_what_is_worse_is_marked(tmp_path: Path)
     assert "The training ended at step 300: winogrande is worse than at step 0" in page
     (training,) = (each for each in collect_facts(run).trainings if each.name == "sft")
     assert training.first_loss > training.final_loss
+
+
+def test_more_tasks_than_colours_tell_apart_have_charts_of_their_own(tmp_path: Path):
+    run = build_run(tmp_path)
+    scores = {f"task_{number}": {"value": 0.1 * number, "stderr": 0.01} for number in range(8)}
+    looks = [{"step": step, "scores": scores, "worse": []} for step in STEPS]
+    (run / "sft" / "watch.json").write_text(json.dumps({"threshold": 1e-3, "looks": looks}))
+    page = render(collect_facts(run))
+    first, second = (page.index(f"Benchmarks on the way ({number})") for number in (1, 2))
+    assert "task_5" in page[first:second] and "task_6" not in page[first:second] and "task_7" in page[second:]

@@ -86,19 +86,20 @@ class Artist:
         """Benchmarks while it was trained, and bits per byte of each language, where they were looked at twice."""
         tasks = list(dict.fromkeys(task for look in training.looks for task in look.scores))
         scored = []
-        for i, task in enumerate(tasks[:_COLOURS]):
+        for i, task in enumerate(tasks):
             found = [(look.step, look.scores[task]) for look in training.looks if task in look.scores]
             known = [(float(step), value, error or 0.0) for step, (value, error, _) in found if value is not None]
             points, errors = [(x, y) for x, y, _ in known], [error for _, _, error in known]
-            scored.append(Series(task, points, i, "points", errors))
+            scored.append(Series(task, points, i % _COLOURS, "points", errors))
         bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
-        drawn = (
-            ("looks", scored, Axis(self.words["looks_axis"], self.quantities.percent_ticks)),
-            ("bits_per_byte", bits, Axis(self.words["bits_per_byte_axis"], self.quantities.ticks)),
-        )
+        axis = Axis(self.words["looks_axis"], self.quantities.percent_ticks)
+        groups = [scored[first : first + _COLOURS] for first in range(0, len(scored), _COLOURS)]
+        of_several = [f" ({number})" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [""]
+        drawn = [(self.words["looks"] + which, group, axis) for which, group in zip(of_several, groups)]
+        drawn.append((self.words["bits_per_byte"], bits, Axis(self.words["bits_per_byte_axis"], self.quantities.ticks)))
         return [
-            self._curves(self.words[name], series, axis, self.words[name], HALF, 240.0, training.resumed_at)
-            for name, series, axis in drawn
+            self._curves(title, series, axis, title, HALF, 240.0, training.resumed_at)
+            for title, series, axis in drawn
             if any(len(one.points) > 1 for one in series)
         ]
 
