@@ -1,12 +1,13 @@
 # make quickstart   sets everything up and goes from raw text to a chat model
 # make test         sets everything up and runs the quality gates and the tests
+# make screenshots  makes the pictures of the README anew, from runs/quickstart
 # make docs         builds the documentation: site/index.html
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check setup docs clean
+.PHONY: quickstart test check setup docs screenshots clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/affinage run recipes/quickstart.yaml
@@ -38,6 +39,9 @@ test: check
 docs: $(VENV)/.tested
 	$(BIN)/python tools/reference.py
 	$(BIN)/zensical build --clean --strict
+
+screenshots: $(VENV)/.tested
+	$(BIN)/python tools/screenshots.py runs/quickstart docs/images
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

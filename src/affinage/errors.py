@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from affinage.secrets import masked
 
 EXIT_USER_ERROR = 2  # a mistake in the input: one message, no traceback
+EXIT_INTERRUPTED = 130  # by Ctrl-C, as a shell calls it
 EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a scheduler starts the run again
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.chat import AIDE, HELP, ChatSession, converse
+from affinage.generation.chat import AIDE, HELP, ChatSession, base_model_warning, converse, greeting
 from affinage.generation.decode import Generator, Request
 from tiny_models import tiny_llama
 
@@ -80,5 +80,13 @@ def test_commands_are_answered_in_french_to_who_speaks_it(tmp_path):
     converse(session, lambda: waiting.pop(0) if waiting else None, written.append, "fr")
     said = "".join(written)
     assert all(line in said for line in AIDE.splitlines())
-    assert "oubliée" in said and "Écrit dans" in said and "/nul n'existe pas" in said and "The " not in said
+    assert "oubliée" in said and "Écrit dans" in said and "/nul n’existe pas" in said and "The " not in said
     assert [line.split()[0] for line in AIDE.splitlines()] == [line.split()[0] for line in HELP.splitlines()]
+
+
+def test_what_is_said_before_the_first_question_and_of_a_message_that_is_too_long():
+    session, written, waiting = new_session(), [], ["mot " * 500]
+    assert greeting(session, "fr").startswith("Voici ") and "/help" in greeting(session)
+    assert "n’a pas appris à répondre" in base_model_warning("m", "fr") and "generate m" in base_model_warning("m")
+    converse(session, lambda: waiting.pop(0) if waiting else None, written.append, "fr")
+    assert "et le modèle en lit" in "".join(written) and session.messages == []

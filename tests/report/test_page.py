@@ -1,7 +1,9 @@
 """The page is one well-formed file that loads nothing and lets nothing from a document act on it."""
 
 import itertools
+import json
 import re
+import shutil
 import string
 from html.parser import HTMLParser
 from pathlib import Path
@@ -233,3 +235,18 @@ def test_strings_are_all_used() -> None:
         and not key.endswith(families_at_end)
     ]
     assert unused == []
+
+
+def test_preferences_are_told_in_their_own_unit(tmp_path: Path) -> None:
+    run = build_run(tmp_path, steps=60)
+    shutil.copytree(run / "sft", run / "dpo")
+    manifest = json.loads((run / "dpo" / "manifest.json").read_text()) | {"stage": "dpo"}
+    (run / "dpo" / "manifest.json").write_text(json.dumps(manifest))
+    summary = json.loads((run / "dpo" / "summary.json").read_text())
+    summary["validation"] = {"pairs": {"loss": 0.296, "rewards/accuracies": 0.936}}
+    (run / "dpo" / "summary.json").write_text(json.dumps(summary))
+    page = render(collect_facts(run))
+    section = page[page.index('<section id="dpo"') : page.index('<section id="compression"')]
+    assert "nats per pair" in section and "nats per token" not in section
+    assert "Pairs told right" in section and "93.6%" in section
+    assert "fine-tuned on conversations and taught preferences in" in page

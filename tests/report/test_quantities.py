@@ -12,7 +12,7 @@ EN, FR = Quantities("en"), Quantities("fr")
 
 
 def plain(text: str) -> str:
-    return text.replace("\u202f", " ")
+    return text.replace("\u202f", " ").replace("\u00a0", " ")
 
 
 @pytest.mark.parametrize(

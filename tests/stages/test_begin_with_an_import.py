@@ -60,7 +60,10 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     assert is_chat((tmp_path / "tiny/sft").resolve()) and open_model("tiny", tmp_path).context == CONTEXT
     assert (tmp_path / "tiny/report.html").is_file()
     card = (tmp_path / "tiny/export/model/README.md").read_text()
-    assert "Fine-tuning steps" in card
+    assert "Fine-tuning: steps" in card and "A given model of" in card
+    with pytest.raises(SystemExit):
+        main(["export", "tiny", "--runs", str(tmp_path), "--to", str(tmp_path / "again")])
+    assert (tmp_path / "again/README.md").read_text() == card, "one card, whichever verb writes it"
 
 
 def requests(recipe: Path, runs: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from affinage.cli.options import JsonOption, SetOption, load
+from affinage.cli.terminal import screen
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 Part = Literal["step", "chips", "trainings", "layouts"]
 _PARTS: tuple[Part, ...] = ("step", "chips", "trainings", "layouts")
 _BAR = 40  # characters of the longest
-_FILE_COLUMNS = 160
 # Of the recipe's rows, what a processor does in seconds.
 _ROWS_OF_CPU, _CONTEXT_OF_CPU = 1, 256
 
@@ -69,11 +69,8 @@ def bench(
     if as_json:
         print(json.dumps(told, indent=1))
         return
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    console = screen()
     if "step" in told:
         _show_step(console, told.pop("step"))
     for name, facts in told.items():

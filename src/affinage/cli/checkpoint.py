@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from affinage.cli import completion
 from affinage.cli.options import RUNS, JsonOption, RunsOption
+from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,12 +26,20 @@ CUT_OFF = "not complete: a save was cut off here"
 TrainingArgument = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A run (quickstart) or a training of it (quickstart/pretrain).", show_default=False
+        metavar="MODEL",
+        help="A run (quickstart) or a training of it (quickstart/pretrain).",
+        show_default=False,
+        autocompletion=completion.models,
     ),
 ]
 OneArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL[@STEP]", help="A checkpoint; the newest if no step is named.", show_default=False),
+    typer.Argument(
+        metavar="MODEL[@STEP]",
+        help="A checkpoint; the newest if no step is named.",
+        show_default=False,
+        autocompletion=completion.models,
+    ),
 ]
 
 
@@ -86,7 +96,8 @@ def diff(
     """
     from affinage.checkpoint.looking import compare
 
-    found = compare(_checkpoint(one, runs), _checkpoint(other, runs), numbers=numbers)
+    with Working("reading checkpoints"):
+        found = compare(_checkpoint(one, runs), _checkpoint(other, runs), numbers=numbers)
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -115,7 +126,12 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     """
     store, step = _store(checkpoint, runs)
     steps = _steps(store)
-    found = {number: store.damage(number) for number in (steps if step is None else [_known(store, step)])}
+    asked = steps if step is None else [_known(store, step)]
+    found = {}
+    with Working("reading checkpoints") as working:
+        for place, number in enumerate(asked):
+            working.progressed(f"{place} of {len(asked)}")
+            found[number] = store.damage(number)
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:

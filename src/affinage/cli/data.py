@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from affinage.cli import completion
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, Walking, walks
+from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +21,13 @@ DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the las
 _SHOWN = 200  # characters of a text in a list
 
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run: its name, folder or recipe file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its name, folder or recipe file.",
+        show_default=False,
+        autocompletion=completion.models,
+    ),
 ]
 StageOption = Annotated[str, typer.Option("--stage", metavar="TRAINING", help="pretrain or sft.")]
 
@@ -113,7 +121,8 @@ def find(
     training = _training(run, runs, stage)
     if stage != "pretrain":
         raise UserError("only the documents of pretraining can be searched", fix="Leave --stage out.")
-    found = list(itertools.islice(training.find(text), limit + 1))
+    with Working(f"reading the documents of {training.run.name}"):
+        found = list(itertools.islice(training.find(text), limit + 1))
     more, found = len(found) > limit, found[:limit]
     earlier = {} if found else last_seen(training.run, text)
     if as_json:

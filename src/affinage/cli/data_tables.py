@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from affinage.cli.terminal import screen
+
 
 def show_facts(facts: Mapping[str, Any]) -> None:
     """Print the facts of a run's data as tables."""
@@ -47,7 +49,6 @@ def _removed(reasons: Mapping[str, int]) -> str:
 
 
 def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -56,6 +57,6 @@ def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
         table.add_column(title, justify="right" if right else "left", no_wrap=title != "removed")
     for line in lines:
         table.add_row(*line)
-    console = Console()
+    console = screen()
     console.print(table, highlight=False, markup=False)
     console.print()

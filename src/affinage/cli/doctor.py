@@ -14,6 +14,7 @@ from typing import Any
 
 import affinage
 from affinage.cli.options import RUNS, JsonOption, RunsOption
+from affinage.cli.terminal import screen
 
 _PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "polars", "pyarrow",
@@ -124,7 +125,6 @@ def _reachable() -> bool:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    import rich
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -145,7 +145,7 @@ def _show(facts: dict[str, Any]) -> None:
     table.add_row("versions", ", ".join(installed))
     for entry in facts["missing"]:
         table.add_row("not installed", f"{entry['package']}, for {entry['needed_for']}: {entry['get_it']}")
-    rich.get_console().print(table, highlight=False, markup=False)
+    screen().print(table, highlight=False, markup=False)
 
 
 def _gib(size: int | None) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from affinage.cli import doctor
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.terminal import screen
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from affinage.recipe.recipe import Recipe
 
 _WITH_INPUTS = 100  # columns from which on there is room for what a node reads
-_FILE_COLUMNS = 160  # wide enough that nothing is cut where the output is not a terminal
 _UNKNOWN_CHARACTERS = 256  # what `vocab: auto` is taken as before the characters of the text have been counted
 
 
@@ -115,11 +115,8 @@ def _memory(model: "Graph", batch: int, context: int, remat: "RematChoice") -> d
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    console = screen()
     console.print(_table(facts["nodes"], wide=console.width >= _WITH_INPUTS), highlight=False, markup=False)
     console.print("\n" + "\n".join(_facts_in_words(facts)), highlight=False, markup=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Verbs about what came out: `eval`, `compare`, `report`."""
+"""The verb `eval`: models on benchmarks."""
 
 import json
 import re
@@ -20,10 +20,12 @@ from affinage.cli.options import (
     run_folder,
 )
 from affinage.cli.run import walk
+from affinage.cli.terminal import screen
+from affinage.cli.working import Working
 from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
-_STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
+STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
 _SETTINGS = (
     "tasks",
     "data_dir",
@@ -36,10 +38,8 @@ _SETTINGS = (
 
 
 def add_to(app: typer.Typer) -> None:
-    """Register the verbs."""
+    """Register the verb."""
     app.command("eval")(evaluate)
-    app.command("compare")(compare)
-    app.command("report")(report)
 
 
 def evaluate(
@@ -82,8 +82,8 @@ def evaluate(
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
-        folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), _STAGES)
-        for stage in () if as_json else _STAGES:
+        folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), STAGES)
+        for stage in () if as_json else STAGES:
             if (folder / stage / "results.json").is_file():
                 typer.echo(f"\n{stage.removeprefix('evaluate-')}")
                 _show(json.loads((folder / stage / "results.json").read_text(encoding="utf-8")))
@@ -113,96 +113,28 @@ def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[st
     from affinage.stages.seen import seen_by
 
     training, _ = locate_model(target, runs)
-    folder = _folder_of(target, runs)
+    folder = folder_of(target, runs)
     world = made_from(training, "world")
-    return evaluate(
-        open_model(target, runs),
-        tasks,
-        folder=folder,
-        keep=folder / "answers.jsonl",
-        task_folders={POCKET_WORLD: world / "tasks"} if world else {},
-        chat=is_chat(training),
-        seen=seen_by(training) if settings.get("contamination", True) else None,
-        **{name: value for name, value in settings.items() if name not in ("tasks", "contamination")},
-    )
+    with Working(target) as working:
+        return evaluate(
+            open_model(target, runs),
+            tasks,
+            folder=folder,
+            keep=folder / "answers.jsonl",
+            task_folders={POCKET_WORLD: world / "tasks"} if world else {},
+            chat=is_chat(training),
+            seen=seen_by(training) if settings.get("contamination", True) else None,
+            progress=working.progressed,
+            **{name: value for name, value in settings.items() if name not in ("tasks", "contamination")},
+        )
 
 
-def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="A model that `eval` has judged, or a folder of results.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another.")],
-    runs: RunsOption = RUNS,
-    as_json: JsonOption = False,
-) -> None:
-    """How two models differ, item by item: paired differences with 95 % confidence intervals.
-
-    Examples: affinage compare quickstart/evaluate-base quickstart/evaluate-sft
-
-    affinage compare my_model/ quickstart/pretrain@800
-    """
-    from affinage.evaluation.compare import compare
-
-    differences = compare(_results_of(a, runs), _results_of(b, runs))
-    if as_json:
-        print(json.dumps([one.to_dict() for one in differences], ensure_ascii=False, indent=1))
-        return
-    import rich
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("task", "metric"):
-        table.add_column(title)
-    for title in ("A", "B", "B − A", "95 % interval", "items", ""):
-        table.add_column(title, justify="right")
-    for one in differences:
-        interval = f"{one.low:+.4f} to {one.high:+.4f}"
-        verdict = "real" if one.is_real else "may be noise"
-        values = (f"{one.a:.4f}", f"{one.b:.4f}", f"{one.difference:+.4f}", interval, f"{one.items:,}", verdict)
-        table.add_row(one.task, one.metric, *values)
-    console = rich.get_console()
-    console.print(table, highlight=False, markup=False)
-    if len({one.task for one in differences}) > 5:
-        console.print("Of 20 differences that are not there, one looks real by chance.", highlight=False)
-
-
-def _folder_of(target: str, runs: Path) -> Path:
+def folder_of(target: str, runs: Path) -> Path:
     """Where the results of a model are kept that no recipe judges."""
     return runs / "evaluations" / re.sub(r"[^A-Za-z0-9@._-]+", "-", target).strip("-.")
 
 
-def _results_of(spec: str, runs: Path) -> Path:
-    places = [Path(spec), runs / spec, _folder_of(spec, runs)]
-    places += [runs / spec / stage for stage in reversed(_STAGES)]
-    found = next((place for place in places if (place / "items").is_dir()), None)
-    if found is None:
-        raise UserError(f"there are no results of `{spec}`", fix=f"Make them: affinage eval {spec} --tasks julian")
-    return found
-
-
-def report(
-    target: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run.", show_default=False)],
-    overrides: SetOption = None,
-    runs: RunsOption = RUNS,
-) -> None:
-    """Write the report, one HTML file: of a run as it is, or of a recipe, which is run up to there.
-
-    Examples: affinage report quickstart
-
-    affinage report my_recipe.yaml --set report.language=fr
-    """
-    run = run_folder(target, runs)
-    if is_recipe(target, runs) or run is None or not recorded(run):
-        walk(target, Walking(overrides, runs), ("report",))
-        return
-    if overrides:
-        raise UserError("--set is of recipes", where=target, fix="Leave it out for a run, or name the recipe's file.")
-    from affinage.report import write_report
-
-    write_report(run, run / "report.html")
-    typer.echo(f"The report is in {run / 'report.html'}.")
-
-
 def _show(results: dict[str, Any]) -> None:
-    import rich
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -215,7 +147,7 @@ def _show(results: dict[str, Any]) -> None:
             value, error = (_shown(score[part]) for part in ("value", "stderr"))
             chance = _shown(entry.get("chance") if metric.startswith("acc") else None)
             table.add_row(task, metric, value, error, chance, f"{entry['items']:,}")
-    console = rich.get_console()
+    console = screen()
     console.print(table, highlight=False, markup=False)
     _show_contamination(results, console)
     _show_published(results["tasks"], console)

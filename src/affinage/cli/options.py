@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from affinage.cli import completion
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes along.", show_default=False),
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe file, or the name of one that comes along.",
+        show_default=False,
+        autocompletion=completion.recipes,
+    ),
 ]
 ModelArgument = Annotated[
     str,
@@ -27,12 +33,16 @@ ModelArgument = Annotated[
         help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), "
         "an import, a Hugging Face folder.",
         show_default=False,
+        autocompletion=completion.models,
     ),
 ]
 TargetArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE|MODEL", help="A recipe, or a model such as runs/quickstart/sft.", show_default=False
+        metavar="RECIPE|MODEL",
+        help="A recipe, or a model such as runs/quickstart/sft.",
+        show_default=False,
+        autocompletion=completion.recipes_or_models,
     ),
 ]
 SetOption = Annotated[
@@ -56,6 +66,9 @@ RunsOption = Annotated[
     typer.Option(
         "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", help="The folder of all runs.", callback=_is_a_folder
     ),
+]
+LangOption = Annotated[
+    Literal["en", "fr"] | None, typer.Option("--lang", help="The language of what is written.", show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 ProfileOption = Annotated[
@@ -139,5 +152,10 @@ def recorded(run: Path | None) -> dict[str, Any]:
     """The settings that a run was last made with; none if it is no run."""
     if run is None or not (run / "recipe.json").is_file():
         return {}
-    settings: dict[str, Any] = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
-    return settings
+    file = run / "recipe.json"
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        fix = "Run its recipe again: what is complete is kept, and this file is written anew."
+        raise UserError("this file of the run is damaged", where=str(file), fix=fix) from error
+    return settings if isinstance(settings, dict) else {}

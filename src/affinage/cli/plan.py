@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from affinage.cli import completion
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.terminal import screen
+from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from affinage.planning.plan import Plan
     from affinage.recipe.load import LoadedRecipe
 
-_FILE_COLUMNS = 160
 _ROWS = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the stages that make a training's rows
 _DAY, _HOUR = 86_400, 3600
 
@@ -30,7 +32,12 @@ def plan(
     recipe: RecipeArgument,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="SLICE", help="By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu."),
+        typer.Option(
+            "--on",
+            metavar="SLICE",
+            help="By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu.",
+            autocompletion=completion.slices,
+        ),
     ] = None,
     stage: Annotated[
         Literal["pretrain", "sft", "dpo"] | None,
@@ -104,7 +111,9 @@ def plan(
         if on or compile_step or search:
             fix = "Leave out --on, --compile and --search."
             raise UserError("--which looks through all slices", where="--which", fix=fix)
-        _show_comparison(compare(loaded.recipe, graph), as_json)
+        with Working("planning"):
+            plans = compare(loaded.recipe, graph)
+        _show_comparison(plans, as_json)
         return
     where = find_slice(on) if on else default_slice(loaded.recipe)
     if curve:
@@ -140,12 +149,9 @@ def plan(
 
 
 def _verdict(recipe: str, overrides: list[str] | None, made: "Plan") -> "Verdict":
-    from rich.console import Console
-
     from affinage.planning.compiled import compile_on
 
-    console = Console(stderr=True)
-    with console.status(f"The compiler of {made.where.name} is at work"):
+    with Working(f"the compiler of {made.where.name}"):
         return compile_on(recipe, overrides or (), made.where)
 
 
@@ -170,11 +176,8 @@ def _ratio(made: "Plan", verdict: "Verdict") -> float | None:
 
 
 def _show(made: "Plan", verdict: "Verdict | None") -> None:
-    from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    console = screen()
     for line in (*_heading(made), "", *_facts(made)):
         console.print(line, markup=False)
     console.print()
@@ -297,7 +300,6 @@ def _duration(seconds: float) -> str:
 
 
 def _show_comparison(found: list[Any], as_json: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from affinage.hardware.slices import memory_text
@@ -338,9 +340,7 @@ def _show_comparison(found: list[Any], as_json: bool) -> None:
             *(f"${cost:,.2f}" if cost is not None else "" for cost in (made.cost, made.cost_per_billion)),
             made.time.bound,
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    console = screen()
     console.print(table, markup=False)
     sources = {made.where.chip.price_source for made in plans if made.price == made.where.chip.price}
     for source in sorted(sources):

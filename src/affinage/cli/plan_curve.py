@@ -3,15 +3,14 @@
 import json
 from typing import TYPE_CHECKING
 
+from affinage.cli.terminal import screen
+
 if TYPE_CHECKING:
     from affinage.planning.curve import Point
-
-_FILE_COLUMNS = 160
 
 
 def show_curve(points: "list[Point]", as_json: bool) -> None:
     """Print a line for each slice."""
-    from rich.console import Console
     from rich.table import Table
 
     if as_json:
@@ -37,7 +36,5 @@ def show_curve(points: "list[Point]", as_json: bool) -> None:
             f"${made.cost:,.0f}" if made.cost is not None else "",
             point.why,
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    console = screen()
     console.print(table, markup=False)

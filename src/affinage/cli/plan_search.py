@@ -4,6 +4,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from affinage.cli.terminal import screen
+
 if TYPE_CHECKING:
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from affinage.recipe.load import LoadedRecipe
 
 Row = tuple["Candidate", "Plan", "Verdict | None"]
-_FILE_COLUMNS = 160
 
 
 def search_and_show(
@@ -60,7 +61,6 @@ def _told(row: Row, section: str) -> dict[str, Any]:
 
 
 def _print_table(rows: list[Row]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from affinage.hardware.slices import memory_text
@@ -84,7 +84,5 @@ def _print_table(rows: list[Row]) -> None:
             said,
             made.time.bound,
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+    console = screen()
     console.print(table, markup=False)

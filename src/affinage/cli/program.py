@@ -1,5 +1,6 @@
 """The program `affinage`: its verbs, and what becomes of errors."""
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import affinage
 from affinage.cli import (
     bench,
     checkpoint,
+    compare,
     data,
     inspect,
     judge,
@@ -18,12 +20,13 @@ from affinage.cli import (
     plan,
     recipes,
     release,
+    report,
     run,
     serve,
     sweep,
     talk,
 )
-from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 
 _EXTRAS = {
     "transformers": "verify",
@@ -31,6 +34,16 @@ _EXTRAS = {
     "libtpu": "tpu",
     "google": "cloud",
 }  # package -> extra that brings it
+
+_FULL = "Make room, then run the same command again: what is complete is kept."
+_OTHER_PLACE = "Name another file or folder, or let this one be read and written."
+_OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _OTHER_PLACE),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "The disk or its network failed: look there first."),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: `ulimit -n 65536` lets more be."),
+}
 
 app = typer.Typer(
     name="affinage",
@@ -40,7 +53,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verbs in (run, launch, sweep, data, checkpoint, judge, plan, release, talk, serve, recipes, inspect, bench):
+for verbs in (
+    run,
+    launch,
+    sweep,
+    data,
+    checkpoint,
+    judge,
+    compare,
+    plan,
+    report,
+    release,
+    talk,
+    serve,
+    recipes,
+    inspect,
+    bench,
+):
     verbs.add_to(app)
 
 
@@ -64,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
     Exit status: 0 done, 1 a defect of affinage (with traceback), 2 a mistake of the user (with what to do about it),
-    75 stopped after saving (start it again to go on), 130 interrupted.
+    75 stopped after saving (start it again to go on), 130 interrupted. docs/terminal.md has them in full.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in given if word != "--debug"]
@@ -75,6 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             traceback.print_exc()
         _exit(error)
+    except SystemExit as ended:
+        if ended.code == EXIT_INTERRUPTED:
+            _say("Interrupted.")
+        raise
+    except OSError as error:
+        if debug or error.errno not in _OF_THE_MACHINE:
+            raise
+        what = (error.strerror or str(error)).lower()
+        _exit(UserError(what, where=str(error.filename or ""), fix=_OF_THE_MACHINE[error.errno]))
 
 
 def _exit(error: UserError | Preempted | ModuleNotFoundError) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from affinage.cli import completion
 from affinage.cli.options import JsonOption, RecipeArgument, SetOption, load
+from affinage.cli.terminal import screen
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ def recipes(as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -65,14 +66,17 @@ def recipes(as_json: JsonOption = False) -> None:
         told = (re.split("[:;]", recipe[fact])[0] for fact in ("hardware", "time", "cost"))
         where = ", ".join(short for short in told if short != "none")
         table.add_row(f"[bold]{recipe['name']}[/]", f"{escape(recipe['description'])}\n[dim]{escape(where)}[/]")
-    console = Console()
-    console.print(table, highlight=False)
+    console = screen()
+    console.print(table)
     console.print("\nRun one: affinage run NAME. Begin with one: affinage new my-run --like NAME.", highlight=False)
 
 
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the run, and of the file NAME.yaml.")],
-    like: Annotated[str, typer.Option("--like", metavar="RECIPE", help="The recipe to begin with.")] = "quickstart",
+    like: Annotated[
+        str,
+        typer.Option("--like", metavar="RECIPE", help="The recipe to begin with.", autocompletion=completion.recipes),
+    ] = "quickstart",
 ) -> None:
     """Write NAME.yaml, a recipe that begins with another one, and the schema with which editors check it.
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, Walking, is_recipe, run_folder
+from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, Walking, is_recipe, recorded, run_folder
 from affinage.cli.run import walk
+from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
+    from affinage.hub.card import CardFacts
 
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
 
@@ -48,7 +50,8 @@ def import_(
     from affinage.hub.repository import local_copy
     from affinage.stages.imports import import_model
 
-    found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens)
+    with Working(f"taking in {source}"):
+        found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens)
     typer.echo(
         f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
         f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
@@ -110,12 +113,13 @@ def export(
             os.environ.pop("HF_HUB_OFFLINE", None)  # set for the run of a recipe that needs no network
         from affinage.hub.repository import push as upload
 
-        typer.echo(f"The model is at {upload(folder, push, private=not public)}.")
+        with Working(f"uploading to {push}"):
+            address = upload(folder, push, private=not public)
+        typer.echo(f"The model is at {address}.")
 
 
 def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licence: str) -> None:
     _must_be_new(to)
-    from affinage.hub.card import CardFacts
     from affinage.hub.export import DTYPES, export
     from affinage.stages.models import is_chat, locate_model, open_model
 
@@ -123,7 +127,23 @@ def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licenc
         raise UserError(f"`{written['dtype']}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
     model: LoadedModel = open_model(target, runs)
     chat = is_chat(locate_model(target, runs)[0])
-    export(model, to, facts=CardFacts(licence=licence), chat=chat, **written)
+    export(model, to, facts=_card(target, runs, licence), chat=chat, **written)
+
+
+def _card(target: str, runs: Path, licence: str) -> "CardFacts":
+    """What the card says of a model: all that its run knows, of a checkpoint and of a folder from elsewhere nothing."""
+    from affinage.hub.card import CardFacts
+    from affinage.report.card import card_facts
+    from affinage.report.facts import collect_facts
+    from affinage.stages.models import locate_model, results_of
+
+    training, step = locate_model(target, runs)
+    named = run_folder(target, runs)
+    run = next((place for place in (named, named and named.parent) if place and recorded(place)), None)
+    results = results_of(training, run) if run is not None and step is None else {}
+    if run is None or not results:
+        return CardFacts(licence=licence)
+    return card_facts(collect_facts(run, results), licence)
 
 
 def _write_adapter(target: str, runs: Path, to: Path | None, more: bool) -> None:
@@ -156,7 +176,9 @@ def _verify(target: str, runs: Path, folder: Path) -> None:
     from affinage.hub.verify import verify
     from affinage.stages.models import open_model
 
-    typer.echo(verified_in_words(verify(folder, open_model(target, runs), _PROBES)))
+    with Working("comparing with transformers"):
+        told = verified_in_words(verify(folder, open_model(target, runs), _PROBES))
+    typer.echo(told)
 
 
 def _must_be_new(folder: Path) -> None:

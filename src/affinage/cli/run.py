@@ -1,5 +1,6 @@
 """Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import rich
 import typer
 
 from affinage.cli.options import RecipeArgument, Walking, load, walks
+from affinage.cli.terminal import only_data_on_stdout, screen
+from affinage.cli.working import Working
 from affinage.errors import UserError
 from affinage.hardware.hosts import joined
 from affinage.stopping import OwnProcess
@@ -101,7 +104,7 @@ def _show_conversations(rows: Path, count: int, documents: int = 1) -> None:
         raise UserError("the tokenizer of these rows is gone", where=str(rows), fix="Run the recipe again.")
     for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):
         rich.print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
-        rich.get_console().print(example, markup=False, highlight=False)
+        screen().print(example, markup=False, highlight=False)
 
 
 def world(
@@ -117,8 +120,15 @@ def world(
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("this is not an empty folder", where=str(folder), fix="Name one that is not there yet.")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_world(folder, megabytes=megabytes, seed=seed)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of one that was interrupted
+    part.mkdir(parents=True)
+    try:
+        with Working("the pocket world"):
+            write_world(part, megabytes=megabytes, seed=seed)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     typer.echo(f"The pocket world is in {folder}.")
 
 
@@ -166,7 +176,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
             flow.follow()
             return flow.folder
         if how.as_json:
-            rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
+            only_data_on_stdout()
         steps = flow.plan()
         with hosts.all_at_work():  # the mesh is of all their devices
             check(loaded, [step.stage.name for step in steps if not step.complete])

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich
 import typer
 
 from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption
+from affinage.cli.terminal import only_data_on_stdout, screen
 
 if TYPE_CHECKING:
     from affinage.stages.sweep import Point
@@ -39,13 +39,13 @@ def sweep(
 
     found = points(recipe, overrides or ())
     if as_json:
-        rich.reconfigure(stderr=True)  # what people read, so that standard output holds the JSON alone
+        only_data_on_stdout()
     if dry_run:
         _show_plan(found, Runs(runs), as_json=as_json)
         return
     prepare_process(found[0].loaded)
     for point in found:
-        rich.get_console().rule(f"{point.number} of {len(found)}: {_said(point.settings)}", characters="-")
+        screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
         _run(point, Runs(runs))
     told = [
         {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings, "scores": scores}
@@ -59,7 +59,7 @@ def sweep(
         print(json.dumps(told, ensure_ascii=False, indent=1))
     else:
         _show_scores(told)
-        rich.get_console().print(f"\nresults  {folder / RESULTS}", highlight=False)
+        screen().print(f"\nresults  {folder / RESULTS}", highlight=False)
 
 
 def _run(point: "Point", runs: Any) -> None:
@@ -101,8 +101,8 @@ def _show_plan(found: "list[Point]", runs: Any, *, as_json: bool) -> None:
         return
     for one in told:
         made, shared = (", ".join(one[key]) or "nothing" for key in ("would_run", "shared"))
-        rich.get_console().print(f"{one['point']}: {_said(one['settings'])}", highlight=False, markup=False)
-        rich.get_console().print(f"   would run {made}; shares {shared}", highlight=False, markup=False)
+        screen().print(f"{one['point']}: {_said(one['settings'])}", highlight=False, markup=False)
+        screen().print(f"   would run {made}; shares {shared}", highlight=False, markup=False)
 
 
 def scores_of(run: Path) -> dict[str, dict[str, Any]]:
@@ -134,7 +134,7 @@ def _show_scores(told: list[dict[str, Any]]) -> None:
     for task in dict.fromkeys(task for one in told for task in one["scores"]):
         first = next(one["scores"][task] for one in told if task in one["scores"])
         table.add_row(f"{task} {first['metric']}", *(_score(one["scores"].get(task)) for one in told))
-    console = rich.get_console()
+    console = screen()
     console.print()
     console.print(table, highlight=False, markup=False)
 

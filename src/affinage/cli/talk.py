@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from affinage.cli.options import RUNS, JsonOption, ModelArgument, RunsOption
+from affinage.cli.options import RUNS, JsonOption, LangOption, ModelArgument, RunsOption
+from affinage.cli.working import Working
 
 if TYPE_CHECKING:
     from affinage.generation.chat import Language
@@ -63,21 +64,27 @@ def chat(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     system: Annotated[str | None, typer.Option(help="Another system prompt than the one it was trained with.")] = None,
+    lang: LangOption = None,
     runs: RunsOption = RUNS,
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
+    They are answered in the language of the terminal (LANG), or in that of --lang.
+
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
-    from affinage.generation.chat import ChatSession, converse
+    from affinage.generation.chat import ChatSession, converse, greeting
     from affinage.generation.decode import Generator
 
-    _warn_of_a_base_model(model, runs)
+    language = lang or _language()
     session = ChatSession(Generator(_open(model, runs)), _request(tokens, temperature, top_p, seed))
+    _warn_of_a_base_model(model, runs, language)
     if system is not None:
         session.set_system(system)
     if not question:
-        converse(session, _read_line, _write, _language())
+        if sys.stdin.isatty():
+            print(greeting(session, language), file=sys.stderr)
+        converse(session, _read_line, _write, language)
         return
     for text in question:
         session.reset()
@@ -89,16 +96,17 @@ def chat(
 def _open(spec: str, runs: Any) -> "LoadedModel":
     from affinage.stages.models import open_model
 
-    return open_model(spec, runs)
+    with Working(f"opening {spec}"):
+        return open_model(spec, runs)
 
 
-def _warn_of_a_base_model(spec: str, runs: Any) -> None:
+def _warn_of_a_base_model(spec: str, runs: Any, language: "Language") -> None:
+    from affinage.generation.chat import base_model_warning
     from affinage.stages.models import is_chat, locate_model
 
     training, _ = locate_model(spec, runs)
     if not is_chat(training):
-        what = f"{spec} was not taught to answer, it continues texts: affinage generate {spec}"
-        print(f'Warning: {what} "..."', file=sys.stderr)
+        print(base_model_warning(spec, language), file=sys.stderr)
 
 
 def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Request":

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import rich
-from rich.status import Status
 from rich.table import Table
+
+from affinage.cli.terminal import duration, screen
+from affinage.cli.working import Working
 
 if TYPE_CHECKING:
     from affinage.stages.flow import Flow
@@ -27,8 +28,8 @@ class Watch:
 
     def __init__(self, steps: Sequence["Step"]) -> None:
         self.seconds: dict[str, float] = {}  # of the stages that ran
-        self._console = rich.get_console()
-        self._status: Status | None = None
+        self._console = screen()
+        self._status: Working | None = None
         self._began = 0.0
         self._name = ""
 
@@ -46,13 +47,13 @@ class Watch:
         if step.reason != "never ran":
             self._line(self._name, _escaped(step.reason))
         if self._console.is_terminal and not step.stage.live:
-            self._status = self._console.status(self._name)
-            self._status.start()
+            self._status = Working(self._name, self._console)
+            self._status.__enter__()
 
     def progressed(self, what: str) -> None:
         """The running stage says what it does."""
         if self._status is not None:
-            self._status.update(f"{self._name}: {_escaped(what)}")
+            self._status.progressed(what)
 
     def measured(self, row: Mapping[str, Any]) -> None:
         """A training has written a line of its metrics; it shows them itself."""
@@ -69,7 +70,7 @@ class Watch:
 
     def _clear(self) -> None:
         if self._status is not None:
-            self._status.stop()
+            self._status.__exit__(None, None, None)
             self._status = None
 
 
@@ -87,7 +88,7 @@ def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
     for step in steps:
         verdict = ("[dim]stays[/dim]", "[dim]complete[/dim]") if step.complete else ("runs", _escaped(step.reason))
         table.add_row(step.stage.name, *verdict)
-    console = rich.get_console()
+    console = screen()
     console.print(table, highlight=False)
     waiting = sum(not step.complete for step in steps)
     console.print(f"\n{waiting} of {len(steps)} stages would run." if waiting else "\nNothing would run.")
@@ -99,7 +100,7 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
     if as_json:
         print(json.dumps({"ran": seconds, "complete": [s.stage.name for s in steps], **places}, ensure_ascii=False))
         return
-    console = rich.get_console()
+    console = screen()
     name = flow.loaded.recipe.name
     if not seconds:
         console.print(f"Nothing to do: all {len(steps)} stages of {name} are complete.", highlight=False)
@@ -169,6 +170,8 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"loss {summary['final_loss']:.3f}"
     if isinstance(summary.get("tasks"), Mapping):
         yield f"{len(summary['tasks'])} tasks"
+    if isinstance(summary.get("summary"), str):  # of the report: what the whole run made
+        yield _escaped(summary["summary"])
     if isinstance(summary.get("verified"), Mapping):
         yield verified_in_words(summary["verified"])
 
@@ -218,15 +221,6 @@ def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{repeated:,} ids occur more than once; they were numbered"
     if left_out := summary.get("not_sampled"):
         yield f"{left_out:,} not in the sample"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 3.2 s, 4:05, 1:02:03."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _escaped(text: str) -> str:

@@ -19,12 +19,17 @@ HELP = """\
 /quit           leave (so does the end of input)"""
 AIDE = """\
 /reset          oublier la conversation
-/system TEXTE   recommencer avec TEXTE comme message système (rien : celui du modèle)
+/system TEXTE   recommencer avec TEXTE comme message système (rien\u00a0: celui du modèle)
 /save FICHIER   écrire la conversation en JSON
 /help           afficher ceci
-/quit           quitter (comme la fin de l'entrée)"""
+/quit           quitter (comme la fin de l’entrée)"""
 _WORDS: dict[Language, dict[str, str]] = {
     "en": {
+        "greeting": "This is {model}. /help lists the commands, /quit leaves.",
+        "base": 'Warning: {model} was not taught to answer, it continues texts: affinage generate {model} "..."',
+        "too_long": "The message has {tokens} tokens with its surroundings, and the model reads {room}. "
+        "Write a shorter one, or a shorter /system message.",
+        "not_saved": "{file} cannot be written: {why}",
         "help": HELP,
         "unknown": "There is no {name}.",
         "no_file": "/save needs the name of a file.",
@@ -34,15 +39,30 @@ _WORDS: dict[Language, dict[str, str]] = {
         "saved": "Written to {file}.",
     },
     "fr": {
+        "greeting": "Voici {model}. /help donne les commandes, /quit quitte.",
+        "base": "Attention\u00a0: {model} n’a pas appris à répondre, il continue des textes\u00a0: "
+        'affinage generate {model} "..."',
+        "too_long": "Le message fait {tokens} tokens avec ce qui l’entoure, et le modèle en lit {room}. "
+        "Écrivez-en un plus court, ou un message /system plus court.",
+        "not_saved": "{file} ne peut pas être écrit\u00a0: {why}",
         "help": AIDE,
-        "unknown": "{name} n'existe pas.",
-        "no_file": "/save demande le nom d'un fichier.",
+        "unknown": "{name} n’existe pas.",
+        "no_file": "/save demande le nom d’un fichier.",
         "reset": "La conversation est oubliée.",
         "system": "Une nouvelle conversation avec ce message système.",
         "own_system": "Une nouvelle conversation avec le message système du modèle.",
         "saved": "Écrit dans {file}.",
     },
 }
+
+
+class TooLong(UserError):
+    """A message that does not fit even alone."""
+
+    def __init__(self, tokens: int, room: int) -> None:
+        self.tokens, self.room = tokens, room
+        what = f"the message has {tokens} tokens with its surroundings, and the model reads {room}"
+        super().__init__(what, fix="write a shorter one, or a shorter /system message")
 
 
 class ChatSession:
@@ -54,6 +74,11 @@ class ChatSession:
         self._system_prompt = generator.model.system_prompt
         self.messages: list[dict[str, str]] = []
 
+    @property
+    def model(self) -> str:
+        """What the user called the model."""
+        return self._generator.model.name
+
     def reset(self) -> None:
         """Forget all messages."""
         self.messages = []
@@ -64,12 +89,9 @@ class ChatSession:
         self.reset()
 
     def save(self, path: Path) -> None:
-        """Write the conversation as {"messages": [...]}, the system message included."""
+        """Write the conversation as {"messages": [...]}, the system message included; OSError where that fails."""
         system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        try:
-            write_json(path, {"messages": system + self.messages})
-        except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror}", where=str(path)) from error
+        write_json(path, {"messages": system + self.messages})
 
     def reply(self, text: str) -> Iterator[str]:
         """Pieces of the answer to `text`; both are in the history once the answer has ended or is no longer wanted.
@@ -96,11 +118,18 @@ class ChatSession:
             if len(prompt) <= room:
                 return prompt, messages
             if len(messages) == 1:
-                raise UserError(
-                    f"the message has {len(prompt)} tokens with its surroundings, and the model reads {room}",
-                    fix="write a shorter one, or a shorter /system message",
-                )
+                raise TooLong(len(prompt), room)
             messages = messages[2:]
+
+
+def greeting(session: ChatSession, language: Language = "en") -> str:
+    """What a person is told before the first question."""
+    return _WORDS[language]["greeting"].format(model=session.model)
+
+
+def base_model_warning(model: str, language: Language = "en") -> str:
+    """What a person is told who talks with a model that was never fine-tuned."""
+    return _WORDS[language]["base"].format(model=model)
 
 
 def converse(
@@ -126,7 +155,9 @@ def converse(
                 write(piece)
         except KeyboardInterrupt:
             pass
-        except UserError as error:
+        except TooLong as error:
+            write(_WORDS[language]["too_long"].format(tokens=error.tokens, room=error.room))
+        except UserError as error:  # of the model's own chat template
             write(str(error))
         write("\n")
 
@@ -147,8 +178,8 @@ def _command(session: ChatSession, text: str, words: dict[str, str]) -> str:
         case "/save":
             try:
                 session.save(Path(argument).expanduser())
-            except UserError as error:
-                return str(error)
+            except OSError as error:
+                return words["not_saved"].format(file=argument, why=error.strerror)
             return words["saved"].format(file=argument)
         case "/help":
             return words["help"]

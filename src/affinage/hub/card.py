@@ -1,6 +1,6 @@
 """The model card: what a released folder says about itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,38 +8,89 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from affinage import __version__
 
+_WORDS: dict[str, dict[str, str]] = {
+    "en": {
+        "model": "A language model of {parameters} parameters that reads {context} tokens at once.",
+        "chat": "It was fine-tuned to answer in conversations.",
+        "use": "Use",
+        "scores": "Scores",
+        "task": "Task",
+        "metric": "Metric",
+        "scores_note": "By lm-evaluation-harness; ± is one standard error.",
+        "text": "Training text",
+        "source": "Source",
+        "licence": "Licence",
+        "documents": "Documents",
+        "bytes": "Bytes",
+        "training": "Training",
+        "limits": "Limits",
+        "limits_text": "It repeats what its training text says, true or not, and it has not been tested for safety.",
+        "again": "Again",
+        "made": "Weights under {licence}. Made with affinage {version}.",
+    },
+    "fr": {
+        "model": "Un modèle de langue de {parameters} paramètres qui lit {context} tokens à la fois.",
+        "chat": "Il a été affiné pour répondre dans des conversations.",
+        "use": "Utilisation",
+        "scores": "Scores",
+        "task": "Épreuve",
+        "metric": "Mesure",
+        "scores_note": "Par lm-evaluation-harness\u00a0; ± est une erreur type.",
+        "text": "Texte d’entraînement",
+        "source": "Source",
+        "licence": "Licence",
+        "documents": "Documents",
+        "bytes": "Octets",
+        "training": "Entraînement",
+        "limits": "Limites",
+        "limits_text": "Il répète ce que dit son texte d’entraînement, vrai ou faux. Sa sûreté n’a pas été éprouvée.",
+        "again": "Refaire",
+        "made": "Poids sous {licence}. Fait avec affinage {version}.",
+    },
+}
+
 
 @dataclass(frozen=True)
 class CardFacts:
     """What the card is told by whoever ran the recipe. Everything left out is left out of the card."""
 
     licence: str  # SPDX identifier of the weights
+    language: str = "en"  # that the card is written in: en or fr
+    summary: str = ""  # what the run made, in one line
     description: str = ""
     command: str = ""  # that makes this model again
-    languages: Sequence[str] = ()  # ISO 639-1
+    languages: Sequence[str] = ()  # ISO 639-1, of the text
     sources: Sequence[Mapping[str, Any]] = ()  # of the training text: name, licence, documents, bytes
     training: Mapping[str, Any] = field(default_factory=dict)  # label -> value, e.g. {"Tokens": 1_000_000}
     results: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict
-    )  # label ("base", "sft") -> evaluation results
+    )  # label ("base", "sft") -> {"tasks": {task: {"metrics": {metric: {"value", "stderr"}}}}}
 
 
 def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, chat: bool) -> str:
     """README.md of a released model, with metadata for the Hugging Face Hub; the scores in it are the last results."""
+    words = _WORDS[facts.language]
+    what = words["model"].format(parameters=_shown(parameters, facts), context=_shown(context, facts))
+    sources = (
+        [str(source.get("name", "")), str(source.get("licence", ""))]
+        + [_shown(source.get(key, ""), facts) for key in ("documents", "bytes")]
+        for source in facts.sources
+    )
+    training = ((label, _shown(value, facts)) for label, value in facts.training.items())
+    heads = [words[key] for key in ("source", "licence", "documents", "bytes")]
     sections = [
         f"---\n{_metadata(name, facts, chat).to_yaml()}\n---\n",
         f"# {name}\n",
         facts.description + "\n" if facts.description else "",
-        f"A language model of {parameters:,} parameters that reads {context:,} tokens at once"
-        + (", fine-tuned to answer in ChatML." if chat else ".")
-        + "\n",
-        "## Use\n\n" + (_CHAT_EXAMPLE if chat else _BASE_EXAMPLE).format(name=name) + "\n",
-        _scores(facts.results),
-        _table("## Training text", ("Source", "Licence", "Documents", "Bytes"), map(_source, facts.sources)),
-        _table("## Training", ("", ""), ((label, _shown(value)) for label, value in facts.training.items())),
-        "## Limits\n\nIt repeats what its training text says, true or not, and it has not been tested for safety.\n",
-        f"## Again\n\n```\n{facts.command}\n```\n" if facts.command else "",
-        f"Weights under {facts.licence}. Made with affinage {__version__}.\n",
+        facts.summary + "\n" if facts.summary else "",
+        what + (f" {words['chat']}" if chat else "") + "\n",
+        f"## {words['use']}\n\n" + (_CHAT_EXAMPLE if chat else _BASE_EXAMPLE).format(name=name) + "\n",
+        _scores(facts, words),
+        _table(words["text"], heads, sources),
+        _table(words["training"], ("", ""), training),
+        f"## {words['limits']}\n\n{words['limits_text']}\n",
+        f"## {words['again']}\n\n```\n{facts.command}\n```\n" if facts.command else "",
+        words["made"].format(licence=facts.licence, version=__version__) + "\n",
     ]
     return "\n".join(section for section in sections if section)
 
@@ -91,30 +142,32 @@ def _metadata(name: str, facts: CardFacts, chat: bool) -> ModelCardData:
     )
 
 
-def _scores(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """All scores with standard errors, one column for each label of `results`."""
+def _scores(facts: CardFacts, words: Mapping[str, str]) -> str:
+    """All scores with standard errors, one column for each label of the results."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for label, result in results.items():
+    for label, result in facts.results.items():
         for task, measured in result["tasks"].items():
             for metric, score in measured["metrics"].items():
                 if score["value"] is not None:
-                    error = "" if score["stderr"] is None else f" ± {score['stderr']:.3f}"
-                    rows.setdefault((task, metric), {})[label] = f"{score['value']:.3f}{error}"
-    lines = ([task, metric, *(cells.get(label, "–") for label in results)] for (task, metric), cells in rows.items())
-    table = _table("## Scores", ("Task", "Metric", *results), lines)
-    return table and table + "\nBy lm-evaluation-harness; ± is one standard error.\n"
+                    error = "" if score["stderr"] is None else f" ± {_shown(score['stderr'], facts)}"
+                    rows.setdefault((task, metric), {})[label] = _shown(score["value"], facts) + error
+    lines = (
+        [task, metric, *(cells.get(label, "–") for label in facts.results)] for (task, metric), cells in rows.items()
+    )
+    table = _table(words["scores"], (words["task"], words["metric"], *facts.results), lines)
+    return table and f"{table}\n{words['scores_note']}\n"
 
 
-def _source(source: Mapping[str, Any]) -> list[str]:
-    return [_shown(source.get(key, "")) for key in ("name", "licence", "documents", "bytes")]
-
-
-def _table(title: str, header: Sequence[str], rows: Any) -> str:
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     if not lines:
         return ""
-    return "\n".join([title, "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *lines]) + "\n"
+    return "\n".join([f"## {title}", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header), *lines]) + "\n"
 
 
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _shown(value: Any, facts: CardFacts) -> str:
+    """A number as readers of the card's language write it; other things as they are."""
+    if not isinstance(value, int | float):
+        return str(value)
+    written = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+    return written if facts.language == "en" else written.replace(",", "\u202f").replace(".", ",")

@@ -32,14 +32,15 @@ class Axis:
 class Series:
     """One line or set of points of a chart.
 
-    `style`: "faint" for raw values behind a line, "line", or "points" for few values, joined by a thin line.
+    `style`: "faint" for raw values behind a line, "line", or "points" for few values, joined by a thin line, "dots" for
+    values of different things, which nothing joins.
     `errors` are half-lengths of vertical bars, one per point.
     """
 
     label: str
     points: Sequence[Point]
     colour: int = 0
-    style: Literal["faint", "line", "points"] = "line"
+    style: Literal["faint", "line", "points", "dots"] = "line"
     errors: Sequence[float] = ()
 
 
@@ -147,12 +148,12 @@ def _series(series: Series, across: Scale, up: Scale) -> list[Markup]:
     if not placed:
         return []
     parts = []
-    if len(placed) > 1:
+    if len(placed) > 1 and series.style != "dots":
         weight = {"faint": "faint", "line": "curve", "points": "thin"}[series.style]
         parts.append(polyline(placed, f"{weight} {colour}"))
     for (px, _), (_, y), error in zip(placed, series.points, series.errors):
         parts.append(line(px, up(y - error), px, up(y + error), f"error {colour}"))
-    if series.style == "points" or len(placed) == 1:
+    if series.style in ("points", "dots") or len(placed) == 1:
         radius = 4.0 if len(placed) <= 40 else 2.5
         parts += [marker(px, py, series.colour, radius) for px, py in placed]
     return parts
@@ -163,7 +164,8 @@ def interval_chart(
 ) -> Markup:
     """One row per task: values as points with bars of one standard error, chance as a dashed tick.
 
-    The intervals of a row stand under each other, so that their bars can be compared; the first is hollow if `hollow`.
+    The intervals of a row stand under each other, so that their bars can be compared; those of the first colour are
+    hollow if `hollow`.
     The axis goes from `low` to 1.
     On narrow pages labels stand above their rows instead of beside them.
     """
@@ -185,7 +187,7 @@ def interval_chart(
             parts.append(text(left - 14, middle + 4, _fitting(row.label, beside), "name", "end"))
         else:
             parts.append(text(left, middle - 18 - more / 2, _fitting(row.label, beside), "name"))
-        parts += _interval_row(row, across, middle, hollow=hollow and len(row.intervals) > 1)
+        parts += _interval_row(row, across, middle, hollow=hollow)
     return drawing(width, bottom + 42, label, *parts, class_="chart")
 
 
@@ -199,7 +201,7 @@ def _interval_row(row: Row, across: Scale, middle: float, *, hollow: bool) -> li
         low, high = (across(min(1.0, max(across.low, one.value + sign * one.error))) for sign in (-1, 1))
         parts.append(line(low, at, high, at, f"error s{one.colour % 6}"))
         title = f"{row.label}: {one.title}"
-        parts.append(marker(across(one.value), at, one.colour, 4.5, title=title, hollow=hollow and i == 0))
+        parts.append(marker(across(one.value), at, one.colour, 4.5, title=title, hollow=hollow and one.colour == 0))
     return parts
 
 

@@ -196,12 +196,17 @@ class Facts:
         return next((training for training in self.trainings if training.name == name), None)
 
 
-def collect_facts(run_folder: Path) -> Facts:
+def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -> Facts:
     """Reads a run folder (`runs/<name>`, one folder per stage, each with its manifest.json).
+
+    Args:
+        run_folder: of the run.
+        results: the stages that count, with their folders; None for all that the run has.
 
     Raises nothing for stages or fields that are missing; a stage without a manifest did not finish and is left out.
     """
-    stages = _stages(run_folder)
+    folders = dict(results) if results is not None else _folders(run_folder)
+    stages = _stages(folders)
     by_name = {stage.name: stage for stage in stages}
     recipe = json_file(run_folder / "recipe.json")
     return Facts(
@@ -215,7 +220,7 @@ def collect_facts(run_folder: Path) -> Facts:
         contamination=read_contamination(by_name["decontaminate"].summary, by_name["decontaminate"].settings)
         if "decontaminate" in by_name
         else None,
-        near_duplicates=near_duplicates(run_folder / "deduplicate", run_folder / "clean")
+        near_duplicates=near_duplicates(folders["deduplicate"], folders.get("clean", run_folder / "clean"))
         if "deduplicate" in by_name
         else (),
         tokenizer=_tokenizer(by_name["tokenizer"].summary) if "tokenizer" in by_name else None,
@@ -225,12 +230,12 @@ def collect_facts(run_folder: Path) -> Facts:
         rows=_rows(by_name["rows"].summary) if "rows" in by_name else None,
         conversations=_conversations(by_name["conversations"].summary) if "conversations" in by_name else None,
         trainings=tuple(
-            read_training(name, run_folder / name, by_name[name].summary, recipe)
+            read_training(name, folders[name], by_name[name].summary, recipe)
             for name in ("pretrain", "sft", "dpo")
             if name in by_name
         ),
         evaluations=tuple(
-            read_evaluation(name.removeprefix("evaluate-"), run_folder / name, by_name[name].summary)
+            read_evaluation(name.removeprefix("evaluate-"), folders[name], by_name[name].summary)
             for name in ("evaluate-base", "evaluate-sft", "evaluate-dpo")
             if name in by_name
         ),
@@ -240,12 +245,13 @@ def collect_facts(run_folder: Path) -> Facts:
     )
 
 
-def _stages(run_folder: Path) -> list[Stage]:
-    found = []
-    for folder in run_folder.iterdir() if run_folder.is_dir() else ():
-        manifest = json_file(folder / "manifest.json")
-        if manifest:
-            found.append(_stage(folder.name, manifest))
+def _folders(run_folder: Path) -> dict[str, Path]:
+    return {folder.name: folder for folder in run_folder.iterdir()} if run_folder.is_dir() else {}
+
+
+def _stages(folders: Mapping[str, Path]) -> list[Stage]:
+    read = ((name, json_file(folder / "manifest.json")) for name, folder in folders.items())
+    found = [_stage(name, manifest) for name, manifest in read if manifest]
     rank = {name: i for i, name in enumerate(ORDER)}
     return sorted(found, key=lambda stage: (rank.get(stage.name, len(rank)), stage.name))
 

@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
     label: str
     colour: int
-    style: str  # faint, line, points, hollow, bar or chance
+    style: str  # faint, line, points, dots, hollow, bar or chance
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Artist:
             return None
         values = [y for one in series for _, y in one.points if y > 0]
         log = max(values, default=1.0) > WIDE_RANGE * min(values, default=1.0)
-        kind = "image_loss" if training.images else "loss"
+        kind = training.loss_kind
         axis = Axis(self.words[f"{kind}_log_axis" if log else f"{kind}_axis"], self.quantities.ticks, log)
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
@@ -140,9 +140,10 @@ class Artist:
         def draw(width: float) -> Markup:
             return line_chart(series, x, y, label, width, min(height, 260.0) if width < wide else height, marks)
 
-        legend = tuple(Key(one.label, one.colour, one.style) for one in series) if len(series) > 1 else ()
+        told = len(series) > 1 or series[0].label != title
+        legend = tuple(Key(one.label, one.colour, one.style) for one in series) if told else ()
         note = self.words["resumed"].format(steps=self.quantities.listed(marks)) if marks and wide == WIDE else ""
-        return Figure(title, note, responsive(draw, wide), legend, _values(x.label, series))
+        return Figure(title, note, responsive(draw, wide), legend, values_of(x.label, series))
 
     def scores(self, evaluations: Sequence[Evaluation]) -> Figure | None:
         """The headline metric of every task, base and fine-tuned model side by side."""
@@ -162,7 +163,9 @@ class Artist:
         ]
         if any(row.chance is not None for row in rows):
             legend.append(Key(self.words["chance"], 0, "chance"))
-        picture = responsive(lambda width: interval_chart(rows, axis, self.words["scores_label"], width))
+        picture = responsive(
+            lambda width: interval_chart(rows, axis, self.words["scores_label"], width, hollow=several)
+        )
         return Figure(self.words["scores"], "", picture, tuple(legend))
 
     def _score_title(self, evaluation: Evaluation, score: Score) -> str:
@@ -228,7 +231,8 @@ class Artist:
         return Figure(label, "", picture, tuple(Key(name, i, "bar") for i, name in enumerate(names)))
 
 
-def _values(x_label: str, series: Sequence[Series]) -> str:
+def values_of(x_label: str, series: Sequence[Series]) -> str:
+    """What a reader can point at, as JSON."""
     listed = [
         {"label": one.label, "colour": one.colour, "points": [[x, float(f"{y:.5g}")] for x, y in one.points]}
         for one in series

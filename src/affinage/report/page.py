@@ -1,6 +1,7 @@
 """The HTML page: facts, words and charts put into templates. One file, nothing loaded from anywhere."""
 
 import base64
+import contextlib
 import hashlib
 import os
 import re
@@ -18,61 +19,75 @@ from babel.dates import format_datetime
 from markupsafe import Markup
 
 import affinage
+from affinage.errors import UserError
 from affinage.report import sections, summary
 from affinage.report.facts import Facts, collect_facts
 from affinage.report.figures import Artist
 from affinage.report.published import beside_published
 from affinage.report.quantities import ABSENT, Quantities
 from affinage.report.reading import string
-from affinage.report.strings import LANGUAGES, reason_name, strings
+from affinage.report.reasons import detail_in, reason_name
+from affinage.report.strings import spoken, strings
 from affinage.report.svg import marker
 from affinage.report.trainings import Training
 
+_TOLD = 0.05  # seconds that went to no step, below which they are not worth a line
 # Control characters have no place in HTML, and lone surrogates none in UTF-8: a reader should see that one was there.
 _UNSEEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)], "\ufffd")
 
 
-def write_report(run_folder: Path, out: Path) -> dict[str, Any]:
+def write_report(run_folder: Path, out: Path, language: str | None = None) -> dict[str, Any]:
     """Writes the report of a run as one self-contained HTML file.
 
     Args:
         run_folder: `runs/<name>`, with a folder per stage; stages that are not there have no section.
         out: the file to write; it appears whole or not at all.
+        language: "en" or "fr"; None for the one that the recipe asks for.
 
     Returns:
-        bytes of the file, its language and its sections.
+        bytes of the file, its language, what the run made in one line, and the sections of the page.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     facts = collect_facts(run_folder)
-    page = render(facts).encode()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    language = spoken(language or facts.language)
+    written = write_page(render(facts, language), out)
+    told = summary.verdict(facts, language)
+    return {"bytes": written, "language": language, "summary": told, "sections": sections.present(facts)}
+
+
+def write_page(page: str, out: Path) -> int:
+    """Writes a page, whole or not at all. Returns its bytes."""
+    content = page.encode()
     part = out.with_name(f".{out.name}.part")
-    part.write_bytes(page)
-    os.replace(part, out)
-    return {"bytes": len(page), "language": facts.language, "sections": sections.present(facts)}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        os.replace(part, out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        fix = "Make room or name another place, then write it again: nothing else is lost."
+        raise UserError(f"cannot be written: {error.strerror}", where=str(out), fix=fix) from error
+    return len(content)
 
 
-def render(facts: Facts) -> str:
-    """The page as HTML."""
-    language = facts.language if facts.language in LANGUAGES else "en"
+def render(facts: Facts, language: str | None = None) -> str:
+    """The page as HTML, in `language`, or in the one that the recipe asks for."""
+    language = spoken(language or facts.language)
     words, quantities = strings(language), Quantities(language)
     artist = Artist(words, quantities)
-    script = _packaged("hover.js")
     names = {"base": words["base"], "sft": words["sft_model"], "dpo": words["dpo_model"]}
     return (
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
+            **shell(language),
             facts=facts,
-            t=words,
-            q=quantities,
             artist=artist,
-            language=language,
-            affinage_version=affinage.__version__,
-            style=Markup(_packaged("style.css")),
-            script=Markup(script),
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             description=string(facts.recipe.get("description")),
-            verdict=summary.verdict(facts, words, quantities),
+            verdict=summary.verdict(facts, language),
             headlines=summary.headlines(facts, words, quantities, names),
             sections=sections.present(facts),
             funnel=sections.funnel(facts.flows),
@@ -92,15 +107,31 @@ def render(facts: Facts) -> str:
             recipe_text=yaml.safe_dump(dict(facts.recipe), allow_unicode=True, sort_keys=False) if facts.recipe else "",
             date=partial(_date, language=language),
             reason=partial(reason_name, language=language),
+            detail=partial(detail_in, language=language),
             language_name=partial(_language_name, language=language, unknown=words["unknown"]),
             time_parts=lambda training: _time_parts(training, words, quantities),
-            marker=marker,
         )
     )
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
+def shell(language: str) -> dict[str, Any]:
+    """What every page is given, of whatever it is: words and numbers of its language, style, script."""
+    script = _packaged("hover.js")
+    return {
+        "t": strings(language),
+        "q": Quantities(language),
+        "language": language,
+        "affinage_version": affinage.__version__,
+        "style": Markup(_packaged("style.css")),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "marker": marker,
+    }
+
+
+def environment() -> jinja2.Environment:
+    """The templates, with what they do to values."""
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("affinage.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -108,8 +139,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = _breakable
-    return environment
+    made.filters["breakable"] = _breakable
+    return made
 
 
 def _visible(value: Any) -> Any:
@@ -161,7 +192,7 @@ def _losses(facts: Facts, words: dict[str, str], quantities: Quantities) -> list
         total = training.seconds.get("total")
         for account in ("compile", "data", "validation", "save", "restore", "lost", "idle"):
             spent = training.seconds.get(account)
-            if spent and total:
+            if total and spent and spent >= _TOLD:
                 rows.append(
                     {
                         "stage": words[training.name],
@@ -176,7 +207,7 @@ def _losses(facts: Facts, words: dict[str, str], quantities: Quantities) -> list
 def _time_parts(training: Training, words: dict[str, str], quantities: Quantities) -> str:
     accounts = ("compute", "compile", "data", "validation", "save", "restore", "lost", "idle")
     spent = [(account, training.seconds.get(account, 0.0)) for account in accounts]
-    return ", ".join(words[f"time_{account}"].format(time=quantities.duration(s)) for account, s in spent if s)
+    return ", ".join(words[f"time_{account}"].format(time=quantities.duration(s)) for account, s in spent if s >= _TOLD)
 
 
 def _comparisons(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[dict[str, str]]:

@@ -65,8 +65,7 @@ def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], ar
     rows = [Row(name, [Interval(score, 0.0, 0, write(score))]) for name, score in judged]
     for model in others:
         if task in model.scores:
-            title = f"{write(model.scores[task])} {words['published_mark']}"
-            rows.append(Row(model.name, [Interval(model.scores[task], 0.0, 1, title)]))
+            rows.append(Row(model.name, [Interval(model.scores[task], 0.0, 1, write(model.scores[task]))]))
     title = f"{task} {headline_metrics()[task]}"
     picture = responsive(lambda width: bar_chart(rows, Axis("", artist.quantities.percent_ticks), title, width))
     return Figure(title, "", picture, (Key(words["this_model"], 0, "bar"), Key(words["published_mark"], 1, "bar")))
@@ -75,12 +74,12 @@ def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], ar
 def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:
     words = artist.words
     mine = [(float(one.tokens), one.scores[task]) for one in ours if task in one.scores and one.tokens]
-    series = [Series(words["this_model"], mine, 0, "points")] if mine else []
+    series = [Series(words["this_model"], mine, 0, "dots")] if mine else []
     for number, family in enumerate(dict.fromkeys(model.family for model in others), 1):
         points = sorted((float(m.tokens), m.scores[task]) for m in others if m.family == family and task in m.scores)
         if points:
-            series.append(Series(f"{family} ({words['published_mark']})", points, number, "points"))
-    x = Axis(words["training_tokens"], artist.quantities.ticks, log=True)
+            series.append(Series(f"{family} ({words['published_mark']})", points, number, "dots"))
+    x = Axis(words["training_tokens"], artist.quantities.decades, log=True)
     y = Axis(words["scores_axis"], artist.quantities.percent_ticks)
     title = f"{task} {headline_metrics()[task]}"
     picture = responsive(lambda width: line_chart(series, x, y, title, width, 260.0))

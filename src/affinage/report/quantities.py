@@ -107,12 +107,12 @@ class Quantities:
         if total < 60:
             return f"{total}{_NARROW}s"
         if total < 3600:
-            return f"{total // 60}{_NARROW}min {total % 60:02d}{_NARROW}s"
+            return f"{total // 60}{_NARROW}min\u00a0{total % 60:02d}{_NARROW}s"
         minutes = round(seconds / 60)
         if minutes < 24 * 60:
-            return f"{minutes // 60}{_NARROW}h {minutes % 60:02d}{_NARROW}min"
+            return f"{minutes // 60}{_NARROW}h\u00a0{minutes % 60:02d}{_NARROW}min"
         hours = round(seconds / 3600)
-        return f"{hours // 24}{_NARROW}{_DAY[self.language]} {hours % 24}{_NARROW}h"
+        return f"{hours // 24}{_NARROW}{_DAY[self.language]}\u00a0{hours % 24}{_NARROW}h"
 
     def ticks(self, values: Sequence[float]) -> list[str]:
         """Labels of an axis: the same unit and the same decimals on each, and no more of them than the steps need."""
@@ -127,6 +127,10 @@ class Quantities:
             unit = _NARROW + unit if unit and self.language == "fr" else unit
         places = next((p for p in range(7) if _ends(steps[0] / size, p)), 7)
         return ["0" if value == 0 else self._localised(f"{value / size:,.{places}f}") + unit for value in values]
+
+    def decades(self, values: Sequence[float]) -> list[str]:
+        """Labels of a logarithmic axis over many powers of ten: each in its own unit."""
+        return [self.short(value, 1) if value >= 1 else self.number(value, 1) for value in values]
 
     def percent_ticks(self, values: Sequence[float]) -> list[str]:
         """Labels of an axis of shares."""

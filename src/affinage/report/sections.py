@@ -239,6 +239,7 @@ _GROUPS = {
     "evaluate-sft": "evaluation",
     "evaluate-dpo": "evaluation",
     "export": "release",
+    "report": "release",
 }
 GROUPS = ("data", "training", "evaluation", "release")
 

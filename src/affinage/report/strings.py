@@ -2,10 +2,13 @@
 
 import re
 
+from affinage.report.comparison_words import WORDS as COMPARISON
+
 _WORDS: dict[str, tuple[str, str]] = {
     # head
     "contents": ("Contents", "Sommaire"),
     "verdict_model": ("A model of {parameters} parameters", "Un modèle de {parameters} paramètres"),
+    "verdict_tuned": ("A given model of {parameters} parameters", "Un modèle existant de {parameters} paramètres"),
     "verdict_data": ("Text made ready for training", "Du texte préparé pour l’entraînement"),
     "verdict_tokens": ("trained on {tokens} tokens", "entraîné sur {tokens} tokens"),
     "verdict_images": ("shown {images} images", "à qui {images} images ont été montrées"),
@@ -21,7 +24,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "looks_axis": ("score ± one standard error", "score ± une erreur type"),
     "bits_per_byte_axis": ("bits per byte of validation text", "bits par octet du texte de validation"),
     "ended": ("The training ended at step {step}: {why}.", "L’apprentissage s’est arrêté au pas {step} : {why}."),
-    "verdict_dpo": ("taught preferences", "formé par préférences"),
+    "verdict_dpo": ("taught preferences", "formé sur des préférences"),
     "verdict_sft": ("fine-tuned on conversations", "affiné sur des conversations"),
     "verdict_time": ("in {time}", "en {time}"),
     "verdict_devices": ("on {devices}", "sur {devices}"),
@@ -31,6 +34,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Ses scores sur {count} épreuves vont de {low} à {high}.",
     ),
     "and": ("and", "et"),
+    "colon": (":", " :"),
     "reproduce": ("To reproduce", "Pour reproduire"),
     "finished": ("Last stage started {date} UTC", "Dernière étape commencée le {date} UTC"),
     "parameters": ("Parameters", "Paramètres"),
@@ -169,9 +173,15 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{steps} steps over {images} images in {time}: the loss went from {first} to {last} per image.",
         "{steps} pas sur {images} images en {time} : la perte passe de {first} à {last} par image.",
     ),
+    "training_lead_pairs": (
+        "{steps} steps over {tokens} tokens of pairs in {time}: the loss went from {first} to {last} nats per pair.",
+        "{steps} pas sur {tokens} tokens de paires en {time} : la perte passe de {first} à {last} nats par paire.",
+    ),
     "loss": ("Loss", "Perte"),
     "loss_axis": ("nats per token", "nats par token"),
     "loss_log_axis": ("nats per token, logarithmic", "nats par token, échelle logarithmique"),
+    "pair_loss_axis": ("nats per pair", "nats par paire"),
+    "pair_loss_log_axis": ("nats per pair, logarithmic", "nats par paire, échelle logarithmique"),
     "image_loss_axis": ("loss per image", "perte par image"),
     "image_loss_log_axis": ("loss per image, logarithmic", "perte par image, échelle logarithmique"),
     "loss_label": (
@@ -212,6 +222,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
     "validation_caption": ("Validation at the end", "Validation à la fin"),
     "validation_loss": ("Loss (nats per token)", "Perte (nats par token)"),
+    "validation_loss_pairs": ("Loss (nats per pair)", "Perte (nats par paire)"),
+    "pairs_right": ("Pairs told right", "Paires bien jugées"),
     "bits_per_byte": ("Bits per byte", "Bits par octet"),
     "time_spent": ("Time: {parts}.", "Temps : {parts}."),
     "time_compile": ("compiling {time}", "compilation {time}"),
@@ -286,16 +298,16 @@ _WORDS: dict[str, tuple[str, str]] = {
         "exécution ont été mesurés ici.",
     ),
     "published_mark": ("published", "publié"),
-    "published_tokens": ("Score against training tokens", "Score selon les jetons d’entraînement"),
+    "published_tokens": ("Score against training tokens", "Score selon les tokens d’entraînement"),
     "published_tuned": ("From base to fine-tuned model", "Du modèle de base au modèle affiné"),
     "published_source": ("Published: {source}", "Publié : {source}"),
-    "training_tokens": ("training tokens (log)", "jetons d’entraînement (log)"),
+    "training_tokens": ("training tokens (log)", "tokens d’entraînement (log)"),
     "this_model": ("this model", "ce modèle"),
     "points": ("pts", "pts"),
     "chance": ("chance", "hasard"),
     "task": ("Task", "Épreuve"),
     "metric": ("Metric", "Mesure"),
-    "item_count": ("Items", "Items"),
+    "item_count": ("Items", "Questions"),
     "shots": ("Shots", "Exemples"),
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
@@ -365,7 +377,7 @@ _WORDS: dict[str, tuple[str, str]] = {
         "A key stands for settings, inputs and code; a seal hashes the SHA-256 of all files that the stage wrote.",
         "Une clé désigne réglages, entrées et code ; un sceau hache les SHA-256 de tous les fichiers de l’étape.",
     ),
-    "stages_caption": ("Stages of the run", "Étapes de l’entraînement"),
+    "stages_caption": ("Stages of the run", "Étapes de l’exécution"),
     "group_data": ("data", "données"),
     "group_training": ("training", "entraînement"),
     "group_evaluation": ("evaluation", "évaluation"),
@@ -382,56 +394,20 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
 }
 
-_FRENCH_REASONS = {  # the stages give their reasons in English
-    "too short": "trop court",
-    "too long": "trop long",
-    "too large": "trop gros",
-    "not enough letters": "trop peu de lettres",
-    "other language": "autre langue",
-    "language unclear": "langue incertaine",
-    "in a benchmark": "dans une épreuve",
-    "near copy of a validation document": "quasi-copie d’un document de validation",
-    "duplicate lines": "lignes répétées",
-    "duplicate paragraphs": "paragraphes répétés",
-    "characters in duplicate lines": "caractères en lignes répétées",
-    "characters in duplicate paragraphs": "caractères en paragraphes répétés",
-    "bullet lines": "lignes à puce",
-    "lines that end in an ellipsis": "lignes finies par des points de suspension",
-    "few lines end a sentence": "peu de lignes finissent une phrase",
-    "lorem ipsum": "lorem ipsum",
-    "curly bracket": "accolade",
-    "exact duplicate": "doublon exact",
-    "near duplicate": "quasi-doublon",
-    "empty": "vide",
-    "binary": "binaire",
-    "not UTF-8": "pas en UTF-8",
-    "not JSON": "pas du JSON",
-    "not a JSON object": "pas un objet JSON",
-    "no text key": "pas de clé de texte",
-    "text is not a string": "le texte n’est pas une chaîne",
-    "unknown kind of file": "genre de fichier inconnu",
-    "damaged file": "fichier abîmé",
-}
-
 LANGUAGES = ("en", "fr")
 
 
 def strings(language: str) -> dict[str, str]:
     """The words of the page in `language`; English for a language the page does not speak."""
-    index = LANGUAGES.index(language) if language in LANGUAGES else 0
-    return {key: _spaced(words[index]) for key, words in _WORDS.items()}
+    index = LANGUAGES.index(spoken(language))
+    return {key: _spaced(words[index]) for key, words in (_WORDS | COMPARISON).items()}
+
+
+def spoken(language: str) -> str:
+    """The language that a page for readers of `language` is in: English where it is none of ours."""
+    return language if language in LANGUAGES else LANGUAGES[0]
 
 
 def _spaced(text: str) -> str:
     """French sets a space before these signs, which must not be where a line ends."""
     return re.sub(r" (?=[:;?!»])", "\u00a0", text)
-
-
-def reason_name(reason: str, language: str) -> str:
-    """A reason for removal in words; one that has no translation is shown as the stage called it."""
-    if language != "fr":
-        return reason
-    of_ngrams = re.fullmatch(r"(top|duplicate) (\d+)-grams?", reason)
-    if of_ngrams:
-        return f"{of_ngrams[2]}-gramme{' dominant' if of_ngrams[1] == 'top' else 's répétés'}"
-    return _FRENCH_REASONS.get(reason, reason)

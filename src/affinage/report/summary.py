@@ -1,4 +1,4 @@
-"""The head of the page: one sentence that says what the run made, and its few figures."""
+"""What a run made, in one line and in a few figures: of the report's head, the model card and the terminal."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ from affinage.report.evaluations import Evaluation, Score
 from affinage.report.facts import Facts
 from affinage.report.quantities import Quantities
 from affinage.report.sections import epochs
+from affinage.report.strings import spoken, strings
 
 SCORES = 3  # listed in the sentence; of more tasks it gives the range
 
@@ -19,29 +20,47 @@ class Headline:
     note: str
 
 
-def verdict(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
-    """What was made, of how much text, in what time, and how good it is."""
+def verdict(facts: Facts, language: str, *, timed: bool = True) -> str:
+    """What was made, of how much text, in what time, and how good it is, in one line.
+
+    Args:
+        facts: of the run.
+        language: "en" or "fr"; English for others.
+        timed: whether to say how long the trainings took and on what; a card that must not change with them does not.
+    """
+    words, quantities = strings(language), Quantities(spoken(language))
+    sentence = _made(facts, words, quantities)
+    if timed:
+        sentence = " ".join([sentence, *_spent(facts, words, quantities)])
+    return " ".join(filter(None, [f"{sentence}.", _scores(facts, words, quantities)]))
+
+
+def _made(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
     pretrain = facts.training("pretrain")
-    if pretrain is None:
-        opening = [words["verdict_data"]]
-    else:
-        opening = [words["verdict_model"].format(parameters=quantities.short(pretrain.parameters))]
+    if pretrain is not None:
+        opening = words["verdict_model"].format(parameters=quantities.short(pretrain.parameters))
         if pretrain.images:
-            opening.append(words["verdict_images"].format(images=quantities.short(pretrain.images)))
+            taught = [words["verdict_images"].format(images=quantities.short(pretrain.images))]
         else:
-            opening.append(words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens)))
-        if facts.training("sft"):
-            opening.append(words["verdict_sft"])
-        if facts.training("dpo"):
-            opening.append(words["verdict_dpo"])
-    ending = []
-    if facts.seconds is not None:
-        ending.append(words["verdict_time"].format(time=quantities.duration(facts.seconds)))
-    if pretrain and pretrain.devices:
-        ending.append(words["verdict_devices"].format(devices=pretrain.devices))
-    sentence = ", ".join([opening[0], _listed(opening[1:], words)] if opening[1:] else opening)
-    sentence = " ".join(filter(None, [sentence, *ending])) + "."
-    return " ".join(filter(None, [sentence, _scores(facts, words, quantities)]))
+            taught = [words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens))]
+    elif facts.trainings:
+        parameters = quantities.short(facts.trainings[-1].parameters)
+        opening, taught = words["verdict_tuned"].format(parameters=parameters), []
+    else:
+        return words["verdict_data"]
+    taught += [words[f"verdict_{name}"] for name in ("sft", "dpo") if facts.training(name)]
+    return ", ".join([opening, _listed(taught, words)])
+
+
+def _spent(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[str]:
+    """How long the trainings took, and on what; of a run without them, all its stages."""
+    trained = [training.seconds["total"] for training in facts.trainings if "total" in training.seconds]
+    seconds = sum(trained) if trained else facts.seconds
+    devices = next((training.devices for training in facts.trainings if training.devices), "")
+    return [
+        *([words["verdict_time"].format(time=quantities.duration(seconds))] if seconds is not None else []),
+        *([words["verdict_devices"].format(devices=devices)] if devices else []),
+    ]
 
 
 def _scores(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
@@ -57,7 +76,7 @@ def _scores(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
 
 
 def _listed(parts: list[str], words: dict[str, str]) -> str:
-    return f" {words['and']} ".join(parts)
+    return f" {words['and']} ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _shares(evaluation: Evaluation) -> list[Score]:

@@ -19,11 +19,12 @@ CURVES = (
 
 @dataclass(frozen=True)
 class Validated:
-    """Loss (nats per token) and bits per UTF-8 byte on one validation set, the last time it was read."""
+    """Loss (nats per token, or pair) and bits per UTF-8 byte on one validation set, the last time it was read."""
 
     name: str
     loss: float | None
     bits_per_byte: float | None
+    pairs_right: float | None = None  # share of the pairs of which it prefers the better one
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Training:
     first_loss: float | None
     final_loss: float | None
     devices: str
+    device_count: int | None
     resumed_at: tuple[int, ...]
     curves: Mapping[str, list[Point]]
     validation: Mapping[str, list[Point]]
@@ -72,6 +74,11 @@ class Training:
     bits_per_byte: Mapping[str, list[Point]]  # of the validation text of a language
     ended: str  # why it ended before its last step
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
+
+    @property
+    def loss_kind(self) -> str:
+        """What its loss is of, as the words of axes begin: tokens, pairs of answers, or images."""
+        return "image_loss" if self.images else "pair_loss" if self.name == "dpo" else "loss"
 
 
 def read_training(
@@ -102,11 +109,12 @@ def read_training(
         first_loss=number(summary.get("first_loss")),
         final_loss=number(summary.get("final_loss")),
         devices=_devices(summary.get("devices")),
+        device_count=whole(mapping(summary.get("devices")).get("count")),
         resumed_at=tuple(step for step in map(whole, listing(summary.get("resumed_at"))) if step),
         curves=curves,
         validation=validation,
         validated=tuple(
-            Validated(k, number(mapping(v).get("loss")), number(mapping(v).get("bits_per_byte")))
+            Validated(k, *(number(mapping(v).get(key)) for key in ("loss", "bits_per_byte", "rewards/accuracies")))
             for k, v in mapping(summary.get("validation")).items()
         ),
         compared=_compared(summary, predicted(name, folder, summary, recipe or {})),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
+_JUDGED = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
 CHAT = ("dpo", "sft")  # those that make a chat model
 
 
@@ -73,6 +74,22 @@ def export_of(training: Path, run: Path) -> Path | None:
     if export is None or trained is None or read_manifest(run / "export") is None:
         return None
     return run / "export" / "model" if export[0].inputs.get(trained[0].stage) == trained[1] else None
+
+
+def results_of(training: Path, run: Path) -> dict[str, Path]:
+    """What went into a training, the training itself, and how `run` has judged it and what came before: by stage."""
+    from affinage.report.facts import ORDER
+
+    request = read_request(training)
+    if request is None:
+        return {}
+    found = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
+    found[request[0].stage] = training
+    for name, stage in _JUDGED.items():
+        judged, trained = read_request(run / stage), found.get(name) and read_request(found[name])
+        if judged is not None and trained and judged[0].inputs.get(name) == trained[1]:
+            found[stage] = run / stage
+    return found
 
 
 def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:

@@ -9,11 +9,10 @@ from affinage.recipe.data import POCKET_WORLD
 from affinage.stages.models import CHAT, TRAININGS, load_trained
 from affinage.stages.seen import seen_by
 from affinage.stages.stage import StageContext, Summary
-from affinage.stages.store import read_manifest, write_json
+from affinage.stages.store import write_json
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
-    from affinage.hub.card import CardFacts
 
 _ANSWERS = "answers.jsonl"  # of an evaluation that is not complete yet
 _VERIFIED = 10  # validation documents of each source and language that `verify` compares
@@ -37,17 +36,19 @@ def evaluate_dpo(context: StageContext) -> Summary:
 def export(context: StageContext) -> Summary:
     """Write the Hugging Face folder of the last model into `model/`."""
     from affinage.hub.export import export
+    from affinage.report.card import card_facts
+    from affinage.report.facts import collect_facts
 
     recipe, inputs = context.recipe, context.inputs
     assert recipe.export is not None
     training = next(name for name in TRAININGS if name in inputs)
     model = _trained(context, training, recipe.name)
     folder = context.folder / "model"
-    facts = _card_facts(context)
+    facts = collect_facts(context.run_folder, inputs)
     summary = export(
         model,
         folder,
-        facts=facts,
+        facts=card_facts(facts, recipe.export.licence),
         dtype=recipe.export.dtype,
         chat=training in CHAT,
         shard_gigabytes=recipe.export.shard_gigabytes,
@@ -60,32 +61,6 @@ def export(context: StageContext) -> Summary:
         texts = [text for some in _validation_texts(inputs.get("split")).values() for text in some[:_VERIFIED]]
         summary["verified"] = verify(folder, model, texts)
     return summary
-
-
-def _card_facts(context: StageContext) -> "CardFacts":
-    """What the model card says beside what the model itself tells."""
-    from affinage.hub.card import CardFacts
-
-    recipe, inputs = context.recipe, context.inputs
-    assert recipe.export is not None
-    sources = recipe.data.sources if recipe.data else ()
-    licences = {source.name: source.licence for source in sources if source.name}
-    told = {name: (read_manifest(folder) or {})["summary"] for name, folder in inputs.items()}
-    by_source = told.get("split", {}).get("by_source", {})
-    return CardFacts(
-        licence=recipe.export.licence,
-        description=recipe.description,
-        command=context.loaded.command,
-        languages=recipe.data.languages if recipe.data else (),
-        sources=[{"name": name, "licence": licences.get(name, ""), **counts} for name, counts in by_source.items()],
-        training={
-            f"{label} {what}": told[stage][what]
-            for stage, label in (("pretrain", "Pretraining"), ("sft", "Fine-tuning"), ("dpo", "Preferences"))
-            for what in ("steps", "tokens")
-            if stage in told
-        },
-        results={label: told[f"evaluate-{label}"] for label in ("base", "sft", "dpo") if f"evaluate-{label}" in told},
-    )
 
 
 def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":

@@ -25,7 +25,7 @@ def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | No
 
     Args:
         loaded: the recipe.
-        report: the work of the last stage, which is handed in because the report knows the stages and not they it.
+        report: the work of the last stage; there is none without it.
     """
     recipe = loaded.recipe
     stages: list[Stage] = []

@@ -1,0 +1,122 @@
+"""The verb `compare`: runs and models beside each other."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from affinage.cli import completion
+from affinage.cli.judge import STAGES, folder_of
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption
+from affinage.cli.terminal import screen
+from affinage.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from affinage.report.comparison import Comparison, Paired
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verb."""
+    app.command("compare")(compare)
+
+
+def compare(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A B [C]...",
+            help="Runs, models that `eval` has judged, or folders of results.",
+            autocompletion=completion.models,
+        ),
+    ],
+    runs: RunsOption = RUNS,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page: settings, losses, scores, time.")
+    ] = None,
+    lang: LangOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How runs differ: in settings, time and losses; and their models item by item, with 95 % confidence intervals.
+
+    Differences are from the first one that is named.
+
+    Examples: affinage compare quickstart/evaluate-base quickstart/evaluate-sft
+
+    affinage compare my_model/ quickstart/pretrain@800
+
+    affinage compare small wide deep --html compared.html
+    """
+    if len(names) < 2:
+        raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
+    from affinage.report.comparison import comparison, entrant
+
+    found = comparison([entrant(name, *_places(name, runs)) for name in names])
+    if html is not None:
+        from affinage.report.comparison_page import render_comparison
+        from affinage.report.page import write_page
+
+        write_page(render_comparison(found, lang), html)
+    if as_json:
+        print(json.dumps(found.to_dict() | ({"page": str(html)} if html else {}), ensure_ascii=False, indent=1))
+        return
+    _show(found)
+    if html is not None:
+        typer.echo(f"\nThe page is in {html}.")
+
+
+def _places(name: str, runs: Path) -> tuple[Path | None, Path | None]:
+    """The folder of the run that is meant, and that of the results; raises UserError if there is neither."""
+    named = [Path(name), runs / name]
+    results = [*named, folder_of(name, runs), *(place / stage for place in named for stage in reversed(STAGES))]
+    judged = next((place for place in results if (place / "items").is_dir()), None)
+    run = next((place for place in named if (place / "recipe.json").is_file()), None)
+    if run is None and judged is None:
+        raise UserError(f"there are no results of `{name}`", fix=f"Make them: affinage eval {name} --tasks julian")
+    return run, judged
+
+
+def _show(found: "Comparison") -> None:
+
+    from affinage.report.comparison_page import quantity_lines
+    from affinage.report.quantities import ABSENT, Quantities
+    from affinage.report.strings import strings
+
+    console = screen()
+    names = [one.name for one in found.entrants]
+    if lines := quantity_lines(found, strings("en"), Quantities("en")):
+        _table(console, ["", *names], [[line.label, *line.values] for line in lines])
+    if found.settings:
+        rows = [[one.key, *(ABSENT if v is None else str(v) for v in one.values)] for one in found.settings]
+        _table(console, ["setting", *names], rows)
+    for pair in found.paired:
+        _show_pair(console, found, pair)
+
+
+def _show_pair(console: "Console", found: "Comparison", pair: "Paired") -> None:
+    a, b = found.entrants[0].name, found.entrants[pair.other].name
+    console.print(f"A: {a}, B: {b}")
+    rows = []
+    for one in pair.differences:
+        interval = f"{one.low:+.4f} to {one.high:+.4f}"
+        verdict = "real" if one.is_real else "may be noise"
+        values = [f"{one.a:.4f}", f"{one.b:.4f}", f"{one.difference:+.4f}", interval, f"{one.items:,}", verdict]
+        rows.append([one.task, one.metric, *values])
+    _table(console, ["task", "metric", "A", "B", "B − A", "95 % interval", "items", ""], rows, left=2)
+    if len({one.task for one in pair.differences}) > 5:
+        console.print("Of 20 differences that are not there, one looks real by chance.")
+
+
+def _table(console: "Console", titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()

@@ -1,0 +1,52 @@
+"""The facts of a run that its model card tells: those of the report, in fewer words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from affinage.hub.card import CardFacts
+from affinage.report.evaluations import Evaluation
+from affinage.report.facts import Facts, Flow
+from affinage.report.reading import listing, mapping, mappings, string
+from affinage.report.strings import spoken, strings
+from affinage.report.summary import verdict
+
+
+def card_facts(facts: Facts, licence: str) -> CardFacts:
+    """What the card of a run's last model says beside what the model itself tells, in the language of the report.
+
+    Nothing in it tells the time: the same model has the same card.
+    """
+    language = spoken(facts.language)
+    words, data = strings(language), mapping(facts.recipe.get("data"))
+    return CardFacts(
+        licence=licence,
+        language=language,
+        summary=verdict(facts, language, timed=False) if facts.trainings else "",
+        description=string(facts.recipe.get("description")),
+        command=facts.command,
+        languages=tuple(map(string, listing(data.get("languages")))),
+        sources=_sources(facts.flows[-1], data) if facts.flows else (),
+        training={
+            f"{words[training.name]}{words['colon']} {words[what]}": count
+            for training in facts.trainings
+            for what, count in (("q_steps", training.steps), ("q_tokens", training.tokens))
+            if count is not None
+        },
+        results={evaluation.model: _results(evaluation) for evaluation in facts.evaluations},
+    )
+
+
+def _sources(flow: Flow, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    licences = {string(one.get("name")): string(one.get("licence")) for one in mappings(data.get("sources"))}
+    return [
+        {"name": one.name, "licence": licences.get(one.name, ""), "documents": one.documents, "bytes": one.bytes}
+        for one in flow.sources
+    ]
+
+
+def _results(evaluation: Evaluation) -> dict[str, Any]:
+    tasks: dict[str, dict[str, Any]] = {}
+    for score in evaluation.scores:
+        metrics = tasks.setdefault(score.task, {"metrics": {}})["metrics"]
+        metrics[score.metric] = {"value": score.value, "stderr": score.stderr}
+    return {"tasks": tasks}

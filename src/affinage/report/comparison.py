@@ -1,0 +1,175 @@
+"""Several runs, or models of runs, beside each other: what is set otherwise, what it cost, and what it gave."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.evaluation.compare import Difference, compare
+from affinage.report.evaluations import Evaluation, read_evaluation
+from affinage.report.facts import Facts, collect_facts
+from affinage.report.summary import verdict
+
+_NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One of those that are compared."""
+
+    name: str  # as the user called it
+    facts: Facts  # of its run; without anything in them for results that no run has made
+    results: Path | None = None  # the folder of its answers to benchmarks
+    evaluation: Evaluation | None = None  # what is in it
+
+    @property
+    def is_run(self) -> bool:
+        """Whether more is known of it than its answers."""
+        return bool(self.facts.recipe)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that is not the same in all runs: its value in each, None where a run does not have it."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What the items say of one entrant against the first: both by their places."""
+
+    other: int
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that is said of several entrants; differences are against the first of them."""
+
+    entrants: tuple[Entrant, ...]
+    settings: tuple[Setting, ...]
+    paired: tuple[Paired, ...]
+    quantities: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> of each entrant, None if unknown
+
+    @property
+    def title(self) -> str:
+        """Their names in a line."""
+        return " · ".join(entrant.name for entrant in self.entrants)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "runs": [
+                {
+                    "name": one.name,
+                    "summary": verdict(one.facts, "en") if one.is_run else "",
+                    **{name: values[place] for name, values in self.quantities.items()},
+                    "bits_per_byte": bits_per_byte(one.facts),
+                    "scores": {
+                        task: {s.metric: {"value": s.value, "stderr": s.stderr} for s in one.evaluation.scores}
+                        for task in dict.fromkeys(s.task for s in one.evaluation.scores)
+                    }
+                    if one.evaluation
+                    else {},
+                }
+                for place, one in enumerate(self.entrants)
+            ],
+            "settings": [{"key": one.key, "values": list(one.values)} for one in self.settings],
+            "differences": [
+                {"from": self.entrants[0].name, "to": self.entrants[pair.other].name, **each.to_dict()}
+                for pair in self.paired
+                for each in pair.differences
+            ],
+        }
+
+
+def entrant(name: str, run: Path | None, results: Path | None) -> Entrant:
+    """One to compare: its run's folder, the folder of its results, or both."""
+    facts = collect_facts(run) if run is not None else collect_facts(Path(name), {})
+    judged = facts.evaluations[-1] if facts.evaluations else None
+    return Entrant(name, facts, results, read_evaluation(name, results, {}) if results is not None else judged)
+
+
+def comparison(entrants: Sequence[Entrant]) -> Comparison:
+    """What is to be said of them.
+
+    Raises:
+        UserError: nothing can be compared: they are no runs, and have no item of a benchmark in common.
+    """
+    found = [_quantities(one) for one in entrants]
+    names = dict.fromkeys(name for each in found for name in each)
+    quantities = {name: tuple(each.get(name) for each in found) for name in names}
+    settings = differing([one.facts.recipe for one in entrants if one.is_run])
+    if not all(one.is_run for one in entrants):
+        settings = ()
+    paired = tuple(_paired(entrants))
+    if not (quantities or settings or any(pair.differences for pair in paired)):
+        places = ", ".join(one.name for one in entrants)
+        fix = "Run their recipes, or judge them: affinage eval MODEL --tasks julian"
+        raise UserError(
+            "there is nothing to compare: no training, no results, the same settings", where=places, fix=fix
+        )
+    return Comparison(tuple(entrants), settings, paired, quantities)
+
+
+def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
+    first = entrants[0]
+    for place, other in enumerate(entrants[1:], 1):
+        if first.results is None or other.results is None:
+            continue
+        try:
+            yield Paired(place, tuple(compare(first.results, other.results)))
+        except UserError:
+            if not (first.is_run and other.is_run):  # then there is nothing else to compare
+                raise
+
+
+def differing(recipes: Sequence[Mapping[str, Any]]) -> tuple[Setting, ...]:
+    """The settings that are not the same in all recipes, by their keys as `--set` takes them."""
+    flat = [dict(_leaves(recipe, "")) for recipe in recipes]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = (Setting(key, tuple(one.get(key) for one in flat)) for key in keys if key.split(".")[0] not in _NAMES)
+    return tuple(row for row in rows if len({json.dumps(value, sort_keys=True) for value in row.values}) > 1)
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, each in value.items():
+            yield from _leaves(each, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _quantities(one: Entrant) -> dict[str, Any]:
+    """What a run took and gave, in numbers; what it does not know is left out."""
+    trainings = one.facts.trainings
+    first = trainings[0] if trainings else None
+    if first is None:
+        return {}
+    seconds = sum(training.seconds.get("total", 0.0) for training in trainings) or None
+    flops = [t.flops_per_step * t.steps for t in trainings if t.flops_per_step and t.steps]
+    found = {
+        "parameters": first.parameters,
+        "tokens": sum(training.tokens or 0 for training in trainings) or None,
+        "images": sum(training.images or 0 for training in trainings) or None,
+        "flops": sum(flops) or None,
+        "devices": first.devices or None,
+        "training_seconds": seconds,
+        "device_hours": seconds * first.device_count / _HOUR if seconds and first.device_count else None,
+        "seconds": one.facts.seconds,
+        "tokens_per_second": first.tokens_per_second,
+        "mfu": first.mfu,
+        "final_loss": first.final_loss,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def bits_per_byte(facts: Facts) -> dict[str, float]:
+    """Of each validation set, after the first training."""
+    sets = facts.trainings[0].validated if facts.trainings else ()
+    return {one.name: one.bits_per_byte for one in sets if one.bits_per_byte is not None}

@@ -1,0 +1,80 @@
+"""Why documents were left out, in the words of a page; the stages give their reasons in English."""
+
+import re
+from collections.abc import Callable
+
+_FRENCH = {
+    "too short": "trop court",
+    "too long": "trop long",
+    "too large": "trop gros",
+    "not enough letters": "trop peu de lettres",
+    "other language": "autre langue",
+    "language unclear": "langue incertaine",
+    "in a benchmark": "dans une épreuve",
+    "near copy of a validation document": "quasi-copie d’un document de validation",
+    "duplicate lines": "lignes répétées",
+    "duplicate paragraphs": "paragraphes répétés",
+    "characters in duplicate lines": "caractères en lignes répétées",
+    "characters in duplicate paragraphs": "caractères en paragraphes répétés",
+    "bullet lines": "lignes à puce",
+    "lines that end in an ellipsis": "lignes finies par des points de suspension",
+    "few lines end a sentence": "peu de lignes finissent une phrase",
+    "lorem ipsum": "lorem ipsum",
+    "curly bracket": "accolade",
+    "code: a long line": "code : une ligne longue",
+    "code: long lines": "code : lignes longues",
+    "code: not enough letters": "code : trop peu de lettres",
+    "exact duplicate": "doublon exact",
+    "near duplicate": "quasi-doublon",
+    "empty": "vide",
+    "binary": "binaire",
+    "redirect": "redirection",
+    "licence": "licence",
+    "under copyright": "sous droit d’auteur",
+    "not found": "introuvable",
+    "not asked for": "non demandé",
+    "not UTF-8": "pas en UTF-8",
+    "not HTML": "pas du HTML",
+    "not XML": "pas du XML",
+    "not JSON": "pas du JSON",
+    "not a JSON object": "pas un objet JSON",
+    "no text key": "pas de clé de texte",
+    "text is not a string": "le texte n’est pas une chaîne",
+    "wikitext cannot be parsed": "wikitexte illisible",
+    "unknown kind of file": "genre de fichier inconnu",
+    "damaged file": "fichier abîmé",
+}
+_OF_WHAT = {"characters": "caractères", "lines": "lignes", "paragraphs": "paragraphes"}
+_DETAILS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
+    (r"Jaccard ([\d.]+) to (.+) of (.+)", lambda m: f"Jaccard {_comma(m[1])} avec {m[2]} de {m[3]}"),
+    (r"([\d.]+) of its (characters|lines|paragraphs)", lambda m: f"{_comma(m[1])} de ses {_OF_WHAT[m[2]]}"),
+    (r"(\d+) characters", lambda m: f"{m[1]} caractères"),
+    (r"(\d+) characters on average", lambda m: f"{m[1]} caractères en moyenne"),
+    (r"holds (.+)", lambda m: f"contient {m[1]}"),
+    (r"(.+), as its source says", lambda m: f"{m[1]}, selon sa source"),
+    (r"([a-z+]+) ([01]\.\d+)", lambda m: f"{m[1]} {_comma(m[2])}"),  # languages and their probability
+)
+
+
+def reason_name(reason: str, language: str) -> str:
+    """A reason for removal in words; one that has no translation is shown as the stage called it."""
+    if language != "fr":
+        return reason
+    of_ngrams = re.fullmatch(r"(top|duplicate) (\d+)-grams?", reason)
+    if of_ngrams:
+        return f"{of_ngrams[2]}-gramme{' dominant' if of_ngrams[1] == 'top' else 's répétés'}"
+    return _FRENCH.get(reason, reason).replace(" :", "\u00a0:")
+
+
+def detail_in(detail: str, language: str) -> str:
+    """What a stage adds to a reason about one document."""
+    if language != "fr":
+        return detail
+    for pattern, said in _DETAILS:
+        if found := re.fullmatch(pattern, detail, re.DOTALL):
+            return said(found)
+    return detail
+
+
+def _comma(number: str) -> str:
+    return number.replace(".", ",")
