@@ -8,13 +8,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 
+from affinage.model import apply
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob
 from affinage.training.program import Program
-from affinage.training.state import TrainState
+from affinage.training.state import Purpose, TrainState, random_key
 
 
 class Compiled:
@@ -68,6 +70,21 @@ def test_twenty_steps_on_any_mesh_equal_those_on_one_device(mesh: str, one_devic
     _, got = compiled(mesh).run(20)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose([m[name] for m in got], [m[name] for m in expected], rtol=1e-5)
+
+
+def test_the_gradient_is_that_of_the_mean_loss(one_device):
+    program, state = compiled("data1").program, compiled("data1").begin()
+    graph, batch = program.job.graph, program.put(tiny.RandomFeed().batch(0))
+    call = dataclasses.replace(program.call, key=random_key(3, Purpose.DROPOUT, jnp.int32(0)))
+
+    @jax.jit
+    def mean(params):
+        loss = apply(graph, params, batch, call).values[graph.loss]
+        return loss.sum / loss.count
+
+    first = one_device[1][0]
+    assert first["loss"] == pytest.approx(float(mean(state.params)), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(float(optax.tree.norm(jax.grad(mean)(state.params))), rel=1e-5)
 
 
 def test_a_run_begins_with_the_same_weights_on_any_mesh():
