@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli import main
-from affinage.errors import EXIT_USER_ERROR
+from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
 from affinage.planning.phases import phases
@@ -30,6 +30,21 @@ def test_time_money_and_utilisation_are_of_one_step():
     assert made.mfu == pytest.approx(made.facts.flops / 100 / made.time.seconds / (4 * 275e12))
     # Nothing multiplies faster than the table says.
     assert 0 < made.mfu < made.where.chip.achievable
+
+
+def test_a_price_is_that_of_the_chips_it_was_given_for():
+    own = plan_of(SMALL, "v5e-4", "hardware.slice=v5e-16", "hardware.price=0.5")
+    other = plan_of(SMALL, "v4-8", "hardware.slice=v5e-16", "hardware.price=0.5")
+    assert (own.price, own.price_source) == (0.5, "")
+    assert other.price == find_slice("v4-8").chip.price and "remembered" in other.price_source
+    both = "hardware.price={v5e: 0.5, h100: 2.1}"
+    assert [plan_of(SMALL, name, both).price for name in ("v5e-8", "h100x8")] == [0.5, 2.1]
+    assert plan_of(SMALL, "v4-8", both).price == other.price
+    with pytest.raises(UserError, match="v7"):
+        plan_of(SMALL, "v4-8", "hardware.price={v7: 1}")
+    loaded = load_recipe(SMALL, ["hardware.price=0.01"])  # whose price it is, nothing says
+    compared = compare(loaded.recipe, planned_graph(loaded))
+    assert all(made.price != 0.01 for made in compared if not isinstance(made, tuple))
 
 
 def test_no_node_is_faster_than_its_slowest_part():

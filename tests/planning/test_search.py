@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from affinage.cli import main
 from affinage.errors import UserError
@@ -116,7 +117,10 @@ def test_a_model_that_fits_nowhere_is_said():
 
 def test_the_lines_to_paste_are_the_settings():
     candidate = Candidate((1, 2, 4, 1, 1, 1), 2, "block", "bfloat16")
-    assert "mesh: {data: 2, fsdp: 4}" in candidate.lines("pretrain")
+    # Laid over the recipe's own mesh, as mappings of recipes are, it must be the mesh that was found.
+    recipe = load_recipe(SMALL, ["mesh={tensor: 2}"]).recipe
+    pasted = yaml.safe_load(candidate.lines(recipe, "pretrain"))["mesh"]
+    assert {**recipe.mesh, **pasted} == {**dict.fromkeys(recipe.mesh, 1), "data": 2, "fsdp": 4}
     assert candidate.settings("pretrain")["pretrain"] == {"micro_batches": 2, "optimizer": {"moments": "bfloat16"}}
 
 

@@ -79,10 +79,12 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.hardware.slices import find_slice
     from affinage.planning.plan import (
+        TRAININGS,
         compare,
         default_slice,
         dividing_batch,
         make_plan,
+        micro_batches_that_keep,
         only,
         planned_graph,
         training_settings,
@@ -131,8 +133,12 @@ def plan(
     batch = dividing_batch(loaded.recipe, where)
     if batch is not None:
         what = f"batch {settings.batch} does not divide over the mesh on {where.name}"
+        change = f"{batch / (settings.batch or batch):.3g} times the tokens in as many steps"
+        keeps = micro_batches_that_keep(loaded.recipe, where)
+        other = f", or --set {section}.micro_batches={keeps}, which keeps the batch" if keeps else ""
         print(
-            f"Warning: {what}; planned with {batch}, the nearest that does: --set {section}.batch={batch}",
+            f"Warning: {what}; planned with {batch}, the nearest that does, and {change}: "
+            f"--set {section}.batch={batch}{other}",
             file=sys.stderr,
         )
         overrides = [*overrides, f"{section}.batch={batch}"]
@@ -146,6 +152,9 @@ def plan(
         print(json.dumps(told, indent=1))
     else:
         _show(made, verdict)
+        for later in TRAININGS[TRAININGS.index(section) + 1 :]:
+            if getattr(loaded.recipe, later) is not None:
+                print(f"\nNot in it: {later}; see affinage plan {recipe} --stage {later}")
 
 
 def _verdict(recipe: str, overrides: list[str] | None, made: "Plan") -> "Verdict":
@@ -288,8 +297,8 @@ def _outcome(made: "Plan") -> list[str]:
         speed += f", an MFU of {made.mfu:.0%}"
     cost = ""
     if made.cost is not None:
-        source = f" ({made.where.chip.price_source})" if made.price == made.where.chip.price else ""
-        cost = f", ${made.cost:,.0f} at ${made.price:g} per chip and hour{source}"
+        source = f" ({made.price_source})" if made.price_source else ""
+        cost = f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour{source}"
     return [f"{speed}; {_duration(made.seconds)} in all{cost}"]
 
 
@@ -342,8 +351,11 @@ def _show_comparison(found: list[Any], as_json: bool) -> None:
         )
     console = screen()
     console.print(table, markup=False)
-    sources = {made.where.chip.price_source for made in plans if made.price == made.where.chip.price}
-    for source in sorted(sources):
-        console.print(f"Cost: {source}", markup=False)
+    for source in dict.fromkeys(made.price_source for made in plans):
+        chips = ", ".join(dict.fromkeys(made.where.chip.name for made in plans if made.price_source == source))
+        console.print(f"Cost of {chips}: {source or 'hardware.price of the recipe'}", markup=False)
+    for made in plans:
+        if not made.fits:
+            console.print(f"{made.where.name}: {made.warnings[0]}", markup=False)
     for where, error in refused:
         console.print(f"{where.name}: {error.what}. {error.fix}", markup=False)

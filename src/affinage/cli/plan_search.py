@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from affinage.cli.terminal import screen
+from affinage.cli.working import Working
 
 if TYPE_CHECKING:
     from affinage.hardware.slices import Slice
@@ -32,8 +33,15 @@ def search_and_show(
     from affinage.planning.plan import training_settings
     from affinage.planning.search import search
 
-    found = search(loaded.recipe, graph, where, count)
+    with Working("searching"):
+        found = search(loaded.recipe, graph, where, count)
     section, _, _ = training_settings(loaded.recipe)
+    if not as_json:
+        ways = f"{found.candidates:,} ways to split it, in full: {found.estimated}"
+        print(f"{loaded.recipe.name} on {where.name}: {ways}\n", flush=True)
+    if compile_steps and not as_json:
+        _print_table([(candidate, made, None) for candidate, made in found.best])
+        print(flush=True)
     rows: list[Row] = []
     for number, (candidate, made) in enumerate(found.best, start=1):
         verdict = None
@@ -45,13 +53,12 @@ def search_and_show(
         told = {"candidates": found.candidates, "estimated": found.estimated}
         print(json.dumps(told | {"best": [_told(row, section) for row in rows]}, indent=1))
         return
-    print(f"{loaded.recipe.name} on {where.name}: {found.candidates:,} ways to split it, in full: {found.estimated}\n")
     _print_table(rows)
     chosen = next((c for c, _, verdict in rows if verdict is None or verdict.fits), None)
     if chosen is None:
         print("\nThe compiler refused all of them. Look at more with --best.")
     else:
-        print(f"\nThe best of them, to paste into the recipe:\n\n{chosen.lines(section)}")
+        print(f"\nThe best of them, to paste into the recipe:\n\n{chosen.lines(loaded.recipe, section)}")
 
 
 def _told(row: Row, section: str) -> dict[str, Any]:

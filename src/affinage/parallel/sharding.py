@@ -132,7 +132,8 @@ def _check_divisible(name: str, shape: tuple[int, ...], axes: LogicalAxes, spec:
         names = (part,) if isinstance(part, str) else part or ()
         pieces = math.prod(mesh.shape[n] for n in names)
         if size % pieces:
-            fitting = [n for n in range(1, size + 1) if size % n == 0]
+            # Of as many devices, so that the other axes can take the rest.
+            fitting = [n for n in range(1, size + 1) if size % n == 0 and mesh.size % n == 0]
             below = max(n for n in fitting if n < pieces)
             above = min((n for n in fitting if n > pieces), default=below)
             over = " x ".join(names)
@@ -183,6 +184,8 @@ def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = 
         parts += f" times {micro_batches} micro_batches" if micro_batches > 1 else ""
         rest = [axis for axis in table["batch"] if axis != "fsdp"]
         hint = f"The nearest batches that work: {f'{lower}, ' if lower else ''}{upper}."
+        fewer = [n for n in range(1, micro_batches) if rows % (rows_split(mesh, table) * n) == 0]
+        hint += f" Or micro_batches: {fewer[-1]}." if fewer else ""
         if "fsdp" in axes and rows % (pieces // mesh.shape["fsdp"]) == 0:
             hint += (
                 f" Or let fsdp split the sequence: `parallel: {{sharding: {{batch: [{', '.join(rest)}], "

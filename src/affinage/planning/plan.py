@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -45,6 +46,7 @@ class Plan:
         facts: what the settings come to.
         contradictions: of the recipe's claims.
         price: US dollars per chip and hour, None where it is not known.
+        price_source: what is known of where it comes from; empty for the recipe's own.
         choice: what `remat: auto` stands for here.
     """
 
@@ -58,6 +60,7 @@ class Plan:
     facts: Facts
     contradictions: tuple[Contradiction, ...]
     price: float | None
+    price_source: str = ""
     choice: Choice | None = None
 
     @property
@@ -102,7 +105,7 @@ class Plan:
         found = []
         if not self.fits:
             missing = (self.memory.total - self.capacity) / GiB
-            found.append(f"does not fit: {missing:.2f} GiB too much; {self._remedy()}")
+            found.append(f"does not fit: {missing:.2f} GiB too much; {self.remedy}")
         elif self.memory.total > NEARLY_FULL * self.capacity:
             found.append("nearly full: let the compiler say whether it fits, with --compile")
         dropping = [name for name in self._attention_with_dropout() if self.where.platform in ("tpu", "gpu")]
@@ -118,7 +121,9 @@ class Plan:
         kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}
         return [name for name, attention in kinds.items() if attention is not None and attention.dropout > 0]
 
-    def _remedy(self) -> str:
+    @property
+    def remedy(self) -> str:
+        """What would make it fit."""
         memory, split = self.memory, self.split
         if memory.state > self.capacity / 2 and split.sizes["data"] > 1:
             return "split the weights: `mesh: {fsdp: auto}`"
@@ -238,9 +243,37 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     facts = facts_of(graph, settings, split.rows, context, data_tokens)
     # What is claimed is claimed of the pretraining.
     claimed = contradictions(facts, recipe.claims) if recipe.claims and section == "pretrain" else []
-    price = recipe.hardware.price if recipe.hardware.price is not None else where.chip.price
     time = step_time(split, settings, where, memory)
-    return Plan(recipe.name, section, where, split, settings, memory, time, facts, tuple(claimed), price, choice)
+    own = own_price(recipe, where)
+    price, source = (where.chip.price, where.chip.price_source) if own is None else (own, "")
+    return Plan(
+        recipe.name, section, where, split, settings, memory, time, facts, tuple(claimed), price, source, choice
+    )
+
+
+def own_price(recipe: Recipe, where: Slice) -> float | None:
+    """What the recipe says that a chip of the slice costs in an hour, in US dollars; None where it says nothing of it.
+
+    A single price is that of the chips of the recipe's own slice, or, where it names none, of whatever is planned for.
+
+    Raises:
+        UserError: for a price of a kind of chip that there is not.
+    """
+    price = recipe.hardware.price
+    if isinstance(price, dict):
+        chips = {find_slice(_one_of(kind)).chip.name: value for kind, value in price.items()}
+        return chips.get(where.chip.name)
+    own = _own_slice(recipe)
+    return price if own is None or find_slice(own).chip.name == where.chip.name else None
+
+
+def _one_of(kind: str) -> str:
+    """The name of a small slice of a kind of chip; what is no kind is found to be none by `find_slice`."""
+    return f"{kind}-8" if re.fullmatch(r"v\d\w*|tpu\w+", kind) else kind
+
+
+def _own_slice(recipe: Recipe) -> str | None:
+    return recipe.hardware.slice or (recipe.claims.slice if recipe.claims else None)
 
 
 def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
@@ -260,8 +293,20 @@ def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
     return max(1, round(settings.batch / pieces)) * pieces
 
 
+def micro_batches_that_keep(recipe: Recipe, where: Slice) -> int | None:
+    """The most micro-batches below the recipe's over which its batch divides on a slice; None where none do."""
+    _, settings, _ = training_settings(recipe)
+    sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
+    pieces = math.prod(sizes[axis] for axis in table_with(recipe.parallel.sharding)["batch"])
+    fewer = range(settings.micro_batches - 1, 0, -1)
+    return next((parts for parts in fewer if (settings.batch or 1) % (pieces * parts) == 0), None)
+
+
 def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:
     """The recipe on all slices of `compared`: what fits first, then by cost of a token; the impossible last."""
+    if not isinstance(recipe.hardware.price, dict) and _own_slice(recipe) is None:
+        # One price and nothing that says whose: it cannot be that of all chips.
+        recipe = recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"price": None})})
     found: list[Plan] = []
     refused: list[Plan | tuple[Slice, UserError]] = []
     for where in compared():
@@ -275,8 +320,7 @@ def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]
 
 def default_slice(recipe: Recipe) -> Slice:
     """What the recipe itself says it is for; otherwise this machine's processor."""
-    named = recipe.hardware.slice or (recipe.claims.slice if recipe.claims else None)
-    return find_slice(named or "cpu")
+    return find_slice(_own_slice(recipe) or "cpu")
 
 
 def measured(where: Slice) -> Slice:

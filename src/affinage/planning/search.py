@@ -62,14 +62,18 @@ class Candidate:
         training = {"micro_batches": self.micro_batches, "optimizer": {"moments": self.moments}}
         return {"mesh": self.sizes, "parallel": {"remat": self.remat}, section: training}
 
-    def lines(self, section: str) -> str:
-        """The YAML to paste into a recipe."""
-        return yaml.safe_dump(self.settings(section), sort_keys=False, default_flow_style=None).rstrip()
+    def lines(self, recipe: Recipe, section: str) -> str:
+        """The YAML to paste into the recipe; axes that only the recipe names become 1."""
+        settings = self.settings(section) | {"mesh": self._mesh_over(recipe)}
+        return yaml.safe_dump(settings, sort_keys=False, default_flow_style=None).rstrip()
+
+    def _mesh_over(self, recipe: Recipe) -> dict[str, int]:
+        """The mesh as a mapping that is laid over the recipe's own, as mappings of recipes are."""
+        return {**dict.fromkeys(map(str, recipe.mesh), 1), **self.sizes}
 
     def overrides(self, recipe: Recipe, section: str) -> list[str]:
         """For `--set`; axes that only the recipe names become 1."""
-        sizes = dict.fromkeys(map(str, recipe.mesh), 1) | self.sizes
-        mesh = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+        mesh = ", ".join(f"{axis}: {size}" for axis, size in self._mesh_over(recipe).items())
         return [
             f"mesh={{{mesh}}}",
             f"parallel.remat={self.remat}",

@@ -1,6 +1,6 @@
 """What a paper or a plan says of a run, to be checked against its settings and against itself."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -57,5 +57,7 @@ class HardwareSettings(Settings):
     """Of the machines that a run is planned for; training itself takes what it finds."""
 
     slice: str | None = None  # by the cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it
-    price: float | None = Field(default=None, ge=0)  # US dollars per chip and hour; default: the chip table's
+    # US dollars per chip and hour: of the chips of `slice`, or by kind, such as {v5e: 0.9, h100: 2.2}; by default those
+    # of the chip table
+    price: Annotated[float, Field(ge=0)] | dict[str, Annotated[float, Field(ge=0)]] | None = None
     cloud: CloudSettings | None = None  # where the slice is rented
