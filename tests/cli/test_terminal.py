@@ -52,6 +52,12 @@ def _write_recipes(folder: Path) -> None:
     damaged.mkdir(parents=True)
     (damaged / "recipe.json").write_text("{")
     (folder / "runs" / "bare").mkdir()
+    for name, content in (("cut", "{"), ("bytes", "\udcff"), ("other", '{"id": 1}')):
+        items = folder / name / "items"
+        items.mkdir(parents=True)
+        (items / "quiz.jsonl").write_bytes(content.encode(errors="surrogateescape"))
+    (folder / "imported" / "tokenizer").mkdir(parents=True)
+    (folder / "imported" / "model.json").write_text("{")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +78,10 @@ def _write_recipes(folder: Path) -> None:
         (["compare", "damaged"], "one alone cannot be compared"),
         (["compare", "damaged", "damaged"], "there is nothing to compare"),
         (["compare", "damaged", "bare"], "there are no results of `bare`"),
+        (["compare", "cut", "cut"], "quiz.jsonl: these answers are damaged"),
+        (["compare", "bytes", "bytes"], "quiz.jsonl: these answers are damaged"),
+        (["compare", "other", "other"], "quiz.jsonl: these answers are damaged"),
+        (["generate", "imported", "hello"], "model.json: this file of the model is damaged"),
         (["chat", "bare", "hello"], "no model has been trained here yet"),
         (["world", "file"], "this is not an empty folder"),
         (["new", "a/b"], "a run cannot be called `a/b`"),

@@ -77,12 +77,16 @@ def _tasks(folder: Path) -> dict[str, Path]:
 def _items(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Items by their hash; equal ones are told apart by their order."""
     items: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        item = json.loads(line)
-        count = 0
-        while (item["hash"], count) in items:
-            count += 1
-        items[item["hash"], count] = item
+    try:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            item = json.loads(line)
+            count = 0
+            while (item["hash"], count) in items:
+                count += 1
+            items[item["hash"], count] = item
+    except (ValueError, KeyError, TypeError) as error:
+        fix = "Judge the model again: what this file said is computed anew."
+        raise UserError("these answers are damaged", where=str(file), fix=fix) from error
     return items
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.recipe.parallel import LogicalAxis, MeshAxis
@@ -63,7 +63,7 @@ def is_chat(training: Path) -> bool:
         return system_prompt_of(training) is not None or own_template_of(training) is not None
     request = read_request(training)
     if request is None:
-        facts = json.loads((training / MODEL).read_text(encoding="utf-8"))
+        facts = _facts(training)
         return bool(facts.get("imported", {}).get("chat"))
     return request[0].stage in CHAT
 
@@ -176,7 +176,7 @@ def load_trained(
     from affinage.training.program import compute_dtype
 
     load_named_plugins()
-    facts = json.loads((folder / MODEL).read_text(encoding="utf-8"))
+    facts = _facts(folder)
     with _told_where_kinds_are(folder):
         graph = parse(facts["graph"])
     precision = PrecisionSettings(**facts["precision"])
@@ -203,6 +203,16 @@ def load_trained(
     )
 
 
+def _facts(folder: Path) -> dict[str, Any]:
+    """What a training says of its model."""
+    file = folder / MODEL
+    try:
+        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError("this file of the model is damaged", where=str(file), fix="Run its recipe again.") from error
+    return facts
+
+
 def _talking(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
     """The tokenizer, that writes conversations in the template."""
     tokenizer.use_template(template)
@@ -224,7 +234,7 @@ def open_adapters(spec: str, runs: Path) -> "tuple[Adapters, Tree]":
     found = None
     if not is_hub_folder(folder):
         with _told_where_kinds_are(folder):
-            graph = parse(json.loads((folder / MODEL).read_text(encoding="utf-8"))["graph"])
+            graph = parse(_facts(folder)["graph"])
         found = trained_adapters(folder, graph, step, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     if found is None:
         fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
