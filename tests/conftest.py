@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",  # the tests compile much and compute little
     ]
 )
+os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
