@@ -1,6 +1,9 @@
 """Strict settings for every test: eight CPU devices, rank promotion raises, no network."""
 
 import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = " ".join(
@@ -15,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import jax
+import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -22,3 +26,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Two slow cores run these tests: a deadline would only measure the machine, and CI must be repeatable.
 settings.register_profile("affinage", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("affinage")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server of S3's protocol, on the loopback address."""
+    import s3_server
+
+    with s3_server.serving() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
+    """Makes URLs in a bucket of its own, which the environment has the keys for."""
+    from s3_server import make_bucket
+
+    name = re.sub(r"[^a-z0-9]+", "-", f"{tmp_path.parent.name}-{tmp_path.name}".lower()).strip("-")
+    return make_bucket(s3_server, monkeypatch, name[-60:].strip("-"))

@@ -144,8 +144,12 @@ def test_other_endings_have_their_own_status(fails, monkeypatch):
         code, said = fails("chat", "m", "hello")
         assert code == status and message in said
     monkeypatch.setattr("affinage.cli.talk._open", raising(ModuleNotFoundError("no", name="affinage.nothing")))
-    with pytest.raises(ModuleNotFoundError):
-        main(["chat", "m", "hello"])  # a defect of ours is not dressed up as the user's
+    code, said = fails("chat", "m", "hello")  # a defect of ours is not dressed up as the user's
+    assert code == 1 and "Traceback" in said and "pip install" not in said
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-somebody")
+    monkeypatch.setattr("affinage.cli.talk._open", raising(RuntimeError("refused: a-token-of-somebody")))
+    code, said = fails("chat", "m", "hello")
+    assert code == 1 and "RuntimeError: refused: ***" in said and "of-somebody" not in said
 
 
 def test_told_to_stop_while_a_data_stage_runs(tmp_path):

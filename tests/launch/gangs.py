@@ -261,7 +261,11 @@ def _train(job: dict, host: int) -> int:
         def iterate(self, start_step: int) -> Iterator[dict]:
             return self.iterate_part(start_step, 0, 1)
 
-    asleep = threading.Event()
+    asleep, folder, mirror = threading.Event(), Path(job["folder"]), None
+    if "remote" in job:
+        from affinage.checkpoint.mirror import Mirror, bring_newest
+
+        mirror = Mirror(job["remote"], folder)
     hurt = job.get("hurt")
     if hurt and hurt["host"] == host:
         _hurt_in(hurt["phase"], hurt["by"], asleep)
@@ -273,6 +277,8 @@ def _train(job: dict, host: int) -> int:
 
     try:
         with OwnProcess(), joined():
+            if mirror is not None and host == 0:
+                bring_newest(mirror.url, folder, print)
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
@@ -280,7 +286,8 @@ def _train(job: dict, host: int) -> int:
                     mesh={"data": 2, "fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),
-                    folder=Path(job["folder"]),
+                    folder=folder,
+                    mirror=mirror,
                     validation={"held out": tiny.HeldOut()},
                     on_step=(on_step,),
                 )

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,19 @@ def test_one_host_is_told_to_stop_and_all_stop_at_the_same_step(tmp_path: Path, 
         assert made[0] == made[1], phase
         assert gangs.newest(folder) == made[0][-1] if phase != "compilation" else not made[0]
     assert supervise(nursery, order(folder), Restarts(failures=2), say=lambda line: None) == 0
+    assert ended_alike(folder, undisturbed)
+
+
+def test_hosts_whose_disk_vanishes_go_on_from_the_copy_at_a_url(tmp_path: Path, nursery, undisturbed: Path):
+    folder, url = tmp_path / "run", f"file://{tmp_path}/elsewhere/run"
+    gang = nursery.start(order(folder, remote=url, hurt={"host": 1, "phase": "save", "by": int(signal.SIGTERM)}))
+    assert set(gang.wait()) == {EXIT_PREEMPTED}, (gang.said(0), gang.said(1))
+    made = gangs.steps_of(folder)
+    assert f"copied to {url}" in gang.said(0)
+    shutil.rmtree(folder)
+    gang = nursery.start(order(folder, remote=url))
+    assert gang.wait() == [0, 0], (gang.said(0), gang.said(1))
+    assert gangs.steps_of(folder)[0] == made[-1] + 1
     assert ended_alike(folder, undisturbed)
 
 

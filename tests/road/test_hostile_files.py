@@ -24,6 +24,8 @@ from affinage.recipe.data import ArraySettings
 from affinage.recipe.load import load_recipe
 from affinage.recipe.marked_yaml import parse
 from affinage.recipe.sources import default_name, safe_name
+from affinage.stages.models import made_from
+from affinage.stages.store import read_request
 
 SOURCE = Path(__file__).parents[2] / "src" / "affinage"
 
@@ -159,6 +161,19 @@ def test_the_seal_of_a_checkpoint_leads_nowhere_else(tmp_path: Path):
     for name in ("../secret", "/etc/passwd", "data/../../secret"):
         (tmp_path / "1" / SEAL).write_text(f"{'0' * 64}  {name}\n")
         assert "is missing" in damage(tmp_path / "1")
+
+
+@pytest.mark.parametrize("key", ["../../secret", "/etc/passwd", "a/b", "", 5])
+def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: Path, key: object):
+    folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
+    folder.mkdir(parents=True)
+    (tmp_path / "runs" / "store" / "tokenizer-0123456789ab").mkdir()
+    request = {"stage": "pretrain", "settings": {}, "sources": {}, "code": {}, "key": "0123456789ab"}
+    for inputs in ({"tokenizer": key}, {f"../{key}": "0123456789ab"}, {"tokenizer": "0123456789ab", "rows": key}):
+        (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
+        assert read_request(folder) is None and made_from(folder, "tokenizer") is None
+    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"tokenizer": "0123456789ab"}}))
+    assert made_from(folder, "tokenizer") == folder.with_name("tokenizer-0123456789ab")
 
 
 # ---- datasets

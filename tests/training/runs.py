@@ -15,6 +15,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from affinage.checkpoint.mirror import Mirror
 
 MOMENTS = {  # phase -> function that the main thread is in
     "start": "acquire",
@@ -72,20 +76,25 @@ class Nursery:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
-    def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM) -> Run:
-        """Start a run in a folder; in the phase `when` it sends itself a signal."""
+    def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM, **more: object) -> Run:
+        """Start a run in a folder; in the phase `when` it sends itself a signal.
+
+        `more`: `remote`, the URL it is copied to; `settings` of the training; `hang`, after how many files that the
+        copy does not go on.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         log = folder.with_suffix(".log")
         log.unlink(missing_ok=True)  # what an earlier run in the folder said
         job = {"folder": str(folder), "log": str(log), "steps": steps, "when": when, "number": int(number)}
+        job |= more
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return Run(self, self.answer()["pid"], log)
 
-    def finish(self, folder: Path, steps: int) -> str:
+    def finish(self, folder: Path, steps: int, **more: object) -> str:
         """Run to the end; what it said."""
-        run = self.start(folder, steps)
+        run = self.start(folder, steps, **more)
         assert run.wait() == 0, run.said()
         return run.said()
 
@@ -129,6 +138,7 @@ def _train(job: dict) -> int:
                 time.sleep(0.005)
                 yield batch
 
+    mirror = _mirror(job["remote"], Path(job["folder"]), job.get("hang")) if "remote" in job else None
     if job["when"]:
         threading.Thread(target=_signal_in, args=(job["when"], job["number"]), daemon=True).start()
     try:
@@ -136,11 +146,12 @@ def _train(job: dict) -> int:
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
-                    settings=tiny.settings(job["steps"], validate_every=7),
+                    settings=tiny.settings(job["steps"], validate_every=7, **job.get("settings", {})),
                     mesh={"fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),
                     folder=Path(job["folder"]),
+                    mirror=mirror,
                     validation={"held out": tiny.HeldOut()},
                     on_step=(lambda step, state: print("step", step, flush=True),),
                 )
@@ -152,6 +163,24 @@ def _train(job: dict) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _mirror(url: str, folder: Path, hang: int | None) -> "Mirror":
+    """What copies the run, after it has brought here what is there."""
+    from affinage.checkpoint.mirror import Mirror, bring_newest
+    from affinage.checkpoint.remote import RemoteFolder
+
+    bring_newest(url, folder, print)
+    if hang is not None:
+        put, left = RemoteFolder.put, iter(range(hang))
+
+        def hanging(remote: RemoteFolder, file: Path, name: str) -> None:
+            if next(left, None) is None:
+                time.sleep(3600)
+            put(remote, file, name)
+
+        RemoteFolder.put = hanging  # type: ignore[method-assign]
+    return Mirror(url, folder)
 
 
 def _signal_in(phase: str, number: int) -> None:

@@ -68,10 +68,20 @@ def fingerprint(folder: Path) -> str:
     return _digest(folder / SEAL)
 
 
+def is_what_was_sealed(path: Path, digest: str) -> bool:
+    """Whether there is a file with this hash."""
+    return path.is_file() and not path.is_symlink() and _digest(path) == digest
+
+
 def _read(path: Path) -> dict[str, str]:
     if path.is_symlink():
         raise ValueError("it is a symbolic link")
-    text = path.read_bytes().decode("utf-8")
+    return parse(path.read_bytes())
+
+
+def parse(contents: bytes) -> dict[str, str]:
+    """{name: hash} of the contents of a seal. Raises ValueError if it is not whole."""
+    text = contents.decode("utf-8")
     if not text.endswith("\n"):
         raise ValueError("it is cut off")
     sealed: dict[str, str] = {}

@@ -4,10 +4,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import absl.logging
 from orbax.checkpoint import v1 as ocp
@@ -19,7 +19,7 @@ from affinage.hardware.hosts import Hosts
 
 PyTree = Any
 
-_STEP = re.compile(r"0|[1-9]\d*")
+STEP = re.compile(r"0|[1-9]\d*")
 _COMMIT = "commit_success.txt"  # Orbax writes it when everything of its own is on disk
 _MARKS = (_COMMIT, SEAL)
 _SAVE_TIMEOUT = 600  # seconds until a save that does not end is an error
@@ -29,6 +29,19 @@ absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax tells of every file it w
 
 class CheckpointWarning(UserWarning):
     """A checkpoint was passed over."""
+
+
+class Copies(Protocol):
+    """Whoever copies saves elsewhere; see `affinage.checkpoint.mirror`."""
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Steps that must not be removed yet."""
+        ...
+
+    def saved(self) -> None:
+        """A save is complete; returns at once."""
+        ...
 
 
 class CheckpointStore:
@@ -45,13 +58,17 @@ class CheckpointStore:
         folder: made if it is not there.
         keep_last: how many of the newest steps stay.
         keep_every: steps at multiples of this stay for ever; None for none.
+        copies: is told of every save, and says which steps may not be removed yet; None: nobody is.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int = 2, keep_every: int | None = None, copies: "Copies | None" = None
+    ) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._copies = copies
         self._unreadable: set[int] = set()  # steps that look complete, but were tried
         # Orbax runs here only: its coroutines do not bear an exception, such as that of Ctrl-C, in their midst.
         self._orbax = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -67,13 +84,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps that are completely there, oldest first."""
-        # A link could lead anywhere, and Orbax would follow it.
-        return [step for step, path in self.entries() if not path.is_symlink() and _is_complete(path)]
+        return complete_steps(self.folder)
 
     def entries(self) -> list[tuple[int, Path]]:
         """Whatever is called like a step, oldest first."""
-        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)]
-        return sorted((int(path.name), path) for path in found)
+        return _entries(self.folder)
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated or changed as soon as this returns.
@@ -86,12 +101,12 @@ class CheckpointStore:
             meta: JSON-able facts about the run, read again by `meta`.
         """
         self.wait()
-        hosts = _at_work()
+        hosts = Hosts.at_work()
         if hosts.share("a save that is there", step in self.steps() and step not in self._unreadable):
             return
         target = self.folder / str(step)
         if hosts.first and os.path.lexists(target):
-            _remove(target)  # the remains of a save that was killed, or of one that was damaged since
+            remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
         begun = self._orbax.submit(self._begin, target, dict(state), {"step": step, "facts": dict(meta)})
         self._running = self._orbax.submit(self._finish, begun, target)
@@ -104,8 +119,10 @@ class CheckpointStore:
 
     def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
         begun.result().pop().result()  # popped, as it holds a copy of the state
-        if _at_work().first:
+        if Hosts.at_work().first:
             seal(target)
+            if self._copies is not None:
+                self._copies.saved()
             self._prune()
         give_back_freed_memory()  # save after save the holes would add up to several states
 
@@ -126,7 +143,7 @@ class CheckpointStore:
 
     def _damage_seen_by_first(self, step: int, only: Mapping[str, Any]) -> str:
         """See `damage`; of hosts that work together one reads the files."""
-        hosts = _at_work()
+        hosts = Hosts.at_work()
         return str(hosts.share("damage", self.damage(step, only) if hosts.first else ""))
 
     def fingerprint(self, step: int) -> str:
@@ -166,8 +183,8 @@ class CheckpointStore:
         Raises:
             UserError: if there are steps but none can be read; starting from nothing would hide it.
         """
-        steps, reason = _at_work().share("checkpoints", self.steps()), ""
-        for step in reversed(_at_work().share("what is called like one", [step for step, _ in self.entries()])):
+        steps, reason = Hosts.at_work().share("checkpoints", self.steps()), ""
+        for step in reversed(Hosts.at_work().share("what is called like one", [step for step, _ in self.entries()])):
             if step not in steps:
                 _warn(step, "it is not complete")
                 continue
@@ -222,19 +239,31 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         readable = [step for step in self.steps() if step not in self._unreadable]
-        kept = {*readable[-self._keep_last :], *(s for s in readable if self._keep_every and s % self._keep_every == 0)}
+        kept = kept_steps(readable, self._keep_last, self._keep_every)
+        held = frozenset() if self._copies is None else self._copies.held
         for step in self.steps():
-            if step not in kept and step < readable[-1]:
-                _remove(self.folder / str(step))
+            if step not in kept and step not in held and step < readable[-1]:
+                remove(self.folder / str(step))
 
 
-def _at_work() -> Hosts:
-    """The hosts that share this piece of work."""
-    return Hosts.current if Hosts.current.together else Hosts()
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of a folder that are completely there, oldest first."""
+    # A link could lead anywhere, and Orbax would follow it.
+    return [step for step, path in _entries(folder) if not path.is_symlink() and _is_complete(path)]
+
+
+def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
+    """Those of the ascending `steps` that stay."""
+    return {*steps[-keep_last:], *(step for step in steps if keep_every and step % keep_every == 0)}
+
+
+def _entries(folder: Path) -> list[tuple[int, Path]]:
+    found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted((int(path.name), path) for path in found)
 
 
 def _warn(step: int, reason: str) -> None:
-    if _at_work().first:
+    if Hosts.at_work().first:
         warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
 
 
@@ -242,7 +271,8 @@ def _is_complete(path: Path) -> bool:
     return all((path / mark).is_file() for mark in _MARKS)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a step, so that it does not look complete at any moment."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return

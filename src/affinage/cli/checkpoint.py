@@ -1,8 +1,11 @@
 """The verb `checkpoint`: what a training saved, and whether it is still what was saved."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +17,7 @@ from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
+    from affinage.checkpoint.remote_steps import RemoteSteps
 
 group = typer.Typer(
     no_args_is_help=True,
@@ -27,7 +31,7 @@ TrainingArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A run (quickstart) or a training of it (quickstart/pretrain).",
+        help="A run (quickstart), a training of it (quickstart/pretrain), or the URL of a copy.",
         show_default=False,
         autocompletion=completion.models,
     ),
@@ -36,7 +40,7 @@ OneArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL[@STEP]",
-        help="A checkpoint; the newest if no step is named.",
+        help="A checkpoint, here or at a URL; the newest if no step is named.",
         show_default=False,
         autocompletion=completion.models,
     ),
@@ -56,7 +60,7 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
     """
     from affinage.checkpoint.looking import listing
 
-    found = listing(_store(training, runs)[0])
+    found = _remote_listing(training) if "://" in training else listing(_store(training, runs)[0])
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -73,8 +77,9 @@ def show(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption =
     """
     from affinage.checkpoint.looking import arrays
 
-    store, step = _checkpoint(checkpoint, runs)
-    facts = {"step": step, "fingerprint": store.fingerprint(step), "arrays": arrays(store, step), **store.meta(step)}
+    with _checkpoint(checkpoint, runs) as (store, step):
+        kept = {"fingerprint": store.fingerprint(step), "arrays": arrays(store, step)}
+        facts = {"step": step, **kept, **store.meta(step)}
     if as_json:
         print(json.dumps(facts, indent=1))
         return
@@ -96,8 +101,12 @@ def diff(
     """
     from affinage.checkpoint.looking import compare
 
-    with Working("reading checkpoints"):
-        found = compare(_checkpoint(one, runs), _checkpoint(other, runs), numbers=numbers)
+    with (
+        Working("reading checkpoints"),
+        _checkpoint(one, runs) as first,
+        _checkpoint(other, runs) as second,
+    ):
+        found = compare(first, second, numbers=numbers)
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -124,26 +133,31 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
 
     Example: affinage checkpoint verify quickstart
     """
-    store, step = _store(checkpoint, runs)
-    steps = _steps(store)
-    asked = steps if step is None else [_known(store, step)]
-    found = {}
-    with Working("reading checkpoints") as working:
-        for place, number in enumerate(asked):
-            working.progressed(f"{place} of {len(asked)}")
-            found[number] = store.damage(number)
+    found: dict[int, str] = {}
+    if "://" in checkpoint:
+        with Working("reading checkpoints"):
+            where, found, cut_off = _verified_remote(checkpoint)
+    else:
+        store, step = _store(checkpoint, runs)
+        steps, where = _steps(store), str(store.folder)
+        asked = steps if step is None else [_known(store, step)]
+        with Working("reading checkpoints") as working:
+            for place, number in enumerate(asked):
+                working.progressed(f"{place} of {len(asked)}")
+                found[number] = store.damage(number)
+        cut_off = [number for number, _ in store.entries() if step is None and number not in steps]
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:
         for number, said in found.items():
             print(f"{number:>10,}  {said or 'whole'}")
-        for number in (number for number, _ in store.entries() if step is None and number not in steps):
+        for number in cut_off:
             print(f"{number:>10,}  {CUT_OFF}")
     damaged = [number for number, said in found.items() if said]
     if damaged:
         raise UserError(
             f"{len(damaged)} of {len(found)} checkpoints are damaged",
-            where=str(store.folder),
+            where=where,
             fix="A training goes on from the newest whole one by itself; copy a damaged one again if it has a copy.",
         )
 
@@ -159,10 +173,73 @@ def _store(spec: str, runs: Path) -> "tuple[CheckpointStore, int | None]":
     return store_of(folder), step
 
 
-def _checkpoint(spec: str, runs: Path) -> "tuple[CheckpointStore, int]":
-    store, step = _store(spec, runs)
-    steps = _steps(store)
-    return store, steps[-1] if step is None else _known(store, step)
+@contextlib.contextmanager
+def _checkpoint(spec: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
+    """The store and the step of a checkpoint; of one at a URL, a copy that is there for a while."""
+    if "://" not in spec:
+        store, step = _store(spec, runs)
+        steps = _steps(store)
+        yield store, steps[-1] if step is None else _known(store, step)
+        return
+    from affinage.checkpoint import CheckpointStore
+
+    remote, asked = _remote(spec)
+    with TemporaryDirectory() as folder, _reached(spec):
+        step = _complete(remote, asked)
+        if damage := remote.fetch(step, Path(folder)):
+            raise UserError(f"the checkpoint of step {step} is damaged: {damage}", where=remote.folder.url)
+        yield CheckpointStore(Path(folder)), step
+
+
+def _remote(spec: str) -> "tuple[RemoteSteps, int | None]":
+    """The checkpoints at a URL, and the step that is asked for."""
+    from affinage.checkpoint.remote_steps import find_steps
+
+    url, at, step = spec.rpartition("@")
+    return (find_steps(url), int(step)) if at and step.isdecimal() else (find_steps(spec), None)
+
+
+def _reached(spec: str) -> "AbstractContextManager[None]":
+    from affinage.checkpoint.remote import reached
+
+    return reached(spec)
+
+
+def _complete(remote: "RemoteSteps", step: int | None) -> int:
+    """The step that is asked for, or the newest one. Raises UserError if it is not there."""
+    steps, where = remote.steps(), remote.folder.url
+    if not steps:
+        raise UserError("no checkpoint is complete", where=where)
+    if step is not None and step not in steps:
+        listed = ", ".join(f"@{known}" for known in steps)
+        raise UserError(f"there is no checkpoint of step {step}", where=where, fix=f"There are {listed}.")
+    return steps[-1] if step is None else step
+
+
+def _remote_listing(spec: str) -> list[dict[str, Any]]:
+    remote, _ = _remote(spec)
+    with _reached(spec):
+        return [
+            {"step": step, "saved": _saved(remote, step) if facts["complete"] else None, **facts}
+            for step, facts in remote.listing().items()
+        ]
+
+
+def _saved(remote: "RemoteSteps", step: int) -> str | None:
+    """When a step was saved; its facts are of nobody known, and may be of any form."""
+    facts = remote.meta(step).get("facts")
+    saved = facts.get("saved") if isinstance(facts, dict) else None
+    return saved if isinstance(saved, str) else None
+
+
+def _verified_remote(spec: str) -> tuple[str, dict[int, str], list[int]]:
+    """Where they are, what is wrong with each, and which are not complete."""
+    remote, step = _remote(spec)
+    with _reached(spec):
+        chosen = _complete(remote, step)
+        steps = remote.steps() if step is None else [chosen]
+        cut_off = [number for number in remote.listing() if step is None and number not in steps]
+        return remote.folder.url, {number: remote.damage(number) for number in steps}, cut_off
 
 
 def _steps(store: "CheckpointStore") -> list[int]:

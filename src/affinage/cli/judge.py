@@ -83,7 +83,11 @@ def evaluate(
     if is_recipe(target, runs):
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
         folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), STAGES)
-        for stage in () if as_json else STAGES:
+        from affinage.hardware.hosts import place
+
+        here = place()
+        silent = as_json or (here is not None and here.host > 0)  # of many hosts the first one says it
+        for stage in () if silent else STAGES:
             if (folder / stage / "results.json").is_file():
                 typer.echo(f"\n{stage.removeprefix('evaluate-')}")
                 _show(json.loads((folder / stage / "results.json").read_text(encoding="utf-8")))
@@ -96,7 +100,15 @@ def evaluate(
         raise UserError("no task was named", fix="For example: --tasks julian, or --task my_task.yaml")
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
-    results = _evaluate_model(target, runs, chosen, given)
+    from affinage.hardware.devices import prepare
+    from affinage.hardware.hosts import joined
+
+    prepare()
+    with joined() as hosts, hosts.all_at_work():
+        results = _evaluate_model(target, runs, chosen, given)
+        hosts.meet("the end of the evaluation")
+    if not hosts.first:
+        return
     if as_json:
         print(json.dumps(results, ensure_ascii=False, indent=1))
     else:
@@ -104,10 +116,8 @@ def evaluate(
 
 
 def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[str, Any]) -> dict[str, Any]:
-    from affinage.hardware.devices import prepare
-
-    prepare()
     from affinage.evaluation.run import evaluate
+    from affinage.hardware.hosts import Hosts
     from affinage.recipe.data import POCKET_WORLD
     from affinage.stages.models import is_chat, locate_model, made_from, open_model
     from affinage.stages.seen import seen_by
@@ -119,7 +129,7 @@ def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[st
         return evaluate(
             open_model(target, runs),
             tasks,
-            folder=folder,
+            folder=folder if Hosts.current.first else None,
             keep=folder / "answers.jsonl",
             task_folders={POCKET_WORLD: world / "tasks"} if world else {},
             chat=is_chat(training),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from affinage.cli.options import RUNS, ForceOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.options import RUNS, ForceOption, ProfileOption, RecipeArgument, RunsOption, SetOption, load
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def launch(
     runs: RunsOption = RUNS,
     until: Annotated[list[str] | None, typer.Option("--until", metavar="STAGE", help="Stop after this stage.")] = None,
     force: ForceOption = None,
+    profile: ProfileOption = None,
     preemptions: Annotated[int, typer.Option(min=0, help="Start again so often after a host was told to stop.")] = 1000,
     failures: Annotated[int, typer.Option(min=0, help="Start again so often after a host was killed or failed.")] = 10,
     grace: Annotated[float, typer.Option(min=1, help="Seconds to save in when this program is told to stop.")] = 35.0,
@@ -84,7 +85,8 @@ def launch(
     elsewhere = on != "local"
     path = str(loaded.path.resolve() if elsewhere else loaded.path)
     words = ["run", path, "--runs", str(runs.absolute() if on == "ray" else runs)]
-    for option, values in (("--set", overrides), ("--until", until), ("--force", force)):
+    traced = None if profile is None else [profile]
+    for option, values in (("--set", overrides), ("--until", until), ("--force", force), ("--profile", traced)):
         words += [word for value in values or () for word in (option, value)]
     by_ssh = _BySsh(folder, prepare, shlex.split(ssh), devices, files_of(loaded) if elsewhere else {})
     with contextlib.ExitStack() as cleanup:

@@ -27,6 +27,7 @@ from affinage.cli import (
     talk,
 )
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from affinage.secrets import masked
 
 _EXTRAS = {
     "transformers": "verify",
@@ -102,15 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(words, prog_name="affinage")
     except (UserError, Preempted, ModuleNotFoundError) as error:
         if debug:
-            traceback.print_exc()
+            _say(masked(traceback.format_exc()))
         _exit(error)
     except SystemExit as ended:
         if ended.code == EXIT_INTERRUPTED:
             _say("Interrupted.")
         raise
-    except OSError as error:
-        if debug or error.errno not in _OF_THE_MACHINE:
-            raise
+    except Exception as error:
+        if debug or not isinstance(error, OSError) or error.errno not in _OF_THE_MACHINE:
+            _say(masked(traceback.format_exc()))
+            sys.exit(1)
         what = (error.strerror or str(error)).lower()
         _exit(UserError(what, where=str(error.filename or ""), fix=_OF_THE_MACHINE[error.errno]))
 
@@ -124,7 +126,8 @@ def _exit(error: UserError | Preempted | ModuleNotFoundError) -> None:
         sys.exit(EXIT_USER_ERROR)
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
-        raise error
+        _say(masked("".join(traceback.format_exception(error))))
+        sys.exit(1)
     _say(f"Error: this needs the package `{package}`\n  Install it: pip install 'affinage[{_EXTRAS[package]}]'")
     sys.exit(EXIT_USER_ERROR)
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 
 from affinage.data.atomic import write_atomically
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES
-from affinage.data.tokenizer import MODEL, REPLACEMENT, Tokenizer
+from affinage.data.tokenizer import MODEL, REPLACEMENT, Tokenizer, read_sentencepiece
 from affinage.data.word_encoding import WordEncoder
 from affinage.errors import UserError
 
@@ -27,7 +26,7 @@ class BpeTokenizer(Tokenizer):
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
-        self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self._model = read_sentencepiece(self._path)
         pieces = [self._model.id_to_piece(i) for i in range(len(FIXED_PIECES))]
         if pieces != list(FIXED_PIECES) or not all(self._model.is_control(i) for i in range(2, len(CONTROL_PIECES))):
             raise UserError(

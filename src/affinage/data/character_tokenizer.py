@@ -26,7 +26,7 @@ class CharacterTokenizer(Tokenizer):
         """From the JSON file that `write` made."""
         try:
             return cls(json.loads(path.read_text(encoding="utf-8"))["characters"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError("this is not a list of characters", where=str(path)) from error
 
     def write(self, folder: Path) -> None:

@@ -119,7 +119,10 @@ def chat_template(system_prompt: str = "", *, opened: bool = True) -> str:
 def system_prompt_in(template: str) -> str | None:
     """The system prompt with which `chat_template` makes this template; None if it makes no such template."""
     found = re.search(r"system\\n' \+ (\"(?:[^\"\\]|\\.)*\") \+", template)
-    system_prompt: str = json.loads(found[1]) if found else ""
+    try:
+        system_prompt: str = json.loads(found[1]) if found else ""
+    except ValueError:
+        return None  # it only looks like one of ours
     return system_prompt if template in (chat_template(system_prompt, opened=o) for o in (True, False)) else None
 
 

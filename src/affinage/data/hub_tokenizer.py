@@ -1,6 +1,5 @@
 """The tokenizer of a model from elsewhere: a tokenizer.json of Hugging Face's `tokenizers`, with ids of its own."""
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from affinage.data import special_tokens
 from affinage.data.atomic import write_atomically
 from affinage.data.chat import opens
+from affinage.data.foreign_json import read_object
 from affinage.data.special_tokens import CONTROL_PIECES, Marks, shielded_piece
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -29,10 +29,14 @@ def template_in(folder: Path) -> str | None:
     """The chat template of a tokenizer's folder, its default one if it has several; None if it has none."""
     own_file, config = folder / TEMPLATE, folder / CONFIG
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
-    told = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise UserError(f"this is no text: {error}", where=str(own_file)) from error
+    told = read_object(config).get("chat_template") if config.is_file() else None
     if isinstance(told, list):  # several, by name
-        told = {each["name"]: each["template"] for each in told}.get("default")
+        several = [each for each in told if isinstance(each, dict)]
+        told = next((each.get("template") for each in several if each.get("name") == "default"), None)
     return told if isinstance(told, str) else None
 
 
@@ -58,7 +62,7 @@ class HubTokenizer(Tokenizer):
         self._grown = False
         self._special = {id_ for id_, token in self._fast.get_added_tokens_decoder().items() if token.special}
         config = folder / CONFIG
-        self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        self._config: dict[str, Any] = read_object(config) if config.is_file() else {}
 
     @property
     def vocabulary(self) -> int:
@@ -107,7 +111,7 @@ class HubTokenizer(Tokenizer):
     def special_tokens(self) -> dict[str, str]:
         """Spellings of the tokens that a chat template may name: those that its configuration names."""
         named = {name: self._config.get(name) for name in _NAMED}
-        spelled = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        spelled = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
         return {name: token for name, token in spelled.items() if isinstance(token, str)}
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -202,7 +206,8 @@ class HubTokenizer(Tokenizer):
         token = self._config.get(key)
         if token is None and key == "eos_token":
             token = "<|endoftext|>"  # GPT-2's configuration leaves it to the class
-        found: int | None = self._fast.token_to_id(token["content"] if isinstance(token, dict) else token or "")
+        spelled = token.get("content") if isinstance(token, dict) else token
+        found: int | None = self._fast.token_to_id(spelled) if isinstance(spelled, str) else None
         return found
 
     def encode(self, text: str) -> list[int]:

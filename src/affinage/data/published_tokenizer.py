@@ -91,6 +91,6 @@ def _of_merges(path: Path) -> Tokenizer:
 def _is_vocabulary(file: Path) -> bool:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and bool(content) and all(isinstance(value, int) for value in content.values())

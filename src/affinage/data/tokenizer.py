@@ -242,5 +242,13 @@ def _is_foreign(folder: Path) -> bool:
     """Whether the SentencePiece model is one of another project's, with a tokenizer.json beside it."""
     if not (folder / "tokenizer.json").is_file():
         return False
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
+    model = read_sentencepiece(folder / MODEL)
     return [model.id_to_piece(i) for i in range(len(FIXED_PIECES))] != list(FIXED_PIECES)
+
+
+def read_sentencepiece(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """The model in a file. Raises UserError if there is none in it."""
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError, TypeError) as error:
+        raise UserError("this is not a model of SentencePiece", where=str(path)) from error

@@ -60,7 +60,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
         # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
         return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, RecursionError) as error:
         raise UserError(f"is not JSON Lines: {error}", where=str(path)) from error
 
 

@@ -15,9 +15,11 @@ from jaxtyping import Array, UInt32
 
 from affinage.generation.decode import Generation, Request
 from affinage.generation.model import LoadedModel
+from affinage.hardware.hosts import Hosts
 from affinage.model.parameter import Tree
 
 _SECONDS = 2.0  # between writes
+_TOLD_AT_ONCE = 1000  # answers in a message to the other hosts
 
 
 def fingerprint(model: LoadedModel) -> str:
@@ -45,15 +47,26 @@ class Ledger:
     """The answers of one model by what it was asked, in a file that only grows: log-probabilities and greedy texts.
 
     Its first line names the model; a file of another is begun anew. A line that a kill cut off is not read, nor is
-    what follows it.
+    what follows it. Of hosts that evaluate together the first one has the file, and tells the others what is in it:
+    all of them must put the same questions to the devices.
     """
 
     def __init__(self, path: Path, model: str) -> None:
-        self._path = path
+        hosts = Hosts.at_work()
+        self._path = path if hosts.first else None
         self._known: dict[str, tuple[float, bool]] = {}
         self._texts: dict[str, Generation] = {}
         self._waiting: list[str] = []
         self._written = time.monotonic()
+        if self._path is not None:
+            self._read(self._path, model)
+        known: list[list[Any]] = [[key, *answer] for key, answer in self._known.items()]
+        known += [[key, asdict(text)] for key, text in self._texts.items()]
+        for start in range(0, hosts.share("how many answers are known", len(known), seconds=None), _TOLD_AT_ONCE):
+            for line in hosts.share("answers that are known", known[start : start + _TOLD_AT_ONCE], seconds=None):
+                self._take(line)
+
+    def _read(self, path: Path, model: str) -> None:
         header = json.dumps({"model": model}) + "\n"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         whole = len(header)
@@ -61,12 +74,7 @@ class Ledger:
             if not line.endswith("\n"):
                 break
             try:
-                key, *answer = json.loads(line)
-                if len(answer) == 1:
-                    self._texts[key] = Generation(**answer[0])
-                else:
-                    value, greedy = answer
-                    self._known[key] = float(value), bool(greedy)
+                self._take(json.loads(line))
             except (ValueError, TypeError):
                 break
             whole += len(line.encode())
@@ -76,6 +84,14 @@ class Ledger:
         else:
             with path.open("r+b") as file:
                 file.truncate(whole)
+
+    def _take(self, line: list[Any]) -> None:
+        key, *answer = line
+        if len(answer) == 1:
+            self._texts[key] = Generation(**answer[0])
+        else:
+            value, greedy = answer
+            self._known[key] = float(value), bool(greedy)
 
     def __len__(self) -> int:
         return len(self._known) + len(self._texts)
@@ -107,6 +123,9 @@ class Ledger:
 
     def flush(self) -> None:
         """Write what waits."""
+        if self._path is None:
+            self._waiting.clear()
+            return
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(self._waiting))
         self._waiting.clear()

@@ -25,6 +25,7 @@ from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
 from affinage.evaluation.tasks import TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
+from affinage.hardware.hosts import Hosts
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
@@ -65,9 +66,12 @@ def evaluate(
 
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item.
+
+    Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
+    scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
     Raises UserError for tasks that cannot be found.
     """
-    started, contamination = time.monotonic(), None
+    started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
     ledger = None if keep is None else Ledger(keep, fingerprint(model))
     rows = rows_that_fit(model) if batch == "auto" else batch
@@ -85,7 +89,8 @@ def evaluate(
                 items |= raw["samples"]
         if seen is not None:
             progress("looking for the items in the training text")
-            contamination = _look(seen, found, manager, task_folders or {})
+            contamination = _look(seen, found, manager, task_folders or {}) if hosts.first else None
+            hosts.share("the end of the look", None, seconds=None)
     seconds = time.monotonic() - started
     answered = sum(task["items"] for task in outcome.values())
     results = {
@@ -105,10 +110,11 @@ def evaluate(
         results["generation"] = _generation(lm)
     if texts:
         progress("measuring bits per byte")
-        results["bits_per_byte"] = {
-            name: {"model": model_bits_per_byte(lm, some)} | (compressor_bits_per_byte(some) if compressors else {})
-            for name, some in texts.items()
-        }
+        bits = {name: {"model": model_bits_per_byte(lm, some)} for name, some in texts.items()}
+        for name, some in texts.items() if compressors and hosts.first else ():
+            bits[name] |= compressor_bits_per_byte(some)
+        hosts.share("the end of the compression", None, seconds=None)
+        results["bits_per_byte"] = bits
     if folder is not None:
         _write(results, items, folder)
     return results

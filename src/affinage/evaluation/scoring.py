@@ -164,7 +164,7 @@ class Scorer:
         left = [index for index in range(len(pairs)) if index not in answers]
 
         def collect(rows: Sequence[Row | None], scores: Scores) -> None:
-            new = {left[place]: answer for place, answer in _answers(rows, scores)}
+            new = {left[place]: answer for place, answer in _answers(rows, [self.model.on_host(a) for a in scores])}
             answers.update(new)
             if self._ledger is not None:
                 for index, answer in new.items():
@@ -206,9 +206,9 @@ class Scorer:
         return flops / (2 * parameters)
 
 
-def _answers(rows: Sequence[Row | None], scores: Scores) -> Iterator[tuple[int, tuple[float, bool]]]:
+def _answers(rows: Sequence[Row | None], scores: Sequence[np.ndarray]) -> Iterator[tuple[int, tuple[float, bool]]]:
     """For every request that a batch answers, its place and its answer."""
-    total, greedy, last, last_best = (np.asarray(a) for a in scores)
+    total, greedy, last, last_best = scores
     for index, row in enumerate(rows):
         for column, requests in enumerate(row.requests if row is not None else ()):
             answer = float(total[index]) + float(last[index, column]), bool(greedy[index] and last_best[index, column])

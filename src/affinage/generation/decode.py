@@ -218,9 +218,9 @@ class Generator:
             filters=filters, slots=slots,
         )  # fmt: skip
         while True:
-            columns = np.asarray(emitted)
+            columns = self.model.on_host(emitted)
             yield [one.push(columns[index]) for index, one in enumerate(progress)]
-            done = np.asarray(state.done)
+            done = self.model.on_host(state.done)
             stopped = np.array([one.stream.stopped for one in progress] + [True] * (len(done) - len(progress)))
             if np.all(done | stopped):
                 return

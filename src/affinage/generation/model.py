@@ -1,10 +1,13 @@
 """A trained model as everything after training takes it: generation, evaluation, export."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
@@ -14,7 +17,7 @@ from affinage.model.graph import Graph
 from affinage.model.module import apply
 from affinage.model.parameter import Tree
 from affinage.parallel import MeshLayout
-from affinage.parallel.sharding import batch_sharding, rows_split
+from affinage.parallel.sharding import batch_sharding, replicated, rows_split
 from affinage.recipe.training import AttentionImplementation
 
 
@@ -36,12 +39,27 @@ class LoadedModel:
         """`array` on the device, its rows split as the layout says where there is one."""
         if self.layout is None:
             return jnp.asarray(array)
-        return jax.device_put(array, batch_sharding(self.layout.mesh, self.layout.table))
+        sharding = batch_sharding(self.layout.mesh, self.layout.table)
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        whole = np.asarray(array)  # on every host, each of which has some of the devices
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    def on_host(self, array: Array) -> np.ndarray:
+        """The numbers of what was computed; where several hosts have parts of it, all of them must ask for it."""
+        if self.layout is not None and not array.is_fully_addressable and not array.is_fully_replicated:
+            array = _whole(array, replicated(self.layout.mesh))
+        return np.asarray(array)
 
     @property
     def row_multiple(self) -> int:
         """What the number of rows of a batch must be a multiple of."""
         return 1 if self.layout is None else rows_split(self.layout.mesh, self.layout.table)
+
+
+@partial(jax.jit, static_argnames="sharding")
+def _whole(array: Array, sharding: NamedSharding) -> Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def logits_of(

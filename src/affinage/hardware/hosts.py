@@ -62,6 +62,11 @@ class Hosts:
         """Whether all hosts are at the same piece of work; else each has only its own devices."""
         return self.count == 1 or self._together
 
+    @staticmethod
+    def at_work() -> "Hosts":
+        """The hosts that share this piece of work: all of the run, or this one alone."""
+        return Hosts.current if Hosts.current.together else Hosts()
+
     @contextlib.contextmanager
     def all_at_work(self) -> Iterator[None]:
         """Inside, the devices of all hosts compute one program; every host must enter it."""

@@ -1,11 +1,11 @@
 """A Hugging Face folder as a graph with its weights. Only JSON and safetensors are read: nothing in it can run."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from affinage.data.foreign_json import read_object
 from affinage.errors import UserError
 from affinage.hub.architectures import Architecture, architecture_of
 from affinage.hub.decoder import Decoder
@@ -34,12 +34,12 @@ def read_hub_folder(folder: Path) -> HubModel:
         UserError: for a family, a configuration value or a tensor that has no place in a graph; it is named.
     """
     config = folder / CONFIG
+    values = read_object(config)
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"there is no readable {CONFIG}: {error}", where=str(folder)) from None
-    architecture = architecture_of(values, str(config))
-    graph = parse(architecture.model)
+        architecture = architecture_of(values, str(config))
+        graph = parse(architecture.model)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"a value in it is not what it should be: {error}", where=str(config)) from error
     weights = HubWeights(folder)
     params = family_of(graph).from_hf(weights, graph)
     _check_all_read(weights, graph, params, folder)

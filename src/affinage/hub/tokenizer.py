@@ -1,6 +1,5 @@
 """Our tokenizers as Hugging Face fast tokenizers that give the same ids."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.data.atomic import write_atomically, write_json
 from affinage.data.chat import chat_template
+from affinage.data.foreign_json import read_object
 from affinage.data.hub_tokenizer import CONFIG, TEMPLATE
 from affinage.data.special_tokens import (
     BOS,
@@ -59,7 +59,7 @@ def _write_template(tokenizer: Tokenizer, folder: Path, system_prompt: str) -> N
     if tokenizer.template is None and opening not in ((), (tokenizer.bos,)):
         raise UserError(f"no chat template can say that a text begins with the ids {list(opening)}", where=str(folder))
     (folder / TEMPLATE).unlink(missing_ok=True)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).is_file() else {}
+    config = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     config["chat_template"] = _template(tokenizer, system_prompt)
     write_json(folder / CONFIG, config)
 

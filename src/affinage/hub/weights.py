@@ -1,7 +1,6 @@
 """The tensors of a Hugging Face folder, read one by one from safetensors files."""
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from affinage.data.foreign_json import read_object
 from affinage.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -56,7 +56,9 @@ class HubWeights(Mapping[str, NDArray[Any]]):
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file():
-        listed = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        listed = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+            raise UserError("it does not say in which file each tensor is", where=str(folder / INDEX))
         for file in sorted(set(listed.values())):
             if Path(file).name != file or not (folder / file).is_file():
                 raise UserError(f"the index names `{file}`, which is not there", where=str(folder / INDEX))

@@ -82,6 +82,9 @@ class Recipe(Settings):
     probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
+    # URL of a folder (s3://, gs://, whatever fsspec writes to) that results and trainings are copied to, and that
+    # a machine without them goes on from. Keys and passwords are the environment's.
+    remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
     trackers: TrackersSettings = TrackersSettings()  # where metrics go beside metrics.jsonl
     # For `affinage sweep`: {key of a setting: its values}; a run is made of every combination.
     sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import rich
 
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
@@ -19,6 +21,9 @@ from affinage.stages.plan import Step, needed, plan
 from affinage.stages.plugins import load_plugins
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Store, link, versions, write_json
+
+if TYPE_CHECKING:
+    from affinage.stages.remote_results import RemoteResults
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit on the size of files
 _GIVEN, _NEXT = "what is run", "the next stage"
@@ -81,11 +86,20 @@ class Flow:
         self._stages = needed(road, until)
         self._force = force
         self._any_code = any_code
+        self._remote = _remote_of(loaded, self.runs.store)
         needed(road, force)  # refuses names that are no stages
 
     def plan(self) -> list[Step]:
         """What is there and what must run."""
-        return plan(self._stages, self.runs.store, self.folder, force=self._force, any_code=self._any_code)
+        elsewhere = self._remote.has if self._remote is not None else lambda _: False
+        return plan(
+            self._stages,
+            self.runs.store,
+            self.folder,
+            force=self._force,
+            any_code=self._any_code,
+            elsewhere=elsewhere,
+        )
 
     def run(self, watcher: Watcher) -> list[Step]:
         """Make what is missing; returns the steps that ran. Of many hosts, the others call `follow`.
@@ -129,21 +143,42 @@ class Flow:
     def _run(self, watcher: Watcher) -> list[Step]:
         load_plugins(self.loaded)
         steps = self.plan()
-        if all(step.complete for step in steps):
+        store = self.runs.store
+        if all(step.complete and store.is_complete(step.request) for step in steps):
             self._note(steps)
             return []
-        store = self.runs.store
         with store.lock(f"affinage, recipe {self.loaded.recipe.name}"):
             steps = self.plan()  # again: the process that had the store may have done the work
             for step in reversed(steps):
                 if step.reason.startswith("forced"):
                     store.discard(step.request)
             self._note(steps)
+            self._copy([step for step in steps if step.complete])
+            requests = {step.stage.name: step.request for step in steps}
+            if self._remote is not None and all(step.complete for step in steps):
+                self._remote.bring(tuple(requests), requests, _tell, looked_at=True)
+                self._note(steps)
             for step in steps:
                 if not step.complete:
+                    if self._remote is not None:
+                        # A report reads what all the others say of themselves.
+                        looked_at = bool(step.stage.shows)
+                        self._remote.bring(step.stage.inputs, requests, _tell, looked_at=looked_at)
+                        self._note(steps)
                     self._make(step, watcher)
                     self._link(step)
+                    if self._remote is not None:
+                        self._remote.copy(step.request)
+            if self._remote is not None and (failure := self._remote.wait()):
+                _tell(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
         return [step for step in steps if not step.complete]
+
+    def _copy(self, steps: Sequence[Step]) -> None:
+        """Copy to the recipe's `remote` what is here and not there."""
+        for step in steps if self._remote is not None else ():
+            assert self._remote is not None
+            if self.runs.store.is_complete(step.request) and not self._remote.has(step.request):
+                self._remote.copy(step.request)
 
     def _make(self, step: Step, watcher: Watcher) -> None:
         stage, store = step.stage, self.runs.store
@@ -155,6 +190,8 @@ class Flow:
         started, clock = time.time(), time.monotonic()
         with self._located_errors(), _told_full_disk(folder):
             context = StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed, watcher.measured)
+            if stage.before is not None:
+                stage.before(context, anew=step.reason.startswith("forced"))
             with _all_hosts(step) if stage.together else contextlib.nullcontext():
                 summary = stage.work(context)
             manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
@@ -184,12 +221,24 @@ class Flow:
         write_json(self.folder / "recipe.json", self.loaded.recipe.model_dump(mode="json"))
         write_json(self.folder / "run.json", {"command": self.loaded.command})
         for step in steps:
-            if step.complete:
+            if self.runs.store.path(step.request).is_dir() and step.complete:
                 self._link(step)
         names = {name for stage in self._road for name in (stage.name, stage.shows)}
         for entry in self.folder.iterdir():
             if entry.is_symlink() and entry.name not in names and _leads_into(entry, self.runs.store.folder):
                 entry.unlink()
+
+
+def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
+    if loaded.recipe.remote is None:
+        return None
+    from affinage.stages.remote_results import RemoteResults  # with JAX, which a plan does without
+
+    return RemoteResults(loaded.recipe.remote, store)
+
+
+def _tell(line: str) -> None:
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -53,8 +53,6 @@ class InLoop:
         stop: Callable[[], bool],
     ) -> dict[str, Any] | None:
         """{tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}; None if stopped."""
-        import jax
-
         from affinage.evaluation.run import evaluate
 
         def go_on(_: str) -> None:
@@ -67,8 +65,7 @@ class InLoop:
             results = evaluate(
                 model,
                 asked.tasks,
-                # Several hosts must ask the devices the same, whatever one of them has on its disk.
-                keep=context.folder / ANSWERS if jax.process_count() == 1 else None,
+                keep=context.folder / ANSWERS,
                 task_folders={} if self._world is None else {POCKET_WORLD: self._world / "tasks"},
                 data_dir=asked.data_dir,
                 limit=asked.items,

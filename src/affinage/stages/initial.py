@@ -57,7 +57,7 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)["chat_template"] if path.suffix == ".json" else text
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
         raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
     return str(found)

@@ -1,7 +1,7 @@
 """Before anything runs: which stages are complete, which must run, and why."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from affinage.stages.code import code_of
 from affinage.stages.stage import Stage
 from affinage.stages.store import REQUEST, Request, Store, read_request
 
+ELSEWHERE = "complete at the remote"  # the reason of a step whose result is not here
 _SHOWN = 3  # differences named per stage
 
 
@@ -40,7 +41,13 @@ def needed(stages: Sequence[Stage], until: Sequence[str]) -> list[Stage]:
 
 
 def plan(
-    stages: Sequence[Stage], store: Store, run_folder: Path, *, force: Sequence[str] = (), any_code: bool = False
+    stages: Sequence[Stage],
+    store: Store,
+    run_folder: Path,
+    *,
+    force: Sequence[str] = (),
+    any_code: bool = False,
+    elsewhere: Callable[[Request], bool] = lambda _: False,
 ) -> list[Step]:
     """What is there and what must run, without running or importing anything.
 
@@ -50,6 +57,7 @@ def plan(
         run_folder: its links lead to the results of the run before, which the reasons compare with.
         force: stages to run although their results are there; what reads them runs too.
         any_code: take a result made by another version of the code, if all else is equal.
+        elsewhere: whether a result that is not in the store is where it can be taken from.
     """
     steps: dict[str, Step] = {}
     for stage in stages:
@@ -70,6 +78,8 @@ def plan(
             complete, reason = False, f"forced by {anew[0]}"
         elif store.is_complete(request):
             complete, reason = True, "complete"
+        elif elsewhere(request):
+            complete, reason = True, ELSEWHERE
         else:
             complete, reason = False, _reason(stage, store, request, before)
         steps[stage.name] = Step(stage, request, complete, reason)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.data import POCKET_WORLD
 from affinage.stages.models import CHAT, TRAININGS, load_trained
 from affinage.stages.seen import seen_by
@@ -82,7 +83,7 @@ def _evaluate(context: StageContext, training: str) -> Summary:
     results = evaluate(
         replace(model, attention=settings.attention),
         settings.tasks,
-        folder=context.folder,
+        folder=context.folder if Hosts.current.first else None,
         keep=context.folder / _ANSWERS,
         task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},
         data_dir=settings.data_dir,
@@ -98,10 +99,11 @@ def _evaluate(context: StageContext, training: str) -> Summary:
         else None,
         progress=context.progress,
     )
-    (context.folder / _ANSWERS).unlink()  # the results are there now
     said = answers(model, recipe.report.questions) if chat else continuations(model, recipe.report.prompts)
     results["samples"] |= said
-    write_json(context.folder / "results.json", results)
+    if Hosts.current.first:
+        (context.folder / _ANSWERS).unlink()  # the results are there now
+        write_json(context.folder / "results.json", results)
     return results
 
 

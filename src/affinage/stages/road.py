@@ -265,6 +265,7 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
                 (model, *read),
                 local,
                 continues=True,
+                together=True,
             )
             for model in trained
         ]
@@ -329,4 +330,5 @@ def _training_stage(
     inputs: tuple[str, ...],
     sources: dict[str, str],
 ) -> Stage:
-    return Stage(name, work, settings, inputs, sources, continues=True, live=True, together=True)
+    bring = trainings.bring_from_remote
+    return Stage(name, work, settings, inputs, sources, continues=True, live=True, before=bring, together=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
@@ -28,6 +28,13 @@ class StageContext:
         return self.loaded.recipe
 
 
+class Before(Protocol):
+    """See `Stage.before`."""
+
+    def __call__(self, context: StageContext, *, anew: bool) -> None:
+        """Prepare the folder of the work."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """One step of the road. Its result is a function of `settings`, `inputs`, `sources` and the code of `work`."""
@@ -40,4 +47,6 @@ class Stage:
     shows: str = ""  # a file of the result that the run's folder links to, for people
     continues: bool = False  # after a kill it goes on from what is in its folder; others start with an empty one
     live: bool = False  # shows its own progress on a terminal, as a training does
+    # What the first host does before all of them begin the work; told whether it is forced to be made anew.
+    before: "Before | None" = None
     together: bool = False  # all hosts of a run work at it; others are the first one's, and computed with its devices

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from affinage.errors import UserError
 
 MANIFEST = "manifest.json"
 REQUEST = "request.json"
+_NAME = re.compile(r"[\w-]+")
 FORMAT = 1  # of the folders; a change makes every result anew
 _REPORTED = (
     "jax",
@@ -181,9 +183,18 @@ def read_request(folder: Path) -> tuple[Request, str] | None:
     """What a result, complete or not, is made from, and its key; None if the folder does not say."""
     value = _read_json(folder / REQUEST)
     try:
-        return None if value is None else (Request.from_json(value), value["key"])
-    except (KeyError, TypeError):
+        if value is None or not all(map(_NAME.fullmatch, _names_in(value))):
+            return None
+        return Request.from_json(value), value["key"]
+    except (KeyError, TypeError, AttributeError):
         return None  # another version's
+
+
+def _names_in(request: dict[str, Any]) -> Iterator[str]:
+    """What folders are called by, and must lead nowhere else where a stranger has written it."""
+    yield from (request["stage"], request["key"])
+    for name, key in request["inputs"].items():
+        yield from (name, key)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from affinage.stages.initial import (
 )
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
-from affinage.stages.watching import judge_of, refuse_on_many_hosts
+from affinage.stages.watching import judge_of
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -44,8 +44,6 @@ def pretrain(context: StageContext) -> Summary:
 
     settings = context.recipe.pretrain
     assert settings is not None
-    if settings.evaluate:
-        refuse_on_many_hosts("pretrain.evaluate")
     graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
     feed, validation = token_rows(context, settings, context.inputs["rows"])
     summary = _train(
@@ -280,8 +278,35 @@ def _train(
     return run_training(context, job, graph=graph, facts=facts or {})
 
 
+def remote_of(context: StageContext) -> str | None:
+    """Where a training is copied to: a folder that is called like its own; None if nowhere."""
+    remote = context.recipe.remote
+    return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
+
+
+def bring_from_remote(context: StageContext, *, anew: bool) -> None:
+    """Begin with the newest checkpoint that is at the recipe's `remote`, where it is newer than what is here.
+
+    If the training is made `anew`, what is there is removed in place of that.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+    url = remote_of(context)
+    if url is not None:
+        from affinage.checkpoint.mirror import bring_newest, forget
+
+        if anew:
+            forget(url)
+            return
+        name = context.folder.name.rpartition("-")[0]
+        tell = partial(rich.get_console().print, markup=False, highlight=False, soft_wrap=True)
+        bring_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
+
+
 def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
+    from affinage.checkpoint.mirror import Mirror
     from affinage.tracking import trackers_of
     from affinage.training import train
     from affinage.training.job import Extension
@@ -289,6 +314,10 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     settings, recipe = context.recipe.trackers, context.recipe.name
     makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
     extension = extended(context.loaded, job.name)
+    keep, url = job.settings.checkpoint, remote_of(context)
+    if url is not None:
+        mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        job = replace(job, mirror=mirror)
     begun = None if extension is None else Extension(*extension)
     job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.measured)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None

@@ -58,7 +58,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         path = self.folder / LOOKS
-        self.looks = json.loads(path.read_text(encoding="utf-8"))["looks"] if path.is_file() else []
+        looks = json.loads(path.read_text(encoding="utf-8"))["looks"] if path.is_file() else []
+        self.looks = Hosts.at_work().share("the looks so far", looks)
 
     def due(self, step: int) -> bool:
         """See `affinage.training.job.Judge`."""
@@ -87,7 +88,8 @@ class Watch:
             self.looks.append(found)
             if step and not found["worse"] and self.settings.when_worse != "tell":
                 self.keep(step, state)
-            write_json(self.folder / LOOKS, {"threshold": self.threshold(len(answers)), "looks": self.looks})
+            if Hosts.at_work().first:
+                write_json(self.folder / LOOKS, {"threshold": self.threshold(len(answers)), "looks": self.looks})
         told = [f"{one['task']} is worse than at step {one['than']:,} (p = {one['p']:.1g})" for one in found["worse"]]
         return "; ".join(told) if self.settings.when_worse == "stop" else ""
 
@@ -120,8 +122,6 @@ def judge_of(
     context: StageContext, settings: TuningSettings, graph: "Graph", feed: "RowFeed", system_prompt: str
 ) -> Watch | None:
     """The judge that a tuning's settings ask for; None if it goes on to its last step in any case."""
-    if settings.watch is not None:
-        refuse_on_many_hosts(f"{context.folder.name.rpartition('-')[0]}.watch")
     last_step = None
     if settings.max_epochs is not None:
         last_step = _last_step(feed, settings.steps, settings.max_epochs)
@@ -133,9 +133,8 @@ def judge_of(
         from affinage.checkpoint import CheckpointStore
 
         store = CheckpointStore(context.folder / KEPT, keep_last=1)
-        if step not in store.steps():
-            store.save(step, {"params": state.params}, {"step": step})
-            store.wait()
+        store.save(step, {"params": state.params}, {"step": step})
+        store.wait()
 
     def score(state: "TrainState") -> Answers:
         assert settings.watch is not None
@@ -143,16 +142,6 @@ def judge_of(
         return _answers(context, settings, settings.watch, graph, feed.context, system_prompt, params)
 
     return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step)
-
-
-def refuse_on_many_hosts(setting: str) -> None:
-    """Benchmarks are scored by one host with its own devices, which do not hold the whole model while it is trained."""
-    if Hosts.current.count > 1:
-        raise UserError(
-            "benchmarks cannot be scored during a training on many hosts",
-            where=setting,
-            fix=f"Set {setting}=null; those of `evaluate` are run by the first host when the training is done.",
-        )
 
 
 def _whole_model(graph: "Graph", settings: TuningSettings, state: "TrainState") -> Any:

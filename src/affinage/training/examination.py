@@ -17,7 +17,7 @@ class Examination:
     """Validates at the job's rhythm, and has its benchmarks scored at theirs."""
 
     def __init__(self, program: Program, stop: StopRequest, watchdog: Watchdog) -> None:
-        self._job, self._stop = program.job, stop
+        self._job, self._stop, self._watchdog = program.job, stop, watchdog
         self._validate = _compiled_validation(program, stop, watchdog)
 
     def due(self, step: int) -> bool:
@@ -33,10 +33,14 @@ class Examination:
         """Write down how the state does. A stop gives it up; it is then done again from this step."""
         validation = self._validate(state)
         report.validation(step, validation)
-        if self._job.benchmarks is not None and self._scores(step) and not self._stop:
-            scores = self._job.benchmarks.scores(step, state, validation or {}, lambda: bool(self._stop))
+        if self._job.benchmarks is not None and self._scores(step) and not self._stop.agreed():
+            scores = self._job.benchmarks.scores(step, state, validation or {}, self._asked_to_stop)
             if scores is not None:
                 report.evaluation(step, scores)
+
+    def _asked_to_stop(self) -> bool:
+        self._watchdog.begins("a batch of the benchmarks")
+        return self._stop.agreed()
 
     def _validates(self, step: int) -> bool:
         return step % self._job.settings.validate_every == 0 or step == self._job.settings.steps

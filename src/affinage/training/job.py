@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from affinage.checkpoint.mirror import Mirror
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.recipe.parallel import ParallelSettings
@@ -148,6 +149,7 @@ class TrainJob:
         trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
         tracked: limits of the trackers; which of them there are is in `trackers`.
         extends: a checkpoint of another training to begin with, and go on from its step.
+        mirror: copies what the first host saves elsewhere; None: it stays in the folder.
         store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
@@ -171,6 +173,7 @@ class TrainJob:
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)
     tracked: TrackersSettings = field(default_factory=TrackersSettings)
     extends: Extension | None = None
+    mirror: Mirror | None = None
     store: Checkpoints | None = None
     strategy: Strategy | None = None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import refuse_changes
+from affinage.checkpoint.mirror import Mirror
 from affinage.errors import Preempted, UserError
 from affinage.hardware.devices import acquire
 from affinage.hardware.hosts import Hosts
@@ -32,6 +34,7 @@ from affinage.training.summary import checkpoint_meta, facts_for_trackers, ident
 from affinage.training.tracing import Tracing
 from affinage.training.watchdog import Watchdog
 
+_TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
 _COMPILATION = 3600  # seconds that one host may take longer than another
 
 
@@ -69,9 +72,11 @@ def train(job: TrainJob) -> dict[str, Any]:
             hosts.meet("the end of the compilation", seconds=_COMPILATION)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
-        keep = settings.checkpoint
+        keep, mirror = settings.checkpoint, job.mirror if hosts.first else None
+        if mirror is not None:
+            cleanup.enter_context(mirror)  # says where nobody can be reached
         store = job.store or CheckpointStore(
-            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every
+            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every, copies=mirror
         )
         cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
         goes_on = store.steps() or job.extends
@@ -83,6 +88,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         metrics = MetricsLog(written and written / "metrics.jsonl", start)
         cleanup.callback(metrics.close)
         display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
+        if mirror is not None:
+            mirror.say = display.say
         health = Health(settings.health, written, start, meta.get("health", {}), job.documents)
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
@@ -115,7 +122,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- the steps ----
         cleanup.enter_context(ledger.account("compute"))
-        rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, written)
+        rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)
         cleanup.callback(tracing.close)
         batches, step = program.batches(start), start
         batch = program.put_share(next(batches)) if start < steps else None
@@ -175,6 +182,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                     store.wait()
                     hosts.meet("the last save")
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
+                if job.mirror is not None:
+                    display.say(_copied(job.mirror, watchdog, stop))
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
             if ended:
                 display.say(f"ends at step {step:,}: {ended}")
@@ -189,9 +198,32 @@ def train(job: TrainJob) -> dict[str, Any]:
             part = written / "summary.json.part"
             part.write_text(json.dumps(summary, indent=1))
             part.replace(written / "summary.json")
+        if job.mirror is not None:
+            display.say(_copied(job.mirror, watchdog, stop))
         if stop.agreed():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} when it was done")
     return summary
+
+
+def _copied(mirror: Mirror, watchdog: Watchdog, stop: StopRequest) -> str:
+    """Wait until the last save is copied; in words what became of it.
+
+    The first host copies; the others wait for it, as long as it shows that it is alive.
+    """
+    hosts = Hosts.current
+    watchdog.begins("the copy of the last save", told_after=math.inf)  # which knows by itself when it is stuck
+
+    def seconds_left() -> float | None:
+        left = stop.seconds_left()
+        return None if left is None else left - _TO_LEAVE
+
+    missing = mirror.settle(seconds_left) if hosts.first else ""
+    newest = mirror.newest
+    said = f"copied to {mirror.url}"
+    if missing:
+        there = "no checkpoint is there" if newest is None else f"the newest checkpoint there is of step {newest:,}"
+        said = f"NOT all was copied to {mirror.url}: {missing}; {there}"
+    return str(hosts.share("the copy of the last save", said, seconds=None))
 
 
 def _next(batches: Iterator[HostBatch]) -> tuple[HostBatch, float]:

@@ -34,6 +34,7 @@ class StopRequest:
         self._name, self._grace = name, grace
         self._something_to_lose = False
         self._told = 0.0
+        self._counted_from: float | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._cleanup = contextlib.ExitStack()
@@ -45,6 +46,12 @@ class StopRequest:
     def agreed(self) -> bool:
         """Whether to stop here. Every host calls it at the same moments of the training, and gets the same answer."""
         return bool(self) if self._agreement is None else self._agreement.reached()
+
+    def seconds_left(self) -> float | None:
+        """Until the process is left with what is not saved; None: it is not left."""
+        if self._counted_from is None:
+            return None
+        return max(0.0, self._counted_from + self._grace - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
         hosts = Hosts.current
@@ -101,6 +108,7 @@ class StopRequest:
 
     def _count_down(self, why: str) -> None:
         if why.startswith(signal.SIGTERM.name):  # whoever sends it will not wait for ever; a person may
+            self._counted_from = time.monotonic()
             threading.Thread(target=self._limit, name="grace", daemon=True).start()
 
     def _limit(self) -> None:

@@ -6,20 +6,25 @@ from typing import Any
 
 import jax
 
+from affinage.hardware.hosts import Hosts
+
 FOLDER = "profile"  # in the folder of the training
 
 
 class Tracing:
     """Traces the steps that `profile` names into a folder that TensorBoard and Perfetto open.
 
+    Of many hosts each traces its own devices, into a sub-folder of its own.
+
     Args:
         steps: first and last, counted from 1; None: no trace.
-        folder: of the training; None: another host writes it.
+        folder: of the training.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path | None) -> None:
-        self._first, self._last = steps if steps is not None and folder is not None else (0, 0)
-        self._folder = folder
+    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
+        self._first, self._last = steps or (0, 0)
+        hosts = Hosts.current
+        self._folder = folder / FOLDER if hosts.count == 1 else folder / FOLDER / f"host-{hosts.index}"
         self._runs = False
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
@@ -27,10 +32,9 @@ class Tracing:
         if not self._first <= step <= self._last:
             return contextlib.nullcontext()
         if not self._runs:
-            assert self._folder is not None
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # every call of Python would be an event
-            jax.profiler.start_trace(self._folder / FOLDER, create_perfetto_trace=True, profiler_options=options)
+            jax.profiler.start_trace(self._folder, create_perfetto_trace=True, profiler_options=options)
             self._runs = True
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 

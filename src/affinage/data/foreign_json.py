@@ -1,0 +1,22 @@
+"""JSON files that others wrote, whatever is in them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        UserError: it cannot be read, is not JSON, is nested too deep, or is no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"this is not readable JSON: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise UserError(f"this is not a JSON object but a {type(value).__name__}", where=str(path))
+    return value
