@@ -28,7 +28,7 @@ def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_
     monkeypatch.chdir(tmp_path)
     run("new", "mine", "--like", "novels")
     mine, novels = load_recipe("mine.yaml").recipe, load_recipe("novels").recipe
-    assert mine == novels.model_copy(update={"name": "mine"})
+    assert mine == novels.model_copy(update={"name": "mine", "description": ""})
     assert json.loads((tmp_path / "recipe.schema.json").read_text())["properties"]
     with pytest.raises(UserError, match="is there already"):
         run("new", "mine")

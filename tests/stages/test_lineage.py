@@ -107,6 +107,7 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys
     found = said(capsys, "data", "find", str(run), SECRET)
     texts = {document["id"]: document["occurrences"] for document in found["documents"]}
     assert texts == {"tales-5": 2, "tales-7": 1, "program": 1}
+    assert said(capsys, "data", "find", str(run), SECRET.swapcase())["documents"] == found["documents"]
 
     # By brute force: every row whose lineage has a token of the text, in every step.
     expected = defaultdict(set)

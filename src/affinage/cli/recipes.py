@@ -28,6 +28,7 @@ name: {name}
 
 # What differs from the base comes here, for example:
 #
+# description: What it is, in a sentence: for its report and model card.
 # data:
 #   sources: [my_text/]            # a folder, files, or a dataset of the Hub
 #   languages: [en, fr]

@@ -46,6 +46,9 @@ def import_(
     """
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
     folder = to or Path(name)
+    if to is None and folder.exists():
+        what = f"the model would be written into `{folder}`, which is there already"
+        raise UserError(what, fix="Say where to with --to, for example --to my_model.")
     _must_be_new(folder)
     from affinage.hub.repository import local_copy
     from affinage.stages.imports import import_model

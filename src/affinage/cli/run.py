@@ -146,7 +146,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
-    from affinage.stages.foresight import check
+    from affinage.stages.foresight import check, doubts
     from affinage.stages.road import road_of
 
     loaded = load(recipe, how.overrides)
@@ -166,9 +166,10 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
     flow = Flow(loaded, Runs(how.runs), road, until=until, force=how.force or (), any_code=how.any_code)
     if how.dry_run:
         steps = flow.plan()
-        show_plan(steps, as_json=how.as_json)
         prepare_process(loaded)
         check(loaded, [step.stage.name for step in steps if not step.complete])
+        show_plan(steps, as_json=how.as_json)
+        _tell(doubts(loaded))
         return flow.folder
     prepare_process(loaded)
     with OwnProcess(), joined() as hosts:
@@ -180,7 +181,14 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
         steps = flow.plan()
         with hosts.all_at_work():  # the mesh is of all their devices
             check(loaded, [step.stage.name for step in steps if not step.complete])
+        if not all(step.complete for step in steps):
+            _tell(doubts(loaded))
         with Watch(steps) as watch:
             flow.run(watch)
     show_result(flow, steps, watch.seconds, as_json=how.as_json)
     return flow.folder
+
+
+def _tell(doubts: Sequence[str]) -> None:
+    for doubt in doubts:
+        typer.echo(f"Warning: {doubt}", err=True)

@@ -138,7 +138,11 @@ def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     if {"sft", "dpo"} & set(names):
         yield "next", f"{before}affinage chat {model}"
     elif {"pretrain", "tokenizer"} <= set(names):
-        yield "next", f"{before}affinage generate {model} 'Once upon a time'"
+        yield "next", f"{before}affinage generate {model} {shlex.quote(_a_prompt(flow))}"
+
+
+def _a_prompt(flow: "Flow") -> str:
+    return next(iter(flow.loaded.recipe.report.prompts), "Once upon a time")
 
 
 def headline(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -169,11 +173,25 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(summary.get("final_loss"), float):
         yield f"loss {summary['final_loss']:.3f}"
     if isinstance(summary.get("tasks"), Mapping):
-        yield f"{len(summary['tasks'])} tasks"
+        yield _scores(summary["tasks"])
     if isinstance(summary.get("summary"), str):  # of the report: what the whole run made
         yield _escaped(summary["summary"])
     if isinstance(summary.get("verified"), Mapping):
         yield verified_in_words(summary["verified"])
+
+
+def _scores(tasks: Mapping[str, Any]) -> str:
+    """The accuracy of a few benchmarks in percent, with a standard error: the one that papers give."""
+    from affinage.evaluation.published import headline_metrics
+
+    told, headline = [], headline_metrics()
+    for name, task in tasks.items():
+        score = task.get("metrics", {}).get(headline.get(name, "acc"), {})
+        if isinstance(score.get("value"), int | float) and 0 <= score["value"] <= 1:
+            error = f" ± {100 * score['stderr']:.1f}" if isinstance(score.get("stderr"), int | float) else ""
+            told.append(f"{name} {100 * score['value']:.1f}{error}")
+    counted = f"{len(tasks)} benchmark{'s' if len(tasks) != 1 else ''}"
+    return f"{counted}: {_listed(told, NAMES)}" if told else counted
 
 
 def verified_in_words(facts: Mapping[str, Any]) -> str:

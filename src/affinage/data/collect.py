@@ -269,6 +269,7 @@ def _refuse_empty(source: ResolvedSource, funnel: Funnel) -> None:
     fixes = {
         "no text key": "Name the key that holds the text: sources: [{path: ..., text_key: ...}].",
         "not UTF-8": "Convert it, for example with: iconv -f latin1 -t utf-8.",
+        "binary": "Have its text extracted first; of a PDF for example by pdftotext.",
         "not JSON": "A .jsonl file holds one JSON object per line.",
     }
     raise UserError(

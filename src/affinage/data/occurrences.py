@@ -1,5 +1,6 @@
 """Where a text occurs: in which documents, and in which tokens of them."""
 
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import pyarrow.compute as pc
 from affinage.data.documents import read_documents
 from affinage.data.tokenizer import Tokenizer
 
+_APOSTROPHES = "'\u2019\u02bc"
+_SPECIAL = frozenset(r"\.^$*+?{}[]|()")
 _COLUMNS = ("id", "source", "language", "url", "text")
 
 
@@ -28,15 +31,23 @@ class Occurrences:
 
 
 def occurrences(folder: Path, wanted: str) -> Iterator[Occurrences]:
-    """The documents of a folder that hold `wanted`, in Unicode's NFC as cleaned text is, letter case included."""
-    wanted = unicodedata.normalize("NFC", wanted)
+    """The documents of a folder that hold `wanted`, in Unicode's NFC as cleaned text is.
+
+    Letter case does not matter, nor which apostrophe: nobody types the one that is printed.
+    """
+    pattern = "".join(map(_any_form, unicodedata.normalize("NFC", wanted)))
+    every = re.compile(f"(?={pattern})", re.IGNORECASE)  # those that overlap, too
     for batch in read_documents(folder, _COLUMNS):
-        for document in batch.filter(pc.match_substring(batch.column("text"), wanted)).to_pylist():
-            at, found = [], document["text"].find(wanted)
-            while found >= 0:
-                at.append(found)
-                found = document["text"].find(wanted, found + 1)
-            yield Occurrences(**document, at=tuple(at))
+        holding = pc.match_substring_regex(batch.column("text"), pattern, ignore_case=True)
+        for document in batch.filter(holding).to_pylist():
+            yield Occurrences(**document, at=tuple(found.start() for found in every.finditer(document["text"])))
+
+
+def _any_form(character: str) -> str:
+    """A character as Arrow's regular expressions and Python's both understand it."""
+    if character in _APOSTROPHES:
+        return f"[{_APOSTROPHES}]"
+    return f"\\{character}" if character in _SPECIAL else character
 
 
 def token_ranges(found: Occurrences, length: int, tokenizer: Tokenizer) -> list[tuple[int, int]]:

@@ -61,6 +61,9 @@ def _read_text(file: SourceFile, settings: SourceSettings) -> Records:
     if len(content) > limit:
         yield BadRecord(file.name, "too large", f"over {limit / 1e6:.0f} MB in one text file; split it")
         return
+    if content.startswith(b"%PDF"):
+        yield BadRecord(file.name, "binary", "this is a PDF, not text")
+        return
     utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not utf16 and b"\0" in content:
         yield BadRecord(file.name, "binary", f"a NUL byte at {content.index(0)}: this is not text")

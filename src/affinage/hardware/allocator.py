@@ -10,7 +10,8 @@ stays at its peak memory.
 import ctypes
 import os
 import platform
-from pathlib import Path
+
+from affinage.hardware.present import accelerator_is_here
 
 # From glibc's malloc.h: parameter, value.
 _TRIM_THRESHOLD = (-1, -1)  # free memory at the top of the heap before it is given back; -1: never
@@ -46,7 +47,4 @@ def give_back_freed_memory() -> None:
 def _work_is_for_the_processor() -> bool:
     """Whether JAX will come up on the CPU, judged without importing it."""
     chosen = os.environ.get("JAX_PLATFORMS", "")
-    if chosen:
-        return chosen.split(",")[0] == "cpu"
-    accelerators = ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd")
-    return not any(Path(device).exists() for device in accelerators)
+    return chosen.split(",")[0] == "cpu" if chosen else not accelerator_is_here()

@@ -1,6 +1,7 @@
 """Get hold of the devices that a run computes on."""
 
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from affinage.errors import UserError
 from affinage.hardware.allocator import keep_freed_memory
 from affinage.hardware.hosts import Hosts
+from affinage.hardware.present import accelerator_is_here
 
 if TYPE_CHECKING:
     import jax
@@ -20,6 +22,10 @@ def prepare() -> None:
     Call it first in a process that will train. Calling it again, or too late, is harmless.
     """
     if "jax" not in sys.modules:
+        if importlib.util.find_spec("libtpu") is not None and not accelerator_is_here():
+            # It is there for its compiler: looking for a TPU with it takes a second, and says in five lines that there
+            # is none.
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
         keep_freed_memory()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ side talks about itself at lower levels
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))

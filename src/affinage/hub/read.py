@@ -34,6 +34,9 @@ def read_hub_folder(folder: Path) -> HubModel:
         UserError: for a family, a configuration value or a tensor that has no place in a graph; it is named.
     """
     config = folder / CONFIG
+    if not config.is_file():
+        fix = "A model of Hugging Face is a folder with config.json, safetensors and tokenizer.json."
+        raise UserError(f"this is no model: there is no {CONFIG}", where=str(folder), fix=fix)
     values = read_object(config)
     try:
         architecture = architecture_of(values, str(config))

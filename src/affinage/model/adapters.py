@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LORA_A, LORA_B = "lora_a", "lora_b"
 LORA_SITE = "lora_site"  # tells the masks of dropout apart; in trees that the graph is applied to, where there is any
 _FIRST_SITE = 100  # after those of the blocks
+# What transformers, and so PEFT, call the same matrices.
+_THEIRS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
+_THEIRS |= {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 _STACKED = ("layers", "experts")  # axes along which matrices lie side by side
 
 
@@ -45,7 +48,7 @@ class Adapters:
             raise UserError(
                 f"there is no matrix called `{unknown[0]}`" if unknown else "the model has no matrix for an adapter",
                 where="lora.targets",
-                fix=f"There are: {', '.join(sorted(names))}." if names else "Leave out `lora`.",
+                fix=f"There are: {', '.join(sorted(names))}.{_in_our_words(unknown)}" if names else "Leave out `lora`.",
             )
         if not self.targets:
             experts = ", ".join(sorted(names))
@@ -187,3 +190,8 @@ def _put(tree: Tree, path: tuple[str, ...], value: Tree) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value
+
+
+def _in_our_words(theirs: list[str]) -> str:
+    known = [f"`{name}` is `{_THEIRS[name]}` here" for name in theirs if name in _THEIRS]
+    return f" {', '.join(known)}." if known else ""

@@ -77,6 +77,9 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
         if base_path in (*below, path.resolve()):
             raise UserError("this recipe is its own base", where=where)
         layers = read_file(base_path, (*below, path.resolve()))
+        # What the base is, its descendants are not.
+        layers.value.pop("description", None)
+        layers.origins.pop(("description",), None)
     layers.base = base_path
     origins = {known: f"{shown}:{line}" for known, line in marked.lines.items() if known[:1] != ("base",)}
     layers.origins[()] = origins[()]

@@ -8,6 +8,7 @@ from pathlib import Path
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import names_of
 from affinage.recipe.data import DIGITS, POCKET_WORLD
+from affinage.recipe.layers import packaged_recipes, shown_path
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings
@@ -78,6 +79,29 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         _check_training(loaded, recipe.sft, "sft")
     if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
         _check_training(loaded, recipe.dpo, "dpo")
+
+
+def doubts(loaded: LoadedRecipe) -> list[str]:
+    """What can be meant so, but hardly ever is: the text is one's own, and what comes after it still its base's."""
+    recipe, found = loaded.recipe, []
+    if recipe.data is None or not recipe.data.sources or any(s.path == POCKET_WORLD for s in recipe.data.sources):
+        return []
+    for section, tuning in (("sft", recipe.sft), ("dpo", recipe.dpo)):
+        if tuning is not None and any(source.path == POCKET_WORLD for source in tuning.sources):
+            found.append(
+                f"the text is yours, but {section} teaches what the pocket world says: set {section}.sources to files "
+                f"of yours, or leave it out with --set {section}=null"
+            )
+    if recipe.evaluate is not None and POCKET_WORLD in recipe.evaluate.tasks:
+        found.append("the benchmarks are those of the pocket world, which your text does not speak of: evaluate.tasks")
+    written = loaded.locate(("report", "prompts"))
+    own = written.startswith("--set") or (
+        written.rpartition(":")[0] == shown_path(loaded.path) and loaded.path not in packaged_recipes().values()
+    )
+    if recipe.evaluate is None and own and (recipe.report.prompts or recipe.report.questions):
+        what = "report.prompts and report.questions are answered with the benchmarks"
+        found.append(f"{what}: evaluate is null, so nobody asks")
+    return found
 
 
 def _check_export(loaded: LoadedRecipe) -> None:

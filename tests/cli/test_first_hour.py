@@ -1,0 +1,81 @@
+"""What people who came to affinage for the first time stumbled over."""
+
+from pathlib import Path
+
+import pytest
+
+from affinage.cli import main
+from affinage.cli.watch import headline
+from affinage.data.documents import DocumentWriter
+from affinage.data.occurrences import occurrences
+from affinage.recipe.load import load_recipe
+
+
+def said(capsys, *words: object) -> tuple[object, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    told = capsys.readouterr()
+    return end.value.code, told.out, told.err
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "one.txt").write_text("Une phrase assez longue pour être un document. " * 20, encoding="utf-8")
+    return folder
+
+
+def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(capsys, tmp_path: Path, texts: Path):
+    words = ("--dry-run", "--runs", tmp_path / "runs", "--set", f"data.sources=[{texts}]")
+    status, _, err = said(capsys, "run", "quickstart", *words)
+    assert status == 0
+    assert [setting for setting in ("sft.sources", "dpo.sources", "evaluate.tasks") if setting in err] == [
+        "sft.sources",
+        "dpo.sources",
+        "evaluate.tasks",
+    ]
+    nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
+    status, _, err = said(capsys, "run", "quickstart", *words, *nothing_more)
+    assert (status, err) == (0, "")
+    status, _, err = said(capsys, "run", "quickstart", *words, *nothing_more, "--set", "report.prompts=[Bonjour]")
+    assert status == 0 and "nobody asks" in err
+    assert said(capsys, "run", "quickstart", "--dry-run", "--runs", tmp_path / "runs")[2] == ""
+
+
+def test_a_mistake_is_told_instead_of_a_plan(capsys, tmp_path: Path):
+    missing = f"data.sources=[{tmp_path / 'gone'}/]"
+    status, out, err = said(capsys, "run", "quickstart", "--dry-run", "--runs", tmp_path / "runs", "--set", missing)
+    assert status == 2 and out == "" and "gone" in err
+
+
+def test_a_recipe_is_not_described_by_its_base(tmp_path: Path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: quickstart\nname: mine\n")
+    assert load_recipe("quickstart").recipe.description
+    assert load_recipe(mine).recipe.description == ""
+
+
+def test_what_is_taken_in_and_where_to_are_not_confused(capsys, tmp_path: Path, texts: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = said(capsys, "import", "texts")
+    assert status == 2 and "would be written" in err and "--to" in err
+    status, _, err = said(capsys, "import", "texts", "--to", "model")
+    assert status == 2 and "this is no model" in err and "Errno" not in err
+
+
+def test_the_scores_are_told_where_they_were_made():
+    acc, norm = {"value": 0.45, "stderr": 0.114}, {"value": 0.3, "stderr": 0.01}
+    tasks = {"arc_easy": {"metrics": {"acc": acc}}, "hellaswag": {"metrics": {"acc": acc, "acc_norm": norm}}}
+    assert list(headline({"tasks": tasks})) == ["2 benchmarks: arc_easy 45.0 ± 11.4, hellaswag 30.0 ± 1.0"]
+
+
+@pytest.mark.parametrize("wanted", ["J'appelle (trop)", "j’APPELLE (trop)", "jʼappelle (TROP)"])
+def test_a_text_is_found_as_it_is_typed(tmp_path: Path, wanted: str):
+    text = "Là, j’appelle (trop). J'appelle (trop) encore."
+    with DocumentWriter(tmp_path) as writer:
+        writer.add(id="a", text=text, source="s", language="fr")
+        writer.add(id="b", text="j’appelle trop", source="s", language="fr")
+    (found,) = occurrences(tmp_path, wanted)
+    assert found.id == "a" and [text[at] for at in found.at] == ["j", "J"]
