@@ -71,6 +71,11 @@ def test_the_scores_are_told_where_they_were_made():
     assert list(headline({"tasks": tasks})) == ["2 benchmarks: arc_easy 45.0 ± 11.4, hellaswag 30.0 ± 1.0"]
 
 
+def test_too_few_documents_to_judge_by_are_told():
+    few, enough = ({"documents_out": 500, "validation_documents": number} for number in (1, 25))
+    assert "few to judge by" in " ".join(headline(few)) and "few" not in " ".join(headline(enough))
+
+
 @pytest.mark.parametrize("wanted", ["J'appelle (trop)", "j’APPELLE (trop)", "jʼappelle (TROP)"])
 def test_a_text_is_found_as_it_is_typed(tmp_path: Path, wanted: str):
     text = "Là, j’appelle (trop). J'appelle (trop) encore."

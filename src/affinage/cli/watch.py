@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _NAME = 14  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
+_FEW_HELD_OUT = 5  # documents: fewer say little of all others
+_TOO_FEW = "[yellow](few to judge by; data.split.validation=0.1 holds more out)[/yellow]"
 NAMES = 6  # benchmarks without an item in the text that are named
 
 
@@ -155,7 +157,8 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
     if (parted := summary.get("split")) and isinstance(parted, Mapping) and parted.get("documents"):
         yield f"{parted['documents']:,} long documents split into {parted['parts']:,} parts"
     if summary.get("validation_documents"):
-        yield f"{summary['validation_documents']:,} held out"
+        few = summary["validation_documents"] < _FEW_HELD_OUT
+        yield f"{summary['validation_documents']:,} held out" + (f" {_TOO_FEW}" if few else "")
     for what in ("masked", "benchmarks"):
         yield from _found(what, summary.get(what))
     yield from _odd(summary)
