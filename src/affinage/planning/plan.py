@@ -182,7 +182,7 @@ class Plan:
         }
 
 
-def training_settings(recipe: Recipe) -> tuple[str, TrainSettings, int]:
+def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
     """The training that a recipe is planned for, the first that it has, and the tokens of its rows.
 
     Raises:

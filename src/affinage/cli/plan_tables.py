@@ -1,0 +1,191 @@
+"""A plan as tables: what a step needs and takes, and slices beside each other."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from affinage.cli.terminal import screen
+
+if TYPE_CHECKING:
+    from affinage.planning.compiled import Verdict
+    from affinage.planning.plan import Plan
+
+_DAY, _HOUR = 86_400, 3600
+
+
+def show_plan(made: "Plan", verdict: "Verdict | None") -> None:
+    """Print what a training needs and takes, part by part, and what the compiler said of it."""
+    console = screen()
+    for line in (*_heading(made), "", *_facts(made)):
+        console.print(line, markup=False)
+    console.print()
+    console.print(_memory_table(made), markup=False)
+    for line in _verdict_lines(made, verdict) if verdict else ():
+        console.print(line, markup=False)
+    console.print()
+    console.print(_time_table(made), markup=False)
+    for line in _outcome(made):
+        console.print(line, markup=False)
+    for warning in made.warnings:
+        console.print(f"\nWarning: {warning}", markup=False)
+    if made.contradictions:
+        console.print("\nClaims that cannot be true:", markup=False)
+    for found in made.contradictions:
+        console.print(f"  {found.claim}: {found.what}" + (f"; {found.reading}" if found.reading else ""), markup=False)
+
+
+def _heading(made: "Plan") -> list[str]:
+    where = made.where
+    mesh = ", ".join(f"{axis} {size}" for axis, size in made.split.sizes.items() if size > 1) or "one device"
+    shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
+    chosen = [f"{made.choice}"] if made.choice else []
+    chips = f"{where.chips} × {where.chip.name} ({shape}), {where.devices} devices, hosts: {where.hosts}"
+    return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}", *chosen]
+
+
+def _facts(made: "Plan") -> list[str]:
+    facts = made.facts
+    lines = [
+        f"{made.section}: {facts.steps:,} steps × {facts.rows:,} rows × {facts.context:,} tokens = "
+        f"{facts.tokens:,} tokens, {facts.tokens_per_parameter:.3g} for each of {facts.active:,} parameters"
+        + (f" ({facts.parameters:,} in all)" if facts.active != facts.parameters else ""),
+        f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}",
+        f"warm-up: {facts.warmup:,} steps, {facts.warmup / facts.steps:.1%}",
+    ]
+    if facts.epochs is not None:
+        lines.append(f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data")
+    return lines
+
+
+def _memory_table(made: "Plan") -> Any:
+    from rich.table import Table
+
+    from affinage.hardware.slices import memory_text
+
+    memory = made.memory
+    table = Table(box=None, pad_edge=False)
+    table.add_column("memory of a device")
+    table.add_column("", justify="right")
+    rows = {
+        "weights": memory.weights,
+        "weights that are not trained": memory.frozen,
+        "optimizer": memory.optimizer,
+        "averages": memory.averages,
+        "batch": memory.batch,
+        "weights in the products' dtype": memory.weight_copies,
+        "gradients": memory.gradients,
+        "activations": memory.activations,
+        "of the layer or logits at hand": memory.working,
+    }
+    for name, size in rows.items():
+        if size:
+            table.add_row(name, memory_text(size))
+    table.add_row(f"estimate: {'fits' if made.fits else 'does not fit'}", memory_text(memory.total))
+    table.add_row("a program may take", memory_text(made.capacity))
+    if memory.host:
+        table.add_row("beside it, in the host's memory", memory_text(memory.host))
+    return table
+
+
+def _verdict_lines(made: "Plan", verdict: "Verdict") -> list[str]:
+    from affinage.hardware.slices import memory_text
+
+    if not verdict.fits:
+        needed = f" It would need {memory_text(verdict.peak_bytes)}." if verdict.peak_bytes else ""
+        return [f"compiler: does not fit, after {verdict.seconds:.0f} s.{needed}", f"  {verdict.message}"]
+    found = verdict.collectives
+    counts = "could not be read" if found is None else ", ".join(f"{n} {name}" for name, n in found.items()) or "none"
+    return [
+        f"compiler: fits, {memory_text(verdict.peak_bytes)} after {verdict.seconds:.0f} s; "
+        f"the estimate is {made.memory.total / verdict.peak_bytes - 1:+.1%} off",
+        f"  collectives in the program (a loop's count once): {counts}",
+    ]
+
+
+def _time_table(made: "Plan") -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("seconds of a step")
+    for title in ("compute", "memory", "links, hidden", "links, waited for", "takes"):
+        table.add_column(title, justify="right")
+    table.add_column("bound by")
+    for node in made.time.nodes:
+        parts = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
+        table.add_row(node.name, *(f"{part:.4f}" for part in parts), node.bound)
+    table.add_row("update of the weights", "", f"{made.time.update:.4f}", "", "", f"{made.time.update:.4f}", "memory")
+    if made.time.bubble:
+        table.add_row("pipeline bubble", "", "", "", "", f"{made.time.bubble:.4f}", "")
+    table.add_row("step", "", "", "", "", f"{made.time.seconds:.4f}", made.time.bound)
+    return table
+
+
+def _outcome(made: "Plan") -> list[str]:
+    speed = f"\n{'' if made.fits else 'if it fitted: '}{made.tokens_per_second:,.0f} tokens/s"
+    if made.mfu is not None:
+        speed += f", an MFU of {made.mfu:.0%}"
+    cost = ""
+    if made.cost is not None:
+        source = f" ({made.price_source})" if made.price_source else ""
+        cost = f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour{source}"
+    return [f"{speed}; {duration(made.seconds)} in all{cost}"]
+
+
+def duration(seconds: float) -> str:
+    """Minutes, hours or days, whichever reads best."""
+    if seconds >= 2 * _DAY:
+        return f"{seconds / _DAY:.1f} days"
+    return f"{seconds / _HOUR:.1f} hours" if seconds >= _HOUR else f"{seconds / 60:.1f} minutes"
+
+
+def show_comparison(found: list[Any], as_json: bool) -> None:
+    """Print a line for every slice, with what would make it do where it does not; or all as JSON."""
+    from rich.table import Table
+
+    from affinage.hardware.slices import memory_text
+
+    refused = [entry for entry in found if isinstance(entry, tuple)]
+    plans = [entry for entry in found if not isinstance(entry, tuple)]
+    if as_json:
+        no = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
+        print(json.dumps({"plans": [made.to_dict() for made in plans], "refused": no}, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("slice")
+    for title in (
+        "chips",
+        "fits",
+        "of a device",
+        "may take",
+        "step",
+        "tokens/s",
+        "MFU",
+        "in all",
+        "cost",
+        "of 1e9 tokens",
+    ):
+        table.add_column(title, justify="right")
+    table.add_column("bound by")
+    for made in plans:
+        table.add_row(
+            made.where.name,
+            str(made.where.chips),
+            "yes" if made.fits else "no",
+            memory_text(made.memory.total),
+            memory_text(made.capacity),
+            f"{made.time.seconds:.3g} s",
+            f"{made.tokens_per_second:,.0f}",
+            f"{made.mfu:.0%}" if made.mfu else "",
+            duration(made.seconds),
+            *(f"${cost:,.2f}" if cost is not None else "" for cost in (made.cost, made.cost_per_billion)),
+            made.time.bound,
+        )
+    console = screen()
+    console.print(table, markup=False)
+    for source in dict.fromkeys(made.price_source for made in plans):
+        chips = ", ".join(dict.fromkeys(made.where.chip.name for made in plans if made.price_source == source))
+        console.print(f"Cost of {chips}: {source or 'hardware.price of the recipe'}", markup=False)
+    for made in plans:
+        if not made.fits:
+            console.print(f"{made.where.name}: {made.warnings[0]}", markup=False)
+    for where, error in refused:
+        console.print(f"{where.name}: {error.what}. {error.fix}", markup=False)
