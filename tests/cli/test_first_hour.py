@@ -69,6 +69,7 @@ def test_the_scores_are_told_where_they_were_made():
     acc, norm = {"value": 0.45, "stderr": 0.114}, {"value": 0.3, "stderr": 0.01}
     tasks = {"arc_easy": {"metrics": {"acc": acc}}, "hellaswag": {"metrics": {"acc": acc, "acc_norm": norm}}}
     assert list(headline({"tasks": tasks})) == ["2 benchmarks: arc_easy 45.0 ± 11.4, hellaswag 30.0 ± 1.0"]
+    assert list(headline({"tasks": {"facts": 300, "agreement": 200}})) == ["2 tasks"]
 
 
 def test_too_few_documents_to_judge_by_are_told():

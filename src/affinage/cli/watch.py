@@ -176,7 +176,8 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(summary.get("final_loss"), float):
         yield f"loss {summary['final_loss']:.3f}"
     if isinstance(summary.get("tasks"), Mapping):
-        yield _scores(summary["tasks"])
+        judged = all(isinstance(task, Mapping) for task in summary["tasks"].values())
+        yield _scores(summary["tasks"]) if judged else f"{len(summary['tasks'])} tasks"  # of the pocket world
     if isinstance(summary.get("summary"), str):  # of the report: what the whole run made
         yield _escaped(summary["summary"])
     if isinstance(summary.get("verified"), Mapping):
