@@ -14,6 +14,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # tests that compile for TPUs run beside each other
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 

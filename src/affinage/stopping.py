@@ -1,5 +1,6 @@
-"""Being told to stop by SIGTERM or SIGINT, at any moment, also while the main thread is in native code."""
+"""How a process ends: told by SIGTERM or SIGINT, at any moment, also while it is in native code; or when it is done."""
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
-from affinage.errors import EXIT_PREEMPTED, Preempted
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
@@ -86,6 +87,34 @@ class OwnProcess:
         if self._listener is None and not self._raised.is_set():
             self._raised.set()
             raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
+
+
+@contextlib.contextmanager
+def left_when_done() -> Iterator[None]:
+    """Inside is all that this process does. Then it is left, once its threads and exit handlers are done.
+
+    Python's own way out would go on to take down threads of libraries (daemons) that are in native code, which now and
+    then aborts the process: one that had done everything would end like one that failed, and be started again.
+    """
+    status, process = 1, os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                    stream.flush()
+            os._exit(status)
+
+    atexit.register(end)  # what is registered first is called last
+    try:
+        yield
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+        raise
 
 
 def die_with_parent() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli.program import main
+from choice_task import write_task
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 GRID = {
@@ -21,28 +22,16 @@ SETTINGS = [
     "model.nodes.blocks.repeat=1",
     "report={prompts: [], questions: []}",
 ]
-TASK = """\
-task: capitals
-dataset_path: json
-dataset_kwargs: {data_files: {test: items.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: right
-metric_list: [{metric: acc}]
-"""
 
 
 def run(runs: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict]:
     chats = runs.parent / "chats.jsonl"
     lines = [{"prompt": f"What is {i}?", "completion": f"It is {i}."} for i in range(20)]
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (runs.parent / "capitals.yaml").write_text(TASK)
     items = [{"question": f"The capital of {i} is", "choices": [f"{i}", "Paris"], "right": i % 2} for i in range(8)]
-    (runs.parent / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    task = write_task(runs.parent, "capitals", items)
     grid = json.dumps(GRID).replace("CHATS", str(chats))
-    evaluate = json.dumps({"tasks": [str(runs.parent / "capitals.yaml")], "batch": 8})
+    evaluate = json.dumps({"tasks": [str(task)], "batch": 8})
     settings = [word for each in (*SETTINGS, f"evaluate={evaluate}", f"sweep={grid}") for word in ("--set", each)]
     with pytest.raises(SystemExit) as ended:
         main(["sweep", TINY, "--runs", str(runs), "--json", *settings, *words])
@@ -71,6 +60,15 @@ def test_two_by_two_by_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # Again: nothing is left to do, and the table is the same.
     assert all(point["would_run"] == [] for point in run(runs, capsys, "--dry-run"))
     assert run(runs, capsys) == told
+
+
+def test_a_command_after_it_in_the_same_process_prints_where_it_always_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run(tmp_path / "runs", capsys, "--dry-run")
+    with pytest.raises(SystemExit):
+        main(["recipes"])
+    assert "quickstart" in capsys.readouterr().out
 
 
 def test_a_recipe_without_a_grid_is_told_how_to_have_one(capsys: pytest.CaptureFixture[str]):

@@ -10,34 +10,17 @@ import pytest
 
 from affinage.evaluation.run import evaluate
 from affinage.stages.models import open_model
+from choice_task import sums, write_task
 
 pytestmark = pytest.mark.slow
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
-TASK = """task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: items.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: right
-metric_list: [{metric: acc}]
-"""
-
-
-def task_in(folder: Path) -> str:
-    folder.mkdir()
-    sums = [{"question": f"{n} plus {n} is", "choices": [str(2 * n), str(n)], "right": n % 2} for n in range(20)]
-    (folder / "items.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
-    (folder / "sums.yaml").write_text(TASK)
-    return str(folder / "sums.yaml")
 
 
 @pytest.fixture(scope="module")
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of runs after the road was walked by two hosts with two devices each, and the task."""
     folder = tmp_path_factory.mktemp("two")
-    task = task_in(folder / "task")
+    task = str(write_task(folder / "task", "sums", sums(20)))
     settings = [
         "data.sources=[{path: pocket-world, megabytes: 0.05}]",
         "mesh={data: 2, fsdp: 2}",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from affinage.checkpoint import CheckpointStore
+from choice_task import sums, write_task
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.yaml"
 # The program itself, with answers on disk as they come; it kills itself after the first batch of its look number DIE.
@@ -36,16 +37,6 @@ def counted(self, pairs, progress):
 scoring.Scorer.score = counted
 from affinage.cli import main
 main()
-"""
-TASK = """task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: items.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: right
-metric_list: [{metric: acc}]
 """
 
 
@@ -83,9 +74,7 @@ def found(runs: Path) -> tuple[list[dict], dict, list[np.ndarray]]:
 
 @pytest.mark.slow
 def test_a_kill_within_a_look_changes_no_score_and_no_weight(tmp_path: Path):
-    sums = [{"question": f"{n} plus {n} is", "choices": [f"{2 * n} or so", f"{n}"], "right": n % 2} for n in range(30)]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
-    (task := tmp_path / "sums.yaml").write_text(TASK)
+    task = write_task(tmp_path, "sums", sums(30, unsure=" or so"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(whole, task, die=0) == 0
 

@@ -42,7 +42,8 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run(first, f"remote={url}") == 0
     steps = find_steps(url)
-    assert steps.steps() == [15, 20]
+    # Where step 15 was passed over for step 20, because the training had ended, step 10 was one of the last two.
+    assert steps.steps() in ([15, 20], [10, 15, 20])
     # As if the machine had been taken away in the midst of the last save.
     steps.folder.remove(["20/SHA256SUMS"])
     [training] = [name for name in RemoteFolder(url).names() if name.startswith("pretrain-")]

@@ -18,18 +18,9 @@ from affinage.stages import in_loop
 from affinage.stages.in_loop import InLoop, by_language
 from affinage.stages.models import open_model
 from affinage.stages.stage import StageContext
+from choice_task import sums, write_task
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
-TASK = """task: sums
-dataset_path: json
-dataset_kwargs: {data_files: {test: items.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: right
-metric_list: [{metric: acc}]
-"""
 
 
 def pretrain(runs: Path, *settings: str) -> Path:
@@ -43,11 +34,8 @@ def pretrain(runs: Path, *settings: str) -> Path:
 
 def asked(folder: Path) -> str:
     """The setting that has a benchmark of 30 sums scored, 12 of them each time."""
-    folder.mkdir(exist_ok=True)
-    sums = [{"question": f"{n} plus {n} is", "choices": [str(2 * n), str(n)], "right": n % 2} for n in range(30)]
-    (folder / "items.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
-    (folder / "sums.yaml").write_text(TASK)
-    return f"pretrain.evaluate={{tasks: ['{folder}/sums.yaml'], every_steps: 10, items: 12, batch: 4}}"
+    task = write_task(folder, "sums", sums(30))
+    return f"pretrain.evaluate={{tasks: ['{task}'], every_steps: 10, items: 12, batch: 4}}"
 
 
 def weights(training: Path) -> list[bytes]:

@@ -13,6 +13,7 @@ from affinage.evaluation.run import evaluate
 from affinage.recipe.tuning import WatchSettings
 from affinage.stages.models import open_model
 from affinage.stages.watching import Watch, worse
+from choice_task import write_items, write_task
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -75,23 +76,16 @@ def run(runs: Path, *settings: str) -> None:
 
 def test_fine_tuning_ends_where_a_benchmark_falls(tmp_path: Path):
     """A benchmark of what the model says before it is taught to say something else."""
-    base = tmp_path / "items.jsonl"
-    task = tmp_path / "habit.yaml"
-    task.write_text(
-        "task: habit\ndataset_path: json\ndataset_kwargs: {data_files: {test: items.jsonl}}\ntest_split: test\n"
-        'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\n'
-        "doc_to_target: right\nmetric_list: [{metric: acc}]\n"
-    )
     run(tmp_path / "runs", "sft.steps=1")
     model = open_model("tiny/pretrain", tmp_path / "runs")
     # What the base model finds likelier is called right, so it begins with all of it.
     items = [{"question": f"Number {i} is", "choices": [f"the {i}th", f"une {i}"], "right": 0} for i in range(60)]
-    base.write_text("".join(json.dumps(item) + "\n" for item in items))
+    task = write_task(tmp_path, "habit", items)
     evaluate(model, [str(task)], folder=tmp_path / "before")
     right = [json.loads(line)["acc"] for line in (tmp_path / "before/items/habit.jsonl").read_text().splitlines()]
     for item, was_right in zip(items, right, strict=True):
         item["right"] = 0 if was_right else 1
-    base.write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_items(tmp_path, items)
 
     wrong_way = tmp_path / "wrong.jsonl"
     talks = [

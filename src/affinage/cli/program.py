@@ -26,8 +26,10 @@ from affinage.cli import (
     sweep,
     talk,
 )
+from affinage.cli.terminal import only_data_on_stdout
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from affinage.secrets import masked
+from affinage.stopping import left_when_done
 
 _EXTRAS = {
     "transformers": "verify",
@@ -91,12 +93,20 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
+    """Run the command line and exit. Without arguments it is that of this process, which is all that it does.
 
     Exit status: 0 done, 1 a defect of affinage (with traceback), 2 a mistake of the user (with what to do about it),
     75 stopped after saving (start it again to go on), 130 interrupted. docs/terminal.md has them in full.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        with left_when_done():
+            _run(sys.argv[1:])
+    else:
+        _run(arguments)
+
+
+def _run(given: Sequence[str]) -> None:
+    only_data_on_stdout(False)  # a command before this one in the same process may have asked for it
     words = [word for word in given if word != "--debug"]
     debug = len(words) < len(given)
     try:

@@ -1,13 +1,10 @@
 """Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
 
-import atexit
-import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import rich
 import typer
@@ -178,7 +175,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
     with OwnProcess(), joined() as hosts:
         if not hosts.first:
             flow.follow()
-            _end_at_once()
+            return flow.folder
         if how.as_json:
             only_data_on_stdout()
         steps = flow.plan()
@@ -195,15 +192,3 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 def _tell(doubts: Sequence[str]) -> None:
     for doubt in doubts:
         typer.echo(f"Warning: {doubt}", err=True)
-
-
-def _end_at_once() -> NoReturn:
-    """End a host that has only followed: all is written by the first one.
-
-    Python's own way out takes threads of libraries down while they run native code, which now and then aborts the
-    process, and the launcher would take that for a host that was lost.
-    """
-    atexit._run_exitfuncs()  # JAX leaves the other hosts in one of them
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -21,11 +21,11 @@ def screen() -> "Console":
     return found
 
 
-def only_data_on_stdout() -> None:
-    """From here on, what people read goes to standard error, so that standard output holds the JSON alone."""
+def only_data_on_stdout(only: bool = True) -> None:
+    """From here on, what people read goes to standard error, so that standard output holds the JSON alone; or not."""
     import rich
 
-    rich.reconfigure(stderr=True, highlight=False)
+    rich.get_console().stderr = only
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,51 @@
+"""A process of ours is left only after its threads and exit handlers, and with its own status."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit, sys, threading, time
+from affinage.stopping import left_when_done
+
+class LastOne:
+    def __del__(self):
+        print("torn down")
+
+kept = LastOne()  # only Python's own way out, which would follow, takes it down
+with left_when_done():
+    atexit.register(lambda: print("handler"))
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread")), name="worker").start()
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(75)", 75, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('no')", 1, "no\n"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+    ],
+)
+def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, said: str):
+    ran = subprocess.run([sys.executable, "-c", PROGRAM.replace("{end}", end)], capture_output=True, text=True)
+    assert ran.returncode == status
+    assert ran.stdout.splitlines() == ["thread", "handler"]
+    assert ran.stderr.endswith(said)
+
+
+def test_the_program_is_left_this_way(tmp_path):
+    """A thread that a library leaves in native code cannot be taken down any more."""
+    program = (
+        "import atexit, sys; from affinage.cli import main; sys.argv = ['affinage', *sys.argv[1:]];"
+        "import affinage.stopping as s; s.os._exit = lambda status: (print('left', status), sys.stdout.flush());"
+        "main()"
+    )
+    for words, status in ((["recipes"], 0), (["plan", "nobody"], 2)):
+        ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=tmp_path)
+        assert ran.stdout.splitlines()[-1] == f"left {status}", ran.stderr
