@@ -10,16 +10,16 @@ import yaml
 
 from affinage.recipe.data import POCKET_WORLD
 
-# What is larger, or one of more files, is told apart by size and time of change: a plan must not take longer than that.
-_READ_WHOLE = 1_000_000  # bytes
+# What is more than this is told apart by size and time of change: a plan must not take longer than that.
+_READ_WHOLE = 256_000_000  # bytes of one source: a fraction of a second
 _READ_FILES = 1_000  # of one source
 
 
 def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
-    The fingerprint of a few small files is their content, of others size and modification time. URLs are taken at
-    their word: what is behind them is assumed not to change.
+    The fingerprint is the content, so that a copy on another machine is the same; of large sources it is size and
+    modification time. URLs are taken at their word: what is behind them is assumed not to change.
 
     Returns:
         {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
@@ -33,7 +33,8 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
             found[full] = "remote"
             continue
         files = _files(os.path.expanduser(full))
-        found |= {str(file): _fingerprint(file, by_content=len(files) <= _READ_FILES) for file in files}
+        few = len(files) <= _READ_FILES and sum(file.stat().st_size for file in files) <= _READ_WHOLE
+        found |= {str(file): _fingerprint(file, by_content=few) for file in files}
     return found
 
 
@@ -71,9 +72,10 @@ def _files(path: str) -> list[Path]:
 
 
 def _fingerprint(file: Path, *, by_content: bool) -> str:
+    if by_content:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()[:32]
     status = file.stat()
-    if by_content and status.st_size <= _READ_WHOLE:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
     return f"{status.st_size} bytes, changed at {status.st_mtime_ns}"
 
 
