@@ -7,7 +7,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from affinage.cli.plan_tables import duration
+from affinage.cli.plan_tables import long_duration
 from affinage.cli.program import app
 from affinage.recipe.gallery import FACTS, facts
 from affinage.recipe.layers import packaged_recipes
@@ -48,7 +48,7 @@ def test_what_is_said_to_be_planned_is_what_the_planner_says():
     for name, command in sorted(found):
         plan = json.loads(run(*shlex.split(command)[1:], "--json"))
         text = text_of(RECIPES[name])
-        assert duration(plan["seconds"]) in text, (name, duration(plan["seconds"]))
+        assert long_duration(plan["seconds"]) in text, (name, long_duration(plan["seconds"]))
         if plan["cost"] is not None:
             assert f"${plan['cost']:,.0f}" in text, (name, f"${plan['cost']:,.0f}")
 

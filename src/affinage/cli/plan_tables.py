@@ -127,10 +127,10 @@ def _outcome(made: "Plan") -> list[str]:
     if made.cost is not None:
         source = f" ({made.price_source})" if made.price_source else ""
         cost = f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour{source}"
-    return [f"{speed}; {duration(made.seconds)} in all{cost}"]
+    return [f"{speed}; {long_duration(made.seconds)} in all{cost}"]
 
 
-def duration(seconds: float) -> str:
+def long_duration(seconds: float) -> str:
     """Minutes, hours or days, whichever reads best."""
     if seconds >= 2 * _DAY:
         return f"{seconds / _DAY:.1f} days"
@@ -175,7 +175,7 @@ def show_comparison(found: list[Any], as_json: bool) -> None:
             f"{made.time.seconds:.3g} s",
             f"{made.tokens_per_second:,.0f}",
             f"{made.mfu:.0%}" if made.mfu else "",
-            duration(made.seconds),
+            long_duration(made.seconds),
             *(f"${cost:,.2f}" if cost is not None else "" for cost in (made.cost, made.cost_per_billion)),
             made.time.bound,
         )

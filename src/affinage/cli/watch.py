@@ -186,11 +186,12 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _scores(tasks: Mapping[str, Any]) -> str:
     """The accuracy of a few benchmarks in percent, with a standard error: the one that papers give."""
-    from affinage.evaluation.published import headline_metrics
+    from affinage.report.evaluations import headline as headline_metric
 
-    told, headline = [], headline_metrics()
+    told = []
     for name, task in tasks.items():
-        score = task.get("metrics", {}).get(headline.get(name, "acc"), {})
+        metrics = task.get("metrics", {})
+        score = metrics.get(headline_metric(name, metrics), {})
         if isinstance(score.get("value"), int | float) and 0 <= score["value"] <= 1:
             error = f" ± {100 * score['stderr']:.1f}" if isinstance(score.get("stderr"), int | float) else ""
             told.append(f"{name} {100 * score['value']:.1f}{error}")

@@ -59,19 +59,14 @@ class HubTokenizer(Tokenizer):
         self._fast.no_truncation()
         self._fast.no_padding()
         self._fast.encode_special_tokens = True
-        self._size = self._measured()
         self._grown = False
         self._special = {id_ for id_, token in self._fast.get_added_tokens_decoder().items() if token.special}
         config = folder / CONFIG
         self._config: dict[str, Any] = read_object(config) if config.is_file() else {}
 
-    @property
+    @cached_property  # the library makes a dictionary of all tokens for it: milliseconds, for every id that is decoded
     def vocabulary(self) -> int:
         """One more than the largest id."""
-        return self._size
-
-    def _measured(self) -> int:
-        # Milliseconds, as the library makes a dictionary of all tokens for it: not to be asked for every id.
         return 1 + max(self._fast.get_vocab(with_added_tokens=True).values())
 
     def write(self, folder: Path) -> None:
@@ -89,7 +84,7 @@ class HubTokenizer(Tokenizer):
         before = self.vocabulary
         lacking = [piece for piece in (IM_START, IM_END) if self._fast.token_to_id(piece) is None]
         self._fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in lacking])
-        self._size = self._measured()
+        del self.vocabulary  # it has grown
         added = [token for piece in lacking if (token := self._fast.token_to_id(piece)) is not None]
         if any(token < before for token in added):
             raise UserError("its ids have gaps, so none can be added", where=str(self._folder / FILE))

@@ -122,6 +122,19 @@ def find_slice(name: str) -> Slice:
     )
 
 
+def chip_called(kind: str) -> Chip:
+    """The chip of the slices whose names begin with `kind`: v4, v5litepod, h100.
+
+    Raises:
+        UserError: for a kind that there is not.
+    """
+    word = kind.strip().lower()
+    if word not in _TPUS and word not in _GPUS:
+        fix = f"{did_you_mean(word, [*_TPUS, *_GPUS])} The kinds are {', '.join([*_TPUS, *_GPUS])}.".lstrip()
+        raise UserError(f"no chip is called `{kind}`", fix=fix)
+    return named(_TPUS[word].chip if word in _TPUS else _GPUS[word])
+
+
 def slice_of(device_kind: str, devices: int) -> Slice | None:
     """The slice that so many devices of a kind (as JAX calls it) are; None where none has just these."""
     kind = chip(device_kind)

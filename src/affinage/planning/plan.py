@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -10,7 +9,7 @@ from typing import Any, Literal, get_args
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
-from affinage.hardware.slices import Slice, compared, find_slice
+from affinage.hardware.slices import Slice, chip_called, compared, find_slice
 from affinage.model import Graph, parse
 from affinage.model.preferred import preference_graph
 from affinage.parallel.mesh import axis_sizes
@@ -261,15 +260,9 @@ def own_price(recipe: Recipe, where: Slice) -> float | None:
     """
     price = recipe.hardware.price
     if isinstance(price, dict):
-        chips = {find_slice(_one_of(kind)).chip.name: value for kind, value in price.items()}
-        return chips.get(where.chip.name)
+        return {chip_called(kind).name: value for kind, value in price.items()}.get(where.chip.name)
     own = _own_slice(recipe)
     return price if own is None or find_slice(own).chip.name == where.chip.name else None
-
-
-def _one_of(kind: str) -> str:
-    """The name of a small slice of a kind of chip; what is no kind is found to be none by `find_slice`."""
-    return f"{kind}-8" if re.fullmatch(r"v\d\w*|tpu\w+", kind) else kind
 
 
 def _own_slice(recipe: Recipe) -> str | None:
@@ -283,11 +276,9 @@ def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
     """
     _, settings, _ = training_settings(recipe)
     try:
-        sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
+        pieces = _row_parts(recipe, where) * settings.micro_batches
     except UserError:
         return None
-    table = table_with(recipe.parallel.sharding)
-    pieces = math.prod(sizes[axis] for axis in table["batch"]) * settings.micro_batches
     if settings.batch is None or settings.batch % pieces == 0:
         return None
     return max(1, round(settings.batch / pieces)) * pieces
@@ -296,10 +287,14 @@ def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
 def micro_batches_that_keep(recipe: Recipe, where: Slice) -> int | None:
     """The most micro-batches below the recipe's over which its batch divides on a slice; None where none do."""
     _, settings, _ = training_settings(recipe)
-    sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
-    pieces = math.prod(sizes[axis] for axis in table_with(recipe.parallel.sharding)["batch"])
-    fewer = range(settings.micro_batches - 1, 0, -1)
+    pieces, fewer = _row_parts(recipe, where), range(settings.micro_batches - 1, 0, -1)
     return next((parts for parts in fewer if (settings.batch or 1) % (pieces * parts) == 0), None)
+
+
+def _row_parts(recipe: Recipe, where: Slice) -> int:
+    """Into how many parts the mesh splits the rows of a batch on a slice; raises UserError if there is no such mesh."""
+    sizes = axis_sizes({str(axis): size for axis, size in recipe.mesh.items()}, where.devices)
+    return math.prod(sizes[axis] for axis in table_with(recipe.parallel.sharding)["batch"])
 
 
 def compare(recipe: Recipe, graph: Graph) -> list[Plan | tuple[Slice, UserError]]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.evaluation.published import headline_metrics
 from affinage.report.reading import json_file, listing, mapping, mappings, number, string, whole
 
 # What guessing gets, where the number of choices is the same for every item (arc has a few items with 3 or 5).
 CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.25, "winogrande": 0.5, "boolq": 0.5}
-HEADLINE = {"hellaswag": "acc_norm", "arc_challenge": "acc_norm"}  # as the field reports them; acc elsewhere
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
 
 
@@ -124,7 +124,7 @@ def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) 
 
 def headline(task: str, metrics: Collection[str]) -> str:
     """The one of the metrics of a task that stands for it; "" if there are none."""
-    wanted = (HEADLINE.get(task, "acc"), *SHARES)
+    wanted = (headline_metrics().get(task, "acc"), *SHARES)
     return next((name for name in wanted if name in metrics), next(iter(metrics), ""))
 
 

@@ -82,26 +82,36 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
 
 
 def doubts(loaded: LoadedRecipe) -> list[str]:
-    """What can be meant so, but hardly ever is: the text is one's own, and what comes after it still its base's."""
-    recipe, found = loaded.recipe, []
+    """What can be meant so, but hardly ever is."""
+    return [*_left_of_the_base(loaded), *_asked_by_nobody(loaded)]
+
+
+def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
+    """The text is one's own, and what comes after it is still about the pocket world."""
+    recipe = loaded.recipe
     if recipe.data is None or not recipe.data.sources or any(s.path == POCKET_WORLD for s in recipe.data.sources):
-        return []
+        return
     for section, tuning in (("sft", recipe.sft), ("dpo", recipe.dpo)):
         if tuning is not None and any(source.path == POCKET_WORLD for source in tuning.sources):
-            found.append(
+            yield (
                 f"the text is yours, but {section} teaches what the pocket world says: set {section}.sources to files "
                 f"of yours, or leave it out with --set {section}=null"
             )
     if recipe.evaluate is not None and POCKET_WORLD in recipe.evaluate.tasks:
-        found.append("the benchmarks are those of the pocket world, which your text does not speak of: evaluate.tasks")
+        yield "the benchmarks are those of the pocket world, which your text does not speak of: evaluate.tasks"
+
+
+def _asked_by_nobody(loaded: LoadedRecipe) -> Iterator[str]:
+    """Prompts that somebody wrote for the report, where no evaluation is there to answer them."""
+    report = loaded.recipe.report
+    if loaded.recipe.evaluate is not None or not (report.prompts or report.questions):
+        return
     written = loaded.locate(("report", "prompts"))
     own = written.startswith("--set") or (
         written.rpartition(":")[0] == shown_path(loaded.path) and loaded.path not in packaged_recipes().values()
     )
-    if recipe.evaluate is None and own and (recipe.report.prompts or recipe.report.questions):
-        what = "report.prompts and report.questions are answered with the benchmarks"
-        found.append(f"{what}: evaluate is null, so nobody asks")
-    return found
+    if own:
+        yield "report.prompts and report.questions are answered with the benchmarks: evaluate is null, so nobody asks"
 
 
 def _check_export(loaded: LoadedRecipe) -> None:
