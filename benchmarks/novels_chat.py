@@ -64,7 +64,13 @@ def main() -> None:
         }
         for row in rows
     ] + [
-        {"name": f"pairs right, {p['source']}", "ours": p["value"], "peer": 0.5, "unit": "share", "ratio": 2 * p["value"]}
+        {
+            "name": f"pairs right, {p['source']}",
+            "ours": p["value"],
+            "peer": 0.5,
+            "unit": "share",
+            "ratio": 2 * p["value"],
+        }
         for p in preferred
     ]
     print(json.dumps({"benchmark": "novels_chat", "results": results}))

@@ -92,3 +92,13 @@ def test_the_schema_takes_every_recipe_and_says_what_keys_mean():
 def test_the_schema_marks_mistakes(text: str):
     validator = Draft202012Validator(json_schema(KINDS))
     assert list(validator.iter_errors(yaml.safe_load(text)))
+
+
+@pytest.mark.parametrize("model", [Recipe, *KINDS.values()])
+def test_every_setting_says_what_it_means(model: type[Settings]):
+    """In words beside it, or by the class that its own settings stand in."""
+    settings = [setting for section in sections(model) for setting in section.settings]
+    explained = {section.key for section in sections(model) if section.meaning}
+    for setting in settings:
+        inside = any(key.startswith((f"{setting.key}.", f"{setting.key}[")) or key == setting.key for key in explained)
+        assert setting.meaning or inside, setting.key

@@ -10,8 +10,8 @@ from affinage.recipe.settings import Settings
 class CheckpointClaim(Settings):
     """Where in a run a number of tokens is said to be reached."""
 
-    tokens: float = Field(gt=0)
-    step: int = Field(ge=1)
+    tokens: float = Field(gt=0)  # seen up to there
+    step: int = Field(ge=1)  # of the training, at which it was saved
 
 
 class SftClaims(Settings):
@@ -20,20 +20,20 @@ class SftClaims(Settings):
     examples: float | None = Field(default=None, gt=0)  # conversations in all
     sources: dict[str, float] = {}  # conversations of each source
     batch: int | None = Field(default=None, ge=1)  # rows of a step
-    steps_per_epoch: int | None = Field(default=None, ge=1)
+    steps_per_epoch: int | None = Field(default=None, ge=1)  # of the fine-tuning's conversations
 
 
 class Claims(Settings):
     """Figures that are stated, not derived. Those left out are not checked."""
 
-    parameters: float | None = Field(default=None, gt=0)
+    parameters: float | None = Field(default=None, gt=0)  # in all
     tokens: float | None = Field(default=None, gt=0)  # of the whole pretraining
     epochs: float | None = Field(default=None, gt=0)  # over the data
     sources: dict[str, float] = {}  # tokens of each source
     flops: float | None = Field(default=None, gt=0)  # of the whole pretraining
-    mfu: float | None = Field(default=None, gt=0, le=1)
+    mfu: float | None = Field(default=None, gt=0, le=1)  # model FLOPs over the peak of the chips, a share
     slice: str | None = None  # what it was trained on, by the cloud's name
-    days: float | None = Field(default=None, gt=0)
+    days: float | None = Field(default=None, gt=0)  # of wall clock, for the whole pretraining
     device_hours: float | None = Field(default=None, gt=0)  # chips x hours
     compute_optimal: tuple[Literal["under", "over"], ...] = ()  # on which side of 20 tokens a parameter; all it says
     checkpoints: tuple[CheckpointClaim, ...] = ()

@@ -13,9 +13,9 @@ class GopherSettings(Settings):
     """Repetition rules of Gopher (Rae et al. 2021, table A1): shares above which a document is removed; 1: no rule."""
 
     duplicate_lines: Share = 0.30  # of lines, that were there before
-    duplicate_paragraphs: Share = 0.30
+    duplicate_paragraphs: Share = 0.30  # of paragraphs, that were there before
     duplicate_line_characters: Share = 0.20  # of characters, in such lines
-    duplicate_paragraph_characters: Share = 0.20
+    duplicate_paragraph_characters: Share = 0.20  # of characters, in such paragraphs
     top_ngrams: tuple[Share, Share, Share] = (0.20, 0.18, 0.16)  # of characters, in the most frequent 2-, 3-, 4-gram
     duplicate_ngrams: tuple[Share, Share, Share, Share, Share, Share] = (
         0.15,
@@ -43,7 +43,7 @@ class MaskSettings(Settings):
 
     email: str = "email@example.com"  # this domain is nobody's (RFC 2606)
     ipv4: str = "192.0.2.1"  # nor are these addresses (RFC 5737, RFC 3849)
-    ipv6: str = "2001:db8::1"
+    ipv6: str = "2001:db8::1"  # of the addresses kept for documentation (RFC 3849)
     public_only: bool = True  # addresses of private networks, loopback and examples stay
 
 

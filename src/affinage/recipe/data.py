@@ -30,7 +30,7 @@ class DeduplicateSettings(Settings):
     jaccard: float = Field(default=0.8, gt=0, le=1)  # of word n-gram sets; pairs at or above are duplicates
     ngram: int = Field(default=5, ge=1)  # words per shingle
     bands: int = Field(default=16, ge=1)  # 16 bands of 6 rows find a pair at exactly J = 0.8 with p = 0.992
-    rows: int = Field(default=6, ge=1)
+    rows: int = Field(default=6, ge=1)  # hashes in a band: more of them find fewer pairs below `jaccard`
 
 
 class SplitSettings(Settings):

@@ -41,7 +41,7 @@ class ProbeSettings(Settings):
 class ExportSettings(Settings):
     """The Hugging Face folder that is released."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in the folder
     shard_gigabytes: float = Field(default=5.0, gt=0)  # the most that one weight file holds, in 1e9 bytes
     trim_vocabulary: bool = False  # leave out ids above the tokenizer's, which round a vocabulary up in training
     verify: bool = False  # load it with transformers and compare logits and tokens (needs `affinage[verify]`)
@@ -53,15 +53,15 @@ class ReportSettings(Settings):
 
     prompts: tuple[str, ...] = ()  # what the base model is asked to continue
     questions: tuple[str, ...] = ()  # what the chat model is asked
-    language: Literal["en", "fr"] = "en"
+    language: Literal["en", "fr"] = "en"  # what the report is written in
 
 
 class Recipe(Settings):
     """A whole run. Sections left out mean that their stages do not run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # names the folder of results
-    description: str = ""
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    description: str = ""  # one sentence for `affinage recipes`, the report and the model card
+    seed: int = Field(default=0, ge=0, lt=2**32)  # of all that is drawn: weights, order of rows, splits, samples
     data: DataSettings | None = None
     init: str | None = (
         None  # folder of an imported model: its weights and tokenizer are begun with, in place of new ones

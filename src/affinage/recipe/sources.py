@@ -36,7 +36,7 @@ class SourceSettings(Settings):
     language: Language = ""  # ISO 639-1 code, if the user knows it; default: identified per document
     licence: str = ""  # carried with every document into the manifest
     text_key: str = "text"  # the JSON key or Parquet column that holds the text; `a.b` is the key b within a
-    id_key: str = "id"
+    id_key: str = "id"  # of a document; where it has none, its place in the file
     url_key: str = "url"  # or a pattern of other keys: https://example.org/{repository}/{path}
     licence_key: str = ""  # default: licence or license
     where: dict[str, str | tuple[str, ...]] = {}  # only records whose key has this value, or one of these

@@ -13,9 +13,9 @@ class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
     name: str = "adamw"  # adamw, lion, adafactor, muon, or one of a plug-in
-    b1: float = Field(default=0.9, ge=0, lt=1)
-    b2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
+    b1: float = Field(default=0.9, ge=0, lt=1)  # per step, what is kept of the mean of gradients
+    b2: float = Field(default=0.95, ge=0, lt=1)  # the same of their squares; 0.95, as 0.999 sees a change late
+    eps: float = Field(default=1e-8, gt=0)  # added to the root of that mean
     weight_decay: float = Field(default=0.1, ge=0)  # times the learning rate; not on norms and biases
     clip_norm: float = Field(default=1.0, gt=0)  # global norm of the gradient
     moments: Literal["float32", "bfloat16"] = "float32"  # dtype the moments are stored in
@@ -29,7 +29,7 @@ class ScheduleSettings(Settings):
     peak: float = Field(gt=0)  # learning rate after warm-up
     floor: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
     from_step: int = Field(default=0, ge=0)  # of the run, at which it begins: for one that `extends` another
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)  # in which the rate rises from 0 to `peak`
     warmup_share: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
     settings: dict[str, Any] = {}  # what only the named schedule has
 
@@ -57,7 +57,7 @@ class PrecisionSettings(Settings):
 class CheckpointSettings(Settings):
     """When the state of a run is saved, and which saves stay."""
 
-    every_steps: int = Field(default=1000, ge=1)
+    every_steps: int = Field(default=1000, ge=1)  # what is lost at most when a machine dies
     every_minutes: float | None = Field(default=5, gt=0)  # also when the last save is so long ago
     keep_last: int = Field(default=2, ge=1)  # the newest ones stay; the last step of a run always does
     keep_every: int | None = Field(default=None, ge=1)  # also keep saves at multiples of this step
@@ -86,14 +86,14 @@ class HealthSettings(Settings):
     there without the batches that led to it; note only writes it down.
     """
 
-    on_non_finite: Literal["skip", "rewind"] = "skip"
+    on_non_finite: Literal["skip", "rewind"] = "skip"  # NaN or Inf
     on_spike: Literal["note", "skip", "rewind"] = "note"  # note: some data are harder than others
     spike_deviations: float = Field(default=6.0, gt=0)  # robust standard deviations above the median of the window
     window: int = Field(default=128, ge=8)  # losses before, from which the median is taken
     rewind_batches: int = Field(default=1, ge=1)  # left out after a rewind, the last of them the one that was seen
     # Updates left out in a row, or among the last `within` steps, at which a run stops with a diagnosis.
     most_in_a_row: int = Field(default=3, ge=1)
-    most: int = Field(default=5, ge=1)
+    most: int = Field(default=5, ge=1)  # among the last `within` steps
     within: int = Field(default=100, ge=1)  # steps
 
 
@@ -114,7 +114,7 @@ def _as_text(value: Any) -> Any:
 class TrainSettings(Settings):
     """What pretraining and fine-tuning have in common. One step is one update of the weights."""
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1)  # updates of the weights; tokens = steps x batch x context
     batch: int | None = Field(default=None, ge=1)  # rows per step, over all devices
     batch_per_device: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
     micro_batches: int = Field(default=1, ge=1)  # gradient accumulation: the batch goes through in this many parts
@@ -163,7 +163,7 @@ class TrainSettings(Settings):
 class MixtureSettings(Settings):
     """Shares of rows that hold from a step on."""
 
-    from_step: int = Field(default=0, ge=0)
+    from_step: int = Field(default=0, ge=0)  # from which these weights hold
     # Of a source, a language or `source.language`, others get none; or of `all` alone: all rows as they come.
     weights: dict[str, Annotated[float, Field(ge=0)]]
 

@@ -62,7 +62,7 @@ class WatchSettings(Settings):
 
     tasks: tuple[str, ...] = Field(default=("winogrande", "arc_challenge"), min_length=1)  # as in `evaluate`
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
-    every_steps: int = Field(ge=1)
+    every_steps: int = Field(ge=1)  # also before the first step, and after the last
     items: int = Field(default=200, ge=2)  # of each task, drawn by the recipe's seed: always the same ones
     p: float = Field(default=0.01, gt=0, lt=0.5)  # how often one would be stopped of whom nothing is worse, at most
     # stop: training ends; keep: it goes on. Either way the model is then the one of the last look before a degradation.

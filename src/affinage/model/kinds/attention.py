@@ -24,7 +24,7 @@ from affinage.recipe.settings import Settings
 class AttentionSettings(Settings):
     """The attention half of a block."""
 
-    heads: int = Field(ge=1)
+    heads: int = Field(ge=1)  # of queries
     kv_heads: int | None = Field(default=None, ge=1)  # keys and values shared by groups of heads; default: as many
     head_dim: int | None = Field(default=None, ge=1)  # default: width / heads
     rope: RopeSettings | None = None  # rotary positions; null: none

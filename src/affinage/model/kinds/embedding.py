@@ -19,7 +19,7 @@ class Embedding(NodeKind):
 
     takes = ("tokens",)
     vocab: int = Field(ge=2)  # number of token ids
-    width: int = Field(ge=1)
+    width: int = Field(ge=1)  # of the vectors, and so of the residual stream
     scale: float = 1.0  # the vectors are multiplied by this; Gemma's is sqrt(width)
     init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first values
 

@@ -72,7 +72,7 @@ class Encoder(NodeKind):
     """Vectors [B, ..., width] of images [B, ..., H, W, C]."""
 
     takes = ("images",)
-    net: Literal["mlp", "conv"] = "mlp"
+    net: Literal["mlp", "conv"] = "mlp"  # of the flattened image, or of it as it is with kernels of 3 x 3
     hidden: tuple[int, ...] = ()  # mlp: widths of its hidden layers; conv: channels, the size halved after each
     width: int = Field(ge=1)  # of the vectors
 

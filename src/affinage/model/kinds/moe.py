@@ -35,11 +35,11 @@ from affinage.recipe.settings import Settings
 class MoeSettings(Settings):
     """The feed-forward half of a block as `experts` feed-forward layers, of which each token passes through `top_k`."""
 
-    kind: Literal["moe"]
-    experts: int = Field(ge=2)
+    kind: Literal["moe"]  # what makes it one
+    experts: int = Field(ge=2)  # that the router chooses from
     top_k: int = Field(ge=1)  # experts of a token
     width: int = Field(ge=1)  # of each expert's hidden layer
-    activation: Activation = "swiglu"
+    activation: Activation = "swiglu"  # of each expert
     # In training (a call with a key) an expert takes at most this many times its even share of a row's choices, the
     # first ones; later tokens go without it. null: dropless, as everything else than training always is. Buffers of
     # equal size make a capacity the faster one on CPUs.

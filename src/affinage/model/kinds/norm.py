@@ -54,7 +54,7 @@ def norm(name: str, *, offset: bool = False) -> Callable[[Normalisation], Normal
 class NormSettings(Settings):
     """Which normalisation stands inside a block."""
 
-    kind: Annotated[str, one_of(NORMS)] = "rms"
+    kind: Annotated[str, one_of(NORMS)] = "rms"  # rms, layer, or one of a plug-in
     eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
     bias: bool = True  # layer only: with an offset
 

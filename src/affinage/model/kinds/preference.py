@@ -80,7 +80,7 @@ class PreferenceLoss(NodeKind):
 
     takes = ("log_probabilities",)
     is_loss = True
-    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    form: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's own, or IPO's square
     beta: float = Field(default=0.1, gt=0)  # how strongly the model is held to the reference; TRL's default
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of pairs whose labels may be the wrong way round
 

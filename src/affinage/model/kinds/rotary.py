@@ -17,7 +17,7 @@ from affinage.recipe.settings import Settings
 class RopeScaling(Settings):
     """How a model trained on short rows turns in longer ones."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3"]  # all waves stretched, or the long ones
     factor: float = Field(ge=1)  # by which the context grows
     low_frequency: float = Field(default=1.0, gt=0)  # llama3: waves longer than original_context / this are stretched
     high_frequency: float = Field(default=4.0, gt=0)  # llama3: waves shorter than original_context / this stay
@@ -37,7 +37,7 @@ class RopeSettings(Settings):
 
     theta: float = Field(default=10_000.0, gt=0)  # base of the wavelengths; frequency i is theta ** (-2i / d), i from 0
     fraction: float = Field(default=1.0, gt=0, le=1)  # share of a head, its first elements, that is turned
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | None = None  # for rows longer than those of the first training
 
     def turned(self, head_dim: int) -> int:
         """How many elements of a head are turned: an even number."""
