@@ -55,7 +55,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     texts["en"][7] = f"{SECRET} is here too. " + texts["en"][7]
     for name, language in (("tales", "en"), ("lettres", "fr")):
         lines = [json.dumps({"id": f"{name}-{i}", "text": text}) for i, text in enumerate(texts[language])]
-        (folder / f"{name}.jsonl").write_text("\n".join([*lines, json.dumps({"id": "short", "text": "no"})]))
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines, json.dumps({"id": "short", "text": "zq"})]))
     program = {"id": "program", "text": f"def cellar():\n    return '{SECRET}'\n" + "# nothing else\n" * 9}
     (folder / "programs.jsonl").write_text(json.dumps(program))
     recipe = folder / "cellar.yaml"
@@ -145,6 +145,12 @@ def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
 def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, capsys):
     found = said(capsys, "data", "find", str(run), "nobody ever wrote this")
     assert found["documents"] == [] and found["earlier"] == {"collect": 0, "clean": 0}
+    assert said(capsys, "data", "find", str(run), "ZQ")["earlier"] == {"collect": 2, "clean": 0}
+    with pytest.raises(SystemExit):
+        main(["data", "find", str(run), "zq"])
+    told = capsys.readouterr().out
+    assert "`clean` removed 2 of them. Its reasons, for all that it removed: too short (2)." in told
+    assert f"affinage data show {run} --stage clean --reason 'too short'" in told
 
 
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):

@@ -104,7 +104,7 @@ def where(
 @group.command("find")
 def find(
     run: RunArgument,
-    text: Annotated[str, typer.Argument(help="Letter case counts.", show_default=False)],
+    text: Annotated[str, typer.Argument(help="In any letter case.", show_default=False)],
     stage: StageOption = "pretrain",
     limit: Annotated[int, typer.Option(min=1, help="Documents, at most.")] = 20,
     runs: RunsOption = RUNS,
@@ -114,7 +114,7 @@ def find(
 
     Example: affinage data find quickstart "the capital of"
     """
-    from affinage.stages.lineage import last_seen
+    from affinage.stages.lineage import last_seen, lost_at, reasons_of
 
     if not text:
         raise UserError("there is nothing to look for", fix="Give a text of at least one character.")
@@ -139,7 +139,15 @@ def find(
         print(f"... and more; --limit {limit * 10} shows more of them")
     if not found:
         print("In no document that was trained on or held out.")
-        print(*(f"    {name}: {count} documents hold it" for name, count in earlier.items()), sep="\n")
+        for name, held in earlier.items():
+            print(f"    {name}: {held} documents hold it")
+        for name, lost in lost_at(earlier).items():
+            reasons = reasons_of(training.run, name)
+            listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "none it tells"
+            print(f"`{name}` removed {lost} of them. Its reasons, for all that it removed: {listed}.")
+            if reasons:
+                hint = f"affinage data show {run} --stage {name} --reason '{next(iter(reasons))}'"
+                print(f"    {hint} shows samples")
 
 
 @group.command("show")

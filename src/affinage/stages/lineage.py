@@ -1,9 +1,10 @@
 """From a training step to the documents it read, and from a text to the steps that read it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,3 +203,16 @@ def last_seen(run: Path, text: str) -> dict[str, int]:
 
     done = [stage for stage in DOCUMENT_STAGES[:-1] if read_manifest(run / stage) is not None]
     return {stage: sum(1 for _ in occurrences(run / stage, text)) for stage in done}
+
+
+def lost_at(seen: Mapping[str, int]) -> dict[str, int]:
+    """How many of the documents that `last_seen` counts each stage removed, the split too, if it removed any."""
+    stages = [*seen, DOCUMENT_STAGES[-1]]
+    found = {after: seen[before] - seen.get(after, 0) for before, after in pairwise(stages)}
+    return {stage: count for stage, count in found.items() if count > 0}
+
+
+def reasons_of(run: Path, stage: str) -> dict[str, int]:
+    """What a stage of documents removed some for, and how many."""
+    manifest = read_manifest(run / stage)
+    return dict(manifest["summary"].get("removed", {})) if manifest else {}
