@@ -30,6 +30,19 @@ settings.register_profile("affinage", deadline=None, derandomize=True, max_examp
 settings.load_profile("affinage")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that none of the processes is left with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """What one file compiled is of no use to the next, and would fill gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[str]:
     """The address of a server of S3's protocol, on the loopback address."""

@@ -1,11 +1,10 @@
-"""Rows built from requests: nothing lost, nothing scored twice, shapes few and fixed."""
+"""Rows built from requests: nothing lost, nothing scored twice."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.evaluation.rows import batch_rows, group_requests
+from affinage.evaluation.rows import group_requests
 
 token_lists = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 
@@ -39,18 +38,3 @@ def test_continuations_that_differ_in_their_last_token_share_a_row():
 def test_pairs_that_cannot_be_scored_are_refused(pair):
     with pytest.raises(ValueError):
         group_requests([pair], context=8)
-
-
-def test_batches_have_fixed_shapes_and_hold_every_row_once_longest_first():
-    generator = np.random.default_rng(0)
-    pairs = [([1] * int(generator.integers(1, 40)), [int(t) for t in generator.integers(1, 9, 3)]) for _ in range(50)]
-    rows = group_requests(pairs, context=44)
-    batches = batch_rows(rows, 8, context=44, compile_tokens=50.0, pad=0)
-    assert sorted(row.tokens for batch in batches for row in batch.rows) == sorted(row.tokens for row in rows)
-    widths = [batch.tokens.shape[1] for batch in batches]
-    assert widths == sorted(widths, reverse=True) and max(widths) <= 44
-    for batch in batches:
-        assert batch.tokens.shape[0] == 8 and batch.span >= 3
-        for index, row in enumerate(batch.rows):
-            assert tuple(batch.tokens[index, : batch.lengths[index]]) == row.tokens
-            assert list(batch.candidates[index, : len(row.candidates)]) == row.candidates

@@ -116,7 +116,7 @@ def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
 
 def test_a_cache_is_refused_by_the_graph_too():
     graph = parse(tiny_graphs.llama(layers=1))
-    call = Call(platform="tpu", attention="splash", cache=init_cache(graph, 1, 8))
+    call = Call(platform="tpu", attention="splash", cache=init_cache(graph, 1, 8, platform="tpu"))
     with pytest.raises(UserError, match="a KV cache"):
         apply(graph, tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 4), jnp.int32)}, call)
 

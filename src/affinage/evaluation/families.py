@@ -1,110 +1,178 @@
-"""Rows that begin alike: what they share is computed once, then all their ends at once."""
+"""Rows that begin alike, joined: what they share stands there once, and each sees it and its own end."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from affinage.evaluation.buckets import bucket_lengths
 from affinage.evaluation.rows import Row
 from affinage.generation.shapes import power_of_two
 
-_SHORTEST = 8  # shared tokens, below which two passes cost more than they save
+_SHORTEST = 8  # shared tokens, below which a mask costs more than they do
+_ALWAYS = 512  # tokens up to which rows may be joined, however short they are
+_MULTIPLE = 8  # of what shapes are rounded up to
 
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that have all tokens but their last `scored` in common, which are `shared`."""
+    """Rows whose first `shared` tokens are the same, or one row by itself, that shares none."""
 
-    shared: tuple[int, ...]
+    shared: int
     rows: tuple[Row, ...]
 
     @property
-    def longest(self) -> int:
-        """Tokens in the longest end."""
-        return max(row.scored for row in self.rows)
+    def length(self) -> int:
+        """Tokens, those that are shared counted once."""
+        return self.shared + sum(len(row.tokens) - self.shared for row in self.rows)
+
+    @property
+    def asked(self) -> int:
+        """Number of tokens whose probability is asked."""
+        return sum(row.scored - 1 + len(row.candidates) for row in self.rows)
+
+    def answers(
+        self, values: Float[np.ndarray, "P"], best: Bool[np.ndarray, "P"]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """For every request, its place and its answer, from those of the tokens that are asked, in `fill`'s order."""
+        start = 0
+        for row in self.rows:
+            last = start + row.scored - 1
+            total, greedy = float(np.sum(values[start:last], dtype=np.float64)), bool(np.all(best[start:last]))
+            for column, requests in enumerate(row.requests, last):
+                answer = total + float(values[column]), greedy and bool(best[column])
+                for request in requests:
+                    yield request, answer
+            start = last + len(row.candidates)
 
 
 @dataclass(frozen=True)
-class FamilyBatch:
-    """Families padded to one shape: shared [B, S], lengths [B], and their ends [B*C, T], of `scored` [B*C] tokens.
+class Batch:
+    """Families padded to one shape.
 
-    The ends of a family follow one another; those that it lacks are one token of padding and None in `rows`.
+    Attributes:
+        families: those of its first rows; the other rows are padding.
+        tokens: a family's shared tokens, then the ends of its rows one after the other, each at the `positions` that
+            follow the shared ones and with a number of its own in `segments`.
+        shared: of each family.
+        at: the places in `tokens` after which a probability is asked, of the token in `targets`.
     """
 
-    rows: tuple[Row | None, ...]
-    shared: Int[np.ndarray, "B S"]
-    lengths: Int[np.ndarray, "B"]
-    ends: Int[np.ndarray, "N T"]
-    scored: Int[np.ndarray, "N"]
-    candidates: Int[np.ndarray, "N K"]
+    families: tuple[Family, ...]
+    tokens: Int[np.ndarray, "B S"]
+    positions: Int[np.ndarray, "B S"]
+    segments: Int[np.ndarray, "B S"]
+    shared: Int[np.ndarray, "B"]
+    at: Int[np.ndarray, "B P"]
+    targets: Int[np.ndarray, "B P"]
+
+    @property
+    def joined(self) -> bool:
+        """Whether some family has more than one row."""
+        return any(len(family.rows) > 1 for family in self.families)
 
 
-def find_families(rows: Sequence[Row]) -> tuple[list[Family], list[Row], int]:
-    """Families of at most C rows, the rows that are in none, and C: what most families have."""
-    alike: dict[tuple[int, ...], list[Row]] = {}
-    for row in rows:
-        alike.setdefault(row.tokens[: len(row.tokens) - row.scored], []).append(row)
-    sizes = Counter(len(some) for shared, some in alike.items() if len(some) > 1 and len(shared) >= _SHORTEST)
-    if not sizes:
-        return [], list(rows), 1
-    size = max(sizes, key=lambda count: (sizes[count] * count, count))
+def find_families(rows: Sequence[Row]) -> list[Family]:
+    """Every row in one family, joined where that leaves fewer tokens to compute.
+
+    None grows longer than twice the longest row, or 512 tokens: attention would cost more than is saved.
+    """
+    most = max(_ALWAYS, 2 * max((len(row.tokens) for row in rows), default=0))
     families: list[Family] = []
-    alone: list[Row] = []
-    for shared, some in alike.items():
-        if len(some) == 1 or len(shared) < _SHORTEST:
-            alone += some
-            continue
-        some = sorted(some, key=lambda row: row.scored)  # so that ends of like length are padded to one another
-        for start in range(0, len(some), size):
-            part = tuple(some[start : start + size])
-            if len(part) == 1:
-                alone += part
-            else:
-                families.append(Family(shared, part))
-    return families, alone, size
+    some: list[Row] = []
+    shared = tokens = 0  # of `some`
+    for row in sorted(rows, key=lambda row: row.tokens):
+        count = len(some)
+        alike = min(shared, _common(some[-1].tokens, row.tokens)) if some else 0
+        length = tokens + len(row.tokens) - count * alike
+        if alike >= _SHORTEST and count * alike > (count - 1) * shared and length <= most:
+            shared = alike
+        else:
+            families += [_family(some, shared)] if some else []
+            some, shared, tokens = [], len(row.tokens), 0
+        some.append(row)
+        tokens += len(row.tokens)
+    return families + ([_family(some, shared)] if some else [])
 
 
-def batch_families(
-    families: Sequence[Family], size: int, batch: int, *, context: int, compile_tokens: float, pad: int, multiple: int
-) -> list[FamilyBatch]:
-    """Batches of `batch` ends, of few shapes, the longest first. `multiple`: of which the number of families is one."""
-    together = max(1, min(batch // size, power_of_two(len(families))))
-    together = -(-together // multiple) * multiple
-    batches: list[FamilyBatch] = []
-    below = 0
-    longest_ends = [family.longest for family in families]
-    for end in bucket_lengths(longest_ends, compile_tokens=compile_tokens / size, longest=context):
-        of_end = [family for family in families if below < family.longest <= end]
-        below = end
-        under = 0
-        lengths = [len(family.shared) for family in of_end]
-        for length in bucket_lengths(lengths, compile_tokens=compile_tokens, longest=context):
+def batches(
+    families: Sequence[Family], batch: int, *, context: int, compile_tokens: float, pad: int, multiple: int
+) -> list[Batch]:
+    """Batches of few shapes, the longest first so that memory runs out at once or never.
+
+    Args:
+        families: that are run.
+        batch: of how many rows; of fewer where they are longer than the context.
+        context: tokens of the model's rows.
+        compile_tokens: see `bucket_lengths`.
+        pad: what stands where nothing does.
+        multiple: of which the number of rows is one.
+    """
+    found: list[Batch] = []
+    for some in ([f for f in families if len(f.rows) > 1], [f for f in families if len(f.rows) == 1]):
+        lengths = [family.length for family in some]
+        below = 0
+        for length in bucket_lengths(
+            lengths, compile_tokens=compile_tokens, longest=max([context, *lengths]), multiple=_MULTIPLE
+        ):
             inside = sorted(
-                (family for family in of_end if under < len(family.shared) <= length),
-                key=lambda family: (-len(family.shared), family.shared),
+                (family for family in some if below < family.length <= length),
+                key=lambda family: (-family.length, family.rows[0].tokens),
             )
-            under = length
-            width = power_of_two(max(len(row.candidates) for family in inside for row in family.rows))
-            batches += [
-                _pad(inside[start : start + together], together, size, (length, end, width), pad)
-                for start in range(0, len(inside), together)
+            below = length
+            fitting = batch if length <= context else max(1, batch * context // length)
+            rows = -(-min(fitting, power_of_two(len(some))) // multiple) * multiple
+            asked = -(-max(family.asked for family in inside) // _MULTIPLE) * _MULTIPLE
+            found += [
+                _pad(inside[start : start + rows], (rows, length, asked), pad) for start in range(0, len(inside), rows)
             ]
-    return sorted(batches, key=lambda one: -one.shared.size - one.ends.size)
+    return sorted(found, key=lambda one: -one.tokens.size)
 
 
-def _pad(families: Sequence[Family], together: int, size: int, shape: tuple[int, int, int], pad: int) -> FamilyBatch:
-    length, end, width = shape
-    shared, lengths = np.full((together, length), pad, np.int32), np.ones(together, np.int32)
-    ends, scored = np.full((together * size, end), pad, np.int32), np.ones(together * size, np.int32)
-    candidates = np.zeros((together * size, width), np.int32)
-    rows: list[Row | None] = [None] * (together * size)
+def _family(rows: Sequence[Row], shared: int) -> Family:
+    return Family(shared if len(rows) > 1 else 0, tuple(rows))
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many of the first tokens are the same."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+def _pad(families: Sequence[Family], shape: tuple[int, int, int], pad: int) -> Batch:
+    rows, length, asked = shape
+    batch = Batch(
+        tuple(families),
+        tokens=np.full((rows, length), pad, np.int32),
+        positions=np.zeros((rows, length), np.int32),
+        segments=np.zeros((rows, length), np.int32),
+        shared=np.zeros(rows, np.int32),
+        at=np.zeros((rows, asked), np.int32),
+        targets=np.zeros((rows, asked), np.int32),
+    )
     for index, family in enumerate(families):
-        shared[index, : len(family.shared)], lengths[index] = family.shared, len(family.shared)
-        for at, row in enumerate(family.rows, index * size):
-            rows[at] = row
-            ends[at, : row.scored], scored[at] = row.tokens[len(row.tokens) - row.scored :], row.scored
-            candidates[at, : len(row.candidates)] = row.candidates
-    return FamilyBatch(tuple(rows), shared, lengths, ends, scored, candidates)
+        batch.shared[index] = family.shared
+        _fill(batch, index, family)
+    return batch
+
+
+def _fill(batch: Batch, index: int, family: Family) -> None:
+    shared, start, column = family.shared, family.shared, 0
+    batch.tokens[index, :shared] = family.rows[0].tokens[:shared]
+    batch.positions[index, :shared] = np.arange(shared)
+    for number, row in enumerate(family.rows, 1):
+        count = len(row.tokens)
+        own = slice(start, start + count - shared)
+        batch.tokens[index, own] = row.tokens[shared:]
+        batch.positions[index, own] = np.arange(shared, count)
+        batch.segments[index, own] = number
+        asked = np.arange(count - row.scored, count)  # of the row, the last one for each of its candidates
+        places = np.where(asked < shared, asked, asked - shared + start)
+        targets = [*row.tokens[count - row.scored + 1 :], *row.candidates]
+        columns = slice(column, column + len(targets))
+        batch.at[index, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
+        batch.targets[index, columns] = targets
+        start, column = own.stop, columns.stop

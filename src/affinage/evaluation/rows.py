@@ -3,12 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from jaxtyping import Int
-
-from affinage.evaluation.buckets import bucket_lengths
-from affinage.generation.shapes import power_of_two
-
 Pair = tuple[list[int], list[int]]  # ids of a context, and of the continuation whose probability is asked
 
 
@@ -24,18 +18,6 @@ class Row:
     scored: int
     candidates: list[int] = field(default_factory=list)
     requests: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RowBatch:
-    """Rows padded to one shape: tokens [B, S], lengths [B], scored [B], candidates [B, K], and the span T."""
-
-    rows: tuple[Row, ...]
-    tokens: Int[np.ndarray, "B S"]
-    lengths: Int[np.ndarray, "B"]
-    scored: Int[np.ndarray, "B"]
-    candidates: Int[np.ndarray, "B K"]
-    span: int  # at least the largest number of scored positions of a row
 
 
 def in_pieces(pairs: Sequence[Pair], context: int) -> tuple[list[Pair], list[int]]:
@@ -69,36 +51,3 @@ def group_requests(pairs: Sequence[Pair], context: int) -> list[Row]:
             row.requests.append([])
         row.requests[row.candidates.index(continuation[-1])].append(index)
     return list(rows.values())
-
-
-def batch_rows(rows: Sequence[Row], batch: int, *, context: int, compile_tokens: float, pad: int) -> list[RowBatch]:
-    """Batches of exactly `batch` rows of few shapes, longest first so that memory runs out at once or never.
-
-    Missing rows are filled with copies of the padding token; they are not in `RowBatch.rows`.
-    """
-    buckets = bucket_lengths([len(row.tokens) for row in rows], compile_tokens=compile_tokens, longest=context)
-    batches: list[RowBatch] = []
-    below = 0
-    for bucket in buckets:
-        inside = sorted(
-            (row for row in rows if below < len(row.tokens) <= bucket), key=lambda row: (-len(row.tokens), row.tokens)
-        )
-        below = bucket
-        span = min(bucket, power_of_two(max(row.scored for row in inside)))
-        width = power_of_two(max(len(row.candidates) for row in inside))
-        batches += [
-            _pad(inside[start : start + batch], batch, bucket, span, width, pad)
-            for start in range(0, len(inside), batch)
-        ]
-    return sorted(batches, key=lambda one: -one.tokens.shape[1])
-
-
-def _pad(rows: Sequence[Row], batch: int, length: int, span: int, width: int, pad: int) -> RowBatch:
-    tokens = np.full((batch, length), pad, np.int32)
-    lengths, scored = np.ones(batch, np.int32), np.ones(batch, np.int32)
-    candidates = np.zeros((batch, width), np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row.tokens)] = row.tokens
-        lengths[index], scored[index] = len(row.tokens), row.scored
-        candidates[index, : len(row.candidates)] = row.candidates
-    return RowBatch(tuple(rows), tokens, lengths, scored, candidates, span)

@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Int
 from affinage.data.special_tokens import PAD
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.generation.sampling import GREEDY, Knobs, Sampling, choose, knobs
-from affinage.generation.shapes import power_of_two
+from affinage.generation.shapes import half_step, power_of_two
 from affinage.generation.text import TextStream
 from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
-from affinage.model.module import init_cache
+from affinage.model.module import init_cache, one_by_one
 from affinage.model.parameter import Tree
 
 _NOTHING = -1  # in a row that is done; no token has this id
@@ -120,6 +120,8 @@ def compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
     def decode(
         params: Tree, state: State, knobs: Knobs, stop_ids: Int[Array, "N"], filters: frozenset[str], steps: int
     ) -> tuple[State, Int[Array, "B steps"]]:
+        params = one_by_one(graph, params)
+
         def unfinished(carry: tuple[Array, State, Array]) -> Array:
             step, state, _ = carry
             return (step < steps) & ~jnp.all(state.done)
@@ -209,7 +211,7 @@ class Generator:
         stop_ids = np.array(self._stop_ids(request), np.int32)
         limits = [request.max_new_tokens] * len(prompts)
         tokens, lengths, limit = padded(prompts, limits, batch, self.model.context)
-        needed = power_of_two(max(map(len, prompts)) + request.max_new_tokens)
+        needed = half_step(max(map(len, prompts)) + request.max_new_tokens)
         slots = min(max(needed, _FEWEST_SLOTS), self.model.context)
         names = np.concatenate([rows, np.zeros(len(tokens) - len(rows))]).astype(np.int32)
         place = self.model.place

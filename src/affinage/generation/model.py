@@ -1,5 +1,6 @@
 """A trained model as everything after training takes it: generation, evaluation, export."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -72,12 +73,16 @@ def logits_of(
     *,
     attention: AttentionImplementation = "auto",
     layout: MeshLayout | None = None,
+    families: Sequence[Array] | None = None,
 ) -> tuple[Logits, Any]:
     """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given.
 
-    `attention` and `layout`: as of a LoadedModel. With a cache, attention is xla's.
+    `attention` and `layout`: as of a LoadedModel. With a cache or families, attention is xla's. `families`: segments
+    int32 [B, S] that rows consist of, and how many tokens at their beginning [B] all segments see.
     """
     batch = {"tokens": tokens, "positions": positions}
+    if families is not None:
+        batch["segment_ids"], batch["prefix"] = families
     call = Call(
         compute_dtype=jnp.dtype(dtype),
         cache=cache,

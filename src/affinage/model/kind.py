@@ -45,8 +45,8 @@ class Context:
     call: Call
     batch: Mapping[str, Array]  # segment_ids, positions, loss_mask, rows where the caller has them
     key: PRNGKeyArray | None = None  # of this node and layer; None: no dropout
-    layer: int | Array = 0  # index within the repeat; the first index into `cache`
-    cache: Mapping[str, Array] | None = None  # this node's arrays [layers, B, ...]
+    layer: int | Array = 0  # the first index into `cache`
+    cache: Any = None  # this node's arrays [layers, B, ...], or those of each layer [1, B, ...]: see `init_cache`
     shared: Tree | None = None  # the parameters of the node that `shares` names
     averages: Tree | None = None  # what the node's `averages` declares, as it stands at this step
     prepared: Any = None  # what `prepare` returned, the same for all layers
@@ -57,7 +57,7 @@ class Result:
     """A node's value with its by-products. A node without by-products returns the bare value."""
 
     value: Any
-    cache: Mapping[str, Array] | None = None
+    cache: Any = None  # as the context's
     # (sum, count): per-token means that are added to the training loss; the count is the same in all layers.
     losses: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # (sum, count)

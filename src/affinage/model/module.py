@@ -15,7 +15,7 @@ from affinage.model.graph import Graph
 from affinage.model.kind import Context, Result
 from affinage.model.node import Node
 from affinage.model.parameter import Tree, map_parameters
-from affinage.model.repeat import apply_node
+from affinage.model.repeat import apply_node, unstack
 
 
 class Declared(Protocol):
@@ -94,12 +94,37 @@ def average_axes(graph: Graph) -> Tree:
     return map_parameters(lambda _, p: p.axes, graph.averages)
 
 
-def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32) -> Tree:
-    """An empty cache for `length` tokens of `batch` rows: {node name: {array name: [layers, batch, ...]}}."""
+def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32, *, platform: str | None = None) -> Tree:
+    """An empty cache for `length` tokens of `batch` rows: {node name: {array name: [layers, batch, ...]}}.
+
+    Where layers are not scanned on the platform (default: this one), it is a tuple of such {array name: [1, batch,
+    ...]}, one for each layer, which a step writes in place and reads without a copy.
+    """
+
+    def empty(layers: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+        return {name: jnp.zeros((layers, *shape), dtype) for name, shape in shapes.items()}
+
+    cache: Tree = {}
+    for node in graph.nodes:
+        if shapes := node.kind.cache(graph.input_shapes(node), batch, length):
+            scanned = node.repeat is None or node.scans(platform or jax.default_backend())
+            cache[node.name] = (
+                empty(node.layers, shapes) if scanned else tuple(empty(1, shapes) for _ in range(node.layers))
+            )
+    return cache
+
+
+def one_by_one(graph: Graph, params: Tree, platform: str | None = None) -> Tree:
+    """The parameters as `apply` takes them, too, with those of each layer apart where layers are not scanned.
+
+    A loop around `apply`, over the tokens that are generated, then need not take them apart in every turn.
+    """
+    repeated = {node.name: node for node in graph.nodes if node.repeat is not None}
     return {
-        node.name: {name: jnp.zeros((node.layers, *shape), dtype) for name, shape in shapes.items()}
-        for node in graph.nodes
-        if (shapes := node.kind.cache(graph.input_shapes(node), batch, length))
+        name: unstack(tree, repeated[name].layers)
+        if name in repeated and not repeated[name].scans(platform or jax.default_backend())
+        else tree
+        for name, tree in params.items()
     }
 
 
@@ -108,8 +133,9 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
 
     `batch` holds the graph's inputs, and beside `tokens` int32 [B, S] optionally `segment_ids` and `positions`
     int32 [B, S], `loss_mask` float32 [B, S] and `rows` int32 [B]; without them a row is one document and every
-    token counts. With `call.cache` the tokens continue its rows: they are written at their `positions` (a negative
-    one marks padding) and see all earlier slots of their row.
+    token counts. With `prefix` int32 [B], all segments of a row see so many tokens at its beginning.
+    With `call.cache` the tokens continue its rows: they are written at their `positions` (a negative one marks padding)
+    and see all earlier slots of their row.
     """
     given = {name: batch[name] for name, _ in graph.inputs if name in batch}
     part = apply_part(graph, graph.needed_for(call.until or graph.loss), params, given, batch, call)

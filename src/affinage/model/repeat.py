@@ -12,7 +12,8 @@ from affinage.model.kind import Context, Result
 from affinage.model.node import Node
 from affinage.model.parameter import Tree
 
-Carry = tuple[Any, Mapping[str, Array] | None]
+Cache = Mapping[str, Array]
+Carry = tuple[Any, Cache | None]
 Pairs = dict[str, tuple[Array, Array]]  # (sum, count)
 ByProducts = tuple[Pairs, Pairs]  # losses, metrics
 
@@ -22,7 +23,8 @@ def apply_node(node: Node, params: Tree, inputs: tuple[Any, ...], context: Conte
     if node.repeat is not None and context.call.layers is not None and context.cache is None:
         result: Result = context.call.layers(node, params, inputs[0], context)
         return result
-    context = replace(context, prepared=node.kind.prepare(inputs, context))
+    first = context.cache[0] if isinstance(context.cache, tuple) else context.cache
+    context = replace(context, prepared=node.kind.prepare(inputs, replace(context, cache=first)))
     if node.repeat is not None:
         return apply_layers(node, params, inputs[0], context)
     value = node.kind.apply(params, inputs, context)
@@ -30,42 +32,48 @@ def apply_node(node: Node, params: Tree, inputs: tuple[Any, ...], context: Conte
 
 
 def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int | Array = 0) -> Result:
-    """Layer after layer on one value; parameters and cache have the layers as first axis.
+    """Layer after layer on one value; parameters and cache have the layers as first axis, or are one by one.
 
     Losses and metrics of the layers are added up; `first` is the number of the first layer for random draws.
     """
+    scanned = node.scans(context.call.platform)
 
     def body(carry: Carry, layer_params: Tree, layer: Any) -> tuple[Carry, ByProducts]:
         value, cache = carry
         key = None if context.key is None else jax.random.fold_in(context.key, layer)
-        result = node.kind.apply(layer_params, (value,), replace(context, key=key, layer=layer, cache=cache))
+        place = layer if scanned else 0
+        result = node.kind.apply(layer_params, (value,), replace(context, key=key, layer=place, cache=cache))
         if not isinstance(result, Result):
             result = Result(result)
         return (result.value, result.cache), (result.losses, result.metrics)
 
     wrapped = body if context.call.remat is None else context.call.remat(body)
-    if node.scans(context.call.platform):
+    if scanned:
         (value, cache), layers = jax.lax.scan(
             lambda carry, xs: wrapped(carry, *xs), (x, context.cache), (params, first + jnp.arange(node.layers))
         )
         losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), layers)
         losses = {name: (total, layers[0][name][1][0]) for name, (total, _) in losses.items()}
         return Result(value, cache, losses, metrics)
-    carry: Carry = (x, context.cache)
+    caches: list[Cache | None] = []
     collected: list[ByProducts] = []
-    for layer, layer_params in enumerate(unstack(params, node.layers)):
-        carry, products = wrapped(carry, layer_params, first + layer)
+    given = context.cache if isinstance(context.cache, tuple) else (None,) * node.layers
+    for layer, (layer_params, own) in enumerate(zip(unstack(params, node.layers), given, strict=True)):
+        (x, cache), products = wrapped((x, own), layer_params, first + layer)
+        caches.append(cache)
         collected.append(products)
     losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
     losses = {name: (total, collected[0][0][name][1]) for name, (total, _) in losses.items()}
-    return Result(carry[0], carry[1], losses, metrics)
+    return Result(x, tuple(caches) if context.cache is not None else None, losses, metrics)
 
 
-def unstack(params: Tree, layers: int) -> list[Tree]:
-    """The parameters of each layer from arrays with the layers first.
+def unstack(params: Tree | list[Tree], layers: int) -> list[Tree]:
+    """The parameters of each layer from arrays with the layers first; those that are one by one already, as they are.
 
     A split, not indexing, so that the gradient is one concatenation instead of `layers` padded sums.
     """
+    if isinstance(params, list):
+        return params
     leaves, structure = jax.tree.flatten(params)
     split = [[part[0] for part in jnp.split(leaf, layers)] for leaf in leaves]
     return [jax.tree.unflatten(structure, [parts[layer] for parts in split]) for layer in range(layers)]

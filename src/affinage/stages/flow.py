@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
 from affinage.stages.plugins import load_plugins
 from affinage.stages.stage import Stage, StageContext
-from affinage.stages.store import Store, link, versions, write_json
+from affinage.stages.store import Request, Store, link, versions, write_json
 
 if TYPE_CHECKING:
     from affinage.stages.remote_results import RemoteResults
@@ -91,14 +91,13 @@ class Flow:
 
     def plan(self) -> list[Step]:
         """What is there and what must run."""
-        elsewhere = self._remote.has if self._remote is not None else lambda _: False
         return plan(
             self._stages,
             self.runs.store,
             self.folder,
             force=self._force,
             any_code=self._any_code,
-            elsewhere=elsewhere,
+            elsewhere=self._remote.has,
         )
 
     def run(self, watcher: Watcher) -> list[Step]:
@@ -155,28 +154,24 @@ class Flow:
             self._note(steps)
             self._copy([step for step in steps if step.complete])
             requests = {step.stage.name: step.request for step in steps}
-            if self._remote is not None and all(step.complete for step in steps):
+            if all(step.complete for step in steps):
                 self._remote.bring(tuple(requests), requests, _tell, looked_at=True)
                 self._note(steps)
             for step in steps:
                 if not step.complete:
-                    if self._remote is not None:
-                        # A report reads what all the others say of themselves.
-                        looked_at = bool(step.stage.shows)
-                        self._remote.bring(step.stage.inputs, requests, _tell, looked_at=looked_at)
-                        self._note(steps)
+                    # A report reads what all the others say of themselves.
+                    self._remote.bring(step.stage.inputs, requests, _tell, looked_at=bool(step.stage.shows))
+                    self._note(steps)
                     self._make(step, watcher)
                     self._link(step)
-                    if self._remote is not None:
-                        self._remote.copy(step.request)
-            if self._remote is not None and (failure := self._remote.wait()):
+                    self._remote.copy(step.request)
+            if failure := self._remote.wait():
                 _tell(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
         return [step for step in steps if not step.complete]
 
     def _copy(self, steps: Sequence[Step]) -> None:
         """Copy to the recipe's `remote` what is here and not there."""
-        for step in steps if self._remote is not None else ():
-            assert self._remote is not None
+        for step in steps:
             if self.runs.store.is_complete(step.request) and not self._remote.has(step.request):
                 self._remote.copy(step.request)
 
@@ -229,9 +224,32 @@ class Flow:
                 entry.unlink()
 
 
-def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
+class _Nowhere:
+    """In the place of `RemoteResults`, for a recipe without `remote`."""
+
+    def has(self, request: Request) -> bool:
+        return False
+
+    def bring(
+        self,
+        stages: Collection[str],
+        requests: Mapping[str, Request],
+        say: Callable[[str], None],
+        *,
+        looked_at: bool = False,
+    ) -> None:
+        return
+
+    def copy(self, request: Request) -> None:
+        return
+
+    def wait(self) -> str:
+        return ""
+
+
+def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | _Nowhere":
     if loaded.recipe.remote is None:
-        return None
+        return _Nowhere()
     from affinage.stages.remote_results import RemoteResults  # with JAX, which a plan does without
 
     return RemoteResults(loaded.recipe.remote, store)

@@ -31,7 +31,8 @@ def attend(
     need = Need(
         context.call.platform, query.dtype, width, length, context.cache is not None, dropout=dropped, softcap=softcap
     )
-    chosen = choose(context.call.attention, need)
+    # The kernels know segments, but none that all the others see.
+    chosen = "xla" if "prefix" in context.batch else choose(context.call.attention, need)
     if chosen != "xla":
         return _by_kernel(chosen, query, key, value, context, softcap=softcap, window=window)
     mask = context.prepared["mask"]

@@ -1,0 +1,79 @@
+"""Rows that begin alike are joined: each still sees its own tokens alone, and is asked what it was asked."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinage.evaluation import families
+from affinage.evaluation.families import batches, find_families
+from affinage.evaluation.rows import Row, group_requests
+
+CONTEXT = 40
+token_lists = st.lists(st.integers(1, 2), min_size=1, max_size=30)
+
+
+def rows_of(pairs: list[tuple[list[int], list[int]]]) -> list[Row]:
+    return group_requests([(before, continuation[:CONTEXT]) for before, continuation in pairs], CONTEXT)
+
+
+@given(st.lists(st.tuples(token_lists, token_lists), max_size=25), st.integers(1, 9), st.integers(1, 3))
+def test_a_batch_says_of_every_row_what_it_is_and_what_is_asked(pairs, batch, multiple):
+    rows = rows_of(pairs)
+    found = find_families(rows)
+    assert sum(family.length for family in found) <= sum(len(row.tokens) for row in rows)
+    made = batches(found, batch, context=CONTEXT, compile_tokens=50.0, pad=0, multiple=multiple)
+    assert [one.tokens.size for one in made] == sorted((one.tokens.size for one in made), reverse=True)
+    seen = []
+    for one in made:
+        assert len(one.tokens) % multiple == 0 and len(one.tokens) < batch + multiple
+        for index, family in enumerate(one.families):
+            column = 0
+            for number, row in enumerate(family.rows, 1):
+                own = one.segments[index] == number
+                mine = np.flatnonzero(own | (np.arange(own.size) < one.shared[index]))
+                assert one.tokens[index, mine].tolist() == list(row.tokens)
+                assert one.positions[index, mine].tolist() == list(range(len(row.tokens)))
+                asked = slice(column, column + row.scored - 1 + len(row.candidates))
+                following = [*row.tokens[len(row.tokens) - row.scored + 1 :], *row.candidates]
+                assert one.targets[index, asked].tolist() == following
+                places = list(range(len(row.tokens) - row.scored, len(row.tokens)))
+                places += places[-1:] * (len(row.candidates) - 1)
+                assert one.positions[index, one.at[index, asked]].tolist() == places
+                assert np.isin(one.at[index, asked], mine).all()
+                column = asked.stop
+                seen.append((row.tokens, row.scored))
+    assert sorted(seen) == sorted((row.tokens, row.scored) for row in rows)
+
+
+@given(st.lists(st.tuples(token_lists, token_lists), min_size=1, max_size=25))
+def test_every_request_has_the_sum_of_what_its_tokens_got(pairs):
+    rows = rows_of(pairs)
+    answered = {}
+    for family in find_families(rows):
+        values, best = -np.arange(1.0, family.asked + 1), np.arange(family.asked) % 5 > 0
+        start = 0
+        for row in family.rows:
+            for at, requests in enumerate(row.requests):
+                mine = [*range(start, start + row.scored - 1), start + row.scored - 1 + at]
+                expected = {request: (values[mine].sum(), bool(best[mine].all())) for request in requests}
+                answered |= expected
+            start += row.scored - 1 + len(row.candidates)
+        assert dict(family.answers(values, best)).items() <= answered.items()
+    assert sorted(answered) == list(range(len(pairs)))
+
+
+def test_choices_of_a_question_and_beginnings_of_choices_are_shared(monkeypatch: pytest.MonkeyPatch):
+    question, begun = list(range(1, 21)), [30, 31, 32]
+    pairs = [
+        (question, [*begun, 40, 50]),
+        (question, [*begun, 41]),
+        ([7] * 9, [8, 9]),
+        (question, [*begun, 42, 51, 52]),
+    ]
+    joined, alone = sorted(find_families(group_requests(pairs, 99)), key=lambda family: -len(family.rows))
+    assert joined.shared == 23 and len(joined.rows) == 3 and joined.length == 23 + 1 + 0 + 2
+    assert alone.shared == 0 and alone.length == 10
+    monkeypatch.setattr(families, "_ALWAYS", 0)
+    long = [(question * 3, [end, *range(100, 160)]) for end in (40, 41, 42, 43)]
+    assert [len(family.rows) for family in find_families(group_requests(long, 999))] == [3, 1], "twice the longest row"
