@@ -22,27 +22,37 @@ def test_a_batch_says_of_every_row_what_it_is_and_what_is_asked(pairs, batch, mu
     rows = rows_of(pairs)
     found = find_families(rows)
     assert sum(family.length for family in found) <= sum(len(row.tokens) for row in rows)
-    made = batches(found, batch, context=CONTEXT, compile_tokens=50.0, pad=0, multiple=multiple)
+    made = batches(found, batch * CONTEXT, context=CONTEXT, compile_tokens=50.0, pad=0, multiple=multiple)
     assert [one.tokens.size for one in made] == sorted((one.tokens.size for one in made), reverse=True)
     seen = []
     for one in made:
-        assert len(one.tokens) % multiple == 0 and len(one.tokens) < batch + multiple
-        for index, family in enumerate(one.families):
-            column = 0
-            for number, row in enumerate(family.rows, 1):
-                own = one.segments[index] == number
-                mine = np.flatnonzero(own | (np.arange(own.size) < one.shared[index]))
-                assert one.tokens[index, mine].tolist() == list(row.tokens)
-                assert one.positions[index, mine].tolist() == list(range(len(row.tokens)))
-                asked = slice(column, column + row.scored - 1 + len(row.candidates))
-                following = [*row.tokens[len(row.tokens) - row.scored + 1 :], *row.candidates]
-                assert one.targets[index, asked].tolist() == following
-                places = list(range(len(row.tokens) - row.scored, len(row.tokens)))
-                places += places[-1:] * (len(row.candidates) - 1)
-                assert one.positions[index, one.at[index, asked]].tolist() == places
-                assert np.isin(one.at[index, asked], mine).all()
-                column = asked.stop
-                seen.append((row.tokens, row.scored))
+        assert len(one.tokens) % multiple == 0 and len(one.rows) <= len(one.tokens)
+        assert one.tokens.size <= max(batch * CONTEXT, one.tokens.shape[1]) + multiple * one.tokens.shape[1]
+        assert len(one.at) == multiple
+        column, of_part = 0, len(one.tokens) // multiple
+        for index, packed in enumerate(one.rows):
+            part, number = index // of_part, 0
+            column = 0 if index % of_part == 0 else column
+            before = index % of_part * one.tokens.shape[1]
+            for family in packed:
+                number += 1
+                parent = number
+                for row in family.rows:
+                    number += 1
+                    mine = np.flatnonzero(np.isin(one.segments[index], [number, parent]))
+                    assert (one.parents[index, mine] == parent).all()
+                    assert one.tokens[index, mine].tolist() == list(row.tokens)
+                    assert one.positions[index, mine].tolist() == list(range(len(row.tokens)))
+                    asked = slice(column, column + row.scored - 1 + len(row.candidates))
+                    following = [*row.tokens[len(row.tokens) - row.scored + 1 :], *row.candidates]
+                    assert one.targets[part, asked].tolist() == following
+                    places = list(range(len(row.tokens) - row.scored, len(row.tokens)))
+                    places += places[-1:] * (len(row.candidates) - 1)
+                    at = one.at[part, asked] - before
+                    assert one.positions[index, at].tolist() == places
+                    assert np.isin(at, mine).all()
+                    column = asked.stop
+                    seen.append((row.tokens, row.scored))
     assert sorted(seen) == sorted((row.tokens, row.scored) for row in rows)
 
 
@@ -74,6 +84,6 @@ def test_choices_of_a_question_and_beginnings_of_choices_are_shared(monkeypatch:
     joined, alone = sorted(find_families(group_requests(pairs, 99)), key=lambda family: -len(family.rows))
     assert joined.shared == 23 and len(joined.rows) == 3 and joined.length == 23 + 1 + 0 + 2
     assert alone.shared == 0 and alone.length == 10
-    monkeypatch.setattr(families, "_ALWAYS", 0)
+    monkeypatch.setattr(families, "_ROOM", 0)
     long = [(question * 3, [end, *range(100, 160)]) for end in (40, 41, 42, 43)]
     assert [len(family.rows) for family in find_families(group_requests(long, 999))] == [3, 1], "twice the longest row"

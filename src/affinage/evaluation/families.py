@@ -1,18 +1,21 @@
 """Rows that begin alike, joined: what they share stands there once, and each sees it and its own end."""
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from affinage.evaluation.buckets import bucket_lengths
+from affinage.evaluation.buckets import bucket_lengths, round_up
 from affinage.evaluation.rows import Row
-from affinage.generation.shapes import power_of_two
 
-_SHORTEST = 8  # shared tokens, below which a mask costs more than they do
-_ALWAYS = 512  # tokens up to which rows may be joined, however short they are
+_SHORTEST = 8  # shared tokens, below which it is not worth the while
+_ROOM = 192  # tokens of a row that short families are put into: few shapes, without much padding or attention
 _MULTIPLE = 8  # of what shapes are rounded up to
+# Tokens before it that cost a token in attention what the rest of a layer costs it; 1,000 is of a narrow model on CPUs.
+_EQUAL = 1000
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Family:
     def answers(
         self, values: Float[np.ndarray, "P"], best: Bool[np.ndarray, "P"]
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """For every request, its place and its answer, from those of the tokens that are asked, in `fill`'s order."""
+        """For every request, its place and its answer, from those of the tokens that are asked, in their order."""
         start = 0
         for row in self.rows:
             last = start + row.scored - 1
@@ -49,36 +52,50 @@ class Family:
 
 @dataclass(frozen=True)
 class Batch:
-    """Families padded to one shape.
+    """Rows of families, padded to one shape.
 
     Attributes:
-        families: those of its first rows; the other rows are padding.
-        tokens: a family's shared tokens, then the ends of its rows one after the other, each at the `positions` that
-            follow the shared ones and with a number of its own in `segments`.
-        shared: of each family.
-        at: the places in `tokens` after which a probability is asked, of the token in `targets`.
+        rows: the families that each of the first rows holds; the other rows are padding.
+        tokens: of a family those that are shared, then the ends of its rows one after the other, each at the
+            `positions` that follow the shared ones.
+        segments: a number for what is shared, and for each end.
+        parents: of an end the number of what its family shares; of other tokens that of their own segment.
+        at: of each of R equal parts of the rows, the places in its flattened `tokens` after which a probability is
+            asked, of the token in `targets`.
     """
 
-    families: tuple[Family, ...]
+    rows: tuple[tuple[Family, ...], ...]
     tokens: Int[np.ndarray, "B S"]
     positions: Int[np.ndarray, "B S"]
     segments: Int[np.ndarray, "B S"]
-    shared: Int[np.ndarray, "B"]
-    at: Int[np.ndarray, "B P"]
-    targets: Int[np.ndarray, "B P"]
+    parents: Int[np.ndarray, "B S"]
+    at: Int[np.ndarray, "R P"]
+    targets: Int[np.ndarray, "R P"]
 
     @property
     def joined(self) -> bool:
-        """Whether some family has more than one row."""
-        return any(len(family.rows) > 1 for family in self.families)
+        """Whether some row is more than one sequence."""
+        return any(len(row) > 1 or len(row[0].rows) > 1 for row in self.rows)
+
+    def answers(
+        self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """For every request, its place and its answer, from those of the tokens that are asked."""
+        rows = len(self.tokens) // len(self.at)
+        for part, (of_part, best_of_part) in enumerate(zip(values, best, strict=True)):
+            start = 0
+            for family in chain.from_iterable(self.rows[part * rows : (part + 1) * rows]):
+                asked = slice(start, start + family.asked)
+                yield from family.answers(of_part[asked], best_of_part[asked])
+                start = asked.stop
 
 
 def find_families(rows: Sequence[Row]) -> list[Family]:
-    """Every row in one family, joined where that leaves fewer tokens to compute.
+    """Every row in one family, joined where that leaves less to compute.
 
-    None grows longer than twice the longest row, or 512 tokens: attention would cost more than is saved.
+    None grows longer than twice the longest row, or 256 tokens, for the memory that the scores of attention take.
     """
-    most = max(_ALWAYS, 2 * max((len(row.tokens) for row in rows), default=0))
+    most = max(_ROOM, 2 * max((len(row.tokens) for row in rows), default=0))
     families: list[Family] = []
     some: list[Row] = []
     shared = tokens = 0  # of `some`
@@ -86,7 +103,8 @@ def find_families(rows: Sequence[Row]) -> list[Family]:
         count = len(some)
         alike = min(shared, _common(some[-1].tokens, row.tokens)) if some else 0
         length = tokens + len(row.tokens) - count * alike
-        if alike >= _SHORTEST and count * alike > (count - 1) * shared and length <= most:
+        apart = _cost(tokens - (count - 1) * shared) + _cost(len(row.tokens))
+        if alike >= _SHORTEST and length <= most and _cost(length) < apart:
             shared = alike
         else:
             families += [_family(some, shared)] if some else []
@@ -97,37 +115,75 @@ def find_families(rows: Sequence[Row]) -> list[Family]:
 
 
 def batches(
-    families: Sequence[Family], batch: int, *, context: int, compile_tokens: float, pad: int, multiple: int
+    families: Sequence[Family],
+    tokens: int,
+    *,
+    context: int,
+    compile_tokens: float,
+    pad: int,
+    multiple: int,
 ) -> list[Batch]:
     """Batches of few shapes, the longest first so that memory runs out at once or never.
 
     Args:
         families: that are run.
-        batch: of how many rows; of fewer where they are longer than the context.
+        tokens: in a batch at most, if it is more than a row.
         context: tokens of the model's rows.
         compile_tokens: see `bucket_lengths`.
         pad: what stands where nothing does.
         multiple: of which the number of rows is one.
     """
     found: list[Batch] = []
-    for some in ([f for f in families if len(f.rows) > 1], [f for f in families if len(f.rows) == 1]):
-        lengths = [family.length for family in some]
-        below = 0
-        for length in bucket_lengths(
-            lengths, compile_tokens=compile_tokens, longest=max([context, *lengths]), multiple=_MULTIPLE
-        ):
-            inside = sorted(
-                (family for family in some if below < family.length <= length),
-                key=lambda family: (-family.length, family.rows[0].tokens),
-            )
-            below = length
-            fitting = batch if length <= context else max(1, batch * context // length)
-            rows = -(-min(fitting, power_of_two(len(some))) // multiple) * multiple
-            asked = -(-max(family.asked for family in inside) // _MULTIPLE) * _MULTIPLE
-            found += [
-                _pad(inside[start : start + rows], (rows, length, asked), pad) for start in range(0, len(inside), rows)
-            ]
+    for length, rows in _rows(families, context, compile_tokens).items():
+        fitting = max(1, tokens // length)
+        steps = -(-len(rows) // fitting)
+        together = -(-len(rows) // (steps * multiple)) * multiple  # all batches as full as one another
+        part = together // multiple
+        asked = [
+            sum(family.asked for row in rows[at : at + part] for family in row) for at in range(0, len(rows), part)
+        ]
+        shape = together, length, multiple, -(-max(asked) // _MULTIPLE) * _MULTIPLE
+        found += [_pad(rows[start : start + together], shape, pad) for start in range(0, len(rows), together)]
     return sorted(found, key=lambda one: -one.tokens.size)
+
+
+def _rows(families: Sequence[Family], context: int, compile_tokens: float) -> dict[int, list[list[Family]]]:
+    """The families of each row, by the length of the row; short ones fill up what others leave, the tightest first."""
+    longest_first = sorted(families, key=lambda family: (-family.length, family.rows[0].tokens))
+    lengths = [family.length for family in longest_first]
+    short = sum(length for length in lengths if length <= _ROOM)
+    room = min(_ROOM, -(-short // _MULTIPLE) * _MULTIPLE)
+    sizes = bucket_lengths(
+        [length for length in lengths if length > _ROOM],
+        compile_tokens=compile_tokens,
+        longest=max([context, *lengths]),
+        multiple=_MULTIPLE,
+    )
+    rows: dict[int, list[list[Family]]] = {}
+    left: dict[int, list[list[Family]]] = {}  # rows by the tokens they have left
+    spaces: list[int] = []  # its keys, ascending
+    for family in longest_first:
+        place = bisect_left(spaces, family.length)
+        if place < len(spaces):
+            space = spaces[place]
+            row = left[space].pop()
+            if not left[space]:
+                del left[space], spaces[place]
+        else:
+            space = room if family.length <= room else round_up(family.length, sizes)
+            row = []
+            rows.setdefault(space, []).append(row)
+        row.append(family)
+        space -= family.length
+        if space not in left:
+            insort(spaces, space)
+        left.setdefault(space, []).append(row)
+    return rows
+
+
+def _cost(length: int) -> float:
+    """Of a family, in tokens without attention."""
+    return length * (1 + max(length, _ROOM) / _EQUAL)
 
 
 def _family(rows: Sequence[Row], shared: int) -> Family:
@@ -142,37 +198,49 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return min(len(one), len(other))
 
 
-def _pad(families: Sequence[Family], shape: tuple[int, int, int], pad: int) -> Batch:
-    rows, length, asked = shape
+def _pad(rows: Sequence[Sequence[Family]], shape: tuple[int, int, int, int], pad: int) -> Batch:
+    count, length, parts, asked = shape
     batch = Batch(
-        tuple(families),
-        tokens=np.full((rows, length), pad, np.int32),
-        positions=np.zeros((rows, length), np.int32),
-        segments=np.zeros((rows, length), np.int32),
-        shared=np.zeros(rows, np.int32),
-        at=np.zeros((rows, asked), np.int32),
-        targets=np.zeros((rows, asked), np.int32),
+        tuple(map(tuple, rows)),
+        tokens=np.full((count, length), pad, np.int32),
+        positions=np.zeros((count, length), np.int32),
+        segments=np.zeros((count, length), np.int32),
+        parents=np.zeros((count, length), np.int32),
+        at=np.zeros((parts, asked), np.int32),
+        targets=np.zeros((parts, asked), np.int32),
     )
-    for index, family in enumerate(families):
-        batch.shared[index] = family.shared
-        _fill(batch, index, family)
+    column = 0
+    for index, row in enumerate(rows):
+        if index % (count // parts) == 0:
+            column = 0
+        start = number = 0
+        for family in row:
+            _fill(batch, index, family, start, column, number + 1)
+            start, column, number = start + family.length, column + family.asked, number + 1 + len(family.rows)
     return batch
 
 
-def _fill(batch: Batch, index: int, family: Family) -> None:
-    shared, start, column = family.shared, family.shared, 0
-    batch.tokens[index, :shared] = family.rows[0].tokens[:shared]
-    batch.positions[index, :shared] = np.arange(shared)
-    for number, row in enumerate(family.rows, 1):
+def _fill(batch: Batch, index: int, family: Family, start: int, column: int, number: int) -> None:
+    """Write a family into a row, from a token, an asked one and a segment's number on."""
+    shared, begun = family.shared, slice(start, start + family.shared)
+    part, row_of_part = divmod(index, len(batch.tokens) // len(batch.at))
+    before = row_of_part * batch.tokens.shape[1]
+    batch.tokens[index, begun] = family.rows[0].tokens[:shared]
+    batch.positions[index, begun] = np.arange(shared)
+    batch.segments[index, begun] = number
+    batch.parents[index, start : start + family.length] = number
+    first = start
+    start = begun.stop
+    for own_number, row in enumerate(family.rows, number + 1):
         count = len(row.tokens)
         own = slice(start, start + count - shared)
         batch.tokens[index, own] = row.tokens[shared:]
         batch.positions[index, own] = np.arange(shared, count)
-        batch.segments[index, own] = number
+        batch.segments[index, own] = own_number
         asked = np.arange(count - row.scored, count)  # of the row, the last one for each of its candidates
-        places = np.where(asked < shared, asked, asked - shared + start)
+        places = before + np.where(asked < shared, asked + first, asked - shared + start)
         targets = [*row.tokens[count - row.scored + 1 :], *row.candidates]
         columns = slice(column, column + len(targets))
-        batch.at[index, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
-        batch.targets[index, columns] = targets
+        batch.at[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
+        batch.targets[part, columns] = targets
         start, column = own.stop, columns.stop

@@ -23,9 +23,11 @@ _LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whateve
 # What a compilation costs, in floating point operations that the machine could have done meanwhile.
 _COMPILE_FLOPS = {"cpu": 5e10}
 _COMPILE_FLOPS_ACCELERATOR = 1e15
+# Tokens at once, whatever memory holds: more of them leave the caches of processors, which costs up to a third.
+_MOST_TOKENS = {"cpu": 1536}
 
-Scores = tuple[Float[Array, "B P"], Bool[Array, "B P"]]
-Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B"]]  # positions, segments, shared
+Scores = tuple[Float[Array, "R P"], Bool[Array, "R P"]]
+Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # positions, segments, parents
 
 
 @lru_cache(maxsize=8)
@@ -36,25 +38,26 @@ def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, layo
     def score(
         params: Tree,
         tokens: Int[Array, "B S"],
-        at: Int[Array, "B P"],
-        targets: Int[Array, "B P"],
+        at: Int[Array, "R P"],
+        targets: Int[Array, "R P"],
         joined: Joined | None = None,
     ) -> Scores:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-        families = None
+        segments = None
         if joined is not None:
-            positions, *families = joined
+            positions, *segments = joined
         lazy, _ = logits_of(
-            graph, params, tokens, positions, dtype, attention=attention, layout=layout, families=families
+            graph, params, tokens, positions, dtype, attention=attention, layout=layout, segments=segments
         )
-        hidden = jnp.take_along_axis(lazy.hidden, at[:, :, None], axis=1)
+        hidden = lazy.hidden.reshape(len(at), -1, lazy.hidden.shape[-1])
+        hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
         return _log_probabilities(lazy.kernel, lazy.softcap, hidden, targets)
 
     return score
 
 
 def _log_probabilities(
-    kernel: Float[Array, "V D"], softcap: float | None, hidden: Float[Array, "B P D"], targets: Int[Array, "B P"]
+    kernel: Float[Array, "V D"], softcap: float | None, hidden: Float[Array, "R P D"], targets: Int[Array, "R P"]
 ) -> Scores:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
     count, vocabulary = targets.size, kernel.shape[0]
@@ -77,12 +80,15 @@ def _log_probabilities(
 
 
 class Scorer:
-    """Scores continuations with one model, `batch` rows at a time."""
+    """Scores continuations with one model."""
 
     def __init__(
         self, model: LoadedModel, *, batch: int = 64, ledger: Ledger | None = None, share: bool = True
     ) -> None:
-        """`ledger` keeps answers over a kill; `share`: compute contexts that continuations share once."""
+        """`batch`: rows of the model's context that memory holds at once, however many shorter ones those are.
+
+        `ledger` keeps answers over a kill; `share`: compute what continuations share once.
+        """
         self.model = model
         self._batch = batch
         self._ledger = ledger
@@ -118,11 +124,7 @@ class Scorer:
 
         def collect(batch: Batch, scores: Scores) -> None:
             values, best = (self.model.on_host(a) for a in scores)
-            new = {
-                left[place]: answer
-                for index, family in enumerate(batch.families)
-                for place, answer in family.answers(values[index], best[index])
-            }
+            new = {left[place]: answer for place, answer in batch.answers(values, best)}
             answers.update(new)
             if self._ledger is not None:
                 for index, answer in new.items():
@@ -147,15 +149,16 @@ class Scorer:
         """Every row in one batch, with the numbers of its batch, which the device may still be computing."""
         place, model = self.model.place, self.model
         families = find_families(rows) if self._share else [Family(0, (row,)) for row in rows]
+        tokens = self._batch * model.context
         for one in batches(
             families,
-            self._batch,
+            min(tokens, _MOST_TOKENS.get(jax.default_backend(), tokens)),
             context=model.context,
             compile_tokens=self._compile_tokens(),
             pad=PAD,
             multiple=model.row_multiple,
         ):
-            joined = tuple(map(place, (one.positions, one.segments, one.shared))) if one.joined else None
+            joined = tuple(map(place, (one.positions, one.segments, one.parents))) if one.joined else None
             yield one, self._score(model.params, *map(place, (one.tokens, one.at, one.targets)), joined)
 
     def _compile_tokens(self) -> float:

@@ -73,16 +73,16 @@ def logits_of(
     *,
     attention: AttentionImplementation = "auto",
     layout: MeshLayout | None = None,
-    families: Sequence[Array] | None = None,
+    segments: Sequence[Array] | None = None,
 ) -> tuple[Logits, Any]:
     """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given.
 
-    `attention` and `layout`: as of a LoadedModel. With a cache or families, attention is xla's. `families`: segments
-    int32 [B, S] that rows consist of, and how many tokens at their beginning [B] all segments see.
+    `attention` and `layout`: as of a LoadedModel. With a cache or segments, attention is xla's. `segments`: where rows
+    consist of several, the batch's `segment_ids` and `parents`.
     """
     batch = {"tokens": tokens, "positions": positions}
-    if families is not None:
-        batch["segment_ids"], batch["prefix"] = families
+    if segments is not None:
+        batch["segment_ids"], batch["parents"] = segments
     call = Call(
         compute_dtype=jnp.dtype(dtype),
         cache=cache,

@@ -133,7 +133,7 @@ def apply(graph: Graph, params: Tree, batch: Mapping[str, Array], call: Call) ->
 
     `batch` holds the graph's inputs, and beside `tokens` int32 [B, S] optionally `segment_ids` and `positions`
     int32 [B, S], `loss_mask` float32 [B, S] and `rows` int32 [B]; without them a row is one document and every
-    token counts. With `prefix` int32 [B], all segments of a row see so many tokens at its beginning.
+    token counts. With `parents` int32 [B, S] a token sees the segment of that number, too.
     With `call.cache` the tokens continue its rows: they are written at their `positions` (a negative one marks padding)
     and see all earlier slots of their row.
     """

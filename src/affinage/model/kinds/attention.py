@@ -89,12 +89,11 @@ class AttentionSettings(Settings):
             slots = jnp.arange(context.cache["key"].shape[3])[None, None, :]
             return self._in_reach(positions[:, :, None], slots)
         index = jnp.arange(positions.shape[1])
-        segments, prefix = context.batch.get("segment_ids"), context.batch.get("prefix")
-        if prefix is not None and segments is not None:  # a document is a segment and what the row begins with, and its positions say so
-            alike = segments[:, :, None] == segments[:, None, :]
-            before = index[None, None, :] <= index[None, :, None]
-            begun = index[None, None, :] < prefix[:, None, None]
-            return self._in_reach(positions[:, :, None], positions[:, None, :]) & before & (alike | begun)
+        segments, parents = context.batch.get("segment_ids"), context.batch.get("parents")
+        if parents is not None and segments is not None:  # what comes before a token is told by positions
+            seen = segments[:, None, :]
+            alike = (segments[:, :, None] == seen) | (parents[:, :, None] == seen)
+            return alike & self._in_reach(positions[:, :, None], positions[:, None, :])
         mask = self._in_reach(index[None, :, None], index[None, None, :])
         return mask if segments is None else mask & (segments[:, :, None] == segments[:, None, :])
 

@@ -1,5 +1,7 @@
 """The two products of attention, by the implementation that the call asks for."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -9,6 +11,7 @@ from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import cudnn_attention, splash_attention
 from affinage.model.kinds.dropout import drop
 
+_BLOCKS, _LONG = (64, 128), 512  # queries at once, in rows below and from so many tokens on
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 
 
@@ -32,7 +35,7 @@ def attend(
         context.call.platform, query.dtype, width, length, context.cache is not None, dropout=dropped, softcap=softcap
     )
     # The kernels know segments, but none that all the others see.
-    chosen = "xla" if "prefix" in context.batch else choose(context.call.attention, need)
+    chosen = "xla" if "parents" in context.batch else choose(context.call.attention, need)
     if chosen != "xla":
         return _by_kernel(chosen, query, key, value, context, softcap=softcap, window=window)
     mask = context.prepared["mask"]
@@ -40,7 +43,9 @@ def attend(
     if softcap is not None or dropped:
         out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
-        out = attention(grouped, key, value, mask)
+        # Where rows are not continued, no query sees a later key.
+        causal = context.call.platform == "cpu" and context.cache is None
+        out = attention(grouped, key, value, mask, causal)
     return out.reshape(batch, heads, length, width)
 
 
@@ -82,21 +87,36 @@ def plain_attention(
     return jnp.einsum("bkgst,bktd->bkgsd", probabilities, value)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attention(
     query: Float[Array, "B K G S D"],
     key: Float[Array, "B K T D"],
     value: Float[Array, "B K T D"],
     mask: Bool[Array, "b S T"],
+    in_blocks: bool = False,
 ) -> Float[Array, "B K G S D"]:
     """The same without dropout and cap, with a gradient by hand.
 
-    It keeps one [S, T] array, the probabilities, where autodiff keeps more; on CPUs a step takes 4 % less.
+    It keeps one [S, T] array, the probabilities, where autodiff keeps more; on CPUs a step takes 4 % less. Without a
+    gradient nothing is kept: `in_blocks`, for which no query may see a later key, then spares CPUs half of the work.
     """
-    return _forward(query, key, value, mask)[0]
+    if not in_blocks:
+        return _forward(query, key, value, mask, in_blocks)[0]
+    length = query.shape[3]
+    block = _BLOCKS[length >= _LONG]
+    outs = []
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        scores = _products("bkgsd,bktd->bkgst", query[:, :, :, start:end], key[:, :, :end])
+        seen = mask[:, None, None, start:end, :end]
+        scores = jnp.where(seen, scores * query.shape[-1] ** -0.5, MASKED)
+        exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        out = _products("bkgst,bktd->bkgsd", exponentials.astype(value.dtype), value[:, :, :end])
+        outs.append((out / jnp.sum(exponentials, axis=-1, keepdims=True)).astype(value.dtype))
+    return jnp.concatenate(outs, axis=3)
 
 
-def _forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(query: Array, key: Array, value: Array, mask: Array, in_blocks: bool) -> tuple[Array, tuple[Array, ...]]:
     scores = _products("bkgsd,bktd->bkgst", query, key)
     scores = jnp.where(mask[:, None, None], scores * query.shape[-1] ** -0.5, MASKED)
     exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
@@ -106,7 +126,7 @@ def _forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array
     return out, (query, key, value, probabilities, out)
 
 
-def _backward(kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+def _backward(in_blocks: bool, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, probabilities, out = kept
     d_value = _products("bkgst,bkgsd->bktd", probabilities, gradient)
     d_probabilities = _products("bkgsd,bktd->bkgst", gradient, value)
