@@ -87,7 +87,7 @@ def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
 
 
 def test_what_a_stop_leaves_of_them_is_gone_on_with(evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Given up after its first batches, and asked again: no answer is computed twice, and the scores are the same."""
+    """Given up after its first batch, and asked again: no answer is computed twice, and the scores are the same."""
     loaded = load_recipe(TINY, [asked(evaluated.parents[2] / "task")])
     store = evaluated.resolve().parent
     inputs = {name: next(store.glob(f"{name}-*")) for name in ("rows", "tokenizer")}
@@ -96,12 +96,12 @@ def test_what_a_stop_leaves_of_them_is_gone_on_with(evaluated: Path, tmp_path: P
     assert settings is not None
     state = SimpleNamespace(params=model.params)
     looked: list[int] = []
-    monkeypatch.setattr(families, "_ROOM", 32)  # so that not all of them are one batch
-    monkeypatch.setitem(scoring._MOST_TOKENS, "cpu", 64)
+    monkeypatch.setattr(families, "_ROOM", 16)  # so that not all of them are one batch
+    monkeypatch.setitem(scoring._MOST_TOKENS, "cpu", 16)
 
     def stop() -> bool:
         looked.append(1)
-        return len(looked) > 2
+        return len(looked) > 1
 
     first = InLoop(context, settings, model.graph, model.context, {})
     assert first.scores(20, state, {}, stop) is None  # type: ignore[arg-type]
