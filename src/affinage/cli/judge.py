@@ -63,7 +63,10 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question; default 0.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Rows per forward pass; default: what fits, to 64.")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of the context at once; default: what fits, to 64."),
+    ] = None,
     contamination: Annotated[
         bool | None,
         typer.Option(help="Look for the items in the text it was trained on, where that is here; default yes."),

@@ -57,9 +57,9 @@ def evaluate(
     `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
     chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
     so that their scores can be compared. `limit` is items per task, the first ones or, with `draw`, those that the seed
-    draws; `shots` examples before each question, `batch` rows per forward pass (auto: as many as fit), `samples` items
-    per task in the results for people to read. Of `texts` (validation texts by name) the bits per byte are measured,
-    beside those of gzip and xz if `compressors`.
+    draws; `shots` examples before each question, `batch` rows of the context at once (auto: as many as fit), `samples`
+    items per task in the results for people to read. Of `texts` (validation texts by name) the bits per byte are
+    measured, beside those of gzip and xz if `compressors`.
 
     `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
     Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.

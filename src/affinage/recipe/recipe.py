@@ -21,7 +21,7 @@ class EvaluateSettings(Settings):
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
     limit: int | None = Field(default=None, ge=1)  # items per task; default: all
     shots: int = Field(default=0, ge=0)  # examples put before each question
-    # Rows per forward pass. auto: as many as fit by the planner's estimate, at most 64 for each part of the mesh.
+    # Rows of the context at once. auto: as many as fit by the planner's estimate, at most 64 for each part of the mesh.
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     attention: AttentionImplementation = "auto"  # what computes it, as in training; generation has a KV cache: xla
     # Look for the items in the text that the model was trained on, list those found, and give the scores without them.

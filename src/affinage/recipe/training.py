@@ -203,7 +203,7 @@ class InLoopSettings(Settings):
     every_steps: int = Field(ge=1)  # also before the first step, and after the last
     items: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
-    batch: int = Field(default=64, ge=1)  # rows per forward pass
+    batch: int = Field(default=64, ge=1)  # rows of the context per forward pass, at most
 
 
 class PretrainSettings(TrainSettings):

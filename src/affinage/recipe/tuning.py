@@ -68,7 +68,7 @@ class WatchSettings(Settings):
     # stop: training ends; keep: it goes on. Either way the model is then the one of the last look before a degradation.
     # tell: it is only written down.
     when_worse: Literal["stop", "keep", "tell"] = "stop"
-    batch: int = Field(default=64, ge=1)  # rows per forward pass
+    batch: int = Field(default=64, ge=1)  # rows of the context per forward pass, at most
 
 
 class LoraSettings(Settings):
