@@ -62,7 +62,8 @@ def table(rows: list[dict]) -> str:
             for model in MODELS
         ]
         chance = next(iter(of_model.values()))["chance"]
-        lines.append(f"| {key[0]} | {key[1]} | {' | '.join(shown)} | {'–' if chance is None else f'{chance:.0%}'} |")
+        name = key[0].replace("|", "\\|")
+        lines.append(f"| {name} | {key[1]} | {' | '.join(shown)} | {'–' if chance is None else f'{chance:.0%}'} |")
     return "\n".join(lines)
 
 

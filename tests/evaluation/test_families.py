@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.evaluation import families
-from affinage.evaluation.families import batches, find_families
+from affinage.evaluation.families import Family, batches, find_families
 from affinage.evaluation.rows import Row, group_requests
 
 CONTEXT = 40
@@ -27,7 +27,8 @@ def test_a_batch_says_of_every_row_what_it_is_and_what_is_asked(pairs, batch, mu
     seen = []
     for one in made:
         assert len(one.tokens) % multiple == 0 and len(one.rows) <= len(one.tokens)
-        assert one.tokens.size <= max(batch * CONTEXT, one.tokens.shape[1]) + multiple * one.tokens.shape[1]
+        count, length = one.tokens.shape
+        assert count == multiple or count * length <= batch * CONTEXT * min(1, CONTEXT / length)
         assert len(one.at) == multiple
         column, of_part = 0, len(one.tokens) // multiple
         for index, packed in enumerate(one.rows):
@@ -85,5 +86,16 @@ def test_choices_of_a_question_and_beginnings_of_choices_are_shared(monkeypatch:
     assert joined.shared == 23 and len(joined.rows) == 3 and joined.length == 23 + 1 + 0 + 2
     assert alone.shared == 0 and alone.length == 10
     monkeypatch.setattr(families, "_ROOM", 0)
-    long = [(question * 3, [end, *range(100, 160)]) for end in (40, 41, 42, 43)]
-    assert [len(family.rows) for family in find_families(group_requests(long, 999))] == [3, 1], "twice the longest row"
+    long = [(question * 3, [end, *range(100, 115)]) for end in (40, 41, 42, 43)]
+    assert [len(family.rows) for family in find_families(group_requests(long, 999))] == [2, 2], (
+        "the longest row and a quarter"
+    )
+
+
+def test_kinds_that_cannot_be_joined_have_rows_of_their_own():
+    rows = rows_of([([1] * length, [2, 3]) for length in (3, 9, 30, 31, 5)])
+    made = batches(
+        [Family(0, (row,)) for row in rows], 99, context=CONTEXT, compile_tokens=1, pad=0, multiple=1, packed=False
+    )
+    assert all(len(row) == 1 for one in made for row in one.rows) and not any(one.joined for one in made)
+    assert max(one.tokens.shape[1] for one in made) <= CONTEXT

@@ -8,6 +8,7 @@ from affinage.evaluation import scoring
 from affinage.evaluation.families import find_families
 from affinage.evaluation.rows import group_requests, in_pieces
 from affinage.evaluation.scoring import Scorer
+from affinage.model.kinds.norm import RmsNorm
 from tiny_models import CONTEXT, full_logits, tiny_gpt2, tiny_llama
 
 
@@ -67,6 +68,28 @@ def test_sharing_contexts_changes_nothing():
     assert [value for value, _ in shared] == pytest.approx([value for value, _ in apart], abs=2e-4)
     rows = group_requests(in_pieces(pairs, CONTEXT)[0], CONTEXT)
     assert sorted(len(family.rows) for family in find_families(rows) if len(family.rows) > 1) >= [2, 3, 3, 5]
+
+
+@pytest.mark.parametrize("lengths", [(60, 61), (CONTEXT - 3,), (CONTEXT, CONTEXT - 1, 20)])
+def test_rows_that_fill_the_room_of_two_do_with_the_positions_that_were_learned(lengths):
+    model = tiny_gpt2()
+    pairs = [([2, *range(30, 29 + length)], [40, 41]) for length in lengths]
+    for (before, continuation), (value, _) in zip(pairs, Scorer(model, batch=4).score(pairs), strict=True):
+        assert value == pytest.approx(slow_score(model, before, continuation)[0], abs=2e-4)
+
+
+def test_a_kind_that_looks_at_other_tokens_and_knows_no_parents_scores_the_same(monkeypatch):
+    """Each text is then a row of its own."""
+    model = tiny_llama()
+    pairs = some_pairs(model)
+    joined = Scorer(model, batch=8).score(pairs)
+    monkeypatch.setattr(RmsNorm, "joins", False)
+    shapes = []
+    scorer = Scorer(model, batch=8)
+    score = scorer._score
+    monkeypatch.setattr(scorer, "_score", lambda *given: shapes.append(given[-1]) or score(*given))
+    assert [v for v, _ in scorer.score(pairs)] == pytest.approx([v for v, _ in joined], abs=2e-4)
+    assert shapes and all(one is None for one in shapes)
 
 
 def test_nothing_to_score_is_no_error():

@@ -73,7 +73,7 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
 def show(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Print what a checkpoint holds: settings, data, versions, arrays.
 
-    Example: affinage checkpoint show quickstart/pretrain@300
+    Example: affinage checkpoint show quickstart/pretrain@2200
     """
     from affinage.checkpoint.looking import arrays
 
@@ -97,7 +97,7 @@ def diff(
 ) -> None:
     """Say in what two checkpoints differ: settings, data, versions, mesh; with --arrays, bit for bit.
 
-    Example: affinage checkpoint diff quickstart/pretrain@200 quickstart/pretrain@300 --arrays
+    Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
     from affinage.checkpoint.looking import compare
 

@@ -46,7 +46,7 @@ def compare(
 
     Examples: affinage compare quickstart/evaluate-base quickstart/evaluate-sft
 
-    affinage compare my_model/ quickstart/pretrain@800
+    affinage compare my_model/ quickstart/pretrain@2100
 
     affinage compare small wide deep --html compared.html
     """

@@ -89,7 +89,7 @@ def export(
 
     Examples: affinage export quickstart --verify
 
-    affinage export runs/quickstart/pretrain@1000 --to my_model --dtype bfloat16 --push me/my_model
+    affinage export runs/quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
 
     affinage export quickstart/sft --adapter --to my_adapter
     """

@@ -32,12 +32,15 @@ def rows_that_fit(model: LoadedModel) -> int:
 
 
 def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
-    """Bytes that a forward pass holds at its peak for one row of the model's context, beside the weights."""
+    """Bytes that a forward pass holds at its peak for one row of the model's context, beside the weights.
+
+    With all scores of attention: rows that are several texts are computed so.
+    """
     shape = jax.ShapeDtypeStruct((_TRACED, model.context), jnp.int32)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.params)
 
     def hidden(params: Any, tokens: Any, positions: Any) -> Any:
-        lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention=model.attention)
+        lazy, _ = logits_of(model.graph, params, tokens, positions, model.compute_dtype, attention="xla")
         return lazy.hidden
 
     return measure(trace(hidden, params, shape, shape), {}, platform).total / _TRACED

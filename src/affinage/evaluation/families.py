@@ -8,12 +8,11 @@ from itertools import chain
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from affinage.evaluation.buckets import bucket_lengths, round_up
+from affinage.evaluation.buckets import MULTIPLE, bucket_lengths, round_up
 from affinage.evaluation.rows import Row
 
 _SHORTEST = 8  # shared tokens, below which it is not worth the while
 _ROOM = 192  # tokens of a row that short families are put into: few shapes, without much padding or attention
-_MULTIPLE = 8  # of what shapes are rounded up to
 # Tokens before it that cost a token in attention what the rest of a layer costs it; 1,000 is of a narrow model on CPUs.
 _EQUAL = 1000
 
@@ -60,6 +59,7 @@ class Batch:
             `positions` that follow the shared ones.
         segments: a number for what is shared, and for each end.
         parents: of an end the number of what its family shares; of other tokens that of their own segment.
+        joined: a row of this length may be more than one sequence, or longer than one.
         at: of each of R equal parts of the rows, the places in its flattened `tokens` after which a probability is
             asked, of the token in `targets`.
     """
@@ -71,11 +71,7 @@ class Batch:
     parents: Int[np.ndarray, "B S"]
     at: Int[np.ndarray, "R P"]
     targets: Int[np.ndarray, "R P"]
-
-    @property
-    def joined(self) -> bool:
-        """Whether some row is more than one sequence."""
-        return any(len(row) > 1 or len(row[0].rows) > 1 for row in self.rows)
+    joined: bool
 
     def answers(
         self, values: Float[np.ndarray, "R P"], best: Bool[np.ndarray, "R P"]
@@ -93,9 +89,9 @@ class Batch:
 def find_families(rows: Sequence[Row]) -> list[Family]:
     """Every row in one family, joined where that leaves less to compute.
 
-    None grows longer than twice the longest row, or 256 tokens, for the memory that the scores of attention take.
+    None grows longer than the longest row and a quarter, or 192 tokens: scores of attention take memory.
     """
-    most = max(_ROOM, 2 * max((len(row.tokens) for row in rows), default=0))
+    most = max(_ROOM, max((len(row.tokens) for row in rows), default=0) * 5 // 4)
     families: list[Family] = []
     some: list[Row] = []
     shared = tokens = 0  # of `some`
@@ -122,6 +118,7 @@ def batches(
     compile_tokens: float,
     pad: int,
     multiple: int,
+    packed: bool = True,
 ) -> list[Batch]:
     """Batches of few shapes, the longest first so that memory runs out at once or never.
 
@@ -132,39 +129,44 @@ def batches(
         compile_tokens: see `bucket_lengths`.
         pad: what stands where nothing does.
         multiple: of which the number of rows is one.
+        packed: a row may hold several families.
     """
     found: list[Batch] = []
-    for length, rows in _rows(families, context, compile_tokens).items():
-        fitting = max(1, tokens // length)
+    for length, rows in _rows(families, context, compile_tokens, packed).items():
+        # The scores of attention grow with the square of the length.
+        fitting = max(1, int(tokens * min(1, context / length)) // (length * multiple)) * multiple
         steps = -(-len(rows) // fitting)
         together = -(-len(rows) // (steps * multiple)) * multiple  # all batches as full as one another
         part = together // multiple
         asked = [
             sum(family.asked for row in rows[at : at + part] for family in row) for at in range(0, len(rows), part)
         ]
-        shape = together, length, multiple, -(-max(asked) // _MULTIPLE) * _MULTIPLE
-        found += [_pad(rows[start : start + together], shape, pad) for start in range(0, len(rows), together)]
+        shape = together, length, multiple, -(-max(asked) // MULTIPLE) * MULTIPLE
+        joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
+        found += [_pad(rows[start : start + together], shape, pad, joined) for start in range(0, len(rows), together)]
     return sorted(found, key=lambda one: -one.tokens.size)
 
 
-def _rows(families: Sequence[Family], context: int, compile_tokens: float) -> dict[int, list[list[Family]]]:
+def _rows(
+    families: Sequence[Family], context: int, compile_tokens: float, packed: bool
+) -> dict[int, list[list[Family]]]:
     """The families of each row, by the length of the row; short ones fill up what others leave, the tightest first."""
     longest_first = sorted(families, key=lambda family: (-family.length, family.rows[0].tokens))
     lengths = [family.length for family in longest_first]
-    short = sum(length for length in lengths if length <= _ROOM)
-    room = min(_ROOM, -(-short // _MULTIPLE) * _MULTIPLE)
+    short = sum(length for length in lengths if length <= _ROOM) if packed else 0
+    room = min(_ROOM, -(-short // MULTIPLE) * MULTIPLE)
+    longest = max(lengths, default=0)
     sizes = bucket_lengths(
-        [length for length in lengths if length > _ROOM],
+        [length for length in lengths if length > room],
         compile_tokens=compile_tokens,
-        longest=max([context, *lengths]),
-        multiple=_MULTIPLE,
+        longest=context if longest <= context else -(-longest // MULTIPLE) * MULTIPLE,
     )
     rows: dict[int, list[list[Family]]] = {}
     left: dict[int, list[list[Family]]] = {}  # rows by the tokens they have left
     spaces: list[int] = []  # its keys, ascending
     for family in longest_first:
         place = bisect_left(spaces, family.length)
-        if place < len(spaces):
+        if packed and place < len(spaces):
             space = spaces[place]
             row = left[space].pop()
             if not left[space]:
@@ -198,7 +200,7 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return min(len(one), len(other))
 
 
-def _pad(rows: Sequence[Sequence[Family]], shape: tuple[int, int, int, int], pad: int) -> Batch:
+def _pad(rows: Sequence[Sequence[Family]], shape: tuple[int, int, int, int], pad: int, joined: bool) -> Batch:
     count, length, parts, asked = shape
     batch = Batch(
         tuple(map(tuple, rows)),
@@ -208,6 +210,7 @@ def _pad(rows: Sequence[Sequence[Family]], shape: tuple[int, int, int, int], pad
         parents=np.zeros((count, length), np.int32),
         at=np.zeros((parts, asked), np.int32),
         targets=np.zeros((parts, asked), np.int32),
+        joined=joined,
     )
     column = 0
     for index, row in enumerate(rows):

@@ -87,7 +87,8 @@ class Scorer:
     ) -> None:
         """`batch`: rows of the model's context that memory holds at once, however many shorter ones those are.
 
-        `ledger` keeps answers over a kill; `share`: compute what continuations share once.
+        `ledger` keeps answers over a kill; `share`: compute what continuations share once, and
+        several in a row, where all kinds of the graph's nodes can.
         """
         self.model = model
         self._batch = batch
@@ -102,7 +103,7 @@ class Scorer:
     ) -> list[tuple[float, bool]]:
         """For each (context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
 
-        Natural logarithms, summed over the continuation's tokens in float32. Pairs longer than the model's context plus
+        Natural logarithms. Pairs longer than the model's context plus
         one are cut from the left; a continuation that is itself longer than the context is scored in pieces of half
         of it, each after what comes before. `progress` is told the number of pieces answered with every batch.
         """
@@ -148,7 +149,10 @@ class Scorer:
     def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[Batch, Scores]]:
         """Every row in one batch, with the numbers of its batch, which the device may still be computing."""
         place, model = self.model.place, self.model
-        families = find_families(rows) if self._share else [Family(0, (row,)) for row in rows]
+        graph = model.graph
+        computed = graph.needed_for(graph.logits)
+        packed = self._share and all(node.kind.joins for node in graph.nodes if node.name in computed)
+        families = find_families(rows) if packed else [Family(0, (row,)) for row in rows]
         tokens = self._batch * model.context
         for one in batches(
             families,
@@ -157,6 +161,7 @@ class Scorer:
             compile_tokens=self._compile_tokens(),
             pad=PAD,
             multiple=model.row_multiple,
+            packed=packed,
         ):
             joined = tuple(map(place, (one.positions, one.segments, one.parents))) if one.joined else None
             yield one, self._score(model.params, *map(place, (one.tokens, one.at, one.targets)), joined)

@@ -101,7 +101,7 @@ def compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
     ) -> tuple[State, Int[Array, "B 1"]]:
         batch, width = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
-        # Padding to the right also lands in the cache, at positions that are overwritten before they are looked at.
+        # Padding to the right lands in the cache, too, where there is room, and is overwritten before it is looked at.
         cache = init_cache(graph, batch, slots, jnp.dtype(dtype))
         lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache)
         last = jnp.take_along_axis(lazy.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]

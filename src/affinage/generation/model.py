@@ -34,7 +34,8 @@ class LoadedModel:
     layout: MeshLayout | None = None  # None: the default device
     system_prompt: str = ""  # what a chat model was told in conversations without a system message; "": nothing
     compute_dtype: str = "float32"
-    attention: AttentionImplementation = "auto"  # what computes it where there is no KV cache
+    # What computes it where there is no KV cache, and a row is one sequence; elsewhere xla.
+    attention: AttentionImplementation = "auto"
 
     def place(self, array: ArrayLike) -> Array:
         """`array` on the device, its rows split as the layout says where there is one."""
@@ -75,7 +76,7 @@ def logits_of(
     layout: MeshLayout | None = None,
     segments: Sequence[Array] | None = None,
 ) -> tuple[Logits, Any]:
-    """The logits, not yet multiplied out, of rows of one document each; and the advanced cache if one is given.
+    """The logits, not yet multiplied out, of rows; and the advanced cache if one is given.
 
     `attention` and `layout`: as of a LoadedModel. With a cache or segments, attention is xla's. `segments`: where rows
     consist of several, the batch's `segment_ids` and `parents`.

@@ -7,6 +7,6 @@ def power_of_two(value: int) -> int:
 
 
 def half_step(value: int) -> int:
-    """The smallest power of two, or three quarters of one, that is at least `value`: a third too much at most."""
+    """The smallest power of two, or three quarters of one, that is at least `value`."""
     whole = power_of_two(value)
     return whole * 3 // 4 if whole >= 4 and value <= whole * 3 // 4 else whole

@@ -43,9 +43,9 @@ class Context:
     """What a node sees besides its parameters and inputs."""
 
     call: Call
-    batch: Mapping[str, Array]  # segment_ids, positions, loss_mask, rows where the caller has them
+    batch: Mapping[str, Array]  # segment_ids, positions, parents, loss_mask, rows where the caller has them
     key: PRNGKeyArray | None = None  # of this node and layer; None: no dropout
-    layer: int | Array = 0  # the first index into `cache`
+    layer: int | Array = 0  # index within the repeat; with a cache, the first index into it
     cache: Any = None  # this node's arrays [layers, B, ...], or those of each layer [1, B, ...]: see `init_cache`
     shared: Tree | None = None  # the parameters of the node that `shares` names
     averages: Tree | None = None  # what the node's `averages` declares, as it stands at this step
@@ -69,6 +69,8 @@ class NodeKind(Settings):
     kind_name: ClassVar[str] = ""
     takes: ClassVar[tuple[str, ...]] = ("x",)  # names of the inputs, for arity and error messages
     is_loss: ClassVar[bool] = False
+    # Rows may be several sequences that see a beginning together: it looks at no other token, or knows `parents`.
+    joins: ClassVar[bool] = False
     constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
     def complete(self, others: Mapping[str, "NodeKind"]) -> Self:

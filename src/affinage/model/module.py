@@ -114,15 +114,16 @@ def init_cache(graph: Graph, batch: int, length: int, dtype: Any = jnp.float32, 
     return cache
 
 
-def one_by_one(graph: Graph, params: Tree, platform: str | None = None) -> Tree:
+def one_by_one(graph: Graph, params: Tree) -> Tree:
     """The parameters as `apply` takes them, too, with those of each layer apart where layers are not scanned.
 
-    A loop around `apply`, over the tokens that are generated, then need not take them apart in every turn.
+    A loop around `apply`, over the tokens that are generated, then need not take them apart in every turn. They are
+    copies.
     """
     repeated = {node.name: node for node in graph.nodes if node.repeat is not None}
     return {
         name: unstack(tree, repeated[name].layers)
-        if name in repeated and not repeated[name].scans(platform or jax.default_backend())
+        if name in repeated and not repeated[name].scans(jax.default_backend())
         else tree
         for name, tree in params.items()
     }

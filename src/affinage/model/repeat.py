@@ -41,7 +41,7 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
     def body(carry: Carry, layer_params: Tree, layer: Any) -> tuple[Carry, ByProducts]:
         value, cache = carry
         key = None if context.key is None else jax.random.fold_in(context.key, layer)
-        place = layer if scanned else 0
+        place = layer if scanned or cache is None else 0
         result = node.kind.apply(layer_params, (value,), replace(context, key=key, layer=place, cache=cache))
         if not isinstance(result, Result):
             result = Result(result)
@@ -57,7 +57,9 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
         return Result(value, cache, losses, metrics)
     caches: list[Cache | None] = []
     collected: list[ByProducts] = []
-    given = context.cache if isinstance(context.cache, tuple) else (None,) * node.layers
+    if isinstance(context.cache, Mapping):
+        raise ValueError("a cache of layers that are scanned, on a platform where they are not: see `init_cache`")
+    given = context.cache or (None,) * node.layers
     for layer, (layer_params, own) in enumerate(zip(unstack(params, node.layers), given, strict=True)):
         (x, cache), products = wrapped((x, own), layer_params, first + layer)
         caches.append(cache)

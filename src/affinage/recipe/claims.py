@@ -41,7 +41,7 @@ class Claims(Settings):
 
 
 class CloudSettings(Settings):
-    """Of a TPU slice that `affinage launch --rent` asks Google's cloud for. No secrets: those are gcloud's."""
+    """Of a TPU slice that `affinage launch --on cloud` asks Google's cloud for. No secrets: those are gcloud's."""
 
     project: str  # the cloud project that pays
     zone: str  # such as us-central2-b

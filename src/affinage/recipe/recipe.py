@@ -23,7 +23,7 @@ class EvaluateSettings(Settings):
     shots: int = Field(default=0, ge=0)  # examples put before each question
     # Rows of the context at once. auto: as many as fit by the planner's estimate, at most 64 for each part of the mesh.
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    attention: AttentionImplementation = "auto"  # what computes it, as in training; generation has a KV cache: xla
+    attention: AttentionImplementation = "auto"  # what computes it where a row is one text; elsewhere xla
     # Look for the items in the text that the model was trained on, list those found, and give the scores without them.
     contamination: bool = True
     compressors: bool = False  # put gzip -9 and xz -9 beside the model's bits per byte on the validation text

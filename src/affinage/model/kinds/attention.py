@@ -113,7 +113,7 @@ class AttentionSettings(Settings):
         if cache is not None:
             cache = _write(cache, key, value, context)
             key, value = cache["key"][context.layer], cache["value"][context.layer]
-        if cache is None and context.call.rings:
+        if cache is None and context.call.rings and "parents" not in context.batch:
             if self.dropout and context.key is not None:
                 raise UserError(
                     "ring attention has no dropout of probabilities",

@@ -12,6 +12,7 @@ from affinage.model.kinds.attention_kernels import cudnn_attention, splash_atten
 from affinage.model.kinds.dropout import drop
 
 _BLOCKS, _LONG = (64, 128), 512  # queries at once, in rows below and from so many tokens on
+_MOST_BLOCKS = 16  # each is compiled by itself
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 
 
@@ -26,6 +27,8 @@ def attend(
     window: int | None,
 ) -> Float[Array, "B H S D"]:
     """Values weighted by the softmax of scaled scores; every implementation honours the mask or refuses.
+
+    Without a cache no mask may show a later key to a query.
 
     `context.prepared` has the mask bool [b, S, T] of all that a query sees, and the segments int32 [B, S] or None.
     """
@@ -43,9 +46,9 @@ def attend(
     if softcap is not None or dropped:
         out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
-        # Where rows are not continued, no query sees a later key.
-        causal = context.call.platform == "cpu" and context.cache is None
-        out = attention(grouped, key, value, mask, causal)
+        # Outside of training, whose steps have a key; and where rows are not continued, no query sees a later key.
+        in_blocks = context.call.platform == "cpu" and context.key is None and context.cache is None
+        out = attention(grouped, key, value, mask, in_blocks)
     return out.reshape(batch, heads, length, width)
 
 
@@ -103,7 +106,7 @@ def attention(
     if not in_blocks:
         return _forward(query, key, value, mask, in_blocks)[0]
     length = query.shape[3]
-    block = _BLOCKS[length >= _LONG]
+    block = max(_BLOCKS[length >= _LONG], length // _MOST_BLOCKS)
     outs = []
     for start in range(0, length, block):
         end = min(start + block, length)

@@ -28,6 +28,8 @@ def _ffn_or_moe(value: Any) -> str:
 class TransformerBlock(NodeKind):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
+    joins = True
+
     attention: AttentionSettings
     ffn: Annotated[
         Annotated[FfnSettings, Tag(FfnSettings.__name__)] | Annotated[MoeSettings, Tag(MoeSettings.__name__)],

@@ -35,6 +35,8 @@ def drop(x: Float[Array, "B ..."], rate: float, context: Context, site: int | Ar
 class Dropout(NodeKind):
     """Dropout as a node of its own, e.g. after GPT-2's embeddings."""
 
+    joins = True
+
     rate: float = Field(ge=0, lt=1)  # probability of zeroing an element
 
     @override

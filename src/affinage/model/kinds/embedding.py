@@ -17,6 +17,8 @@ from affinage.model.shape import TOKENS, Shape, ShapeMismatch, expect_sequence, 
 class Embedding(NodeKind):
     """A learned vector for every token id."""
 
+    joins = True
+
     takes = ("tokens",)
     vocab: int = Field(ge=2)  # number of token ids
     width: int = Field(ge=1)  # of the vectors, and so of the residual stream
@@ -43,6 +45,8 @@ class Embedding(NodeKind):
 @node_kind("learned_positions")
 class LearnedPositions(NodeKind):
     """Adds a learned vector for the index of the token within its document (GPT-2)."""
+
+    joins = True
 
     length: int = Field(ge=1)  # positions that have a vector; the context must not be longer
     init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first values

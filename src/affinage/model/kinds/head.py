@@ -18,6 +18,8 @@ from affinage.model.shape import Shape, expect_sequence, sequence_of
 class Unembed(NodeKind):
     """A logit for every token id, by its own kernel or, tied, by the embedding's (Press and Wolf, 2017)."""
 
+    joins = True
+
     tied: bool | str = False  # the name of the embedding node; true: the only one there is
     vocab: int | None = Field(default=None, ge=2)  # number of token ids; default: the embedding's
     softcap: float | None = Field(default=None, gt=0)  # logits are bounded to ± this by a tanh

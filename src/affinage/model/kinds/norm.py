@@ -71,6 +71,8 @@ class NormSettings(Settings):
 
 
 class _NormNode(NodeKind):
+    joins = True
+
     eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
 
     def settings(self) -> NormSettings:
