@@ -67,7 +67,12 @@ def test_sharing_contexts_changes_nothing():
     shared, apart = (Scorer(model, batch=8, share=share).score(pairs) for share in (True, False))
     assert [value for value, _ in shared] == pytest.approx([value for value, _ in apart], abs=2e-4)
     rows = group_requests(in_pieces(pairs, CONTEXT)[0], CONTEXT)
-    assert sorted(len(family.rows) for family in find_families(rows) if len(family.rows) > 1) >= [2, 3, 3, 5]
+    assert sorted(len(family.rows) for family in find_families(rows, 2 * CONTEXT) if len(family.rows) > 1) >= [
+        2,
+        3,
+        3,
+        5,
+    ]
 
 
 @pytest.mark.parametrize("lengths", [(60, 61), (CONTEXT - 3,), (CONTEXT, CONTEXT - 1, 20)])

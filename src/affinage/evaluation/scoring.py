@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from affinage.data.special_tokens import PAD
-from affinage.evaluation.families import Batch, Family, batches, find_families
+from affinage.evaluation.families import Family, find_families
 from affinage.evaluation.ledger import Ledger
+from affinage.evaluation.packing import Batch, batches
 from affinage.evaluation.rows import Pair, Row, group_requests, in_pieces
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.call import multiply_out
@@ -85,10 +86,13 @@ class Scorer:
     def __init__(
         self, model: LoadedModel, *, batch: int = 64, ledger: Ledger | None = None, share: bool = True
     ) -> None:
-        """`batch`: rows of the model's context that memory holds at once, however many shorter ones those are.
+        """A scorer of one model.
 
-        `ledger` keeps answers over a kill; `share`: compute what continuations share once, and
-        several in a row, where all kinds of the graph's nodes can.
+        Args:
+            model: with its weights and tokenizer.
+            batch: rows of the model's context that memory holds at once, however many shorter ones those are.
+            ledger: keeps answers over a kill.
+            share: compute once what continuations share, and several in a row, where all kinds of nodes of it can.
         """
         self.model = model
         self._batch = batch
@@ -103,9 +107,9 @@ class Scorer:
     ) -> list[tuple[float, bool]]:
         """For each (context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
 
-        Natural logarithms. Pairs longer than the model's context plus
-        one are cut from the left; a continuation that is itself longer than the context is scored in pieces of half
-        of it, each after what comes before. `progress` is told the number of pieces answered with every batch.
+        Natural logarithms. Pairs longer than the model's context plus one are cut from the left; a continuation that is
+        itself longer than the context is scored in pieces of half of it, each after what comes before. `progress` is
+        told the number of pieces answered with every batch.
         """
         pieces, owners = in_pieces(pairs, self.model.context)
         values = self._score_pieces(pieces, progress)
@@ -152,12 +156,15 @@ class Scorer:
         graph = model.graph
         computed = graph.needed_for(graph.logits)
         packed = self._share and all(node.kind.joins for node in graph.nodes if node.name in computed)
-        families = find_families(rows) if packed else [Family(0, (row,)) for row in rows]
+        # Scores of attention in a row of twice the context take the memory of four rows.
+        most = model.context * (2 if self._batch >= 4 * model.row_multiple else 1)
+        families = find_families(rows, most) if packed else [Family(0, (row,)) for row in rows]
         tokens = self._batch * model.context
         for one in batches(
             families,
             min(tokens, _MOST_TOKENS.get(jax.default_backend(), tokens)),
             context=model.context,
+            most=most,
             compile_tokens=self._compile_tokens(),
             pad=PAD,
             multiple=model.row_multiple,
