@@ -3,10 +3,10 @@
 import multiprocessing
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from affinage.errors import UserError
@@ -30,7 +30,6 @@ class Engine(ABC):
     def workers(self) -> int:
         """How many tasks run at the same time."""
 
-    @abstractmethod
     def map(
         self,
         function: Callable[[Task], Result],
@@ -45,6 +44,19 @@ class Engine(ABC):
         `function` must be importable by name. `bytes` of text in all tasks: where they are few, no processes are
         started for them. `releases_gil`: the work is in kernels and Parquet, so that threads do, and a closure too.
         """
+        done: list[Result] = []
+        with closing(self._results(function, tasks, worth=bytes >= POOL_BYTES, releases_gil=releases_gil)) as results:
+            for result in results:
+                done.append(result)
+                if progress is not None:
+                    progress(len(done) / len(tasks))
+        return done
+
+    @abstractmethod
+    def _results(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], *, worth: bool, releases_gil: bool
+    ) -> Generator[Result]:
+        """One after the other, in the order of the tasks; `worth`: starting processes for them is."""
 
 
 class LocalEngine(Engine):
@@ -59,32 +71,25 @@ class LocalEngine(Engine):
         """How many tasks run at the same time."""
         return cores() if self._asked is None else self._asked
 
-    def map(
-        self,
-        function: Callable[[Task], Result],
-        tasks: Sequence[Task],
-        *,
-        bytes: int = POOL_BYTES,
-        releases_gil: bool = False,
-        progress: Progress | None = None,
-    ) -> list[Result]:
-        """`[function(task) for task in tasks]`, in this order."""
-        worth = releases_gil or bytes >= POOL_BYTES
-        workers = min(self._asked or (cores() if worth else 1), len(tasks))
+    def _results(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], *, worth: bool, releases_gil: bool
+    ) -> Generator[Result]:
+        workers = min(self._asked or (cores() if worth or releases_gil else 1), len(tasks))
         if workers <= 1:
-            return collected(map(function, tasks), len(tasks), progress)
-        if releases_gil:
+            yield from map(function, tasks)
+        elif releases_gil:
             with ThreadPoolExecutor(workers) as threads:
-                return collected(threads.map(function, tasks), len(tasks), progress)
-        return self._in_processes(function, tasks, workers, progress)
+                yield from threads.map(function, tasks)
+        else:
+            yield from self._from_processes(function, tasks, workers)
 
-    def _in_processes(
-        self, function: Callable[[Task], Result], tasks: Sequence[Task], workers: int, progress: Progress | None
-    ) -> list[Result]:
+    def _from_processes(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], workers: int
+    ) -> Generator[Result]:
         # Spawned, not forked: JAX's threads do not survive a fork.
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:
-                return collected(pool.map(function, tasks), len(tasks), progress)
+                yield from pool.map(function, tasks)
             except BrokenProcessPool:
                 raise UserError(
                     "a worker process of the data stage ended without a result",
@@ -100,16 +105,6 @@ LOCAL = LocalEngine()
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def collected(results: Iterable[Result], total: int, progress: Progress | None) -> list[Result]:
-    """All results, telling `progress` of each."""
-    done = []
-    for result in results:
-        done.append(result)
-        if progress is not None:
-            progress(len(done) / total)
-    return done
 
 
 @contextmanager

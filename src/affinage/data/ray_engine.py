@@ -1,12 +1,12 @@
 """The data stages on Ray: the same functions on the same files, in tasks of a cluster or of this machine."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from affinage.data.engine import POOL_BYTES, Engine, Progress, Result, Task, collected
+from affinage.data.engine import Engine, Result, Task
 from affinage.errors import UserError
 from affinage.hardware.ray_cluster import connect
 
@@ -55,19 +55,9 @@ class RayEngine(Engine):
         """How many tasks run at the same time."""
         return self._asked or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
-    def map(
-        self,
-        function: Callable[[Task], Result],
-        tasks: Sequence[Task],
-        *,
-        bytes: int = POOL_BYTES,
-        releases_gil: bool = False,
-        progress: Progress | None = None,
-    ) -> list[Result]:
-        """`[function(task) for task in tasks]`, in this order, each as a Ray task."""
-        return collected(self._results(function, tasks), len(tasks), progress)
-
-    def _results(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[Result]:
+    def _results(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], *, worth: bool, releases_gil: bool
+    ) -> Generator[Result]:
         # As an object and not as a function, for which Ray has a limit of size: closures hold indexes and tables, which
         # the workers of a machine then share.
         shared = self._ray.put(function)

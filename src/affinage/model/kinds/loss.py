@@ -36,6 +36,15 @@ def auto_chunk(tokens: int, vocabulary: int) -> int:
     return AUTO_CHUNK if tokens * vocabulary * 4 > WHOLE_BYTES else 0
 
 
+def expect_logits_and_tokens(inputs: tuple[Shape, ...]) -> None:
+    """Raise ShapeMismatch unless the inputs are logits [B, S, V] and token ids [B, S]."""
+    logits, tokens = inputs
+    if tokens != TOKENS:
+        raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
+    if len(logits.dims) != 3:
+        raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
+
+
 @node_kind("next_token_loss")
 class NextTokenLoss(NodeKind):
     """Cross-entropy of the next token in nats, summed over the counted targets."""
@@ -48,11 +57,7 @@ class NextTokenLoss(NodeKind):
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        logits, tokens = inputs
-        if tokens != TOKENS:
-            raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
-        if len(logits.dims) != 3:
-            raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
+        expect_logits_and_tokens(inputs)
         return Shape(())
 
     @override

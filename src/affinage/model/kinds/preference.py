@@ -11,9 +11,9 @@ from typing_extensions import override
 from affinage.model.call import Logits, Loss
 from affinage.model.kind import Context, NodeKind, Result, node_kind
 from affinage.model.kinds.cross_entropy import token_log_probabilities
-from affinage.model.kinds.loss import next_tokens
+from affinage.model.kinds.loss import expect_logits_and_tokens, next_tokens
 from affinage.model.parameter import Tree
-from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
+from affinage.model.shape import BATCH, Shape, ShapeMismatch
 
 REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
 
@@ -40,11 +40,7 @@ class DocumentLogProbabilities(NodeKind):
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
-        logits, tokens = inputs
-        if tokens != TOKENS:
-            raise ShapeMismatch(f"expected token ids [B, S] int as second input, got {tokens}")
-        if len(logits.dims) != 3:
-            raise ShapeMismatch(f"expected logits [B, S, vocabulary] as first input, got {logits}")
+        expect_logits_and_tokens(inputs)
         return Shape((BATCH, self.documents, 2))
 
     @override
