@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -97,7 +97,7 @@ class Flow:
             self.folder,
             force=self._force,
             any_code=self._any_code,
-            elsewhere=self._remote.has,
+            elsewhere=None if self._remote is None else self._remote.has,
         )
 
     def run(self, watcher: Watcher) -> list[Step]:
@@ -155,25 +155,32 @@ class Flow:
             self._copy([step for step in steps if step.complete])
             requests = {step.stage.name: step.request for step in steps}
             if all(step.complete for step in steps):
-                self._remote.bring(tuple(requests), requests, _tell, looked_at=True)
+                self._bring(tuple(requests), requests, looked_at=True)
                 self._note(steps)
             for step in steps:
                 if not step.complete:
                     # A report reads what all the others say of themselves.
-                    self._remote.bring(step.stage.inputs, requests, _tell, looked_at=bool(step.stage.shows))
+                    self._bring(step.stage.inputs, requests, looked_at=bool(step.stage.shows))
                     self._note(steps)
                     self._make(step, watcher)
                     self._link(step)
-                    self._remote.copy(step.request)
-            if failure := self._remote.wait():
+                    if self._remote is not None:
+                        self._remote.copy(step.request)
+            if self._remote is not None and (failure := self._remote.wait()):
                 _tell(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
         return [step for step in steps if not step.complete]
 
+    def _bring(self, stages: Collection[str], requests: Mapping[str, Request], *, looked_at: bool) -> None:
+        """Copy from the recipe's `remote` what is there and not here."""
+        if self._remote is not None:
+            self._remote.bring(stages, requests, _tell, looked_at=looked_at)
+
     def _copy(self, steps: Sequence[Step]) -> None:
         """Copy to the recipe's `remote` what is here and not there."""
+        remote = self._remote
         for step in steps:
-            if self.runs.store.is_complete(step.request) and not self._remote.has(step.request):
-                self._remote.copy(step.request)
+            if remote is not None and self.runs.store.is_complete(step.request) and not remote.has(step.request):
+                remote.copy(step.request)
 
     def _make(self, step: Step, watcher: Watcher) -> None:
         stage, store = step.stage, self.runs.store
@@ -224,32 +231,9 @@ class Flow:
                 entry.unlink()
 
 
-class _Nowhere:
-    """In the place of `RemoteResults`, for a recipe without `remote`."""
-
-    def has(self, request: Request) -> bool:
-        return False
-
-    def bring(
-        self,
-        stages: Collection[str],
-        requests: Mapping[str, Request],
-        say: Callable[[str], None],
-        *,
-        looked_at: bool = False,
-    ) -> None:
-        return
-
-    def copy(self, request: Request) -> None:
-        return
-
-    def wait(self) -> str:
-        return ""
-
-
-def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | _Nowhere":
+def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
     if loaded.recipe.remote is None:
-        return _Nowhere()
+        return None
     from affinage.stages.remote_results import RemoteResults  # with JAX, which a plan does without
 
     return RemoteResults(loaded.recipe.remote, store)

@@ -47,7 +47,7 @@ def plan(
     *,
     force: Sequence[str] = (),
     any_code: bool = False,
-    elsewhere: Callable[[Request], bool] = lambda _: False,
+    elsewhere: Callable[[Request], bool] | None = None,
 ) -> list[Step]:
     """What is there and what must run, without running or importing anything.
 
@@ -57,7 +57,7 @@ def plan(
         run_folder: its links lead to the results of the run before, which the reasons compare with.
         force: stages to run although their results are there; what reads them runs too.
         any_code: take a result made by another version of the code, if all else is equal.
-        elsewhere: whether a result that is not in the store is where it can be taken from.
+        elsewhere: whether a result that is not in the store is where it can be taken from; None: there is none.
     """
     steps: dict[str, Step] = {}
     for stage in stages:
@@ -78,7 +78,7 @@ def plan(
             complete, reason = False, f"forced by {anew[0]}"
         elif store.is_complete(request):
             complete, reason = True, "complete"
-        elif elsewhere(request):
+        elif elsewhere is not None and elsewhere(request):
             complete, reason = True, ELSEWHERE
         else:
             complete, reason = False, _reason(stage, store, request, before)
