@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe, load_recipe
@@ -168,7 +169,7 @@ class _Lines:
     def progressed(self, what: str) -> None: ...
 
     def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
-        print(f"{step.stage.name:<14}{manifest['seconds']:.1f} s", flush=True)
+        print(f"{step.stage.name:<14}{duration(manifest['seconds'])}", flush=True)
 
 
 def write_report(context: "StageContext") -> "Summary":

@@ -26,15 +26,8 @@ from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
 STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
-_SETTINGS = (
-    "tasks",
-    "data_dir",
-    "limit",
-    "shots",
-    "batch",
-    "max_new_tokens",
-    "contamination",
-)  # of `evaluate` in a recipe
+# Of `evaluate` in a recipe.
+_SETTINGS = ("tasks", "data_dir", "limit", "shots", "batch", "max_new_tokens", "contamination")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,10 +56,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question; default 0.")] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows of the context at once; default: what fits, to 64."),
-    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Whole rows at once; default: what fits, to 64.")] = None,
     contamination: Annotated[
         bool | None,
         typer.Option(help="Look for the items in the text it was trained on, where that is here; default yes."),

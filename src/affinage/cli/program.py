@@ -26,7 +26,6 @@ from affinage.cli import (
     sweep,
     talk,
 )
-from affinage.cli.terminal import only_data_on_stdout
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from affinage.secrets import masked
 from affinage.stopping import left_when_done
@@ -106,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(given: Sequence[str]) -> None:
-    only_data_on_stdout(False)  # a command before this one in the same process may have asked for it
     words = [word for word in given if word != "--debug"]
     debug = len(words) < len(given)
     try:

@@ -172,12 +172,10 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
         _tell(doubts(loaded))
         return flow.folder
     prepare_process(loaded)
-    with OwnProcess(), joined() as hosts:
+    with OwnProcess(), joined() as hosts, only_data_on_stdout(how.as_json):
         if not hosts.first:
             flow.follow()
             return flow.folder
-        if how.as_json:
-            only_data_on_stdout()
         steps = flow.plan()
         with hosts.all_at_work():  # the mesh is of all their devices
             check(loaded, [step.stage.name for step in steps if not step.complete])

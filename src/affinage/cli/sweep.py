@@ -38,15 +38,14 @@ def sweep(
     from affinage.stages.sweep import points
 
     found = points(recipe, overrides or ())
-    if as_json:
-        only_data_on_stdout()
     if dry_run:
         _show_plan(found, Runs(runs), as_json=as_json)
         return
     prepare_process(found[0].loaded)
-    for point in found:
-        screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
-        _run(point, Runs(runs))
+    with only_data_on_stdout(as_json):
+        for point in found:
+            screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
+            _run(point, Runs(runs))
     told = [
         {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings, "scores": scores}
         for point in found

@@ -1,7 +1,9 @@
 """Where the verbs print what people read: coloured on a terminal, plain and in whole lines everywhere else."""
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,20 +23,20 @@ def screen() -> "Console":
     return found
 
 
-def only_data_on_stdout(only: bool = True) -> None:
-    """From here on, what people read goes to standard error, so that standard output holds the JSON alone; or not."""
+@contextlib.contextmanager
+def only_data_on_stdout(asked: bool) -> Iterator[None]:
+    """Inside, if asked, what people read goes to standard error, so that standard output holds the JSON alone."""
+    if not asked:
+        yield
+        return
     import rich
 
-    rich.get_console().stderr = only
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 3.2 s, 4:05, 1:02:03."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    console = rich.get_console()
+    console.stderr = True
+    try:
+        yield
+    finally:
+        console.stderr = False
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from affinage.cli.terminal import duration, screen
+from affinage.cli.terminal import screen
 from affinage.cli.working import Working
+from affinage.durations import duration
 
 if TYPE_CHECKING:
     from affinage.stages.flow import Flow

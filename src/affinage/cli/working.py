@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from affinage.cli.terminal import duration
+from affinage.durations import duration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,9 +1,12 @@
 """Numbers as people of one language write them: thousands, decimals, bytes, durations, errors."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+from affinage.durations import duration
 
 ABSENT = "–"
 _NARROW = "\u202f"  # narrow no-break space: between a number and its unit, and in French between thousands
@@ -98,21 +101,11 @@ class Quantities:
         return f"{self._localised(text)}{_NARROW + unit if unit else ''}"
 
     def duration(self, seconds: float | None) -> str:
-        """Seconds in the two largest units that matter: 0.8 s, 1 min 12 s, 2 h 05 min, 3 d 4 h."""
+        """Seconds in the two largest units that matter: 2 h 05 min in English, 3 j 4 h in French."""
         if seconds is None or not _finite(seconds):
             return ABSENT
-        if seconds < 9.95:
-            return f"{self._localised(f'{seconds:.1f}')}{_NARROW}s"
-        total = round(seconds)
-        if total < 60:
-            return f"{total}{_NARROW}s"
-        if total < 3600:
-            return f"{total // 60}{_NARROW}min\u00a0{total % 60:02d}{_NARROW}s"
-        minutes = round(seconds / 60)
-        if minutes < 24 * 60:
-            return f"{minutes // 60}{_NARROW}h\u00a0{minutes % 60:02d}{_NARROW}min"
-        hours = round(seconds / 3600)
-        return f"{hours // 24}{_NARROW}{_DAY[self.language]}\u00a0{hours % 24}{_NARROW}h"
+        text = duration(seconds).replace("d", _DAY[self.language])
+        return self._localised(re.sub(r"(?<=\d) ", _NARROW, text).replace(" ", "\u00a0"))
 
     def ticks(self, values: Sequence[float]) -> list[str]:
         """Labels of an axis: the same unit and the same decimals on each, and no more of them than the steps need."""

@@ -10,6 +10,8 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from affinage.durations import duration
+
 _SECONDS_BETWEEN_LINES = 10.0  # where nobody watches; metrics.jsonl has them all
 
 
@@ -83,7 +85,7 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     if row.get("skipped"):
         parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if row.get('spike') else 'loss or gradient not finite'}")
     if speed and row["step"] < steps:
-        parts.append(f"ETA {_duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
+        parts.append(f"ETA {duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
     return "  ".join(parts)
 
 
@@ -95,9 +97,3 @@ def _also(score: Mapping[str, float]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
