@@ -58,7 +58,7 @@ class Generation:
 class State(NamedTuple):
     """A batch in the middle of generation. `token` is chosen but not yet in the cache; `position` is where it goes."""
 
-    cache: Any
+    cache: Tree | None
     token: Int[Array, "B"]
     position: Int[Array, "B"]
     generated: Int[Array, "B"]  # number of tokens
@@ -102,8 +102,8 @@ def compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
         batch, width = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
         # Padding to the right lands in the cache, too, where there is room, and is overwritten before it is looked at.
-        cache = init_cache(graph, batch, slots, jnp.dtype(dtype))
-        lazy, cache = logits_of(graph, params, tokens, positions, dtype, cache)
+        empty = init_cache(graph, batch, slots, jnp.dtype(dtype))
+        lazy, cache = logits_of(graph, params, tokens, positions, dtype, empty)
         last = jnp.take_along_axis(lazy.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         logits = multiply_out(last, lazy.kernel, lazy.softcap)
         seen = None

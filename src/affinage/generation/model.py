@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +69,12 @@ def logits_of(
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
     dtype: str,
-    cache: Any = None,
+    cache: Tree | None = None,
     *,
     attention: AttentionImplementation = "auto",
     layout: MeshLayout | None = None,
     segments: Sequence[Array] | None = None,
-) -> tuple[Logits, Any]:
+) -> tuple[Logits, Tree | None]:
     """The logits, not yet multiplied out, of rows; and the advanced cache if one is given.
 
     `attention` and `layout`: as of a LoadedModel. With a cache or segments, attention is xla's. `segments`: where rows

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from affinage.model.layout import Layout
-from affinage.model.parameter import Axes
+from affinage.model.parameter import Axes, Tree
 from affinage.model.product import product
 from affinage.recipe.training import AttentionImplementation
 
@@ -59,7 +59,7 @@ class Call:
 
     compute_dtype: Any = jnp.float32  # parameters are cast to it at use; norms, softmax and the loss stay in float32
     key: PRNGKeyArray | None = None  # of a training step: dropout, augmentations, experts' capacity; None: none
-    cache: Any = None  # from `init_cache`: the batch continues the rows it holds
+    cache: Tree | None = None  # from `init_cache`: the batch continues the rows it holds
     adapter_dropout: float = 0.0  # of what goes into adapters, where there are any and there is a key
     averages: Any = None  # the state of `graph.averages`, for the nodes that read them
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
@@ -96,5 +96,5 @@ class Outputs:
     """Values of the computed nodes, the advanced cache, and metrics as (sum, count) pairs."""
 
     values: dict[str, Any]
-    cache: Any = None
+    cache: Tree | None = None
     metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from affinage.model.node import Node
 
 
+Cache = Mapping[str, Array]
+
+
 @dataclass(frozen=True)
 class Cost:
     """Floating point operations of one forward pass. Matrix products only: 2 * m * n * k each."""
@@ -46,7 +49,8 @@ class Context:
     batch: Mapping[str, Array]  # segment_ids, positions, parents, loss_mask, rows where the caller has them
     key: PRNGKeyArray | None = None  # of this node and layer; None: no dropout
     layer: int | Array = 0  # index within the repeat; with a cache, the first index into it
-    cache: Any = None  # this node's arrays [layers, B, ...], or those of each layer [1, B, ...]: see `init_cache`
+    cache: Cache | None = None  # this node's arrays [layers, B, ...], or this layer's [1, B, ...]: see `init_cache`
+    caches: tuple[Cache, ...] | None = None  # of a repeated node whose layers have theirs one by one, before `cache`
     shared: Tree | None = None  # the parameters of the node that `shares` names
     averages: Tree | None = None  # what the node's `averages` declares, as it stands at this step
     prepared: Any = None  # what `prepare` returned, the same for all layers
@@ -57,10 +61,11 @@ class Result:
     """A node's value with its by-products. A node without by-products returns the bare value."""
 
     value: Any
-    cache: Any = None  # as the context's
+    cache: Cache | None = None  # as the context's
     # (sum, count): per-token means that are added to the training loss; the count is the same in all layers.
     losses: dict[str, tuple[Array, Array]] = field(default_factory=dict)
     metrics: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # (sum, count)
+    caches: tuple[Cache, ...] | None = None  # as the context's
 
 
 class NodeKind(Settings):

@@ -186,8 +186,9 @@ def apply_part(
         for name, (total, count) in result.metrics.items():
             before = metrics.get(name, (0.0, 0.0))
             metrics[name] = (before[0] + total, before[1] + count)
-        if cache is not None and result.cache is not None:
-            cache[node.name] = result.cache
+        own = result.cache or result.caches
+        if cache is not None and own is not None:
+            cache[node.name] = own
     return Part(values, cache, metrics, losses)
 
 
@@ -207,11 +208,13 @@ def _apply_node(node: Node, params: Tree, values: Mapping[str, Any], batch: Mapp
 def context_of(node: Node, params: Tree, batch: Mapping[str, Array], call: Call) -> Context:
     """What a node of a graph sees when it is applied; `params` are the graph's, for those that it shares."""
     shared = node.kind.shares
+    cache = None if call.cache is None else call.cache.get(node.name)
     return Context(
         call=call,
         batch=batch,
         key=None if call.key is None else _named_key(call.key, node.name),
-        cache=None if call.cache is None else call.cache.get(node.name),
+        cache=None if isinstance(cache, tuple) else cache,
+        caches=cache if isinstance(cache, tuple) else None,
         shared=params[shared] if shared else None,
         averages=None if call.averages is None else call.averages.get(node.name),
     )

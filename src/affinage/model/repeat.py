@@ -1,6 +1,5 @@
 """A node applied several times in a row, as one compiled body (scan) or as many (unrolled)."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from affinage.model.kind import Context, Result
+from affinage.model.kind import Cache, Context, Result
 from affinage.model.node import Node
 from affinage.model.parameter import Tree
 
-Cache = Mapping[str, Array]
 Carry = tuple[Any, Cache | None]
 Pairs = dict[str, tuple[Array, Array]]  # (sum, count)
 ByProducts = tuple[Pairs, Pairs]  # losses, metrics
@@ -20,10 +18,11 @@ ByProducts = tuple[Pairs, Pairs]  # losses, metrics
 
 def apply_node(node: Node, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
     """A node's value with its by-products, all its repeats in a row."""
-    if node.repeat is not None and context.call.layers is not None and context.cache is None:
+    cached = context.cache is not None or context.caches is not None
+    if node.repeat is not None and context.call.layers is not None and not cached:
         result: Result = context.call.layers(node, params, inputs[0], context)
         return result
-    first = context.cache[0] if isinstance(context.cache, tuple) else context.cache
+    first = context.caches[0] if context.caches else context.cache
     context = replace(context, prepared=node.kind.prepare(inputs, replace(context, cache=first)))
     if node.repeat is not None:
         return apply_layers(node, params, inputs[0], context)
@@ -37,6 +36,8 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
     Losses and metrics of the layers are added up; `first` is the number of the first layer for random draws.
     """
     scanned = node.scans(context.call.platform)
+    if (context.caches if scanned else context.cache) is not None:
+        raise ValueError("a cache of a platform that scans layers is of no use where they are not, nor the reverse")
 
     def body(carry: Carry, layer_params: Tree, layer: Any) -> tuple[Carry, ByProducts]:
         value, cache = carry
@@ -55,18 +56,16 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
         losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), layers)
         losses = {name: (total, layers[0][name][1][0]) for name, (total, _) in losses.items()}
         return Result(value, cache, losses, metrics)
-    caches: list[Cache | None] = []
     collected: list[ByProducts] = []
-    if isinstance(context.cache, Mapping):
-        raise ValueError("a cache of layers that are scanned, on a platform where they are not: see `init_cache`")
-    given = context.cache or (None,) * node.layers
+    given = context.caches or (None,) * node.layers
+    caches: list[Cache] = []
     for layer, (layer_params, own) in enumerate(zip(unstack(params, node.layers), given, strict=True)):
         (x, cache), products = wrapped((x, own), layer_params, first + layer)
-        caches.append(cache)
+        caches += [] if cache is None else [cache]
         collected.append(products)
     losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)
     losses = {name: (total, collected[0][0][name][1]) for name, (total, _) in losses.items()}
-    return Result(x, tuple(caches) if context.cache is not None else None, losses, metrics)
+    return Result(x, losses=losses, metrics=metrics, caches=tuple(caches) if context.caches is not None else None)
 
 
 def unstack(params: Tree | list[Tree], layers: int) -> list[Tree]:
