@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from run_scores import cells, evaluations, pairs, result, seconds
+
 QUESTIONS = [
     ("facts, form seen", "pocket_facts", "acc"),
     ("facts, form unseen for the fact", "pocket_facts_unseen", "acc"),
@@ -21,7 +23,6 @@ QUESTIONS = [
     ("arithmetic, operands unseen", "pocket_arithmetic", "acc"),
     ("seen questions in ChatML, exact answer", "pocket_chat", "exact_match"),
 ]
-MODELS = ("base", "sft", "dpo")
 LANGUAGES = {"en": "English", "fr": "French"}
 LIMIT_SECONDS = 300
 
@@ -37,7 +38,7 @@ def run(runs: Path, quick: bool) -> Path:
 
 def scores(folder: Path) -> list[dict]:
     rows = []
-    results = {m: json.loads((folder / f"evaluate-{m}" / "results.json").read_text()) for m in MODELS}
+    results = evaluations(folder)
     for label, task, metric in QUESTIONS:
         for code, language in LANGUAGES.items():
             for model, found in results.items():
@@ -53,23 +54,12 @@ def scores(folder: Path) -> list[dict]:
     return rows
 
 
-def pairs(folder: Path) -> float:
-    """Share of held-out pairs of which the preferred answer has the higher reward after DPO."""
-    (validation,) = json.loads((folder / "dpo" / "summary.json").read_text())["validation"].values()
-    return validation["rewards/accuracies"]
-
-
 def table(rows: list[dict]) -> str:
     lines = ["| | language | base | fine-tuned | preferences | chance |", "|---|---|---|---|---|---|"]
-    for key in dict.fromkeys((row["what"], row["language"]) for row in rows):
-        of_model = {row["model"]: row for row in rows if (row["what"], row["language"]) == key}
-        shown = [
-            f"{100 * one['value']:.1f} ± {100 * (one['stderr'] or 0):.1f}" if (one := of_model.get(model)) else "–"
-            for model in MODELS
-        ]
-        chance = next(iter(of_model.values()))["chance"]
-        name = key[0].replace("|", "\\|")
-        lines.append(f"| {name} | {key[1]} | {' | '.join(shown)} | {'–' if chance is None else f'{chance:.0%}'} |")
+    for what, language in dict.fromkeys((row["what"], row["language"]) for row in rows):
+        of_model = {row["model"]: row for row in rows if (row["what"], row["language"]) == (what, language)}
+        name = what.replace("|", "\\|")
+        lines.append(f"| {name} | {language} | {cells(of_model)} |")
     return "\n".join(lines)
 
 
@@ -79,25 +69,16 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     options = parser.parse_args()
     folder = run(options.runs, options.quick)
-    rows = scores(folder)
-    manifests = [json.loads(path.read_text()) for path in folder.glob("*/manifest.json")]
-    seconds = sum(manifest["seconds"] for manifest in manifests)
+    rows, took = scores(folder), seconds(folder)
+    (right,) = pairs(folder).values()
     print(table(rows))
-    print(f"\nall stages: {seconds:.0f} s; after DPO {pairs(folder):.1%} of the held-out pairs are right")
+    print(f"\nall stages: {took:.0f} s; after DPO {right:.1%} of the held-out pairs are right")
     results = [
-        {
-            "name": f"{row['what']}, {row['language']}, {row['model']}",
-            "ours": row["value"],
-            "peer": row["chance"],
-            "unit": "share of items",
-            "ratio": row["value"] / row["chance"] if row["chance"] else None,
-        }
+        result(f"{row['what']}, {row['language']}, {row['model']}", row["value"], row["chance"], "share of items")
         for row in rows
     ]
-    time = {"ours": seconds, "peer": LIMIT_SECONDS, "unit": "s", "ratio": seconds / LIMIT_SECONDS}
-    results.append({"name": "all stages", **time})
-    right = pairs(folder)
-    results.append({"name": "held-out pairs, dpo", "ours": right, "peer": 0.5, "unit": "share", "ratio": right / 0.5})
+    results.append(result("all stages", took, LIMIT_SECONDS, "s"))
+    results.append(result("held-out pairs, dpo", right, 0.5, "share"))
     print(json.dumps({"benchmark": "quickstart_scores", "results": results}))
 
 
