@@ -7,8 +7,8 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from affinage.cli.plan_tables import long_duration
 from affinage.cli.program import app
+from affinage.durations import duration
 from affinage.recipe.gallery import FACTS, facts
 from affinage.recipe.layers import packaged_recipes
 
@@ -48,7 +48,7 @@ def test_what_is_said_to_be_planned_is_what_the_planner_says():
     for name, command in sorted(found):
         plan = json.loads(run(*shlex.split(command)[1:], "--json"))
         text = text_of(RECIPES[name])
-        assert long_duration(plan["seconds"]) in text, (name, long_duration(plan["seconds"]))
+        assert duration(plan["seconds"]) in text, (name, duration(plan["seconds"]))
         if plan["cost"] is not None:
             assert f"${plan['cost']:,.0f}" in text, (name, f"${plan['cost']:,.0f}")
 
@@ -65,4 +65,4 @@ def test_they_are_listed_with_hardware_time_and_cost():
     assert all(quickstart[fact] for fact in ("hardware", "time", "cost", "expect", "description", "head"))
     shown = " ".join(run("recipes").split())
     assert f"{quickstart['description']} 2 CPU cores, 5 minutes, measured" in shown
-    assert "TPU v4-32, 14.0 hours, planned, $720, planned" in shown
+    assert "TPU v4-32, 13 h 58 min, planned, $720, planned" in shown

@@ -4,12 +4,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from affinage.cli.terminal import screen
+from affinage.durations import duration
 
 if TYPE_CHECKING:
     from affinage.planning.compiled import Verdict
     from affinage.planning.plan import Plan
-
-_DAY, _HOUR = 86_400, 3600
 
 
 def show_plan(made: "Plan", verdict: "Verdict | None") -> None:
@@ -127,14 +126,7 @@ def _outcome(made: "Plan") -> list[str]:
     if made.cost is not None:
         source = f" ({made.price_source})" if made.price_source else ""
         cost = f", ${made.cost:,.0f} at ${made.price:,.2f} per chip and hour{source}"
-    return [f"{speed}; {long_duration(made.seconds)} in all{cost}"]
-
-
-def long_duration(seconds: float) -> str:
-    """Minutes, hours or days, whichever reads best."""
-    if seconds >= 2 * _DAY:
-        return f"{seconds / _DAY:.1f} days"
-    return f"{seconds / _HOUR:.1f} hours" if seconds >= _HOUR else f"{seconds / 60:.1f} minutes"
+    return [f"{speed}; {duration(made.seconds)} in all{cost}"]
 
 
 def show_comparison(found: list[Any], as_json: bool) -> None:
@@ -175,7 +167,7 @@ def show_comparison(found: list[Any], as_json: bool) -> None:
             f"{made.time.seconds:.3g} s",
             f"{made.tokens_per_second:,.0f}",
             f"{made.mfu:.0%}" if made.mfu else "",
-            long_duration(made.seconds),
+            duration(made.seconds),
             *(f"${cost:,.2f}" if cost is not None else "" for cost in (made.cost, made.cost_per_billion)),
             made.time.bound,
         )
