@@ -1,10 +1,11 @@
 """Items per second of an evaluation beside lm-evaluation-harness's `hf` backend: same machine, weights and items.
 
-    python benchmarks/eval_speed.py --data FOLDER --items 200 [--model HUGGING_FACE_FOLDER]
+    python benchmarks/eval_speed.py --data FOLDER --items 200 [--model HUGGING_FACE_FOLDER] [--tasks hellaswag,piqa]
 
 Both are asked the same requests through the harness's own classes, so that prompts, tokenisation and scoring are timed,
-and the harness's own bookkeeping is not. The first pass compiles; the second one, over the same shapes, is the figure.
-CPU seconds are given beside those of the clock: on a machine that others use, too, they are the ones to compare.
+and the harness's own bookkeeping is not. The first pass compiles; after it both take turns, over the same shapes, and
+the medians are the figures. CPU seconds are given beside those of the clock, but do not help on a machine that others
+use: torch's threads spin while they wait, and its own then grow several times over.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "boolq", "belebele_fra_Latn")
@@ -77,6 +79,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--peak", type=float, help="FLOP/s that the machine's matrix products reach")
     parser.add_argument("--quick", action="store_true", help="10 items of three tasks")
@@ -88,7 +92,9 @@ def main() -> None:
     from affinage.stages.models import open_model
 
     torch.set_num_threads(os.cpu_count() or 1)
-    tasks, items = (TASKS[:3], 10) if options.quick else (TASKS, options.items)
+    tasks, items, repeats = options.tasks.split(","), options.items, options.repeats
+    if options.quick:
+        tasks, items, repeats = tasks[:3], 10, 1
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.model or random_model(Path(temporary) / "model")
@@ -98,7 +104,8 @@ def main() -> None:
             requests = requests_of(task, options.data, items)
             timed(ours, requests)  # compiles
             timed(hf, requests[:4])  # wakes torch's threads and buffers
-            mine, his = timed(ours, requests), timed(hf, requests)
+            turns = [(timed(ours, requests), timed(hf, requests)) for _ in range(repeats)]
+            mine, his = ({unit: median(one[unit] for one in runs) for unit in ("wall", "cpu")} for runs in zip(*turns))
             flops = useful_flops(ours, requests)
             row = {
                 "name": task,
@@ -111,6 +118,7 @@ def main() -> None:
                 "useful_flops": flops,
                 "share_of_peak": flops / mine["wall"] / options.peak if options.peak else None,
                 "seconds": {"ours": mine, "hf": his},
+                "cpu_seconds_of_turns": [[one["cpu"], other["cpu"]] for one, other in turns],
             }
             results.append(row)
             share = f", {row['share_of_peak']:.0%} of the arithmetic limit" if options.peak else ""
