@@ -1,11 +1,12 @@
 """Kill what runs a training on a Ray cluster of three nodes on this machine, and see what comes of it.
 
-    python benchmarks/chaos_ray.py [--quick] [--each 10]
+    python benchmarks/chaos_ray.py [--quick] [--each 10] [--injuries worker raylet driver]
 
 A head node and two nodes of one host each. In turn: kill -9 of the Ray worker that started a host; SIGTERM to a raylet,
 after which its node is started again; kill -9 of the driver, `affinage.launch.supervise`, which is started again. The
 training, two processes with two devices each, must come to its end by itself, with the curve and the final state of an
-undisturbed one, bit for bit, and nothing may be left running.
+undisturbed one, bit for bit, and nothing may be left running. The seconds are those until the first step of the next
+start: the hosts that are told to stop first make and save the one they are at.
 """
 
 import argparse
@@ -74,6 +75,10 @@ class Run:
         """Until that many steps and one more were written down, or the run has ended."""
         _until(lambda: self.steps() > min(step, STEPS - 6) or self.driver.poll() is not None)
 
+    def wait_for_the_end_of(self, hosts: set[int]) -> None:
+        """Until none of these processes runs, or the run has ended."""
+        _until(lambda: not hosts & set(self.hosts()) or self.driver.poll() is not None)
+
     def wait_for_the_end(self) -> int | None:
         """How the driver ended; the hosts are given a minute more."""
         _until(lambda: self.driver.poll() is not None)
@@ -108,10 +113,11 @@ def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int)
         run = Run(cluster, folder / f"{what}-{number}")
         for _ in range(min(5, each - done)):
             run.wait_until_after(run.steps() + draw.randrange(8))
-            before, began = run.steps(), time.monotonic()
+            hurt, began = set(run.hosts()), time.monotonic()
             run.hurt(what, draw)
             done += 1
-            run.wait_until_after(before)
+            run.wait_for_the_end_of(hurt)
+            run.wait_until_after(run.steps())
             back.append(time.monotonic() - began)
         status = run.wait_for_the_end()
         stranded += status != 0
@@ -154,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="each injury once")
     parser.add_argument("--each", type=int, default=10)
+    parser.add_argument("--injuries", nargs="+", choices=INJURIES, default=INJURIES)
     parser.add_argument("--drive", nargs=2, metavar=("ADDRESS", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.drive:
@@ -170,7 +177,7 @@ def main() -> None:
         undisturbed = Run(cluster, folder / "undisturbed")
         if undisturbed.wait_for_the_end() != 0:
             raise SystemExit((folder / "undisturbed.log").read_text())
-        for what in INJURIES:
+        for what in arguments.injuries:
             figures |= injured(cluster, folder, undisturbed.folder, what, 1 if arguments.quick else arguments.each)
     finally:
         cluster.shutdown()

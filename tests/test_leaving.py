@@ -39,6 +39,21 @@ def test_what_is_registered_is_done_and_nothing_after_it(end: str, status: int, 
     assert ran.stderr.endswith(said)
 
 
+def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
+    program = (
+        "import sys, threading; from affinage.stopping import OwnProcess; told = threading.Event()\n"
+        "with OwnProcess() as process, process.listen(lambda number: told.set()):\n"
+        "    print('ready', flush=True); told.wait()\n"
+        "    for _ in range(3): print('saving', flush=True)\n"
+        "    sys.exit(75)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.stdout.close()  # as when the one that started it, and reads its output, is killed
+    process.terminate()
+    assert process.wait(timeout=60) == 75
+
+
 def test_the_program_is_left_this_way(tmp_path):
     """A thread that a library leaves in native code cannot be taken down any more."""
     program = (

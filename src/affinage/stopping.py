@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import select
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
 
 Listener = Callable[[signal.Signals], None]
+_farewells: list[Callable[[], None]] = []
 
 
 class OwnProcess:
@@ -78,6 +80,7 @@ class OwnProcess:
                         self._tell(signal.Signals(number))
 
     def _tell(self, number: signal.Signals) -> None:
+        _drop_what_nobody_reads()
         if self._listener is not None:
             self._listener(number)
         elif not self._raised.wait(_PATIENCE):
@@ -87,6 +90,18 @@ class OwnProcess:
         if self._listener is None and not self._raised.is_set():
             self._raised.set()
             raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
+
+
+def _drop_what_nobody_reads() -> None:
+    """Whoever read this process's output may be what ended; a line that nobody takes must not keep it from saving."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            asked = select.poll()
+            asked.register(stream.fileno(), 0)
+            if any(event & select.POLLERR for _, event in asked.poll(0)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
 
 
 @contextlib.contextmanager
@@ -127,8 +142,21 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), number)
 
 
+@contextlib.contextmanager
+def at_leaving(farewell: Callable[[], None]) -> Iterator[None]:
+    """Inside, `leave` calls this first where the process is to be started again; it must return at once."""
+    _farewells.append(farewell)
+    try:
+        yield
+    finally:
+        _farewells.remove(farewell)
+
+
 def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     """End this process now, whatever its threads do."""
+    if status == EXIT_PREEMPTED:
+        for farewell in list(_farewells):
+            farewell()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
     os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}. Run the same command to go on.\n".encode())
     os._exit(status)

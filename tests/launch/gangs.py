@@ -247,7 +247,7 @@ def _train(job: dict, host: int) -> int:
     import tiny
 
     from affinage.errors import EXIT_PREEMPTED, Preempted
-    from affinage.hardware.hosts import joined
+    from affinage.hardware.joining import joined
     from affinage.stopping import OwnProcess
     from affinage.training import TrainJob, train
 
@@ -326,13 +326,18 @@ def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
         return function(*given, **named)
 
     def hurt_now() -> None:
+        if by == "disk":
+            os.fsync = disk_that_does_not_answer
+            return
         print(f"hurt in {phase}", flush=True)
         if by == "sleep":
             asleep.set()
-        elif by == "disk":
-            os.fsync = lambda file: time.sleep(3600)
         else:
             os.kill(os.getpid(), int(by))
+
+    def disk_that_does_not_answer(file: object) -> None:
+        print(f"hurt in {phase}", flush=True)
+        time.sleep(3600)
 
     setattr(place, name, hurting)
 

@@ -107,6 +107,18 @@ def test_a_step_that_does_not_end_is_told_with_all_stacks(tmp_path: Path, capfd:
     assert "step 7 has not ended" in capfd.readouterr().err
 
 
+def test_a_disk_that_does_not_answer_keeps_no_stacks_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    def stuck_in_this_hook(step: int, state: object) -> None:
+        if step == 7:
+            time.sleep(3.0)
+
+    os.mkfifo(tmp_path / "stuck.txt")  # opening it waits for a reader
+    train(job(tmp_path, stuck_in_this_hook, survival={"stuck_seconds": 0.3}, validate_every=99))
+    os.close(os.open(tmp_path / "stuck.txt", os.O_RDONLY | os.O_NONBLOCK))
+    told = capfd.readouterr().err
+    assert "step 7 has not ended" in told and "all stacks are here" in told and "in stuck_in_this_hook" in told
+
+
 def test_a_slow_run_is_not_called_stuck(tmp_path: Path):
     train(job(tmp_path, lambda step, state: time.sleep(0.03), survival={"stuck_seconds": 60}))
     assert not (tmp_path / "stuck.txt").exists()

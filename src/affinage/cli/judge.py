@@ -94,7 +94,7 @@ def evaluate(
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
     from affinage.hardware.devices import prepare
-    from affinage.hardware.hosts import joined
+    from affinage.hardware.joining import joined
 
     prepare()
     with joined() as hosts, hosts.all_at_work():

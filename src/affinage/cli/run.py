@@ -13,7 +13,7 @@ from affinage.cli.options import RecipeArgument, Walking, load, walks
 from affinage.cli.terminal import only_data_on_stdout, screen
 from affinage.cli.working import Working
 from affinage.errors import UserError
-from affinage.hardware.hosts import joined
+from affinage.hardware.joining import joined
 from affinage.stopping import OwnProcess
 
 

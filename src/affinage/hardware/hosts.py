@@ -5,10 +5,8 @@ order. What they must agree on is decided by the first, and told through the key
 """
 
 import contextlib
-import dataclasses
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,11 +17,7 @@ from affinage.errors import UserError
 COORDINATOR, HOSTS, HOST = "AFFINAGE_COORDINATOR", "AFFINAGE_HOSTS", "AFFINAGE_HOST"
 DETECT = "auto"
 
-_JOIN = 300  # seconds until all hosts must be there
-# Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
-# tells who stands still, and where all the others are.
-_HEARTBEAT = 45
-_SHUTDOWN = 10  # seconds that a host waits for the others when it is done
+JOIN = 300  # seconds until all hosts must be there
 _SLICE = 0.5  # seconds of a wait during which Python does not hear of signals
 _MEET = 300.0  # seconds: what is shared or met takes milliseconds, once all hosts are there
 
@@ -48,7 +42,7 @@ class Hosts:
 
     index: int = 0
     count: int = 1
-    current: ClassVar["Hosts"]  # alone, until `joined` is entered
+    current: ClassVar["Hosts"]  # alone, until `affinage.hardware.joining.joined` is entered
     _asked: dict[str, int] = field(default_factory=dict)
     _together: bool = False
 
@@ -203,86 +197,12 @@ def place() -> Place | None:
 def _detected() -> Place:
     from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks; it does not tell the answer
 
-    address, hosts, host, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, _JOIN)
+    address, hosts, host, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, JOIN)
     if address is None or hosts is None or host is None:
         raise UserError(
             "JAX finds no cluster here", where=f"{COORDINATOR}={DETECT}", fix="Say it yourself; see docs/clusters.md."
         )
     return Place(address, hosts, host, detected=True)
-
-
-@contextlib.contextmanager
-def joined() -> Iterator[Hosts]:
-    """Inside, this process is one of the hosts that the environment names; alone if it names none.
-
-    Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute
-    with their CPUs the address that leads to it.
-
-    Raises:
-        UserError: the others were not there in time.
-    """
-    found = place()
-    if found is None or Hosts.current.count > 1:
-        yield Hosts.current
-        return
-    _connect(found)
-    before, Hosts.current = Hosts.current, Hosts(found.host, found.hosts)
-    try:
-        yield Hosts.current
-    finally:
-        Hosts.current = before
-
-
-def _connect(found: Place) -> None:
-    import jax
-
-    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM to itself
-    _listen_on(_address_towards(found.coordinator))
-    try:
-        jax.distributed.initialize(
-            found.coordinator,
-            found.hosts,
-            found.host,
-            cluster_detection_method=None if found.detected else "deactivate",
-            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", found.coordinator),
-            initialization_timeout=_JOIN,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-            shutdown_timeout_seconds=_SHUTDOWN,
-        )
-        jax.local_devices()  # now: the first question after devices waits until all hosts have asked it
-    except RuntimeError as error:
-        raise UserError(
-            f"host {found.host} of {found.hosts} did not meet the others within {_JOIN} s: {error}",
-            where=f"{COORDINATOR}={found.coordinator}",
-            fix="Start affinage on every host, each with its own number, and let the port through between them.",
-        ) from error
-
-
-def _address_towards(coordinator: str) -> str:
-    """This machine's address as the coordinator sees it; nothing is sent."""
-    name, _, port = coordinator.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def _listen_on(address: str) -> None:
-    """Make the collectives of CPUs listen on one address; by itself JAX takes that of the machine's name.
-
-    And let all hosts find the programs in the cache of compilations that the first has put there: on CPUs each has a
-    topology of its own in JAX's eyes, and would compile anew at every start. They are taken to be of one kind.
-    """
-    from jax._src import cache_key, distributed, xla_bridge
-    from jax._src.lib import _jax
-
-    def client() -> Any:
-        cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]
-        gloo = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=address)
-        return xla_bridge.make_cpu_client(gloo)
-
-    factories = xla_bridge._backend_factories
-    factories["cpu"] = dataclasses.replace(factories["cpu"], factory=client)
 
 
 def _client() -> Any:

@@ -15,9 +15,12 @@ class Ending:
     host: int
     status: int  # its exit status; negative: the number of the signal that killed it
     where: str = ""  # the machine, if it has a name
+    out_of_sight: bool = False  # the process may still run: it was told to save, and the others are to do so with it
 
     def __str__(self) -> str:
         place = f"host {self.host}" + (f" ({self.where})" if self.where else "")
+        if self.out_of_sight:
+            return f"{place} was lost sight of"
         if self.status < 0:
             return f"{place} was killed by {signal.Signals(-self.status).name}"
         said = {0: "is done", EXIT_PREEMPTED: "was told to stop, or was stuck", EXIT_USER_ERROR: "was given a mistake"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import affinage
-from affinage.errors import UserError
+from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
 from affinage.hardware.ray_cluster import connect
 from affinage.launch.gang import Ending
@@ -29,7 +29,7 @@ class RayLauncher:
     """One host for each machine of a Ray cluster that has what a host needs; a small actor on each starts its process.
 
     The process is none of Ray's: when Ray takes the actor away, with its machine or with this driver, the process gets
-    SIGTERM and saves. What it left is ended before the next start.
+    SIGTERM and saves, the others with it. What it left is ended before the next start.
 
     Args:
         hosts: how many.
@@ -143,8 +143,10 @@ class RayGang:
     def _heard(self, host: int, answer: Any) -> list[Ending]:
         try:
             lines, status = self._ray.get(answer)
-        except self._ray.exceptions.RayError:  # the agent is gone, with its worker or its machine
-            return [Ending(host, -signal.SIGKILL, self._where[host])]
+        except self._ray.exceptions.RayError:
+            # The agent is gone, with its worker or its raylet: the process was told so. If it is gone, too, the others
+            # notice, and end.
+            return [Ending(host, EXIT_PREEMPTED, self._where[host], out_of_sight=True)]
         for line in lines:
             self._say(f"{host} | {line}")
         if status is not None:

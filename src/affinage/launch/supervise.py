@@ -92,7 +92,8 @@ def _watch(gang: Gang, hosts: int, stop: "_Stop", grace: float, say: Callable[[s
         if worst.status not in (0, EXIT_PREEMPTED, EXIT_USER_ERROR) and not told:
             return worst  # the others wait for it in vain
         if until == float("inf"):
-            until = time.monotonic() + {0: _AFTER_0, EXIT_PREEMPTED: _AFTER_75}.get(worst.status, _AFTER_2)
+            patience = {0: _AFTER_0, EXIT_PREEMPTED: _AFTER_75}.get(worst.status, _AFTER_2)
+            until = time.monotonic() + (grace if worst.out_of_sight else patience)
             if worst.status == EXIT_PREEMPTED:
                 gang.tell(signal.SIGTERM)
     if len(endings) < hosts:

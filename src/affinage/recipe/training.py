@@ -102,7 +102,8 @@ class SurvivalSettings(Settings):
 
     grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM until it is killed; Google's machines give 30
     # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer.
-    stuck_seconds: float = Field(default=30, gt=0)
+    # 28, so that a host that stands still is named within 30.
+    stuck_seconds: float = Field(default=28, gt=0)
     # End with status 75, for whatever starts it again; else only say so. null: where there are many hosts.
     leave_when_stuck: bool | None = None
 

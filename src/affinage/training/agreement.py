@@ -7,7 +7,7 @@ from collections.abc import Callable
 from affinage.hardware.hosts import HostLost, Hosts
 
 _NOTHING_TO_SAVE = -1  # told in place of a point by a host that has left
-_PATIENCE = 20.0  # seconds for the other hosts to say how far they are
+_PATIENCE = 10.0  # seconds for the other hosts to say how far they are
 _GOODBYE = 0.3  # seconds that the first host still answers after it has said that it leaves
 _ASK_EVERY = 3600.0  # seconds; the wait for a word begins anew
 

@@ -1,33 +1,51 @@
 """What every host is at, said by each once a second, so that one that is stuck can be named."""
 
+import contextlib
 import json
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from affinage.hardware.hosts import HostLost, Hosts
 
+AHEAD = 5.0  # seconds before the others are to be named that a host begins to look at what they say
 _EVERY = 1.0  # seconds
-_BETWEEN_LOOKS = 3.0  # seconds in which a host that lives has said something new
-_ANSWER = 5.0  # seconds for the first host, who keeps what is said, to answer
+_SILENT = 3.0  # seconds in which a host that lives has said something new, and the first one has answered
 _FOLDER = "affinage/beat"
 _OTHERS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-class Beats:
-    """Tells the other hosts what this one is at.
+class Doing(NamedTuple):
+    """What a host is at."""
 
-    Args:
-        hosts: of the run.
-        doing: how many things this host has begun, and what the last one is; counted alike on all hosts.
+    begun: int  # how many things, counted alike on all hosts
+    what: str  # the last of them
+    late: bool  # it may soon have to be said who keeps it waiting
+
+
+class _Seen(NamedTuple):
+    """What a host said last, and since when it says nothing else."""
+
+    said: dict[str, Any]
+    since: float
+
+
+class Beats:
+    """Tells the other hosts what this one is at, and looks at what they are at where they keep it waiting.
+
+    Looking begins some seconds before anybody has to be named, so that naming takes no time. It is not done always,
+    as what all hosts say to all grows with the square of their number.
     """
 
-    def __init__(self, hosts: Hosts, doing: Callable[[], tuple[int, str]]) -> None:
+    def __init__(self, hosts: Hosts, doing: Callable[[], Doing]) -> None:
         self._hosts, self._doing = hosts, doing
         self._ended = threading.Event()
+        self._asked: float | None = None  # when the first host was asked what it has not answered yet
+        self._seen: dict[int, _Seen] = {}
+        self._looks_since: float | None = None
         if hosts.count > 1:
             threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
@@ -39,38 +57,52 @@ class Beats:
         number = 0
         while not self._ended.wait(_EVERY):
             number += 1
-            count, what = self._doing()
-            said = {"beat": number, "count": count, "what": what, "where": _where()}
-            try:
+            doing, self._asked = self._doing(), self._asked or time.monotonic()
+            said = {"beat": number, "count": doing.begun, "what": doing.what, "where": _where()}
+            # JAX ends the process when the first host stays away; one that comes back is beaten to again.
+            with contextlib.suppress(HostLost):
                 self._hosts.tell(f"{_FOLDER}/{self._hosts.index}", json.dumps(said), anew=True)
-            except HostLost:
-                return
+                if doing.late:
+                    self._look(self._hosts.told(_FOLDER))
+                else:
+                    self._looks_since = None
+                self._asked = None
+
+    def _look(self, told: Mapping[str, str]) -> None:
+        """Note what every host says, and since when."""
+        now, before = time.monotonic(), self._seen if self._looks_since is not None else {}
+        seen = {}
+        for host in range(self._hosts.count):
+            said = json.loads(told.get(str(host), "{}"))
+            known = before.get(host)
+            seen[host] = known if known is not None and known.said == said else _Seen(said, now)
+        self._seen = seen
+        self._looks_since = self._looks_since or now
 
     def blame(self) -> str:
-        """Which hosts keep the others waiting, in words; "" for a run with one host. Takes some seconds."""
-        if self._hosts.count == 1:
-            return ""
-        before = self._look()
-        time.sleep(_BETWEEN_LOOKS)
-        now = self._look()
-        if before is None or now is None:
-            return "host 0 does not answer"
-        silent = [host for host in now if now[host].get("beat") == before[host].get("beat")]
-        most = max(beat.get("count", 0) for beat in now.values())
-        behind = [host for host in now if now[host].get("count", 0) < most and host not in silent]
-        told = [f"host {host} shows no sign of life, last {_told(now[host])}" for host in silent]
-        told += [f"host {host} is behind, {_told(now[host])}" for host in behind]
-        return "; ".join(told or [f"host {host} is {_told(now[host])}" for host in now])
+        """Which hosts keep the others waiting, in words; "" for a run with one host.
 
-    def _look(self) -> dict[int, dict[str, Any]] | None:
-        """The latest word of every host; None if the first does not answer."""
-        found: list[dict[str, str]] = []
-        asking = threading.Thread(target=lambda: found.append(self._hosts.told(_FOLDER)), daemon=True)
-        asking.start()
-        asking.join(_ANSWER)
-        if not found:
-            return None
-        return {host: json.loads(found[0].get(str(host), "{}")) for host in range(self._hosts.count)}
+        Waits until there was time for a sign of life, where this host has not said early enough that it is late.
+        """
+        until = time.monotonic() + 2 * AHEAD
+        while self._hosts.count > 1 and time.monotonic() < until:
+            now, asked, since = time.monotonic(), self._asked, self._looks_since
+            if asked is not None and now - asked >= _SILENT:
+                return "host 0 does not answer"
+            if since is not None and now - since >= _SILENT:
+                return self._in_words(now)
+            if self._ended.wait(0.05):
+                break
+        return ""
+
+    def _in_words(self, now: float) -> str:
+        seen = self._seen
+        silent = [host for host in seen if now - seen[host].since >= _SILENT]
+        most = max(seen[host].said.get("count", 0) for host in seen)
+        behind = [host for host in seen if seen[host].said.get("count", 0) < most and host not in silent]
+        told = [f"host {host} shows no sign of life, last {_told(seen[host].said)}" for host in silent]
+        told += [f"host {host} is behind, {_told(seen[host].said)}" for host in behind]
+        return "; ".join(told or [f"host {host} is {_told(seen[host].said)}" for host in seen])
 
 
 def _told(beat: dict[str, Any]) -> str:

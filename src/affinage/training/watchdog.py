@@ -1,5 +1,6 @@
 """Notices that a step does not end, and says what every thread is at."""
 
+import contextlib
 import faulthandler
 import sys
 import threading
@@ -13,14 +14,17 @@ import numpy as np
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess, leave
-from affinage.training.beats import Beats
+from affinage.training.beats import AHEAD, Beats, Doing
 from affinage.training.ledger import LifeSign
 
 FILE = "stuck.txt"
 _TIMES_P99 = 5.0
 _REMEMBERED = 1000  # steps
 _ELSEWHERE = 20.0  # times longer anything but a step may take: a compilation, a save, a look at benchmarks
-_LOOK_EVERY = 1.0  # seconds
+_LOOK_EVERY = 0.2  # seconds
+_LIFE_EVERY = 1.0  # seconds
+_DISK = 1.0  # seconds for the disk to take the stacks; else they go to standard error
+_LAST_WORDS = 1.0  # seconds in which the other hosts, which began to wait a little later, can still ask this one
 
 
 class Watchdog:
@@ -41,12 +45,15 @@ class Watchdog:
         hosts = Hosts.current
         self._file = folder / (FILE if hosts.first else f"stuck-{hosts.index}.txt")
         self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else hosts.count > 1
-        self._beats = Beats(hosts, lambda: (self._begun, self._what))
+        self._told_at = 0.0
+        self._beats = Beats(hosts, self._doing)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         self._thread.start()
+        # Apart from the other, which must see that the disk does not answer.
+        threading.Thread(target=self._live, name="life", daemon=True).start()
         return self
 
     def __exit__(
@@ -83,30 +90,51 @@ class Watchdog:
         slow = float(np.percentile(steps, 99)) if steps else 0.0
         return max(patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
 
+    def _doing(self) -> Doing:
+        return Doing(self._begun, self._what, time.monotonic() - self._last > self.limit - AHEAD)
+
+    def _live(self) -> None:
+        while not self._ended.wait(_LIFE_EVERY):
+            self._life.show()
+
     def _watch(self) -> None:
         while not self._ended.wait(min(_LOOK_EVERY, self._settings.stuck_seconds / 4)):
-            self._life.show()
-            waited = time.monotonic() - self._last
+            begun, waited = self._begun, time.monotonic() - self._last
             if not self._told and waited > self.limit:
-                self._told = True
+                self._told, self._told_at = True, time.monotonic()
                 self._tell(waited)
             if self._told and self._leaves and waited > self._seconds(self._patience_to_leave):
-                self._leave(waited)
+                self._ended.wait(self._told_at + _LAST_WORDS - time.monotonic())
+                if self._begun == begun:  # what ended while the other hosts were asked is not left
+                    self._leave(time.monotonic() - self._last)
 
     def _tell(self, waited: float) -> None:
         said, begun = f"{self._name}: {self._what} has not ended for {waited:.0f} s", self._begun
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(f"{said}\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-            print(f"{said}; all stacks are in {self._file}", file=sys.stderr, flush=True)
-            blamed = self._beats.blame()
-            if blamed and self._begun == begun:
-                self._blamed = f": {blamed}"
-                file.write(f"\n{said}{self._blamed}\n")
-                print(f"{said}{self._blamed}", file=sys.stderr, flush=True)
+        written = self._write(f"{said}\n\n", stacks=True)
+        print(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}", file=sys.stderr, flush=True)
+        if not written:
+            faulthandler.dump_traceback(sys.stderr.fileno())
+        blamed = self._beats.blame()
+        if blamed and self._begun == begun:
+            self._blamed = f": {blamed}"
+            print(f"{said}{self._blamed}", file=sys.stderr, flush=True)
+            self._write(f"\n{said}{self._blamed}\n")
+
+    def _write(self, text: str, stacks: bool = False) -> bool:
+        """Add to the file; whether the disk, which may be what everybody waits for, has taken it in time."""
+
+        def write() -> None:
+            with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                if stacks:
+                    faulthandler.dump_traceback(file)
+                done.set()
+
+        done = threading.Event()
+        threading.Thread(target=write, name="stacks", daemon=True).start()
+        return done.wait(_DISK)
 
     def _leave(self, waited: float) -> None:
-        # What ended while the other hosts were asked is not left.
-        if time.monotonic() - self._last >= waited and OwnProcess.current is not None:
+        if OwnProcess.current is not None:
             leave(f"{self._name}: {self._what} has not ended for {waited:.0f} s{self._blamed}")

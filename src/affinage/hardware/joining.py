@@ -1,0 +1,116 @@
+"""How a process becomes one of the hosts of a run, and what it does when another one is gone."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from affinage.errors import Preempted, UserError
+from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
+from affinage.hardware.links import Links
+from affinage.stopping import at_leaving, leave
+
+# Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
+# tells who stands still, and where all the others are.
+_HEARTBEAT = 45
+_SHUTDOWN = 10  # seconds that a host waits for the others when it is done
+_FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one that died by itself
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Hosts]:
+    """Inside, this process is one of the hosts that the environment names; alone if it names none.
+
+    Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute
+    with their CPUs the address that leads to it.
+
+    When another host dies, this process is left with status 1 within a second, whatever it waits for.
+
+    Raises:
+        UserError: the others were not there in time.
+    """
+    found = place()
+    if found is None or Hosts.current.count > 1:
+        yield Hosts.current
+        return
+    _connect(found)
+    before, Hosts.current = Hosts.current, Hosts(found.host, found.hosts)
+    links = Links(Hosts.current, _name(found.coordinator), _name(_bound_to(found)), _leave_without)
+    try:
+        with at_leaving(links.say_goodbye):
+            yield Hosts.current
+    except (Preempted, UserError):
+        links.say_goodbye()
+        raise
+    else:
+        links.say_goodbye()
+    finally:
+        Hosts.current = before
+
+
+def _leave_without(host: int) -> None:
+    time.sleep(_FIRST_DEATH)
+    leave(f"host {host} is gone", 1)
+
+
+def _bound_to(found: Place) -> str:
+    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", found.coordinator)
+
+
+def _name(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _connect(found: Place) -> None:
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM to itself
+    _listen_on(_address_towards(found.coordinator))
+    try:
+        jax.distributed.initialize(
+            found.coordinator,
+            found.hosts,
+            found.host,
+            cluster_detection_method=None if found.detected else "deactivate",
+            coordinator_bind_address=_bound_to(found),
+            initialization_timeout=JOIN,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            shutdown_timeout_seconds=_SHUTDOWN,
+        )
+        jax.local_devices()  # now: the first question after devices waits until all hosts have asked it
+    except RuntimeError as error:
+        raise UserError(
+            f"host {found.host} of {found.hosts} did not meet the others within {JOIN} s: {error}",
+            where=f"{COORDINATOR}={found.coordinator}",
+            fix="Start affinage on every host, each with its own number, and let the port through between them.",
+        ) from error
+
+
+def _address_towards(coordinator: str) -> str:
+    """This machine's address as the coordinator sees it; nothing is sent."""
+    port = int(coordinator.rpartition(":")[2])
+    family, kind, _, _, address = socket.getaddrinfo(_name(coordinator), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _listen_on(address: str) -> None:
+    """Make the collectives of CPUs listen on one address; by itself JAX takes that of the machine's name.
+
+    And let all hosts find the programs in the cache of compilations that the first has put there: on CPUs each has a
+    topology of its own in JAX's eyes, and would compile anew at every start. They are taken to be of one kind.
+    """
+    from jax._src import cache_key, distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    def client() -> Any:
+        cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=address)
+        return xla_bridge.make_cpu_client(gloo)
+
+    factories = xla_bridge._backend_factories
+    factories["cpu"] = dataclasses.replace(factories["cpu"], factory=client)

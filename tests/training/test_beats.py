@@ -1,0 +1,97 @@
+"""Who is named when hosts wait for each other. A dictionary stands for the coordinator."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from affinage.hardware.hosts import Hosts
+from affinage.training import beats
+from affinage.training.beats import Beats, Doing
+
+
+@dataclasses.dataclass(eq=False)
+class Together(Hosts):
+    """A host whose words are in a dictionary, as long as `answers` is set."""
+
+    words: dict[str, str] = dataclasses.field(default_factory=dict)
+    answers: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def tell(self, key: str, value: str, *, anew: bool = False) -> None:
+        self.answers.wait()
+        self.words[key] = value
+
+    def told(self, folder: str) -> dict[str, str]:
+        self.answers.wait()
+        return {key.removeprefix(f"{folder}/"): value for key, value in self.words.items()}
+
+
+class Three:
+    """Three hosts at step 5, of which the second looks at the others."""
+
+    def __init__(self) -> None:
+        self.words, self.answers = {}, threading.Event()
+        self.answers.set()
+        self.doing = [Doing(5, "step 5", late=host == 1) for host in range(3)]
+        self.beats = [
+            Beats(Together(host, 3, words=self.words, answers=self.answers), self._of(host)) for host in range(3)
+        ]
+
+    def _of(self, host: int):
+        return lambda: self.doing[host]
+
+    def until(self, said: str) -> str:
+        """What the second host says as soon as `said` is in it."""
+        while said not in (blamed := self.beats[1].blame()):
+            time.sleep(0.05)
+        return blamed
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
+    monkeypatch.setattr(beats, "_EVERY", 0.05)
+    monkeypatch.setattr(beats, "_SILENT", 0.6)
+    found = Three()
+    yield found
+    found.answers.set()
+    for one in found.beats:
+        one.close()
+
+
+def test_where_all_are_at_the_same_all_are_named(three: Three):
+    blamed = three.until("host 0 is at step 5")
+    assert "host 1 is at step 5" in blamed and "host 2 is at step 5" in blamed
+
+
+def test_a_host_that_is_behind_is_named_alone(three: Three):
+    three.doing[0], three.doing[1] = Doing(6, "step 6", late=False), Doing(6, "step 6", late=True)
+    blamed = three.until("host 2 is behind, at step 5")
+    assert "host 0" not in blamed and "host 1" not in blamed
+
+
+def test_a_host_that_stands_still_is_named_alone(three: Three):
+    three.until("host 2 is at step 5")
+    three.beats[2].close()
+    blamed = three.until("host 2 shows no sign of life, last at step 5")
+    assert "host 0" not in blamed and "host 1" not in blamed
+
+
+def test_a_first_host_that_stands_still_is_named(three: Three):
+    three.until("host 0 is at step 5")
+    three.answers.clear()
+    three.until("host 0 does not answer")
+    three.answers.set()
+    assert "host 0 is at step 5" in three.until("host 0 is")  # it was not given up
+
+
+def test_nobody_looks_while_nothing_takes_long(three: Three):
+    three.until("host 2 is at step 5")
+    three.doing[1] = Doing(6, "step 6", late=False)
+    three.beats[2].close()
+    while three.beats[1]._looks_since is not None:
+        time.sleep(0.05)
+    three.doing[1] = Doing(7, "step 7", late=True)
+    # What was seen when it last looked says nothing about the time between.
+    assert three.until("host 2").startswith("host 2 shows no sign of life")
