@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, Preempted
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
@@ -158,5 +158,6 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
         for farewell in list(_farewells):
             farewell()
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}. Run the same command to go on.\n".encode())
+    then = "" if status == EXIT_USER_ERROR else " Run the same command to go on."
+    os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}.{then}\n".encode())
     os._exit(status)

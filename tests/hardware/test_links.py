@@ -1,7 +1,6 @@
 """A host that ends without a goodbye is noticed by all others. Hosts of one process, with a dictionary between them."""
 
 import contextlib
-import dataclasses
 import json
 import queue
 import socket
@@ -10,37 +9,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from affinage.hardware.hosts import Hosts
 from affinage.hardware.links import Links
+from hosts_in_memory import Coordinator, HostInMemory
 
 LOOPBACK = "127.0.0.1"
 
 
-@dataclasses.dataclass(eq=False)
-class Together(Hosts):
-    """A host whose words are in a dictionary."""
-
-    words: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def tell(self, key: str, value: str, *, anew: bool = False) -> None:
-        self.words[key] = value
-
-    def hear(self, key: str, seconds: float | None, *, said: str) -> str:
-        while key not in self.words:
-            time.sleep(0.01)
-        return self.words[key]
-
-
 class Gang:
     def __init__(self, count: int) -> None:
-        self.words: dict[str, str] = {}
-        self.lost: list[queue.SimpleQueue[int]] = [queue.SimpleQueue() for _ in range(count)]
+        self.coordinator = Coordinator()
+        self.lost: list[queue.SimpleQueue[tuple[int, bool]]] = [queue.SimpleQueue() for _ in range(count)]
         self.links = [
-            Links(Together(host, count, words=self.words), LOOPBACK, LOOPBACK, self.lost[host].put)
+            Links(HostInMemory(host, count, coordinator=self.coordinator), LOOPBACK, LOOPBACK, self._hear(host))
             for host in range(count)
         ]
         while len(self.links[0]._links) < count - 1:
             time.sleep(0.01)
+
+    def _hear(self, host: int):
+        return lambda number, mistake: self.lost[host].put((number, mistake))
 
     def die(self, host: int) -> None:
         """What the kernel does with a killed process's connections."""
@@ -60,27 +47,33 @@ def gang() -> Iterator[Gang]:
 
 def test_all_hear_of_one_that_died(gang: Gang):
     gang.die(2)
-    assert [gang.lost[host].get(timeout=30) for host in (0, 1, 3)] == [2, 2, 2]
+    assert [gang.lost[host].get(timeout=30) for host in (0, 1, 3)] == [(2, False)] * 3
 
 
 def test_all_hear_of_the_first_that_died(gang: Gang):
     gang.die(0)
-    assert [gang.lost[host].get(timeout=30) for host in (1, 2, 3)] == [0, 0, 0]
+    assert [gang.lost[host].get(timeout=30) for host in (1, 2, 3)] == [(0, False)] * 3
 
 
 def test_whoever_says_goodbye_is_not_gone(gang: Gang):
     gang.links[1].say_goodbye()
     gang.die(1)
     gang.die(3)
-    assert gang.lost[0].get(timeout=30) == 3 and gang.lost[2].get(timeout=30) == 3
+    assert gang.lost[0].get(timeout=30) == gang.lost[2].get(timeout=30) == (3, False)
     gang.links[0].say_goodbye()
     gang.die(0)
     time.sleep(0.3)
     assert [found.qsize() for found in gang.lost] == [0, 0, 0, 0]
 
 
+def test_a_mistake_that_only_one_has_found_is_told(gang: Gang):
+    gang.links[2].say_goodbye(mistake=True)
+    gang.die(2)
+    assert [gang.lost[host].get(timeout=30) for host in (0, 1, 3)] == [(2, True)] * 3
+
+
 def test_a_stranger_is_not_heard(gang: Gang):
-    port = json.loads(gang.words["affinage/links"])["port"]
+    port = json.loads(gang.coordinator.words["affinage/links"])["port"]
     for said in (b"", b"no token 2\n", b"0" * 32 + b" 2\n", b"\xff" * 10_000, b"bye\n"):
         with socket.create_connection((LOOPBACK, port)) as stranger:
             stranger.sendall(said)
@@ -88,6 +81,6 @@ def test_a_stranger_is_not_heard(gang: Gang):
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""  # it is hung up on
     gang.die(3)
-    assert gang.lost[0].get(timeout=30) == 3
+    assert gang.lost[0].get(timeout=30) == (3, False)
     time.sleep(0.1)
     assert [found.qsize() for found in gang.lost] == [0, 1, 1, 0]

@@ -1,43 +1,23 @@
-"""Who is named when hosts wait for each other. A dictionary stands for the coordinator."""
+"""Who is named when hosts wait for each other."""
 
-import dataclasses
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from affinage.hardware.hosts import Hosts
 from affinage.training import beats
 from affinage.training.beats import Beats, Doing
-
-
-@dataclasses.dataclass(eq=False)
-class Together(Hosts):
-    """A host whose words are in a dictionary, as long as `answers` is set."""
-
-    words: dict[str, str] = dataclasses.field(default_factory=dict)
-    answers: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    def tell(self, key: str, value: str, *, anew: bool = False) -> None:
-        self.answers.wait()
-        self.words[key] = value
-
-    def told(self, folder: str) -> dict[str, str]:
-        self.answers.wait()
-        return {key.removeprefix(f"{folder}/"): value for key, value in self.words.items()}
+from hosts_in_memory import Coordinator, HostInMemory
 
 
 class Three:
     """Three hosts at step 5, of which the second looks at the others."""
 
     def __init__(self) -> None:
-        self.words, self.answers = {}, threading.Event()
-        self.answers.set()
+        self.coordinator = Coordinator()
         self.doing = [Doing(5, "step 5", late=host == 1) for host in range(3)]
-        self.beats = [
-            Beats(Together(host, 3, words=self.words, answers=self.answers), self._of(host)) for host in range(3)
-        ]
+        hosts = [HostInMemory(host, 3, coordinator=self.coordinator) for host in range(3)]
+        self.beats = [Beats(hosts[host], self._of(host)) for host in range(3)]
 
     def _of(self, host: int):
         return lambda: self.doing[host]
@@ -55,7 +35,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
     monkeypatch.setattr(beats, "_SILENT", 0.6)
     found = Three()
     yield found
-    found.answers.set()
+    found.coordinator.answers.set()
     for one in found.beats:
         one.close()
 
@@ -80,9 +60,9 @@ def test_a_host_that_stands_still_is_named_alone(three: Three):
 
 def test_a_first_host_that_stands_still_is_named(three: Three):
     three.until("host 0 is at step 5")
-    three.answers.clear()
+    three.coordinator.answers.clear()
     three.until("host 0 does not answer")
-    three.answers.set()
+    three.coordinator.answers.set()
     assert "host 0 is at step 5" in three.until("host 0 is")  # it was not given up
 
 

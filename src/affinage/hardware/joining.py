@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from affinage.errors import Preempted, UserError
+from affinage.errors import EXIT_USER_ERROR, Preempted, UserError
 from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
 from affinage.hardware.links import Links
 from affinage.stopping import at_leaving, leave
@@ -18,6 +18,7 @@ from affinage.stopping import at_leaving, leave
 _HEARTBEAT = 45
 _SHUTDOWN = 10  # seconds that a host waits for the others when it is done
 _FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one that died by itself
+_SAME_MISTAKE = 5.0  # seconds in which this host may find it, too
 
 
 @contextlib.contextmanager
@@ -27,7 +28,8 @@ def joined() -> Iterator[Hosts]:
     Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute
     with their CPUs the address that leads to it.
 
-    When another host dies, this process is left with status 1 within a second, whatever it waits for.
+    When another host dies, this process is left with status 1 within a second, whatever it waits for; with status 2
+    when that one has found a mistake of the user, unless this one finds it, too.
 
     Raises:
         UserError: the others were not there in time.
@@ -42,8 +44,11 @@ def joined() -> Iterator[Hosts]:
     try:
         with at_leaving(links.say_goodbye):
             yield Hosts.current
-    except (Preempted, UserError):
+    except Preempted:
         links.say_goodbye()
+        raise
+    except UserError:
+        links.say_goodbye(mistake=True)
         raise
     else:
         links.say_goodbye()
@@ -51,8 +56,10 @@ def joined() -> Iterator[Hosts]:
         Hosts.current = before
 
 
-def _leave_without(host: int) -> None:
-    time.sleep(_FIRST_DEATH)
+def _leave_without(host: int, mistake: bool) -> None:
+    time.sleep(_SAME_MISTAKE if mistake else _FIRST_DEATH)
+    if mistake:
+        leave(f"host {host} has found a mistake, and tells of it", EXIT_USER_ERROR)
     leave(f"host {host} is gone", 1)
 
 

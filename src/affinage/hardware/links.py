@@ -17,6 +17,7 @@ _CONNECT = 30.0  # seconds for the first host to answer; where its port cannot b
 _LOOK_EVERY = 0.5  # seconds
 _ALIVE_EVERY = 60  # seconds of silence after which the kernels ask each other, so that nothing between them forgets
 _GOODBYE = b"bye\n"
+_MISTAKE = "mistake"
 _LINE = 256  # bytes, at most
 
 
@@ -31,10 +32,11 @@ class Links:
         hosts: of the run.
         address: of the first host, as the others know it.
         listens_on: its own address, where that is another one inside.
-        lost: called in a thread with the number of a host that is gone.
+        lost: called in a thread with the number of a host that is gone, and whether it is so because it has found a
+            mistake of the user, of which it tells.
     """
 
-    def __init__(self, hosts: Hosts, address: str, listens_on: str, lost: Callable[[int], None]) -> None:
+    def __init__(self, hosts: Hosts, address: str, listens_on: str, lost: Callable[[int, bool], None]) -> None:
         self._hosts, self._address, self._listens_on, self._lost = hosts, address, listens_on, lost
         self._ended = threading.Event()
         self._left: set[int] = set()
@@ -43,12 +45,12 @@ class Links:
             work = self._serve if hosts.first else self._connect
             threading.Thread(target=work, name="links", daemon=True).start()
 
-    def say_goodbye(self) -> None:
-        """Before this host leaves in good order: nobody is to take it for gone."""
+    def say_goodbye(self, *, mistake: bool = False) -> None:
+        """Before this host leaves in good order, so that nobody takes it for gone; or for a mistake that it tells."""
         self._ended.set()
         for link in list(self._links.values()):
             with contextlib.suppress(OSError):
-                link.send(_GOODBYE)
+                link.send(_line(self._hosts.index, mistake) if mistake else _GOODBYE)
 
     def _connect(self) -> None:
         try:
@@ -62,7 +64,7 @@ class Links:
                 while line := lines.readline(_LINE):
                     if line == _GOODBYE:
                         return
-                    self._gone(int(line))
+                    self._gone(*_read(line))
         except ConnectionResetError:
             pass
         except (OSError, HostLost, ValueError):
@@ -100,13 +102,15 @@ class Links:
             return
         if said == _GOODBYE and host is not None:
             self._left.add(host)
+        elif host is not None and said == _line(host, mistake=True):
+            self._gone(host, mistake=True)
         elif said and host is None and (host := self._known(said, token)) is not None:
             self._links[host] = link
             selector.modify(link, selectors.EVENT_READ, host)
         else:
             selector.unregister(link)
             link.close()
-            if host is not None and host not in self._left:
+            if host is not None:
                 self._gone(host)
 
     def _known(self, said: bytes, token: str) -> int | None:
@@ -117,14 +121,23 @@ class Links:
         host = int(number)
         return host if 0 < host < self._hosts.count and host not in self._links else None
 
-    def _gone(self, host: int) -> None:
-        if self._ended.is_set():
+    def _gone(self, host: int, mistake: bool = False) -> None:
+        if self._ended.is_set() or host in self._left:
             return
         self._left.add(host)
         for other in set(self._links) - self._left if self._hosts.first else ():
             with contextlib.suppress(OSError):
-                self._links[other].send(f"{host}\n".encode())
-        threading.Thread(target=self._lost, args=(host,), daemon=True).start()
+                self._links[other].send(_line(host, mistake))
+        threading.Thread(target=self._lost, args=(host, mistake), daemon=True).start()
+
+
+def _line(host: int, mistake: bool) -> bytes:
+    return f"{host} {_MISTAKE if mistake else ''}\n".encode()
+
+
+def _read(line: bytes) -> tuple[int, bool]:
+    number, _, why = line.decode().partition(" ")
+    return int(number), why.strip() == _MISTAKE
 
 
 def _keep_alive(link: socket.socket) -> None:

@@ -19,6 +19,7 @@ from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe
 from affinage.stages.plan import Step, needed, plan
 from affinage.stages.plugins import load_plugins
+from affinage.stages.same_folder import check_same_folder
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Request, Store, link, versions, write_json
 
@@ -108,6 +109,7 @@ class Flow:
         """
         Hosts.current.share(_GIVEN, self._given())
         try:
+            check_same_folder(Hosts.current, self.runs.folder)
             return self._run(watcher)
         finally:
             Hosts.current.share(_NEXT, None)
@@ -126,6 +128,7 @@ class Flow:
                 where=str(self.loaded.path),
                 fix="Give all hosts the same recipe, options and installation.",
             )
+        check_same_folder(Hosts.current, self.runs.folder)
         load_plugins(self.loaded)
         store, stages = self.runs.store, {stage.name: stage for stage in self._road}
         while (told := Hosts.current.share(_NEXT, None, seconds=None)) is not None:

@@ -1,0 +1,45 @@
+"""Hosts of one process: a dictionary stands for the coordinator that keeps what they say."""
+
+import dataclasses
+import threading
+import time
+
+from affinage.hardware.hosts import HostLost, Hosts
+
+
+def _answering() -> threading.Event:
+    answers = threading.Event()
+    answers.set()
+    return answers
+
+
+@dataclasses.dataclass
+class Coordinator:
+    """What was said, told as long as `answers` is set."""
+
+    words: dict[str, str] = dataclasses.field(default_factory=dict)
+    answers: threading.Event = dataclasses.field(default_factory=_answering)
+
+
+@dataclasses.dataclass(eq=False)
+class HostInMemory(Hosts):
+    """One of them, in a thread of its own."""
+
+    coordinator: Coordinator = dataclasses.field(default_factory=Coordinator)
+
+    def tell(self, key: str, value: str, *, anew: bool = False) -> None:
+        self.coordinator.answers.wait()
+        if anew or key not in self.coordinator.words:
+            self.coordinator.words[key] = value
+
+    def hear(self, key: str, seconds: float | None, *, said: str) -> str:
+        until = time.monotonic() + (seconds or 3600)
+        while key not in self.coordinator.words:
+            if time.monotonic() > until:
+                raise HostLost(said)
+            time.sleep(0.01)
+        return self.coordinator.words[key]
+
+    def told(self, folder: str) -> dict[str, str]:
+        self.coordinator.answers.wait()
+        return {key.removeprefix(f"{folder}/"): value for key, value in self.coordinator.words.items()}
