@@ -15,8 +15,10 @@ import tiny
 from affinage.model import apply
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob
+from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.program import Program
 from affinage.training.state import Purpose, TrainState, random_key
+from affinage.training.step import make_update
 
 
 class Compiled:
@@ -171,3 +173,23 @@ def test_the_feed_must_yield_the_batch_that_the_settings_say():
     program = compiled("data1").program
     with pytest.raises(ValueError, match="8 rows"):
         dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch=16)))
+
+
+def test_weights_before_moments_are_the_same_bits_in_a_fraction_of_the_memory():
+    program = compiled("data1").program
+    shape = {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    settings = tiny.settings().optimizer
+    adam = make_optimizer(settings, Weights({"kernel": True}, {"kernel": None}))
+    draw = functools.partial(jax.random.normal, shape=(1024, 1024))
+    ended, temporary = [], []
+    for first in (False, True):
+        update = make_update(program.job.graph, adam, lambda step: 0.1, seed=0, weights_first=first)
+        params = {"kernel": draw(jax.random.key(0))}
+        state = TrainState(jnp.zeros((), jnp.int32), params, adam.init(params))
+        step = jax.jit(update, donate_argnums=0).lower(state, shape, 0.0, 0.0).compile()
+        temporary.append(step.memory_analysis().temp_size_in_bytes / params["kernel"].nbytes)
+        for number, norm in enumerate((2.0, 0.5, jnp.nan, 3.0)):
+            state, _ = step(state, {"kernel": draw(jax.random.key(number + 1))}, 0.0, float(norm))
+        ended.append(jax.device_get(state))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *ended))
+    assert temporary[0] > 1.9 and temporary[1] < 1.1  # copies of both moments; the clipped gradient at most

@@ -118,7 +118,10 @@ class CheckpointStore:
             return [ocp.save_checkpointables_async(target, state, custom_metadata=meta)]
 
     def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
-        begun.result().pop().result()  # popped, as it holds a copy of the state
+        saving = begun.result()
+        give_back_freed_memory()  # the copies may be where a step had its buffers: it takes others
+        saving.pop().result()  # popped, as it holds a copy of the state
+        del saving
         if Hosts.at_work().first:
             seal(target)
             if self._copies is not None:
