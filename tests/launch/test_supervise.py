@@ -17,11 +17,11 @@ from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
 
 
 class Scripted:
-    """A launcher whose hosts end as is written: for every start, (host, status) in order; -1 ends by being told."""
+    """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost."""
 
     hosts = 2
 
-    def __init__(self, *starts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, *starts: Sequence[tuple[int, ...]]) -> None:
         self.starts, self.begun, self.told, self.ended = list(starts), 0, [], 0
 
     def start(self, command: Sequence[str]) -> Gang:
@@ -33,8 +33,8 @@ class Scripted:
                 if not script:
                     time.sleep(seconds)
                     return []
-                host, status = script.pop(0)
-                return [Ending(host, status)]
+                host, status, *lost = script.pop(0)
+                return [Ending(host, status, out_of_sight=bool(lost))]
 
             def tell(self, number: signal.Signals) -> None:
                 launcher.told.append(number)
@@ -72,6 +72,13 @@ def test_budgets_of_preemptions_and_failures_are_apart():
 def test_when_one_is_told_to_stop_the_others_are_too():
     launcher = Scripted([(0, 75), (1, 75)], DONE)
     assert run(launcher)[0] == 0 and launcher.told == [signal.SIGTERM]
+
+
+def test_the_others_are_given_the_time_to_save_with_one_that_was_lost_sight_of():
+    launcher = Scripted([(1, 75, True), (0, 75)], DONE)
+    status, said = run(launcher, failures=0)
+    assert status == 0 and launcher.begun == 2 and launcher.told == []
+    assert said == ["launch: host 1 was lost sight of; all hosts start again (1 of 1000 preemptions)"]
 
 
 def test_a_mistake_of_the_user_is_not_tried_again():

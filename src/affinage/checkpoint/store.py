@@ -1,10 +1,12 @@
 """The checkpoints of a run: a folder of steps, each there completely, bit for bit, or not at all."""
 
+import contextlib
 import os
 import re
 import shutil
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ PyTree = Any
 STEP = re.compile(r"0|[1-9]\d*")
 _COMMIT = "commit_success.txt"  # Orbax writes it when everything of its own is on disk
 _MARKS = (_COMMIT, SEAL)
+_GIVE_EVERY = 0.2  # seconds
 _SAVE_TIMEOUT = 600  # seconds until a save that does not end is an error
 
 absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax tells of every file it writes
@@ -118,16 +121,13 @@ class CheckpointStore:
             return [ocp.save_checkpointables_async(target, state, custom_metadata=meta)]
 
     def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
-        saving = begun.result()
-        give_back_freed_memory()  # the copies may be where a step had its buffers: it takes others
-        saving.pop().result()  # popped, as it holds a copy of the state
-        del saving
+        with _memory_given_back():
+            begun.result().pop().result()  # popped, as it holds a copy of the state
         if Hosts.at_work().first:
             seal(target)
             if self._copies is not None:
                 self._copies.saved()
             self._prune()
-        give_back_freed_memory()  # save after save the holes would add up to several states
 
     def wait(self) -> None:
         """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone."""
@@ -247,6 +247,29 @@ class CheckpointStore:
         for step in self.steps():
             if step not in kept and step not in held and step < readable[-1]:
                 remove(self.folder / str(step))
+
+
+@contextlib.contextmanager
+def _memory_given_back() -> Iterator[None]:
+    """Inside and at the end, what is free goes back to the kernel.
+
+    Copies of the state lie where a step had its buffers, which then takes others: save after save the holes would add
+    up to several states.
+    """
+
+    def give() -> None:
+        while not done.wait(_GIVE_EVERY):
+            give_back_freed_memory()
+
+    done = threading.Event()
+    giving = threading.Thread(target=give, name="memory", daemon=True)
+    giving.start()
+    try:
+        yield
+    finally:
+        done.set()
+        giving.join()
+        give_back_freed_memory()
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -79,7 +79,8 @@ def _run(launcher: Launcher, command: Sequence[str], stop: "_Stop", grace: float
 
 def _watch(gang: Gang, hosts: int, stop: "_Stop", grace: float, say: Callable[[str], None]) -> Ending:
     endings: list[Ending] = []
-    until, told = float("inf"), 0
+    until = tell_at = float("inf")
+    told = 0
     while len(endings) < hosts and time.monotonic() < until:
         endings += gang.ended(min(_LOOK_EVERY, max(until - time.monotonic(), 0.0)))
         if stop.count > told:
@@ -95,7 +96,11 @@ def _watch(gang: Gang, hosts: int, stop: "_Stop", grace: float, say: Callable[[s
             patience = {0: _AFTER_0, EXIT_PREEMPTED: _AFTER_75}.get(worst.status, _AFTER_2)
             until = time.monotonic() + (grace if worst.out_of_sight else patience)
             if worst.status == EXIT_PREEMPTED:
-                gang.tell(signal.SIGTERM)
+                # One that is out of sight tells the others itself, where they train; twice told is once too often.
+                tell_at = time.monotonic() + (_AFTER_75 if worst.out_of_sight else 0.0)
+        if time.monotonic() >= tell_at:
+            gang.tell(signal.SIGTERM)
+            tell_at = float("inf")
     if len(endings) < hosts:
         late = [str(host) for host in range(hosts) if host not in {ending.host for ending in endings}]
         say(f"launch: host {', '.join(late)} did not end in time, and is killed")

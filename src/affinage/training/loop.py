@@ -12,6 +12,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import refuse_changes
 from affinage.checkpoint.mirror import Mirror
 from affinage.errors import Preempted, UserError
+from affinage.hardware.allocator import give_back_freed_memory
 from affinage.hardware.devices import acquire
 from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
@@ -36,6 +37,7 @@ from affinage.training.watchdog import Watchdog
 
 _TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
 _COMPILATION = 3600  # seconds that one host may take longer than another
+_FIRST = 2  # steps that leave something beside the buffers of all others
 
 
 def train(job: TrainJob) -> dict[str, Any]:
@@ -140,6 +142,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                     upcoming, waited = _next(batches)  # while the devices compute
                     batch = program.put_share(upcoming)
                     report.training(step, step_metrics, waited)
+                    if step == start + _FIRST:
+                        give_back_freed_memory()
                 for hook in job.on_step:
                     hook(step, state)
                 stopping, judging = stop.agreed(), job.judge is not None and job.judge.due(step)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from affinage.hardware.allocator import give_back_freed_memory
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Declared, apply, decayed, init_params, matrices
 from affinage.model.remat import with_remat
@@ -136,7 +137,9 @@ class Program:
     def compile_training(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
-        return self.strategy.compile_training(step, self.abstract, self._like(self.batch))
+        compiled = self.strategy.compile_training(step, self.abstract, self._like(self.batch))
+        give_back_freed_memory()  # what the compiler has left
+        return compiled
 
     def pass_over(self, state: TrainState) -> TrainState:
         """Leave a batch out: the step is counted, and nothing else changes."""
