@@ -37,7 +37,7 @@ from affinage.training.watchdog import Watchdog
 
 _TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
 _COMPILATION = 3600  # seconds that one host may take longer than another
-_FIRST = 2  # steps that leave something beside the buffers of all others
+_FIRST = 3  # steps that leave holes between what they keep; later ones find their buffers' places again
 
 
 def train(job: TrainJob) -> dict[str, Any]:
@@ -123,6 +123,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 
         # ---- the steps ----
+        give_back_freed_memory()  # what the beginning has left
         cleanup.enter_context(ledger.account("compute"))
         rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)
         cleanup.callback(tracing.close)
@@ -142,7 +143,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                     upcoming, waited = _next(batches)  # while the devices compute
                     batch = program.put_share(upcoming)
                     report.training(step, step_metrics, waited)
-                    if step == start + _FIRST:
+                    if step <= start + _FIRST:
                         give_back_freed_memory()
                 for hook in job.on_step:
                     hook(step, state)
