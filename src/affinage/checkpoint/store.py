@@ -123,11 +123,11 @@ class CheckpointStore:
     def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
         with _memory_given_back():
             begun.result().pop().result()  # popped, as it holds a copy of the state
-        if Hosts.at_work().first:
-            seal(target)
-            if self._copies is not None:
-                self._copies.saved()
-            self._prune()
+            if Hosts.at_work().first:
+                seal(target)
+                if self._copies is not None:
+                    self._copies.saved()
+                self._prune()
 
     def wait(self) -> None:
         """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone."""
