@@ -44,6 +44,7 @@ class Case:
 CASES = (
     Case("quickstart", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
     Case("shakespeare-char", "v4-8", ("mesh.data=4", "pretrain.batch=4096", *CHARACTERS)),
+    Case("shakespeare-char", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),  # planned with 50,000 characters
     Case("novels", "v4-8", ("mesh.data=4", "pretrain.batch=1024")),
     Case("moe-small", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
     Case("moe-small-dense", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
@@ -52,7 +53,7 @@ CASES = (
     Case("gpt2-124m", "v4-16"),
     Case("gpt2-350m", "v4-32"),
     Case("gpt2-774m", "v4-64"),
-    Case("gpt2-1.5b", "v4-64"),
+    Case("gpt2-1.5b", "v4-64", ("pretrain.micro_batches=5",)),
     Case("julian-100m", "v4-16"),
     Case("julian-100m", "v4-16", (DROP,)),
     Case("julian-250m", "v5p-16"),

@@ -1,5 +1,7 @@
 """What a traced program holds, on programs small enough to count by hand."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +35,34 @@ def test_what_is_computed_inside_a_reader_holds_what_it_was_made_from():
 
     # y lives until the last product, beside two of the chain at a time.
     assert of(function, (N, N), (N, N)).total == 3 * SQUARE
+
+
+def test_what_a_barrier_holds_is_stored_in_the_dtype_that_all_its_readers_compute_in():
+    def function(held, w, x):
+        y = jnp.dot(x, w, preferred_element_type=jnp.float32)
+        z = held(jnp.exp(y))  # float32 [N, N]
+        first = jax.lax.dot(z, w, preferred_element_type=jnp.bfloat16)
+        for _ in range(3):
+            x = x @ w
+        return first, jax.lax.dot(z, x, preferred_element_type=jnp.bfloat16)
+
+    def total(held):
+        return of(partial(function, held), (N, N), (N, N), dtype=jnp.bfloat16).total
+
+    # Inside its readers it holds y, float32, beside two bfloat16 of the chain; by itself it is bfloat16.
+    assert total(lambda x: x) == SQUARE + 2 * SQUARE / 2
+    assert total(jax.lax.optimization_barrier) == SQUARE / 2 + 2 * SQUARE / 2
+
+
+def test_a_barrier_around_what_is_stored_already_copies_nothing():
+    def function(held, w, x):
+        y, z = held((x @ w, w))
+        return y @ z
+
+    def total(held):
+        return of(partial(function, held), (N, N), (N, N)).total
+
+    assert total(jax.lax.optimization_barrier) == total(lambda x: x) == 2 * SQUARE
 
 
 def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_each_turn():

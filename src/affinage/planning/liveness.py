@@ -2,9 +2,10 @@
 
 A value is stored if an operation makes it that writes its result to memory: matrix products, loops, gathers, scatters,
 reductions. What element-wise operations, reshapes and broadcasts make is computed where it is read, inside the
-operation that reads it, and so holds on to what it was made from. A loop's stacked results are written in place, and so
-are its carries; one turn's own values exist once. A loop that reads its weights in a narrower dtype reads a copy of
-them all, made before it. What comes out of the program takes the memory of the state that went in.
+operation that reads it, and so holds on to what it was made from, unless a barrier keeps it out of there. A loop's
+stacked results are written in place, and so are its carries; one turn's own values exist once. A loop that reads its
+weights in a narrower dtype reads a copy of them all, made before it. What comes out of the program takes the memory of
+the state that went in.
 
 So does the TPU's compiler, up to its scheduling, with the programs of this package; docs/planning.md compares the two.
 """
@@ -113,6 +114,8 @@ class _Program:
                 results = self.run(getattr(inner, "jaxpr", inner), arguments)
             elif name == "scan":
                 results = self._scan(equation, arguments)
+            elif name == "optimization_barrier":
+                results = self._held(equation, arguments, narrow)
             elif name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars))):
                 results = self._carried_over(equation, arguments)
             else:
@@ -133,6 +136,18 @@ class _Program:
         if name == "convert_element_type":
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
+
+    def _held(self, equation: Any, arguments: list[_Value], narrow: Mapping[Any, float]) -> list[_Value]:
+        """What a barrier keeps XLA from computing inside of its readers, and so stores."""
+        results = []
+        for variable, value in zip(equation.outvars, arguments, strict=True):
+            inside_readers = not value.stored and value.share is None
+            size = narrow.get(variable, _bytes(variable, self.padded))
+            results.append(self._stored(variable.aval, size, None, "activations") if inside_readers else value)
+        new = tuple(result for result, value in zip(results, arguments, strict=True) if result is not value)
+        if new:
+            self.steps.append(_Step(_roots(arguments), new))
+        return results
 
     def _carried_over(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
         """Copies to the host's memory, which hold nothing here, and back."""
@@ -287,7 +302,10 @@ def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
 
 
 def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
-    """Results that are only read through a conversion to fewer bytes, which the product itself does: their bytes."""
+    """Results that are only read in fewer bytes, and so stored in them: the bytes.
+
+    By a conversion, which the product that makes them does itself; by products whose other factor is narrower.
+    """
     readers: dict[Any, list[Any]] = {}
     for equation in jaxpr.eqns:
         for atom in equation.invars:
@@ -296,6 +314,13 @@ def _read_narrower(jaxpr: Jaxpr, padded: Padded) -> dict[Any, float]:
     returned = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     found = {}
     for variable, reading in readers.items():
-        if len(reading) == 1 and reading[0].primitive.name == "convert_element_type" and variable not in returned:
-            found[variable] = min(_bytes(reading[0].outvars[0], padded), _bytes(variable, padded))
+        names = {equation.primitive.name for equation in reading}
+        whole = _bytes(variable, padded)
+        if variable in returned:
+            continue
+        if names == {"convert_element_type"} and len(reading) == 1:
+            found[variable] = min(_bytes(reading[0].outvars[0], padded), whole)
+        elif names == {"dot_general"}:
+            narrowest = min(atom.aval.dtype.itemsize for equation in reading for atom in equation.invars)
+            found[variable] = whole / variable.aval.dtype.itemsize * narrowest
     return found
