@@ -43,3 +43,14 @@ def test_the_verb_prints_a_line_for_each_slice(capsys):
     with pytest.raises(SystemExit):
         main(["plan", SMALL, "--on", "v4-8", "--curve", "strong", "--json"])
     assert len(json.loads(capsys.readouterr().out)["curve"]) == 3
+
+
+def test_a_curve_that_begins_later_than_asked_says_so(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", SMALL, "--on", "v4-8", "--curve", "strong", "--set", "pretrain.batch=1024"])
+    printed = capsys.readouterr().out
+    assert "The curve begins at" not in printed
+    with pytest.raises(SystemExit):
+        main(["plan", SMALL, "--on", "v4-8", "--curve", "strong", "--set", "pretrain.batch=2048"])
+    printed = capsys.readouterr().out
+    assert "The curve begins at v4-16: on v4-8" in printed

@@ -101,7 +101,7 @@ def plan(
         from affinage.cli.plan_curve import show_curve
         from affinage.planning.curve import curve as scaled
 
-        show_curve(scaled(loaded.recipe, asked.graph, curve, where), as_json)
+        show_curve(scaled(loaded.recipe, asked.graph, curve, where), where, as_json)
     elif search:
         from affinage.cli.plan_search import search_and_show
 

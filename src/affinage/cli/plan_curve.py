@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from affinage.cli.terminal import screen
 
 if TYPE_CHECKING:
+    from affinage.hardware.slices import Slice
     from affinage.planning.curve import Point
 
 
-def show_curve(points: "list[Point]", as_json: bool) -> None:
-    """Print a line for each slice."""
+def show_curve(points: "list[Point]", first: "Slice", as_json: bool) -> None:
+    """Print a line for each slice, and one where the curve does not begin at `first`, the slice that was asked for."""
     from rich.table import Table
 
     if as_json:
@@ -38,3 +39,6 @@ def show_curve(points: "list[Point]", as_json: bool) -> None:
         )
     console = screen()
     console.print(table, markup=False)
+    begin = points[0].plan.where
+    if begin.name != first.name:
+        console.print(f"The curve begins at {begin.name}: on {first.name} the recipe fits with no mesh that was tried.")
