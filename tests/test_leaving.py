@@ -54,6 +54,25 @@ def test_a_line_that_nobody_reads_does_not_keep_it_from_saving():
     assert process.wait(timeout=60) == 75
 
 
+@pytest.mark.parametrize("before", ["pass", "sys.stderr.close()"])
+def test_a_thread_leaves_though_nobody_reads_why(before: str):
+    program = (
+        "import sys, threading, time; from affinage.stopping import leave\n"
+        "def work():\n"
+        "    print('ready', file=sys.stderr, flush=True); sys.stdin.readline(); {before}; leave('no reason')\n"
+        "threading.Thread(target=work, daemon=True).start(); time.sleep(600)\n"
+    ).replace("{before}", before)
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stderr is not None and process.stderr.readline() == "ready\n"
+    process.stderr.close()
+    process.stdin.close()
+    try:
+        assert process.wait(timeout=60) == 75
+    finally:
+        process.kill()
+
+
 def test_the_program_is_left_this_way(tmp_path):
     """A thread that a library leaves in native code cannot be taken down any more."""
     program = (

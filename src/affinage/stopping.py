@@ -80,7 +80,7 @@ class OwnProcess:
                         self._tell(signal.Signals(number))
 
     def _tell(self, number: signal.Signals) -> None:
-        _drop_what_nobody_reads()
+        drop_what_nobody_reads()
         if self._listener is not None:
             self._listener(number)
         elif not self._raised.wait(_PATIENCE):
@@ -92,7 +92,7 @@ class OwnProcess:
             raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
 
 
-def _drop_what_nobody_reads() -> None:
+def drop_what_nobody_reads() -> None:
     """Whoever read this process's output may be what ended; a line that nobody takes must not keep it from saving."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -157,7 +157,9 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     if status == EXIT_PREEMPTED:
         for farewell in list(_farewells):
             farewell()
-    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+    drop_what_nobody_reads()
     then = "" if status == EXIT_USER_ERROR else " Run the same command to go on."
-    os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}.{then}\n".encode())
+    with contextlib.suppress(OSError, ValueError):
+        show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}.{then}\n".encode())
     os._exit(status)
