@@ -87,6 +87,27 @@ def test_the_last_model_is_the_one_that_is_used_and_released(runs: Path):
     assert "Preferences" in (runs / "tiny/report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [(["sft", "--show", "1"], "⟦"), (["dpo", "--show", "1"], "⟦"), (["report", "--out", "page.html"], "stages")],
+    ids=["sft", "dpo", "report"],
+)
+def test_as_json_there_is_one_document_whatever_is_shown(
+    runs: Path,
+    tmp_path: Path,
+    words: list[str],
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as ended:
+        main([words[0], TINY, *words[1:], "--runs", str(runs), "--json", *settings])
+    told = capsys.readouterr()
+    assert ended.value.code == 0 and json.loads(told.out) and shown in told.err
+
+
 def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
     """Log-probability of the trained tokens of one document, in a row of its own."""
     outputs = apply(model.graph, model.params, {"tokens": tokens[None]}, Call(until=model.graph.logits))

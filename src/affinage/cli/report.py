@@ -19,6 +19,7 @@ from affinage.cli.options import (
     run_folder,
 )
 from affinage.cli.run import walk
+from affinage.cli.terminal import only_data_on_stdout
 from affinage.errors import UserError
 
 
@@ -56,7 +57,8 @@ def report(
     run = run_folder(target, runs)
     if is_recipe(target, runs) or run is None or not recorded(run):
         said = [*(overrides or ()), *([f"report.language={lang}"] if lang else [])]
-        run = walk(target, Walking(said, runs, as_json=as_json and out is None), ("report",))
+        with only_data_on_stdout(as_json):
+            run = walk(target, Walking(said, runs, as_json=as_json and out is None), ("report",))
         if out is None:
             return
     elif overrides:

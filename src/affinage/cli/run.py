@@ -71,7 +71,8 @@ def sft(
     until = ("sft",) if show is None else ("conversations",)
     folder = walk(recipe, how, until)
     if show is not None and not how.dry_run:
-        _show_conversations(folder / "conversations", show)
+        with only_data_on_stdout(how.as_json):
+            _show_conversations(folder / "conversations", show)
 
 
 @walks
@@ -91,7 +92,8 @@ def dpo(
     until = ("dpo",) if show is None else ("preferences",)
     folder = walk(recipe, how, until)
     if show is not None and not how.dry_run:
-        _show_conversations(folder / "preferences", show, documents=2)
+        with only_data_on_stdout(how.as_json):
+            _show_conversations(folder / "preferences", show, documents=2)
 
 
 def _show_conversations(rows: Path, count: int, documents: int = 1) -> None:

@@ -32,11 +32,11 @@ def only_data_on_stdout(asked: bool) -> Iterator[None]:
     import rich
 
     console = rich.get_console()
-    console.stderr = True
+    before, console.stderr = console.stderr, True
     try:
         yield
     finally:
-        console.stderr = False
+        console.stderr = before
 
 
 @functools.cache
