@@ -104,20 +104,23 @@ class Watchdog:
                 self._told, self._told_at = True, time.monotonic()
                 self._tell(waited)
             if self._told and self._leaves and waited > self._seconds(self._patience_to_leave):
-                self._ended.wait(self._told_at + _LAST_WORDS - time.monotonic())
-                if self._begun == begun:  # what ended while the other hosts were asked is not left
+                ended = self._ended.wait(self._told_at + _LAST_WORDS - time.monotonic())
+                if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
                     self._leave(time.monotonic() - self._last)
 
     def _tell(self, waited: float) -> None:
         said, begun = f"{self._name}: {self._what} has not ended for {waited:.0f} s", self._begun
         written = self._write(f"{said}\n\n", stacks=True)
-        print(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}", file=sys.stderr, flush=True)
-        if not written:
-            faulthandler.dump_traceback(sys.stderr.fileno())
+        # Whoever read it may be gone; the process is left all the same.
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}", file=sys.stderr, flush=True)
+            if not written:
+                faulthandler.dump_traceback(sys.stderr.fileno())
         blamed = self._beats.blame()
         if blamed and self._begun == begun:
             self._blamed = f": {blamed}"
-            print(f"{said}{self._blamed}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):
+                print(f"{said}{self._blamed}", file=sys.stderr, flush=True)
             self._write(f"\n{said}{self._blamed}\n")
 
     def _write(self, text: str, stacks: bool = False) -> bool:
