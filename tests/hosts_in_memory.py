@@ -42,4 +42,5 @@ class HostInMemory(Hosts):
 
     def told(self, folder: str) -> dict[str, str]:
         self.coordinator.answers.wait()
-        return {key.removeprefix(f"{folder}/"): value for key, value in self.coordinator.words.items()}
+        words = self.coordinator.words.copy().items()  # the other hosts go on to tell
+        return {key.removeprefix(f"{folder}/"): value for key, value in words if key.startswith(f"{folder}/")}

@@ -23,7 +23,9 @@ class Gang:
             Links(HostInMemory(host, count, coordinator=self.coordinator), LOOPBACK, LOOPBACK, self._hear(host))
             for host in range(count)
         ]
+        late = time.monotonic() + 120
         while len(self.links[0]._links) < count - 1:
+            assert time.monotonic() < late
             time.sleep(0.01)
 
     def _hear(self, host: int):

@@ -9,6 +9,8 @@ from affinage.training import beats
 from affinage.training.beats import Beats, Doing
 from hosts_in_memory import Coordinator, HostInMemory
 
+LIMIT = 120  # seconds until what does not come is a failure
+
 
 class Three:
     """Three hosts at step 5, of which the second looks at the others."""
@@ -24,7 +26,9 @@ class Three:
 
     def until(self, said: str) -> str:
         """What the second host says as soon as `said` is in it."""
+        late = time.monotonic() + LIMIT
         while said not in (blamed := self.beats[1].blame()):
+            assert time.monotonic() < late, blamed
             time.sleep(0.05)
         return blamed
 
@@ -66,11 +70,23 @@ def test_a_first_host_that_stands_still_is_named(three: Three):
     assert "host 0 is at step 5" in three.until("host 0 is")  # it was not given up
 
 
+def test_nobody_else_is_named_while_the_first_host_does_not_answer(three: Three):
+    three.until("host 2 is at step 5")
+    three.coordinator.answers.clear()
+    late, said = time.monotonic() + LIMIT, [""]
+    while "host 0 does not answer" not in said:
+        assert time.monotonic() < late, said
+        said.append(three.beats[1].blame())
+    assert not [blamed for blamed in said if "no sign of life" in blamed]
+
+
 def test_nobody_looks_while_nothing_takes_long(three: Three):
     three.until("host 2 is at step 5")
     three.doing[1] = Doing(6, "step 6", late=False)
     three.beats[2].close()
+    late = time.monotonic() + LIMIT
     while three.beats[1]._looks_since is not None:
+        assert time.monotonic() < late
         time.sleep(0.05)
     three.doing[1] = Doing(7, "step 7", late=True)
     # What was seen when it last looked says nothing about the time between.

@@ -46,6 +46,7 @@ class Beats:
         self._asked: float | None = None  # when the first host was asked what it has not answered yet
         self._seen: dict[int, _Seen] = {}
         self._looks_since: float | None = None
+        self._looked = 0.0
         if hosts.count > 1:
             threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
@@ -77,7 +78,7 @@ class Beats:
             known = before.get(host)
             seen[host] = known if known is not None and known.said == said else _Seen(said, now)
         self._seen = seen
-        self._looks_since = self._looks_since or now
+        self._looks_since, self._looked = self._looks_since or now, now
 
     def blame(self) -> str:
         """Which hosts keep the others waiting, in words; "" for a run with one host.
@@ -86,18 +87,19 @@ class Beats:
         """
         until = time.monotonic() + 2 * AHEAD
         while self._hosts.count > 1 and time.monotonic() < until:
-            now, asked, since = time.monotonic(), self._asked, self._looks_since
-            if asked is not None and now - asked >= _SILENT:
+            asked, looked, since = self._asked, self._looked, self._looks_since
+            if asked is not None and time.monotonic() - asked >= _SILENT:
                 return "host 0 does not answer"
-            if since is not None and now - since >= _SILENT:
-                return self._in_words(now)
+            # While the first one has yet to answer, what the others say now is not known.
+            if asked is None and since is not None and looked - since >= _SILENT:
+                return self._in_words(looked)
             if self._ended.wait(0.05):
                 break
         return ""
 
-    def _in_words(self, now: float) -> str:
+    def _in_words(self, looked: float) -> str:
         seen = self._seen
-        silent = [host for host in seen if now - seen[host].since >= _SILENT]
+        silent = [host for host in seen if looked - seen[host].since >= _SILENT]
         most = max(seen[host].said.get("count", 0) for host in seen)
         behind = [host for host in seen if seen[host].said.get("count", 0) < most and host not in silent]
         told = [f"host {host} shows no sign of life, last {_told(seen[host].said)}" for host in silent]
