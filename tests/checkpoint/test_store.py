@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint import store as store_module
 from affinage.errors import UserError
 from affinage.parallel import make_mesh
 
@@ -159,3 +161,25 @@ def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
     jax.block_until_ready(current)
     store.wait()
     assert_same(store.restore(1, abstract(where)), state(1, where))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_memory_is_given_back_during_a_save_only_where_the_heap_keeps_it(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, kept: bool
+):
+    given, during = [], []
+    monkeypatch.setattr(store_module, "_GIVE_EVERY", 0.01)
+    monkeypatch.setattr(store_module, "freed_memory_is_kept", lambda: kept)
+    monkeypatch.setattr(store_module, "give_back_freed_memory", lambda: given.append(1))
+
+    def slow_seal(target: Path) -> None:
+        late = time.monotonic() + (60 if kept else 0.3)
+        while not given and time.monotonic() < late:
+            time.sleep(0.01)
+        during.append(len(given))
+        real_seal(target)
+
+    real_seal = store_module.seal
+    monkeypatch.setattr(store_module, "seal", slow_seal)
+    saved(store, 1)
+    assert (during[0] > 0) == kept and len(given) > during[0]

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.seal import SEAL, damage, fingerprint, seal
 from affinage.errors import UserError
-from affinage.hardware.allocator import give_back_freed_memory
+from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
 
 PyTree = Any
@@ -251,10 +251,10 @@ class CheckpointStore:
 
 @contextlib.contextmanager
 def _memory_given_back() -> Iterator[None]:
-    """Inside and at the end, what is free goes back to the kernel.
+    """At the end, what is free goes back to the kernel; inside too, where the heap keeps it otherwise.
 
-    Copies of the state lie where a step had its buffers, which then takes others: save after save the holes would add
-    up to several states.
+    Copies of the state lie there where a step had its buffers, which then takes others: save after save the holes would
+    add up to several states.
     """
 
     def give() -> None:
@@ -263,12 +263,14 @@ def _memory_given_back() -> Iterator[None]:
 
     done = threading.Event()
     giving = threading.Thread(target=give, name="memory", daemon=True)
-    giving.start()
+    if freed_memory_is_kept():
+        giving.start()
     try:
         yield
     finally:
         done.set()
-        giving.join()
+        if giving.ident is not None:
+            giving.join()
         give_back_freed_memory()
 
 

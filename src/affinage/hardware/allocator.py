@@ -10,6 +10,7 @@ stays at its peak memory.
 import ctypes
 import os
 import platform
+import threading
 
 from affinage.hardware.present import accelerator_is_here
 
@@ -19,6 +20,8 @@ _TOP_PAD = (-2, 2**26)  # bytes asked for beyond a request when the heap must gr
 _MMAP_THRESHOLD = (-3, 2**30)  # requests below this come from the heap, never from a mapping of their own
 _MMAP_MAX = (-4, 0)  # and no request gets a mapping of its own
 _ARENA_MAX = (-8, 1)  # one heap for all threads; without this the others change nothing
+
+_kept = threading.Event()
 
 
 def keep_freed_memory() -> bool:
@@ -31,7 +34,14 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     options = (_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX)
-    return sum(mallopt(*option) for option in options) == len(options)
+    if sum(mallopt(*option) for option in options) == len(options):
+        _kept.set()
+    return _kept.is_set()
+
+
+def freed_memory_is_kept() -> bool:
+    """Whether `keep_freed_memory` was called in this process, and was done."""
+    return _kept.is_set()
 
 
 def give_back_freed_memory() -> None:
