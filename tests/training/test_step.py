@@ -14,7 +14,8 @@ import tiny
 
 from affinage.model import apply
 from affinage.parallel import make_mesh
-from affinage.training import TrainJob
+from affinage.training import TrainJob, breakdown
+from affinage.training import step as step_module
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.program import Program
 from affinage.training.state import Purpose, TrainState, random_key
@@ -193,3 +194,33 @@ def test_weights_before_moments_are_the_same_bits_in_a_fraction_of_the_memory():
         ended.append(jax.device_get(state))
     assert jax.tree.all(jax.tree.map(np.array_equal, *ended))
     assert temporary[0] > 1.9 and temporary[1] < 1.1  # copies of both moments; the clipped gradient at most
+
+
+@pytest.mark.parametrize("part", ["a run's step", "the optimizer's row of a breakdown"])
+def test_a_training_on_one_cpu_copies_no_moments(part: str, monkeypatch: pytest.MonkeyPatch):
+    feed = tiny.RandomFeed()
+    job = TrainJob(
+        graph=tiny.graph(layers=1, width=8192),
+        settings=tiny.settings(),
+        mesh={"data": 1},
+        seed=3,
+        feed=feed,
+        folder=Path("unused"),
+    )
+    program = Program(job, make_mesh(job.mesh, jax.devices()), feed.batch(0))
+
+    def temporary() -> float:
+        """Of what is compiled, in sizes of the weights."""
+        if part == "a run's step":
+            compiled = program.compile_training()
+        else:
+            grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), program.abstract.params)
+            update = jax.jit(breakdown._update(program), donate_argnums=0)
+            compiled = update.lower(program.abstract, grads).compile()
+        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract.params))
+        return compiled.memory_analysis().temp_size_in_bytes / weights
+
+    without = temporary()
+    for module in (step_module, breakdown):
+        monkeypatch.setattr(module, "weights_come_first", lambda call: False)
+    assert temporary() - without > 0.7

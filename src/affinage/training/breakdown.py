@@ -31,7 +31,7 @@ from affinage.training.job import HostBatch, TrainJob
 from affinage.training.program import Program
 from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, random_key
-from affinage.training.step import make_update
+from affinage.training.step import make_update, weights_come_first
 
 PyTree = Any
 PARTS = ("forward", "loss", "backward", "optimizer")
@@ -162,6 +162,7 @@ def _update(program: Program) -> Callable[..., Any]:
         seed=job.seed,
         stochastic_rounding=settings.precision.rounding == "stochastic",
         health=settings.health,
+        weights_first=weights_come_first(program.adapted_call),
     )
     loss = math.log(job.graph.vocabulary)  # one that no judge of losses minds
 

@@ -79,7 +79,7 @@ def make_train_step(
         seed=seed,
         stochastic_rounding=stochastic_rounding,
         health=health,
-        weights_first=call.platform == "cpu" and isinstance(call.layout, MeshLayout) and call.layout.mesh.size == 1,
+        weights_first=weights_come_first(call),
     )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -93,6 +93,11 @@ def make_train_step(
         return new, {**means, **report, "targets": targets}
 
     return step
+
+
+def weights_come_first(call: Call) -> bool:
+    """Whether the update is compiled for one CPU device; see `make_update`."""
+    return call.platform == "cpu" and isinstance(call.layout, MeshLayout) and call.layout.mesh.size == 1
 
 
 Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tuple[TrainState, Metrics]]
