@@ -67,8 +67,8 @@ def test_a_step_takes_its_temporaries_from_warm_memory(tmp_path):
 
 FREED = """
 import ctypes
-from affinage.hardware.allocator import keep_freed_memory
-assert keep_freed_memory()
+from affinage.hardware.allocator import freed_memory_is_kept, keep_freed_memory
+assert not freed_memory_is_kept() and keep_freed_memory() and freed_memory_is_kept()
 libc = ctypes.CDLL(None)
 class Told(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
