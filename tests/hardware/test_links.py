@@ -4,11 +4,13 @@ import contextlib
 import json
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from affinage.hardware import joining
 from affinage.hardware.links import Links
 from hosts_in_memory import Coordinator, HostInMemory
 
@@ -24,12 +26,12 @@ class Gang:
             for host in range(count)
         ]
         late = time.monotonic() + 120
-        while len(self.links[0]._links) < count - 1:
+        while len(self.links[0]._links) < count - 1 or not all(links._links for links in self.links):
             assert time.monotonic() < late
             time.sleep(0.01)
 
     def _hear(self, host: int):
-        return lambda number, mistake: self.lost[host].put((number, mistake))
+        return lambda number, mistake, _: self.lost[host].put((number, mistake))
 
     def die(self, host: int) -> None:
         """What the kernel does with a killed process's connections."""
@@ -86,3 +88,95 @@ def test_a_stranger_is_not_heard(gang: Gang):
     assert gang.lost[0].get(timeout=30) == (3, False)
     time.sleep(0.1)
     assert [found.qsize() for found in gang.lost] == [0, 1, 1, 0]
+
+
+@contextlib.contextmanager
+def late(count: int, *, said_before: bool, host: int, mistake: bool = False) -> Iterator[list]:
+    """What all hear where `host` says goodbye before there are links (itself not yet connected, or the first one)."""
+    coordinator, lost = Coordinator(), [queue.SimpleQueue() for _ in range(count)]
+
+    def begin(number: int) -> Links:
+        hosts = HostInMemory(number, count, coordinator=coordinator)
+        return Links(hosts, LOOPBACK, LOOPBACK, lambda other, mistake, _: lost[number].put((other, mistake)))
+
+    begun = {host: begin(host)}
+    if said_before:
+        begun[host].say_goodbye(mistake=mistake)
+    for number in range(count):
+        if number not in begun:
+            begun[number] = begin(number)
+    while not all(links._links for links in begun.values()) or len(begun[0]._links) < count - 1:
+        time.sleep(0.01)
+    time.sleep(0.1)  # a link is known a moment before the goodbye is sent
+    for link in begun[host]._links.values():
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_WR)  # what was sent before is heard, as where a process ends
+    yield lost
+    for links in begun.values():
+        links.say_goodbye()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_goodbye_before_there_was_a_link_is_heard(host: int):
+    with late(3, said_before=True, host=host) as lost:
+        time.sleep(0.3)
+        assert [found.qsize() for found in lost] == [0, 0, 0]
+    with late(3, said_before=False, host=host) as lost:
+        assert all(found.get(timeout=30) == (host, False) for number, found in enumerate(lost) if number != host)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_mistake_before_there_was_a_link_is_told(host: int):
+    with late(3, said_before=True, host=host, mistake=True) as lost:
+        assert all(found.get(timeout=30) == (host, True) for number, found in enumerate(lost) if number != host)
+
+
+def test_what_comes_in_one_piece_or_in_many_is_heard():
+    coordinator = Coordinator()
+    hear: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+    first = HostInMemory(0, 3, coordinator=coordinator)
+    links = Links(first, LOOPBACK, LOOPBACK, lambda host, mistake, _: hear.put((host, mistake)))
+    said = json.loads(HostInMemory(1, 3, coordinator=coordinator).hear("affinage/links", 30, said=""))
+    with socket.create_connection((LOOPBACK, said["port"])) as one:
+        one.sendall(f"{said['token']} 1\n1 mistake\n".encode())
+        assert hear.get(timeout=30) == (1, True)
+    with socket.create_connection((LOOPBACK, said["port"])) as other:
+        other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for letter in f"{said['token']} 2\n2 mistake\n":
+            other.sendall(letter.encode())
+            time.sleep(0.001)
+        assert hear.get(timeout=30) == (2, True)
+    links.say_goodbye()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_who_listens_on_all_addresses_is_reached_by_both_kinds():
+    coordinator = Coordinator()
+    first = Links(HostInMemory(0, 3, coordinator=coordinator), "", "::", lambda *_: None)
+    others = [
+        Links(HostInMemory(host, 3, coordinator=coordinator), address, "", lambda *_: None)
+        for host, address in ((1, LOOPBACK), (2, "::1"))
+    ]
+    while len(first._links) < 2:
+        time.sleep(0.01)
+    for links in (first, *others):
+        links.say_goodbye()
+
+
+def test_one_connection_that_fails_at_once_does_not_end_the_others(gang: Gang, monkeypatch: pytest.MonkeyPatch):
+    def failing(link: socket.socket) -> None:
+        raise OSError(22, "it has hung up")  # as some kernels say
+
+    port = json.loads(gang.coordinator.words["affinage/links"])["port"]
+    with monkeypatch.context() as patch:
+        patch.setattr("affinage.hardware.links._keep_alive", failing)
+        with socket.create_connection((LOOPBACK, port), 30) as stranger:
+            assert stranger.recv(1) == b""
+    gang.die(3)
+    assert gang.lost[0].get(timeout=30) == (3, False)
+
+
+def test_a_host_that_leaves_by_itself_is_not_left_for_the_mistake_of_another():
+    leaving = threading.Event()
+    leaving.set()
+    joining._leave_without(1, True, leaving)  # it returns

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ _HEARTBEAT = 45
 _SHUTDOWN = 10  # seconds that a host waits for the others when it is done
 _FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one that died by itself
 _SAME_MISTAKE = 5.0  # seconds in which this host may find it, too
+_LAST_WORK = 5.0  # seconds to end by itself for a host that has said goodbye; less than _SHUTDOWN
 
 
 @contextlib.contextmanager
@@ -29,7 +31,8 @@ def joined() -> Iterator[Hosts]:
     with their CPUs the address that leads to it.
 
     When another host dies, this process is left with status 1 within a second, whatever it waits for; with status 2
-    when that one has found a mistake of the user, unless this one finds it, too.
+    when that one has found a mistake of the user, unless this one finds it, too. One that was told to stop is no dead
+    one: where they do not stop together, JAX ends the others, after 45 s at most.
 
     Raises:
         UserError: the others were not there in time.
@@ -56,10 +59,15 @@ def joined() -> Iterator[Hosts]:
         Hosts.current = before
 
 
-def _leave_without(host: int, mistake: bool) -> None:
-    time.sleep(_SAME_MISTAKE if mistake else _FIRST_DEATH)
+def _leave_without(host: int, mistake: bool, leaving: threading.Event) -> None:
+    """Leave this process, with the time to end by itself where it is leaving in good order."""
+    left = leaving.wait(_SAME_MISTAKE if mistake else _FIRST_DEATH)
     if mistake:
+        if left:
+            return
         leave(f"host {host} has found a mistake, and tells of it", EXIT_USER_ERROR)
+    if left:
+        time.sleep(_LAST_WORK)  # then JAX, which waits for the dead one at its shutdown, would abort the process
     leave(f"host {host} is gone", 1)
 
 

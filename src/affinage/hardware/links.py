@@ -7,7 +7,9 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from affinage.hardware.hosts import HostLost, Hosts
@@ -16,9 +18,20 @@ _KEY = "affinage/links"
 _CONNECT = 30.0  # seconds for the first host to answer; where its port cannot be reached, it goes without
 _LOOK_EVERY = 0.5  # seconds
 _ALIVE_EVERY = 60  # seconds of silence after which the kernels ask each other, so that nothing between them forgets
+_LATE = 10.0  # seconds after its goodbye in which the first host still answers who connects
 _GOODBYE = b"bye\n"
 _MISTAKE = "mistake"
 _LINE = 256  # bytes, at most
+
+Lost = Callable[[int, bool, threading.Event], None]
+
+
+@dataclass
+class _Peer:
+    """Who is at the other end of a link, if that is known, and what came of a line that is not whole."""
+
+    host: int | None = None
+    rest: bytes = b""
 
 
 class Links:
@@ -32,12 +45,14 @@ class Links:
         hosts: of the run.
         address: of the first host, as the others know it.
         listens_on: its own address, where that is another one inside.
-        lost: called in a thread with the number of a host that is gone, and whether it is so because it has found a
-            mistake of the user, of which it tells.
+        lost: called in a thread with the number of a host that is gone, whether it is so because it has found a
+            mistake of the user, of which it tells, and an event that is set when this host says goodbye.
     """
 
-    def __init__(self, hosts: Hosts, address: str, listens_on: str, lost: Callable[[int, bool], None]) -> None:
+    def __init__(self, hosts: Hosts, address: str, listens_on: str, lost: Lost) -> None:
         self._hosts, self._address, self._listens_on, self._lost = hosts, address, listens_on, lost
+        self._farewell = _GOODBYE
+        self._news: list[bytes] = []  # who is gone, for hosts that connect later
         self._ended = threading.Event()
         self._left: set[int] = set()
         self._links: dict[int, socket.socket] = {}
@@ -47,10 +62,22 @@ class Links:
 
     def say_goodbye(self, *, mistake: bool = False) -> None:
         """Before this host leaves in good order, so that nobody takes it for gone; or for a mistake that it tells."""
+        self._farewell = _line(self._hosts.index, mistake) if mistake else _GOODBYE
         self._ended.set()
         for link in list(self._links.values()):
-            with contextlib.suppress(OSError):
-                link.send(_line(self._hosts.index, mistake) if mistake else _GOODBYE)
+            self._part(link)
+
+    def _part(self, link: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            link.send(self._farewell)
+
+    def _meet(self, host: int, link: socket.socket) -> None:
+        self._links[host] = link
+        with contextlib.suppress(OSError):
+            for line in self._news:
+                link.send(line)
+        if self._ended.is_set():  # it was said while nobody could hear it
+            self._part(link)
 
     def _connect(self) -> None:
         try:
@@ -58,8 +85,8 @@ class Links:
             link = socket.create_connection((self._address, said["port"]), _CONNECT)
             link.settimeout(None)
             _keep_alive(link)
-            self._links[0] = link
             link.sendall(f"{said['token']} {self._hosts.index}\n".encode())
+            self._meet(0, link)
             with link.makefile("rb") as lines:
                 while line := lines.readline(_LINE):
                     if line == _GOODBYE:
@@ -74,25 +101,31 @@ class Links:
     def _serve(self) -> None:
         try:
             family = socket.getaddrinfo(self._listens_on, 0, type=socket.SOCK_STREAM)[0][0]
-            server = socket.create_server((self._listens_on, 0), family=family, backlog=self._hosts.count)
+            server = socket.create_server(
+                (self._listens_on, 0),
+                family=family,
+                backlog=self._hosts.count,
+                dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+            )
             token = secrets.token_hex(16)
             self._hosts.tell(_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
         except (OSError, HostLost):
             return
         with server, selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
-            while not self._ended.is_set():
+            until = float("inf")
+            while time.monotonic() < until:
                 for key, _ in selector.select(_LOOK_EVERY):
                     if key.fileobj is server:
-                        link, _ = server.accept()
-                        _keep_alive(link)
-                        selector.register(link, selectors.EVENT_READ, None)
+                        _accept(server, selector)
                     else:
                         self._hear(selector, key, token)
+                if self._ended.is_set():
+                    until = min(until, time.monotonic() + _LATE)
 
     def _hear(self, selector: selectors.BaseSelector, key: selectors.SelectorKey, token: str) -> None:
         link: Any = key.fileobj
-        host: int | None = key.data
+        peer: _Peer = key.data
         try:
             said = link.recv(_LINE)
         except ConnectionResetError:
@@ -100,18 +133,27 @@ class Links:
         except OSError:  # the machine or the network does not answer, which may pass
             selector.unregister(link)
             return
-        if said == _GOODBYE and host is not None:
-            self._left.add(host)
-        elif host is not None and said == _line(host, mistake=True):
-            self._gone(host, mistake=True)
-        elif said and host is None and (host := self._known(said, token)) is not None:
-            self._links[host] = link
-            selector.modify(link, selectors.EVENT_READ, host)
-        else:
+        *lines, peer.rest = (peer.rest + said).split(b"\n")
+        if not said or len(peer.rest) > _LINE or not all(self._take(line + b"\n", peer, link, token) for line in lines):
             selector.unregister(link)
             link.close()
-            if host is not None:
-                self._gone(host)
+            if peer.host is not None:
+                self._gone(peer.host)
+
+    def _take(self, line: bytes, peer: _Peer, link: socket.socket, token: str) -> bool:
+        """Do what a line says; False where it is none of ours."""
+        if peer.host is None:
+            peer.host = self._known(line, token)
+            if peer.host is not None:
+                self._meet(peer.host, link)
+            return peer.host is not None
+        if line == _GOODBYE:
+            self._left.add(peer.host)
+        elif line == _line(peer.host, mistake=True):
+            self._gone(peer.host, mistake=True)
+        else:
+            return False
+        return True
 
     def _known(self, said: bytes, token: str) -> int | None:
         """The number of a host that knows the token; None for anybody else."""
@@ -125,10 +167,21 @@ class Links:
         if self._ended.is_set() or host in self._left:
             return
         self._left.add(host)
-        for other in set(self._links) - self._left if self._hosts.first else ():
-            with contextlib.suppress(OSError):
-                self._links[other].send(_line(host, mistake))
-        threading.Thread(target=self._lost, args=(host, mistake), daemon=True).start()
+        if self._hosts.first:
+            self._news.append(_line(host, mistake))
+            for other in set(self._links) - self._left:
+                with contextlib.suppress(OSError):
+                    self._links[other].send(_line(host, mistake))
+        threading.Thread(target=self._lost, args=(host, mistake, self._ended), daemon=True).start()
+
+
+def _accept(server: socket.socket, selector: selectors.BaseSelector) -> None:
+    try:
+        link, _ = server.accept()
+        _keep_alive(link)
+        selector.register(link, selectors.EVENT_READ, _Peer())
+    except OSError:  # whoever it was is gone already, or too many files are open, which may pass
+        time.sleep(_LOOK_EVERY)
 
 
 def _line(host: int, mistake: bool) -> bytes:
