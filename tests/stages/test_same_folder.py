@@ -45,3 +45,9 @@ def test_hosts_with_disks_of_their_own_are_named_to_all(tmp_path: Path, monkeypa
 
 def test_a_host_alone_writes_nothing(tmp_path: Path):
     assert check(tmp_path / "runs") == [None] and not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_a_mistake_that_the_first_host_tells(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="host 0 cannot write there: not a directory"):
+        same_folder.check_same_folder(HostInMemory(0, 2), tmp_path / "file" / "runs")

@@ -16,17 +16,24 @@ _LOOK_EVERY = 0.1  # seconds
 def check_same_folder(hosts: Hosts, folder: Path) -> None:
     """Refuse to go on where a host does not see what the first one writes into the folder of runs.
 
-    Every host calls it, and all raise the same.
+    Every host calls it, and all raise the same; but where the first one cannot write, it alone raises.
 
     Raises:
-        UserError: naming these hosts, their machines and folders.
+        UserError: naming these hosts, their machines and folders; or why the first one cannot write there.
     """
     if hosts.count == 1:
         return
     mark = folder / f".seen-{secrets.token_hex(8)}"
     if hosts.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            raise UserError(
+                f"host 0 cannot write there: {(error.strerror or str(error)).lower()}",
+                where=f"the folder of runs, {_here(folder)}",
+                fix="Give all hosts a --runs that can be written to, on a disk with room.",
+            ) from error
     try:
         name = hosts.share("a file in the folder of runs", mark.name)
         if not hosts.first:
