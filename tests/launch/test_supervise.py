@@ -81,6 +81,13 @@ def test_the_others_are_given_the_time_to_save_with_one_that_was_lost_sight_of()
     assert said == ["launch: host 1 was lost sight of; all hosts start again (1 of 1000 preemptions)"]
 
 
+def test_one_that_was_lost_sight_of_and_nobody_saved_with_is_a_failure():
+    for others in ([(0, 1)], [(0, 75, True)], []):  # dead with its machine, all out of sight, one that still waits
+        status, said = run(Scripted([(1, 75, True), *others], DONE), preemptions=0)
+        assert status == 0
+        assert said[-1] == "launch: host 1 was lost sight of; all hosts start again (1 of 10 failures)"
+
+
 def test_a_mistake_of_the_user_is_not_tried_again():
     launcher = Scripted([(1, 0), (0, 2)])
     assert run(launcher)[0] == 2 and launcher.begun == 1

@@ -1,6 +1,7 @@
 """Watching over the hosts of a run: when one ends, what becomes of the others, and whether to start again."""
 
 import contextlib
+import dataclasses
 import signal
 import threading
 import time
@@ -106,7 +107,13 @@ def _watch(gang: Gang, hosts: int, stop: "_Stop", grace: float, say: Callable[[s
         say(f"launch: host {', '.join(late)} did not end in time, and is killed")
     if told and _cause(endings) is None:
         return Ending(0, EXIT_PREEMPTED)
-    return _cause(endings) or Ending(0, 1)
+    return _judged(_cause(endings) or Ending(0, 1), endings, bool(told))
+
+
+def _judged(cause: Ending, endings: Sequence[Ending], told: bool) -> Ending:
+    """What was lost sight of has saved only if one that was not has: else it is as good as killed."""
+    saved = any(ending.status == EXIT_PREEMPTED and not ending.out_of_sight for ending in endings)
+    return dataclasses.replace(cause, status=-signal.SIGKILL) if cause.out_of_sight and not (saved or told) else cause
 
 
 def _cause(endings: Sequence[Ending]) -> Ending | None:
