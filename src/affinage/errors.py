@@ -1,6 +1,7 @@
 """The one way in which affinage tells its user that something they gave cannot be used."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 from affinage.secrets import masked
@@ -8,6 +9,16 @@ from affinage.secrets import masked
 EXIT_USER_ERROR = 2  # a mistake in the input: one message, no traceback
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as a shell calls it
 EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a scheduler starts the run again
+
+_FULL = "Make room, then run the same command again: what is complete is kept."
+_OTHER_PLACE = "Name another file or folder, or let this one be read and written."
+_OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _OTHER_PLACE),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "The disk or its network failed: look there first."),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: `ulimit -n 65536` lets more be."),
+}
 
 
 class UserError(Exception):
@@ -33,6 +44,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The question whether the user meant the one of `known` that is nearest to `word`; "" where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean `{near[0]}`?" if near else ""
+
+
+def of_the_machine(error: Exception) -> UserError | None:
+    """What to tell of an error of files that is no defect of ours; None for every other error."""
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_MACHINE:
+        return None
+    what = (error.strerror or str(error)).lower()
+    return UserError(what, where=str(error.filename or ""), fix=_OF_THE_MACHINE[error.errno])
 
 
 class Preempted(Exception):

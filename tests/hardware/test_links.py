@@ -1,6 +1,7 @@
 """A host that ends without a goodbye is noticed by all others. Hosts of one process, with a dictionary between them."""
 
 import contextlib
+import errno
 import json
 import queue
 import socket
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from affinage.errors import Preempted, UserError
 from affinage.hardware import joining
+from affinage.hardware.hosts import Place
 from affinage.hardware.links import Links
 from hosts_in_memory import Coordinator, HostInMemory
 
@@ -180,3 +183,28 @@ def test_a_host_that_leaves_by_itself_is_not_left_for_the_mistake_of_another():
     leaving = threading.Event()
     leaving.set()
     joining._leave_without(1, True, leaving)  # it returns
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UserError("wrong"), [True]),
+        (OSError(errno.ENOSPC, "no room"), [True]),
+        (OSError(errno.EPIPE, "broken"), []),
+        (Preempted("told"), [False]),
+    ],
+)
+def test_what_the_program_calls_a_mistake_is_one_for_all(error: Exception, told: list, monkeypatch: pytest.MonkeyPatch):
+    said: list[bool] = []
+
+    class Recorded(Links):
+        def say_goodbye(self, *, mistake: bool = False) -> None:
+            said.append(mistake)
+
+    alone = Place("127.0.0.1:1", 1, 0)  # no others, so nothing is connected
+    monkeypatch.setattr(joining, "place", lambda: alone)
+    monkeypatch.setattr(joining, "_connect", lambda found: None)
+    monkeypatch.setattr(joining, "Links", Recorded)
+    with pytest.raises(type(error)), joining.joined():
+        raise error
+    assert said == told

@@ -1,6 +1,5 @@
 """The program `affinage`: its verbs, and what becomes of errors."""
 
-import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from affinage.cli import (
     sweep,
     talk,
 )
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError, of_the_machine
 from affinage.secrets import masked
 from affinage.stopping import left_when_done
 
@@ -36,16 +35,6 @@ _EXTRAS = {
     "libtpu": "tpu",
     "google": "cloud",
 }  # package -> extra that brings it
-
-_FULL = "Make room, then run the same command again: what is complete is kept."
-_OTHER_PLACE = "Name another file or folder, or let this one be read and written."
-_OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _OTHER_PLACE),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "The disk or its network failed: look there first."),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: `ulimit -n 65536` lets more be."),
-}
 
 app = typer.Typer(
     name="affinage",
@@ -118,11 +107,11 @@ def _run(given: Sequence[str]) -> None:
             _say("Interrupted.")
         raise
     except Exception as error:
-        if debug or not isinstance(error, OSError) or error.errno not in _OF_THE_MACHINE:
+        mistake = of_the_machine(error)
+        if debug or mistake is None:
             _say(masked(traceback.format_exc()))
             sys.exit(1)
-        what = (error.strerror or str(error)).lower()
-        _exit(UserError(what, where=str(error.filename or ""), fix=_OF_THE_MACHINE[error.errno]))
+        _exit(mistake)
 
 
 def _exit(error: UserError | Preempted | ModuleNotFoundError) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from affinage.errors import EXIT_USER_ERROR, Preempted, UserError
+from affinage.errors import EXIT_USER_ERROR, Preempted, UserError, of_the_machine
 from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
 from affinage.hardware.links import Links
 from affinage.stopping import at_leaving, leave
@@ -52,6 +52,10 @@ def joined() -> Iterator[Hosts]:
         raise
     except UserError:
         links.say_goodbye(mistake=True)
+        raise
+    except OSError as error:
+        if of_the_machine(error):
+            links.say_goodbye(mistake=True)
         raise
     else:
         links.say_goodbye()
