@@ -86,6 +86,7 @@ class _Step:
     writes: tuple[_Value, ...]
     inside: Peak | None = None
     turns: int = 1
+    whole: float = 0.0  # bytes of a gradient that the other devices have parts of, until it is summed over them
 
 
 class _Program:
@@ -123,7 +124,7 @@ class _Program:
                 pairs = zip(equation.outvars, sizes, strict=True)
                 results = [self._result(variable.aval, size, name, arguments) for variable, size in pairs]
                 if name in _STORED:
-                    self.steps.append(_Step(_roots(arguments), tuple(results)))
+                    self.steps.append(_Step(_roots(arguments), tuple(results), whole=self._others(equation)))
             values |= dict(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -136,6 +137,12 @@ class _Program:
         if name == "convert_element_type":
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
+
+    def _others(self, equation: Any) -> float:
+        """Bytes of a product that is the gradient of a weight, of which this device keeps only its part of the sum."""
+        (variable, *_) = equation.outvars
+        share = self.shares.get(getattr(variable.aval, "shape", ()), 1.0)
+        return _bytes(variable, self.padded) * (1 - share) if equation.primitive.name == "dot_general" else 0.0
 
     def _held(self, equation: Any, arguments: list[_Value], narrow: Mapping[Any, float]) -> list[_Value]:
         """What a barrier keeps XLA from computing inside of its readers, and so stores."""
@@ -221,7 +228,7 @@ class _Program:
             for value in (*live, *(value for value in step.reads if value.kind == "argument")):
                 kind = "working" if value.kind == "argument" else value.kind
                 held[kind] = held.get(kind, 0.0) + value.size
-            for kind, size in step.inside.held.items() if step.inside else ():
+            for kind, size in (*(step.inside.held.items() if step.inside else ()), ("working", step.whole)):
                 held[kind] = held.get(kind, 0.0) + size
             if sum(held.values()) > best.total:
                 best.held = held
