@@ -65,6 +65,17 @@ def test_a_barrier_around_what_is_stored_already_copies_nothing():
     assert total(jax.lax.optimization_barrier) == total(lambda x: x) == 2 * SQUARE
 
 
+def test_the_gradient_of_a_weight_is_whole_until_it_is_summed_over_the_devices():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ w))
+
+    def held(share):
+        return of(jax.grad(loss), (N, N), (M, N), shares={(N, N): share}).total
+
+    # Beside the gradient, or this device's part and the others': the product that its factor is computed from.
+    assert held(0.25) == held(1.0) == SQUARE + M * N * 4
+
+
 def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_each_turn():
     layers = 5
 
