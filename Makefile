@@ -33,7 +33,7 @@ check: $(VENV)/.tested
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # The documentation as a site that opens from a disk, with its search: site/index.html
 docs: $(VENV)/.tested

@@ -1,7 +1,9 @@
 """Strict settings for every test: eight CPU devices, rank promotion raises, no network."""
 
+import gc
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_backend_optimization_level=0",  # the tests compile much and compute little
     ]
 )
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in the background so, and it is inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # tests that compile for TPUs run beside each other
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -22,6 +26,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import jax
 import pytest
 from hypothesis import settings
+
+from affinage.hardware.allocator import give_back_freed_memory
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -41,6 +47,8 @@ def forgotten() -> Iterator[None]:
     """What one file compiled is of no use to the next, and would fill gigabytes."""
     yield
     jax.clear_caches()
+    gc.collect()
+    give_back_freed_memory()
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,15 @@ host = os.environ["AFFINAGE_HOST"]
 print(f"host {host} of {os.environ['AFFINAGE_HOSTS']} at {os.environ['AFFINAGE_COORDINATOR']}", flush=True)
 
 
+def write(name: str, text: str) -> None:
+    """All of it at once: whoever waits for the file reads it as soon as it is there."""
+    part = Path(words[0], f".{name}.part")
+    part.write_text(text)
+    part.rename(part.with_name(name))
+
+
 def saved(number: int, frame: object) -> None:
-    Path(words[0], f"saved-{host}").write_text(signal.Signals(number).name)
+    write(f"saved-{host}", signal.Signals(number).name)
     print("saved", flush=True)
     sys.exit(75)
 
@@ -24,11 +31,11 @@ if what == "read":
     print(Path(words[0]).read_text(), flush=True)
 elif what == "wait":
     signal.signal(signal.SIGTERM, saved)
-    Path(words[0], f"process-{host}").write_text(str(os.getpid()))
+    write(f"process-{host}", str(os.getpid()))
     time.sleep(120)
 elif what == "fail":
     sys.exit(3 if host == "1" else 0)
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Path(words[0], f"process-{host}").write_text(str(os.getpid()))
+    write(f"process-{host}", str(os.getpid()))
     time.sleep(120)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -193,15 +194,19 @@ def test_what_outlived_its_starter_is_waited_for_and_then_killed(tmp_path: Path,
 
 
 def test_the_end_of_who_started_it_is_the_end_of_a_host(tmp_path: Path):
-    child = os.fork()
-    if not child:
-        place = {"AFFINAGE_HOST": "0", "AFFINAGE_HOSTS": "1", "AFFINAGE_COORDINATOR": "-"}
-        environment = {**os.environ, **place, "AFFINAGE_PARENT_SIGNAL": str(int(signal.SIGTERM))}
-        HostProcess([*FAKE, "wait", str(tmp_path)], environment)
-        time.sleep(120)
-    until((tmp_path / "process-0").exists)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    place = {"AFFINAGE_HOST": "0", "AFFINAGE_HOSTS": "1", "AFFINAGE_COORDINATOR": "-"}
+    environment = {**os.environ, **place, "AFFINAGE_PARENT_SIGNAL": str(int(signal.SIGTERM))}
+    program = (
+        "import os, sys, time\n"
+        "from affinage.launch.process import HostProcess\n"
+        "HostProcess(sys.argv[1:], dict(os.environ))\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, *FAKE, "wait", str(tmp_path)], env=environment) as starter:
+        try:
+            until((tmp_path / "process-0").exists)
+        finally:
+            starter.kill()
     until((tmp_path / "saved-0").exists)
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,14 @@ from affinage.errors import UserError
 from affinage.hardware import hosts
 from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
 
+TOLD = (signal.SIGTERM,)
+
 
 class Scripted:
-    """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost."""
+    """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost.
+
+    At `TOLD` the process that supervises them gets SIGTERM.
+    """
 
     hosts = 2
 
@@ -32,6 +36,9 @@ class Scripted:
             def ended(self, seconds: float) -> list[Ending]:
                 if not script:
                     time.sleep(seconds)
+                    return []
+                if script[0] == TOLD:
+                    os.kill(os.getpid(), script.pop(0)[0])
                     return []
                 host, status, *lost = script.pop(0)
                 return [Ending(host, status, out_of_sight=bool(lost))]
@@ -94,8 +101,7 @@ def test_a_mistake_of_the_user_is_not_tried_again():
 
 
 def test_told_to_stop_it_passes_it_on_and_starts_nothing_again():
-    launcher = Scripted([])
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    launcher = Scripted([TOLD])
     status, said = run(launcher)
     assert status == 75 and launcher.begun == 1 and launcher.told == [signal.SIGTERM]
     assert said == ["launch: host 0, 1 did not end in time, and is killed"]

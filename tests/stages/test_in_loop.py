@@ -10,7 +10,7 @@ import pytest
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
-from affinage.evaluation import families, scoring
+from affinage.evaluation import packing, scoring
 from affinage.evaluation.run import evaluate
 from affinage.recipe.load import load_recipe
 from affinage.report import write_report
@@ -96,7 +96,7 @@ def test_what_a_stop_leaves_of_them_is_gone_on_with(evaluated: Path, tmp_path: P
     assert settings is not None
     state = SimpleNamespace(params=model.params)
     looked: list[int] = []
-    monkeypatch.setattr(families, "_ROOM", 16)  # so that not all of them are one batch
+    monkeypatch.setattr(packing, "_ROOMS", (16,))  # so that not all of them are one batch
     monkeypatch.setitem(scoring._MOST_TOKENS, "cpu", 16)
 
     def stop() -> bool:

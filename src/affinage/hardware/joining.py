@@ -20,6 +20,7 @@ _HEARTBEAT = 45
 _SHUTDOWN = 10  # seconds that a host waits for the others when it is done
 _FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one that died by itself
 _SAME_MISTAKE = 5.0  # seconds in which this host may find it, too
+_WHO_IT_WAS = 3.0  # seconds to learn whose death has cut a collective, which may be known sooner than the death itself
 _LAST_WORK = 5.0  # seconds to end by itself for a host that has said goodbye; less than _SHUTDOWN
 
 
@@ -56,6 +57,9 @@ def joined() -> Iterator[Hosts]:
     except OSError as error:
         if of_the_machine(error):
             links.say_goodbye(mistake=True)
+        raise
+    except RuntimeError:  # JAX's, of a collective: this process is left with a better word if a host has died
+        time.sleep(_WHO_IT_WAS)
         raise
     else:
         links.say_goodbye()
