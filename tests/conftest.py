@@ -13,8 +13,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",  # the tests compile much and compute little
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300",  # XLA aborts after 40 s; a busy machine is no error
     ]
 )
+os.environ.setdefault("NPROC", "16")  # XLA's threads: a collective holds one for each device while it waits
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in the background so, and it is inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
