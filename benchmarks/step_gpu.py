@@ -2,7 +2,7 @@
 
     python benchmarks/step_gpu.py [--quick] [--rounds 3] [--seconds 10]
 
-Ours: bfloat16 products, float32 weights, the attention kernel that `auto` chooses, chunked loss. PyTorch: transformers'
+Ours: bfloat16 products, float32 weights, cuDNN's attention, the loss in parts. PyTorch: transformers'
 GPT2LMHeadModel and LlamaForCausalLM under torch.compile, bfloat16 autocast, SDPA, fused AdamW. MFU counts causal
 attention as what is computed, against the datasheet's peak; the measured bfloat16 product rate stands beside it.
 

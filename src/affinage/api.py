@@ -53,7 +53,7 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
         vocabulary: what `vocab: auto` stands for; by default the size that the recipe asks its tokenizer for.
     """
     from affinage.model import parse
-    from affinage.stages.plugins import load_plugins
+    from affinage.recipe.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
 
     load_plugins(loaded)

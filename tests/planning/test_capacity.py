@@ -18,7 +18,7 @@ GiB = 2**30
 def compiler(fixed, per_layer, room=30.75, silent=False):
     """Refuses what needs more than a line says; as the real one, it may not tell how much."""
 
-    def verdict(recipe, overrides, where):
+    def verdict(recipe, overrides, where, counted):
         layers = int(overrides[-1].partition("repeat=")[2])
         needed = int((fixed + per_layer * layers) * GiB)
         fits = needed <= room * GiB

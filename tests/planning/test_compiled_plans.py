@@ -1,13 +1,18 @@
 """The TPU's compiler on a machine without a TPU: the step fits or not, and the estimate is near what it says."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from affinage.cli import main
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
-from affinage.planning.compiled import compile_on, out_of_memory
+from affinage.model.kinds.ffn import PLAIN
+from affinage.planning.compiled import compile_on, compile_step, out_of_memory
 from affinage.planning.plan import make_plan, planned_graph
+from affinage.recipe import plugins
 from affinage.recipe.load import load_recipe
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
@@ -99,3 +104,47 @@ def test_the_refusals_of_the_compiler_are_read(message, needed):
     verdict = out_of_memory(f"RESOURCE_EXHAUSTED: {message}")
     assert not verdict.fits
     assert verdict.peak_bytes == int(needed * 2**30)
+
+
+def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys, monkeypatch):
+    """With the recipe's plug-ins, and with the vocabulary that its tokenizer came to."""
+
+    def as_in_a_new_process(*asked):
+        PLAIN.pop("cubes")
+        plugins._run.cache_clear()
+        return compile_step(*asked)
+
+    monkeypatch.setattr("affinage.planning.compiled.compile_on", as_in_a_new_process)
+    (tmp_path / "cubes.py").write_text(
+        "from affinage.model.kinds.ffn import activation\n\n\n@activation('cubes')\ndef cubes(x):\n    return x**3\n"
+    )
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "base": SMALL,
+                "name": "own",
+                "plugins": ["cubes.py"],
+                "tokenizer": {"kind": "characters", "vocabulary": 50_000},
+                "rows": {"context": 16},
+                "pretrain": {"batch": 2},
+                "model": {
+                    "nodes": {
+                        "embed": {"vocab": "auto", "width": 32},
+                        "blocks": {"repeat": 1, "ffn": {"kind": "cubes", "width": 32}},
+                    }
+                },
+            }
+        )
+    )
+    tokenizer = tmp_path / "runs" / "own" / "tokenizer"
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "manifest.json").write_text('{"summary": {"vocabulary": 65}}')
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(recipe), "--on", "cpu", "--compile", "--json", "--runs", str(tmp_path / "runs")])
+    printed = capsys.readouterr()
+    assert not ended.value.code, printed.err
+    told = json.loads(printed.out)
+    state = sum(told["memory"][part] for part in ("weights", "optimizer", "batch"))
+    assert told["compiled"]["argument_bytes"] == pytest.approx(state, rel=0.01)
+    PLAIN.pop("cubes", None)

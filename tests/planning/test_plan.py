@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from affinage.cli import main
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
+from affinage.model.kinds.attention_choice import Need, choose
 from affinage.planning.phases import phases
 from affinage.planning.plan import compare, make_plan, planned_graph
 from affinage.planning.published import SPEED_UPS, speed_ups
@@ -110,7 +112,21 @@ def test_dropout_that_rules_the_kernel_out_is_told_where_there_is_one():
     dropout = "model.nodes.blocks.attention.dropout=0.1"
     assert any("dropout of attention" in warning for warning in plan_of(SMALL, "v4-8", dropout).warnings)
     assert plan_of(SMALL, "v4-8").warnings == ()
-    assert not any("dropout of attention" in warning for warning in plan_of(SMALL, "cpu", dropout).warnings)
+    for other in ("cpu", "h100x4"):  # where `auto` is no kernel
+        assert not any("dropout of attention" in warning for warning in plan_of(SMALL, other, dropout).warnings)
+
+
+def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
+    auto, xla, cudnn = (plan_of(SMALL, "h100x4", f"pretrain.attention={name}") for name in ("auto", "xla", "cudnn"))
+    assert choose("auto", Need("gpu", jnp.bfloat16, 64, 512, False, 0.0, None)) == "xla"
+    assert (auto.memory, auto.time) == (xla.memory, xla.time)
+    # Of 8 layers, 16 rows of a device and 4 heads: the probabilities of all pairs, in bfloat16.
+    kept = 8 * 16 * 4 * 512 * 512 * 2
+    assert auto.memory.activations - cudnn.memory.activations > kept / 2  # of which a kernel keeps a row's sum and more
+    compute = [next(node.compute for node in made.time.nodes if node.name == "blocks") for made in (auto, cudnn)]
+    assert compute[0] > compute[1]
+    with pytest.raises(UserError, match="attention by splash cannot honour a gpu"):
+        plan_of(SMALL, "h100x4", "pretrain.attention=splash")
 
 
 def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():

@@ -16,12 +16,12 @@ from affinage.model import Call, apply, init_params, parse
 from affinage.model.kind import KINDS, Context
 from affinage.model.kinds.ffn import GATED, activation
 from affinage.model.kinds.norm import NORMS
+from affinage.recipe import plugins
 from affinage.recipe.load import load_recipe
-from affinage.stages import plugins
+from affinage.recipe.plugins import load_named_plugins, load_plugins
 from affinage.stages.flow import Flow, Runs
 from affinage.stages.foresight import check
 from affinage.stages.models import load_trained
-from affinage.stages.plugins import load_named_plugins, load_plugins
 from affinage.stages.road import road_of
 from affinage.stages.trainings import with_vocabulary
 from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer

@@ -96,7 +96,7 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
         raise UserError("only the pretraining of a language model is measured", where=str(loaded.path))
     from affinage.planning.forecast import forecast
     from affinage.planning.plan import planned_graph
-    from affinage.stages.plugins import load_plugins
+    from affinage.recipe.plugins import load_plugins
     from affinage.training.breakdown import STEP, measure, program_of, synthetic_batch
     from affinage.training.job import rows_per_step
 

@@ -55,7 +55,7 @@ def graph(
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
-    from affinage.stages.plugins import load_plugins
+    from affinage.recipe.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
 
     if as_json + as_mermaid + (as_svg is not None) > 1:

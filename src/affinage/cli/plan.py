@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
     from affinage.planning.compiled import Verdict
-    from affinage.planning.plan import Plan, Training
+    from affinage.planning.plan import Counted, Plan, Training
     from affinage.recipe.load import LoadedRecipe
 
 _ROWS = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the stages that make a training's rows
@@ -96,7 +96,7 @@ def plan(
     if width is not None:
         from affinage.cli.plan_capacity import capacity_and_show
 
-        capacity_and_show(recipe, asked.overrides, where, width, tries, as_json)
+        capacity_and_show(recipe, asked.overrides, where, width, tries, asked.counted, as_json)
     elif curve:
         from affinage.cli.plan_curve import show_curve
         from affinage.planning.curve import curve as scaled
@@ -105,7 +105,9 @@ def plan(
     elif search:
         from affinage.cli.plan_search import search_and_show
 
-        search_and_show(recipe, asked.overrides, loaded, asked.graph, where, best, compile_step, as_json)
+        search_and_show(
+            recipe, asked.overrides, loaded, asked.graph, where, best, asked.counted if compile_step else None, as_json
+        )
     else:
         _plan_one(asked, where, compile_step, as_json)
 
@@ -118,12 +120,13 @@ class _Asked(NamedTuple):
     loaded: "LoadedRecipe"
     section: "Training"
     graph: "Graph"
+    counted: "Counted"
     data_tokens: int | None
 
 
 def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
-    from affinage.planning.plan import only, planned_graph, training_settings
-    from affinage.stages.plugins import load_plugins
+    from affinage.planning.plan import Counted, only, planned_graph, training_settings
+    from affinage.recipe.plugins import load_plugins
     from affinage.training.choices import check_choices
 
     loaded = load(recipe, overrides)
@@ -136,8 +139,8 @@ def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Pa
     vocabulary = _summary(runs, loaded, "tokenizer").get("vocabulary")
     data_tokens = _summary(runs, loaded, _ROWS[section]).get("train", {}).get("tokens")
     characters = loaded.recipe.tokenizer.kind == "characters"
-    graph = planned_graph(loaded, vocabulary if characters else None, _documents(runs, loaded, section))
-    return _Asked(recipe, overrides, loaded, section, graph, data_tokens)
+    counted = Counted(vocabulary if characters else None, _documents(runs, loaded, section))
+    return _Asked(recipe, overrides, loaded, section, planned_graph(loaded, counted), counted, data_tokens)
 
 
 def _plan_one(asked: _Asked, where: "Slice", compile_step: bool, as_json: bool) -> None:
@@ -145,7 +148,7 @@ def _plan_one(asked: _Asked, where: "Slice", compile_step: bool, as_json: bool) 
 
     asked = _dividing(asked, where)
     made = make_plan(asked.loaded.recipe, asked.graph, where, asked.data_tokens)
-    verdict = _verdict(asked.recipe, asked.overrides, made) if compile_step else None
+    verdict = _verdict(asked, made) if compile_step else None
     if as_json:
         told: dict[str, Any] = made.to_dict()
         if verdict is not None:
@@ -179,11 +182,11 @@ def _dividing(asked: _Asked, where: "Slice") -> _Asked:
     return asked._replace(overrides=overrides, loaded=load(asked.recipe, overrides))
 
 
-def _verdict(recipe: str, overrides: list[str] | None, made: "Plan") -> "Verdict":
+def _verdict(asked: _Asked, made: "Plan") -> "Verdict":
     from affinage.planning.compiled import compile_on
 
     with Working(f"the compiler of {made.where.name}"):
-        return compile_on(recipe, overrides or (), made.where)
+        return compile_on(asked.recipe, asked.overrides, made.where, asked.counted)
 
 
 def _summary(runs: Path, loaded: "LoadedRecipe", stage: str) -> dict[str, Any]:

@@ -9,9 +9,12 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from affinage.hardware.slices import Slice
     from affinage.planning.capacity import Attempt, Capacity
+    from affinage.planning.plan import Counted
 
 
-def capacity_and_show(recipe: str, overrides: list[str], where: "Slice", width: int, tries: int, as_json: bool) -> None:
+def capacity_and_show(
+    recipe: str, overrides: list[str], where: "Slice", width: int, tries: int, counted: "Counted", as_json: bool
+) -> None:
     """Print every attempt as it comes, and the largest with its settings and its predicted step."""
     from affinage.planning.capacity import capacity, shape
     from affinage.recipe.load import load_recipe
@@ -19,7 +22,7 @@ def capacity_and_show(recipe: str, overrides: list[str], where: "Slice", width: 
     given = [*shape(width, where), *overrides]
     if "blocks" not in load_recipe(recipe, []).recipe.model["nodes"]:
         raise UserError(f"{recipe} has no node `blocks`", where="--width", fix="affinage plan capacity --width ...")
-    found = capacity(recipe, given, where, tries=tries, told=_say)
+    found = capacity(recipe, given, where, tries=tries, told=_say, counted=counted)
     if as_json:
         print(json.dumps(_told(found), indent=1))
         return

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
     from affinage.planning.compiled import Verdict
-    from affinage.planning.plan import Plan
+    from affinage.planning.plan import Counted, Plan
     from affinage.planning.search import Candidate
     from affinage.recipe.load import LoadedRecipe
 
@@ -25,10 +25,10 @@ def search_and_show(
     graph: "Graph",
     where: "Slice",
     count: int,
-    compile_steps: bool,
+    compiled_with: "Counted | None",
     as_json: bool,
 ) -> None:
-    """Print the best `count` settings, each with the compiler's verdict if asked for."""
+    """Print the best `count` settings; with the compiler's verdict of each where `compiled_with` is what it needs."""
     from affinage.planning.compiled import compile_on
     from affinage.planning.plan import training_settings
     from affinage.planning.search import search
@@ -39,15 +39,17 @@ def search_and_show(
     if not as_json:
         ways = f"{found.candidates:,} ways to split it, in full: {found.estimated}"
         print(f"{loaded.recipe.name} on {where.name}: {ways}\n", flush=True)
-    if compile_steps and not as_json:
+    if compiled_with is not None and not as_json:
         _print_table([(candidate, made, None) for candidate, made in found.best])
         print(flush=True)
     rows: list[Row] = []
     for number, (candidate, made) in enumerate(found.best, start=1):
         verdict = None
-        if compile_steps:
+        if compiled_with is not None:
             print(f"The compiler of {where.name} is at work: {number} of {len(found.best)}", file=sys.stderr)
-            verdict = compile_on(recipe, [*overrides, *candidate.overrides(loaded.recipe, section)], where)
+            verdict = compile_on(
+                recipe, [*overrides, *candidate.overrides(loaded.recipe, section)], where, compiled_with
+            )
         rows.append((candidate, made, verdict))
     if as_json:
         told = {"candidates": found.candidates, "estimated": found.estimated}

@@ -124,7 +124,7 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
 
 
 def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    from affinage.stages.plugins import VARIABLE
+    from affinage.recipe.plugins import VARIABLE
 
     folder = os.path.relpath(flow.folder)
     runs = "" if flow.runs.folder == Path("runs") else f" --runs {os.path.relpath(flow.runs.folder)}"

@@ -9,7 +9,7 @@ from affinage.hardware.slices import Slice
 from affinage.model.analysis import parameters
 from affinage.planning.compiled import Verdict, compile_on
 from affinage.planning.local import lay_out
-from affinage.planning.plan import Plan, make_plan, planned_graph, training_settings
+from affinage.planning.plan import NOTHING_COUNTED, Counted, Plan, make_plan, planned_graph, training_settings
 from affinage.planning.search import state_of
 from affinage.recipe.load import load_recipe
 
@@ -100,7 +100,8 @@ def capacity(
     step: int = 2,
     tries: int = 6,
     told: Callable[[Attempt], None] = lambda _: None,
-    compiler: Callable[[str, Sequence[str], Slice], Verdict] = compile_on,
+    counted: Counted = NOTHING_COUNTED,
+    compiler: Callable[[str, Sequence[str], Slice, Counted], Verdict] = compile_on,
 ) -> Capacity:
     """Search the most layers, a multiple of `step`, that the slice's compiler lets train.
 
@@ -111,6 +112,7 @@ def capacity(
         step: layers between two models.
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
         told: called after each compilation.
+        counted: see `planned_graph`.
         compiler: gives the verdicts.
 
     Raises:
@@ -120,13 +122,13 @@ def capacity(
 
     def attempt(layers: int) -> Attempt:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
-        count = parameters(planned_graph(load_recipe(recipe, settings))).total
-        one = Attempt(layers, count, compiler(recipe, settings, where))
+        count = parameters(planned_graph(load_recipe(recipe, settings), counted)).total
+        one = Attempt(layers, count, compiler(recipe, settings, where, counted))
         attempts.append(one)
         told(one)
         return one
 
-    fixed, per_layer = _held(recipe, overrides, where)
+    fixed, per_layer = _held(recipe, overrides, where, counted)
     room = where.chip.memory_per_device or 0
     for layers in _proposals(attempts, fixed, per_layer, room, step, tries):
         attempt(layers)
@@ -139,7 +141,7 @@ def capacity(
         )
     best = [*overrides, f"model.nodes.blocks.repeat={max(fitting)}"]
     loaded = load_recipe(recipe, best)
-    return Capacity(tuple(attempts), tuple(best), make_plan(loaded.recipe, planned_graph(loaded), where))
+    return Capacity(tuple(attempts), tuple(best), make_plan(loaded.recipe, planned_graph(loaded, counted), where))
 
 
 def _proposals(
@@ -175,14 +177,14 @@ def _slope(attempts: list[Attempt]) -> float:
     return max(0.0, (second - first) / (b - a))
 
 
-def _held(recipe: str, overrides: Sequence[str], where: Slice) -> tuple[float, float]:
+def _held(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> tuple[float, float]:
     """Bytes of weights and moments on a device: what does not depend on the layers, and that of one layer."""
 
     def state(layers: int) -> float:
         loaded = load_recipe(recipe, [*overrides, f"model.nodes.blocks.repeat={layers}"])
         _, settings, context = training_settings(loaded.recipe)
         mesh = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-        graph = planned_graph(loaded)
+        graph = planned_graph(loaded, counted)
         return state_of(lay_out(graph, settings, mesh, context, where.devices, loaded.recipe.parallel), settings)[0]
 
     two, four = state(2), state(4)

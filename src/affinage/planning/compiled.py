@@ -21,6 +21,9 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice, find_slice
+from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
+from affinage.recipe.load import load_recipe
+from affinage.recipe.plugins import load_plugins
 
 _NOTHING = "The estimate needs nothing: leave out --compile."
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -55,8 +58,8 @@ class Verdict:
     message: str = ""
 
 
-def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
-    """Compile a recipe's training step for a slice, in a process of its own.
+def compile_on(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted = NOTHING_COUNTED) -> Verdict:
+    """Compile a recipe's training step for a slice, in a process of its own, which loads the recipe's plug-ins.
 
     Raises:
         UserError: where there is no compiler for the slice here, or the step cannot be laid out.
@@ -69,7 +72,8 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
         raise UserError("compiling for a TPU needs the package `libtpu`", where="--compile", fix=fix)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "affinage.planning.compiled", where.name, str(answer), recipe, *overrides]
+        asked = json.dumps([recipe, list(overrides), where.name, asdict(counted)])
+        command = [sys.executable, "-m", "affinage.planning.compiled", str(answer), asked]
         done = subprocess.run(command, env=_environment(where), capture_output=True, text=True, check=False)
         if not answer.is_file():
             raise RuntimeError(f"the compiler's process ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -95,13 +99,13 @@ def _environment(where: Slice) -> dict[str, str]:
     return os.environ | quiet | {"JAX_PLATFORMS": platforms, "PYTHONPATH": path}
 
 
-def compile_step(recipe: str, overrides: Sequence[str], where: Slice) -> Verdict:
+def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Verdict:
     """The same in this process.
 
     Raises:
         UserError: where the step cannot be laid out on the slice.
     """
-    program = _program(recipe, overrides, where)
+    program = _program(recipe, overrides, where, counted)
     start = time.monotonic()
     try:
         compiled: Any = program.compile_training()
@@ -139,19 +143,18 @@ def out_of_memory(message: str, seconds: float = 0.0) -> Verdict:
     return Verdict(False, amount, seconds=seconds, message=message.splitlines()[0])
 
 
-def _program(recipe: str, overrides: Sequence[str], where: Slice) -> Any:
+def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Any:
     import numpy as np
 
     from affinage.model.activations import batch_shapes
     from affinage.parallel import make_mesh
-    from affinage.planning.plan import make_plan, planned_graph, training_settings
-    from affinage.recipe.load import load_recipe
     from affinage.training.job import TrainJob, rows_per_step
     from affinage.training.program import Program
 
     loaded = load_recipe(recipe, overrides)
+    load_plugins(loaded)
     name, settings, context = training_settings(loaded.recipe)
-    graph = planned_graph(loaded)
+    graph = planned_graph(loaded, counted)
     devices = _devices(where)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
     mesh = make_mesh(sizes, devices)
@@ -207,10 +210,11 @@ def _devices(where: Slice) -> list[Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Slice, file for the answer, recipe, overrides."""
-    name, answer, recipe, *overrides = arguments
+    """File for the answer; JSON of recipe, overrides, slice, what was counted."""
+    answer, asked = arguments
+    recipe, overrides, name, counted = json.loads(asked)
     try:
-        told: dict[str, Any] = asdict(compile_step(recipe, overrides, find_slice(name)))
+        told: dict[str, Any] = asdict(compile_step(recipe, overrides, find_slice(name), Counted(**counted)))
     except UserError as error:
         told = {"error": {"what": error.what, "where": error.where, "fix": error.fix}}
     Path(answer).write_text(json.dumps(told))

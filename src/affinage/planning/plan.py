@@ -107,7 +107,8 @@ class Plan:
             found.append(f"does not fit: {missing:.2f} GiB too much; {self.remedy}")
         elif self.memory.total > NEARLY_FULL * self.capacity:
             found.append("nearly full: let the compiler say whether it fits, with --compile")
-        dropping = [name for name in self._attention_with_dropout() if self.where.platform in ("tpu", "gpu")]
+        # A GPU's kernel is taken only by name, and then refuses what it cannot do.
+        dropping = self._attention_with_dropout() if self.where.platform == "tpu" else []
         if dropping:
             setting = f"model.nodes.{dropping[0]}.attention.dropout=0"
             found.append(
@@ -209,18 +210,30 @@ def only(stage: Training, recipe: Recipe) -> list[str]:
     return [f"{name}=null" for name in TRAININGS if name != stage and getattr(recipe, name) is not None]
 
 
-def planned_graph(loaded: LoadedRecipe, vocabulary: int | None = None, documents: int | None = None) -> Graph:
-    """The model of a recipe, with the loss of the training that is planned.
+@dataclass(frozen=True)
+class Counted:
+    """What only a run's data can tell of its model, as far as it has told.
 
-    `vocab: auto` is `vocabulary`, by default what its tokenizer will have. `documents` are those of a row of pairs,
-    by default as many as have ANSWER tokens each.
+    Attributes:
+        vocabulary: what `vocab: auto` is; None: what the tokenizer is to have.
+        documents: of a row of pairs; None: as many as have ANSWER tokens each.
     """
+
+    vocabulary: int | None = None
+    documents: int | None = None
+
+
+NOTHING_COUNTED = Counted()
+
+
+def planned_graph(loaded: LoadedRecipe, counted: Counted = NOTHING_COUNTED) -> Graph:
+    """The model of a recipe, with the loss of the training that is planned."""
     recipe = loaded.recipe
-    graph = parse(recipe.model, loaded.locate, vocabulary=vocabulary or recipe.tokenizer.vocabulary)
+    graph = parse(recipe.model, loaded.locate, vocabulary=counted.vocabulary or recipe.tokenizer.vocabulary)
     if recipe.pretrain is not None or recipe.sft is not None or recipe.dpo is None:
         return graph
     _, _, context = training_settings(recipe)
-    return preference_graph(graph, recipe.dpo, documents or 2 * max(1, round(context / (2 * ANSWER))))
+    return preference_graph(graph, recipe.dpo, counted.documents or 2 * max(1, round(context / (2 * ANSWER))))
 
 
 def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:

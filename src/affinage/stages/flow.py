@@ -17,8 +17,8 @@ import rich
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe
+from affinage.recipe.plugins import load_plugins
 from affinage.stages.plan import Step, needed, plan
-from affinage.stages.plugins import load_plugins
 from affinage.stages.same_folder import check_same_folder
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Request, Store, link, versions, write_json

@@ -10,11 +10,11 @@ from affinage.evaluation.benchmarks import names_of
 from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.layers import packaged_recipes, shown_path
 from affinage.recipe.load import LoadedRecipe
+from affinage.recipe.plugins import load_plugins
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.stages.names import check_against, check_languages, check_tasks, check_tasks_in_loop
-from affinage.stages.plugins import load_plugins
 from affinage.stages.road import local_tasks
 from affinage.stages.trainings import with_vocabulary
 from affinage.tracking.choice import check_trackers

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.recipe.parallel import LogicalAxis, MeshAxis
+from affinage.recipe.plugins import VARIABLE, load_named_plugins
 from affinage.stages.imports import fitting_tokenizer, own_template_of, system_prompt_of
 from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of, trained_adapters, trained_params
-from affinage.stages.plugins import VARIABLE, load_named_plugins
 from affinage.stages.store import Store, read_manifest, read_request
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import Any
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART, files_of
 from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.recipe.load import LoadedRecipe
+from affinage.recipe.plugins import plugin_fingerprints
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import is_on_hub, is_url, location
@@ -15,7 +16,6 @@ from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
 from affinage.stages import images, preferences, results, texts, trainings
 from affinage.stages.extension import extension_fingerprint
 from affinage.stages.initial import chat_template_of, initial_fingerprint
-from affinage.stages.plugins import plugin_fingerprints
 from affinage.stages.sources import fingerprints, task_files
 from affinage.stages.stage import Stage, StageContext, Summary
 
