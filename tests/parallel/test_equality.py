@@ -81,4 +81,4 @@ def test_pipelines(sizes: dict, parallel: dict, more: dict):
 )
 def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, said: str):
     with pytest.raises(UserError, match=re.compile(said, re.DOTALL)):
-        meshes.program(DENSE, sizes, parallel=parallel).compile_training()
+        meshes.program(DENSE, sizes, parallel=parallel)

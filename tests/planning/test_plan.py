@@ -92,6 +92,20 @@ def test_a_pipeline_has_the_bubble_of_gpipe():
     assert made.time.bubble / (work + made.time.bubble) == pytest.approx(1 / (8 + 1))
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("mesh={pipeline: 2, context: 2}", "parallel.context_attention=ring"), "ring attention does not go through"),
+        (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=splash"), "attention by splash does not go through"),
+        (("mesh={fsdp: 4}", "pretrain.update=layerwise", "pretrain.micro_batches=2"), "micro_batches is 2"),
+    ],
+    ids=["ring", "kernel", "layerwise"],
+)
+def test_what_a_run_refuses_is_not_planned(settings, said):
+    with pytest.raises(UserError, match=said):
+        plan_of(SMALL, "v4-8", *settings)
+
+
 def test_recomputation_trades_memory_for_products():
     plain, block = (plan_of(SMALL, "v4-8", f"parallel.remat={name}") for name in ("none", "block"))
     assert block.memory.activations < 0.3 * plain.memory.activations

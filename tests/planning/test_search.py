@@ -110,6 +110,19 @@ def test_stages_are_searched_where_the_layers_divide():
         assert any(one.candidate.sizes.get(axis, 1) % 2 == 0 for axis in ("data", "fsdp", "pipeline"))
 
 
+def test_what_the_settings_forbid_is_left_out():
+    _, _, result = found("v4-8", *TINY, "pretrain.update=layerwise")
+    assert len(result.best) == 3
+    assert all(candidate.micro_batches == 1 and candidate.mesh[0] == 1 for candidate, _ in result.best)
+    with pytest.raises(UserError, match="the optimizer is adafactor"):
+        found("v4-8", *TINY, "pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}")
+    # Keys do not go round within a pipeline: without it they may.
+    loaded = load_recipe(SMALL, [*TINY, "parallel.context_attention=ring"])
+    meshes = [tried.candidate.sizes for tried in _candidates(loaded.recipe, planned_graph(loaded), find_slice("v4-8"))]
+    assert {"context": 4} in meshes and {"pipeline": 2, "data": 2} in meshes
+    assert not any({"context", "pipeline"} <= mesh.keys() for mesh in meshes)
+
+
 def test_a_model_that_fits_nowhere_is_said():
     with pytest.raises(UserError, match="nothing fits"):
         found("v5e-1", "model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64")

@@ -80,3 +80,17 @@ def test_a_dry_run_says_so_too(ahead, override, said, capsys):
         main(["run", "r.yaml", "--dry-run", "--set", override])
     assert status.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        (["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "ring attention does not go through"),
+        (["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "attention by splash does not go through"),
+        (["pretrain.update=layerwise", "pretrain.micro_batches=2"], "micro_batches is 2"),
+    ],
+    ids=["ring", "kernel", "layerwise"],
+)
+def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(settings, what):
+    with pytest.raises(UserError, match=what):
+        check(load_recipe("quickstart", settings), {"pretrain"})

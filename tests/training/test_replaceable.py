@@ -12,7 +12,6 @@ import tiny
 
 from affinage.launch import Ending, Launcher, Restarts, supervise
 from affinage.model import Call, Graph
-from affinage.parallel import MeshLayout
 from affinage.tracking import TrackedRun
 from affinage.training import TrainJob, train
 from affinage.training.job import Checkpoints, Feed
@@ -63,7 +62,7 @@ class InMemory:
 class Jit:
     """A strategy that compiles when it is called first, and leaves all to XLA."""
 
-    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None: ...
+    def check(self, graph: Graph, rows: int, call: Call) -> None: ...
 
     def adapt(self, call: Call) -> Call:
         return call

@@ -42,6 +42,10 @@ class Pipeline(Spmd):
 
     def adapt(self, call: Call) -> Call:
         """See `Strategy.adapt`."""
+        return replace(call, layers=self._layers, attention="xla")
+
+    def check(self, graph: Graph, rows: int, call: Call) -> None:
+        """See `Strategy.check`."""
         if call.rings:
             raise UserError(
                 "ring attention does not go through a pipeline",  # JAX cannot differentiate nested shard_maps
@@ -54,10 +58,7 @@ class Pipeline(Spmd):
                 where="attention",
                 fix="Set it to auto or xla; auto is xla in a pipeline.",
             )
-        return replace(call, layers=self._layers, attention="xla")
-
-    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
-        """See `Strategy.check`."""
+        layout = cast(MeshLayout, call.layout)
         stages = layout.mesh.shape[AXIS]
         repeated = [node for node in graph.nodes if node.repeat is not None]
         if not repeated:

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from affinage.errors import UserError
 from affinage.model.call import Call
 from affinage.model.graph import Graph
-from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import replicated
 
 PyTree = Any
@@ -20,8 +19,13 @@ Function = Callable[..., Any]
 class Strategy(Protocol):
     """Turns pure steps into programs. A test or a plug-in may bring its own."""
 
-    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
+    def check(self, graph: Graph, rows: int, call: Call) -> None:
         """Refuse a model, or rows of a micro-batch, that the strategy cannot run on this mesh.
+
+        Args:
+            graph: the model.
+            rows: of a micro-batch.
+            call: how the graph would be applied; its layout is a `MeshLayout`.
 
         Raises:
             UserError: naming the nearest settings that work.
@@ -63,7 +67,7 @@ class Spmd:
 
     compiler_options: Mapping[str, bool | int | str] = field(default_factory=dict)
 
-    def check(self, graph: Graph, rows: int, layout: MeshLayout) -> None:
+    def check(self, graph: Graph, rows: int, call: Call) -> None:
         """See `Strategy.check`: any graph, and rows are the table's business."""
 
     def adapt(self, call: Call) -> Call:

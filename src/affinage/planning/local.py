@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from affinage.errors import UserError
-from affinage.model import Graph, parse
+from affinage.model import Call, Graph, parse
 from affinage.model.analysis import Analysis, analyse
 from affinage.model.kinds.loss import NextTokenLoss, auto_chunk
 from affinage.model.parameter import Parameter, map_parameters
@@ -21,8 +21,10 @@ from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.pipeline import Pipeline
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
 from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import TrainSettings
+from affinage.recipe.training import AttentionImplementation, TrainSettings
+from affinage.training.frozen import frozen_of
 from affinage.training.job import rows_per_step
+from affinage.training.layerwise import check_update
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Split:
     def _pipeline(self) -> Pipeline:
         return Pipeline(micro_batches=self.parallel.pipeline_micro_batches, rounds=self.parallel.pipeline_rounds)
 
-    def check(self) -> None:
-        """Refuse what cannot be split like this.
+    def check(self, attention: AttentionImplementation) -> None:
+        """Refuse what cannot be split like this, with attention computed by `attention`.
 
         Raises:
             UserError: naming the nearest settings that work.
@@ -75,7 +77,9 @@ class Split:
         check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
         check_positions_divide(self.context, self.layout.mesh, self.table)
         if self.stages > 1:
-            self._pipeline.check(self.graph, self.rows // self.micro_batches, self.layout)
+            ring = self.parallel.context_attention == "ring"
+            call = Call(attention=attention, layout=self.layout, ring_attention=ring)
+            self._pipeline.check(self.graph, self.rows // self.micro_batches, call)
 
     @cached_property
     def table(self) -> Table:
@@ -217,7 +221,8 @@ def lay_out(
     split = Split(
         graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, parallel or ParallelSettings()
     )
-    split.check()
+    split.check(settings.attention)
+    check_update(frozen_of(graph, settings), settings, in_stages=split.stages > 1)
     return split
 
 

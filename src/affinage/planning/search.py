@@ -24,6 +24,7 @@ from affinage.planning.wires import wires
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
+from affinage.training.layerwise import check_update
 from affinage.training.program import optimizer_of
 from affinage.training.state import abstract_state
 
@@ -109,8 +110,11 @@ def search(recipe: Recipe, graph: Graph, where: Slice, count: int = 3) -> Found:
     A sharding table of the recipe's is kept, and so are the rounds and micro-batches of its pipeline.
 
     Raises:
-        UserError: where nothing fits.
+        UserError: where nothing fits, and for settings that go with no way to split.
     """
+    _, settings, _ = training_settings(recipe)
+    whole = settings.model_copy(update={"micro_batches": 1})
+    check_update(frozen_of(graph, settings), whole, in_stages=False)  # what no candidate could change
     where = measured(where)
     tried = list(_candidates(recipe, graph, where))
     estimated = 0

@@ -175,12 +175,13 @@ def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section:
 
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
     from affinage.hardware.devices import acquire
-    from affinage.model import abstract_params, logical_axes, parse
+    from affinage.model import Call, abstract_params, logical_axes, parse
     from affinage.parallel import MeshLayout, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
     from affinage.training.choices import check_choices
     from affinage.training.frozen import frozen_of
+    from affinage.training.layerwise import check_update
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
@@ -205,7 +206,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     with _written(loaded, "mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
     with _written(loaded, name, "lora"):
-        frozen_of(graph, settings)
+        held = frozen_of(graph, settings)
+    with _written(loaded, name, "update"):
+        check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with _written(loaded, "parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)
@@ -213,7 +216,9 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
     with _written(loaded, "mesh"):
         rows = rows_per_step(settings, mesh.size) // settings.micro_batches
-        strategy_for(mesh, recipe.parallel).check(graph, rows, MeshLayout(mesh, table))
+        ring = recipe.parallel.context_attention == "ring"
+        call = Call(attention=settings.attention, layout=MeshLayout(mesh, table), ring_attention=ring)
+        strategy_for(mesh, recipe.parallel).check(graph, rows, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
     if is_text:
         with _written(loaded, "rows", "context"):

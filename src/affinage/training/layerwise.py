@@ -48,11 +48,19 @@ def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, se
     Raises:
         UserError: for models and settings that it does not go with.
     """
-    node = _repeated(held, settings, call)
+    check_update(held, settings, in_stages=call.layers is not None)
+    (node,) = (node for node in held.graph.nodes if node.repeat is not None)
     return _Layerwise(held.graph, node, settings, call, seed).step
 
 
-def _repeated(held: Frozen, settings: TrainSettings, call: Call) -> Node:
+def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> None:
+    """Refuse `update: layerwise` where it does not go with the model, the settings, or the stages of a pipeline.
+
+    Raises:
+        UserError: with what it goes with.
+    """
+    if settings.update != "layerwise":
+        return
     graph = held.graph
     nodes = [node for node in graph.nodes if node.repeat is not None]
     reasons = {
@@ -61,7 +69,7 @@ def _repeated(held: Frozen, settings: TrainSettings, call: Call) -> Node:
         "the model has a mixture of experts": "experts" in str(graph.parameters),
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
         f"micro_batches is {settings.micro_batches}": settings.micro_batches > 1,
-        "the mesh has a pipeline": call.layers is not None,
+        "the mesh has a pipeline": in_stages,
         "the training has `lora`": held.adapters is not None,
         "the training holds a reference": held.reference,
     }
@@ -73,7 +81,6 @@ def _repeated(held: Frozen, settings: TrainSettings, call: Call) -> Node:
                 fix="Leave out `update: layerwise`; it takes one repeated node without experts, "
                 f"{' or '.join(_ELEMENTWISE)}, micro_batches 1 and no pipeline.",
             )
-    return nodes[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ class Program:
         check_rows_divide(rows, self.job.settings.micro_batches, self.mesh, self.layout.table)
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
-        self.strategy.check(self.job.graph, rows // self.job.settings.micro_batches, self.layout)
+        self.strategy.check(self.job.graph, rows // self.job.settings.micro_batches, self.call)
 
     @property
     def rows(self) -> int:
