@@ -82,16 +82,20 @@ class Run:
         """The folder with one Orbax checkpoint per kept step, each called as its step."""
         return self.folder / training / "checkpoints"
 
-    def model(self, training: str = "", step: int | None = None) -> "LoadedModel":
-        """The model, on all devices: of the last training by default, and of its last step.
+    def model(
+        self, training: str = "", step: int | None = None, mesh: Mapping[str, int | str] | None = None
+    ) -> "LoadedModel":
+        """The model: of the last training by default, and of its last step.
+
+        It is on all devices, as copies, or split over a mesh such as {"tensor": 2}.
 
         Raises:
-            UserError: there is no such training or step.
+            UserError: there is no such training or step, or the model does not divide over the mesh.
         """
         from affinage.stages.models import open_model
 
         place = self.folder / training if training else self.folder
-        return open_model(str(place) + ("" if step is None else f"@{step}"), self.runs)
+        return open_model(str(place) + ("" if step is None else f"@{step}"), self.runs, mesh=mesh)
 
 
 def run(
@@ -127,20 +131,24 @@ def run(
     return Run(loaded.recipe.name, Path(runs))
 
 
-def generate(model: "LoadedModel", prompts: Sequence[str], tokens: int = 64, **sampling: Any) -> list[str]:
+def generate(
+    model: "LoadedModel", prompts: Sequence[str], tokens: int = 64, *, stop: str | Sequence[str] = (), **sampling: Any
+) -> list[str]:
     """What the model says after each of the prompts.
 
     Args:
         model: see `Run.model`.
         prompts: texts.
         tokens: at most so many new ones.
-        sampling: `temperature`, `top_p`, `seed` and whatever else `affinage.generation.sampling.Sampling` has; by
-            default the likeliest token is taken.
+        stop: a text, or several, before which an answer ends.
+        sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `seed`, as of
+            `affinage.generation.sampling.Sampling`; by default the likeliest token is taken.
     """
     from affinage.generation.decode import Generator, Request
     from affinage.generation.sampling import Sampling
 
-    request = Request(max_new_tokens=tokens, sampling=Sampling(**sampling))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    request = Request(max_new_tokens=tokens, sampling=Sampling(**sampling), stop_strings=stops)
     rows = [prompt_tokens(prompt, model) for prompt in prompts]
     return [result.text for result in Generator(model).generate(rows, request)]
 

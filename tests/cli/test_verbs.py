@@ -140,14 +140,14 @@ def test_other_endings_have_their_own_status(fails, monkeypatch):
         (KeyboardInterrupt(), 130, ""),
         (ModuleNotFoundError("no", name="transformers.models"), 2, "pip install 'affinage[verify]'"),
     ]:
-        monkeypatch.setattr("affinage.cli.talk._open", raising(error))
+        monkeypatch.setattr("affinage.cli.talk.opened", raising(error))
         code, said = fails("chat", "m", "hello")
         assert code == status and message in said
-    monkeypatch.setattr("affinage.cli.talk._open", raising(ModuleNotFoundError("no", name="affinage.nothing")))
+    monkeypatch.setattr("affinage.cli.talk.opened", raising(ModuleNotFoundError("no", name="affinage.nothing")))
     code, said = fails("chat", "m", "hello")  # a defect of ours is not dressed up as the user's
     assert code == 1 and "Traceback" in said and "pip install" not in said
     monkeypatch.setenv("HF_TOKEN", "a-token-of-somebody")
-    monkeypatch.setattr("affinage.cli.talk._open", raising(RuntimeError("refused: a-token-of-somebody")))
+    monkeypatch.setattr("affinage.cli.talk.opened", raising(RuntimeError("refused: a-token-of-somebody")))
     code, said = fails("chat", "m", "hello")
     assert code == 1 and "RuntimeError: refused: ***" in said and "of-somebody" not in said
 

@@ -11,6 +11,7 @@ from lm_eval.tasks import TaskManager
 
 from affinage.data.chat import encode_prompt
 from affinage.data.special_tokens import IM_END
+from affinage.evaluation import backend
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import tamed_harness
 from affinage.evaluation.tasks import find_tasks
@@ -161,6 +162,22 @@ def test_generation_ends_at_control_tokens_and_counts_them():
     )
     assert lm.answers[0].generation.ended_by == "token" and len(lm.answers[0].generation.tokens) <= 3
     assert {answer.generation.ended_by for answer in lm.answers} == {"token", "length"}
+
+
+def test_short_texts_are_generated_together_where_few_whole_rows_fit(monkeypatch):
+    sizes = []
+
+    class Watched(Generator):
+        def __init__(self, model, *, batch):
+            sizes.append(batch)
+            super().__init__(model, batch=batch)
+
+    monkeypatch.setattr(backend, "Generator", Watched)
+    model = tiny_llama()
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": False}
+    requests = [Instance("generate_until", {}, (item["good"][:12], dict(settings)), 0) for item in ITEMS]
+    few, many = (JaxLM(model, batch=batch).generate_until(requests) for batch in (1, 64))
+    assert few == many and sizes == [4, 64]
 
 
 ZEPHYR = (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from affinage.evaluation import batch_size
-from affinage.evaluation.batch_size import MOST, bytes_of_a_row, rows_that_fit
+from affinage.evaluation.batch_size import MOST, bytes_of_a_row, rows_that_fit, shorter_rows_that_fit
 from affinage.generation.model import logits_of
 from affinage.hardware.chips import named
 from affinage.parallel import MeshLayout, make_mesh, table_with
@@ -44,3 +44,12 @@ def test_as_many_rows_as_the_memory_holds(monkeypatch):
     assert rows_in(weights + row / 2) == rows_in(weights / 2) == 1, "it is tried, and the device says what it has not"
     split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
     assert rows_in(weights + 9 * row, split) == 4 * 8
+
+
+def test_shorter_rows_are_as_many_as_take_the_memory_of_whole_ones():
+    model = tiny_llama()  # of 96 tokens
+    assert [shorter_rows_that_fit(2, longest, model) for longest in (96, 49, 48, 24, 13, 2)] == [2, 2, 4, 8, 8, 64]
+    assert shorter_rows_that_fit(3, 96, model) == 3 and shorter_rows_that_fit(100, 4, model) == 100
+    split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
+    assert [shorter_rows_that_fit(8, longest, split) for longest in (96, 48, 2)] == [8, 16, 4 * 64]
+    assert shorter_rows_that_fit(1, 96, split) == 4

@@ -32,7 +32,8 @@ def process(model: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", "from affinage.cli import main; main()", "serve", str(model), "--port", "0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "AFFINAGE_TOKEN": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, "--host", "0.0.0.0"], env=environment, text=True, **pipes) as one:  # type: ignore[call-overload]
+    command += ["--host", "0.0.0.0", "--mesh", "tensor=2", "--context", "80"]
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as one:  # type: ignore[call-overload]
         try:
             yield one
         finally:
@@ -49,6 +50,8 @@ def test_it_makes_up_a_token_where_others_can_ask_and_ends_cleanly_when_told(pro
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     name = client.models.list().data[0].id
+    with pytest.raises(openai.BadRequestError, match="takes at most 79"):
+        client.completions.create(model=name, prompt=[5] * 80)
     reasons: list[str | None] = []
 
     def read() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from affinage.cli.opening import ContextOption, MeshOption, Opening, opened
 from affinage.cli.options import (
     RUNS,
     ForceOption,
@@ -61,6 +62,8 @@ def evaluate(
         bool | None,
         typer.Option(help="Look for the items in the text it was trained on, where that is here; default yes."),
     ] = None,
+    mesh: MeshOption = None,
+    context: ContextOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge models on benchmarks: those of a recipe, as stages of its run, or any model on any task.
@@ -74,7 +77,10 @@ def evaluate(
     asked |= {"limit": limit, "shots": shots, "batch": batch, "contamination": contamination}
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
+        if context is not None:
+            raise UserError("--context is of models", where=target, fix="A recipe's is `rows.context`.")
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
+        settings += [f"mesh={json.dumps(mesh)}"] if mesh else []
         folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), STAGES)
         from affinage.hardware.hosts import place
 
@@ -98,7 +104,7 @@ def evaluate(
 
     prepare()
     with joined() as hosts, hosts.all_at_work():
-        results = _evaluate_model(target, runs, chosen, given)
+        results = _evaluate_model(target, Opening(mesh, context, runs), chosen, given)
         hosts.meet("the end of the evaluation")
     if not hosts.first:
         return
@@ -108,19 +114,20 @@ def evaluate(
         _show(results)
 
 
-def _evaluate_model(target: str, runs: Path, tasks: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: dict[str, Any]) -> dict[str, Any]:
     from affinage.evaluation.run import evaluate
     from affinage.hardware.hosts import Hosts
     from affinage.recipe.data import POCKET_WORLD
-    from affinage.stages.models import is_chat, locate_model, made_from, open_model
+    from affinage.stages.models import is_chat, locate_model, made_from
     from affinage.stages.seen import seen_by
 
-    training, _ = locate_model(target, runs)
-    folder = folder_of(target, runs)
+    training, _ = locate_model(target, opening.runs)
+    folder = folder_of(target, opening.runs)
+    model = opened(target, opening, sets_aside=True)
     world = made_from(training, "world")
     with Working(target) as working:
         return evaluate(
-            open_model(target, runs),
+            model,
             tasks,
             folder=folder if Hosts.current.first else None,
             keep=folder / "answers.jsonl",

@@ -100,22 +100,37 @@ class Walking:
     as_json: JsonOption = False
 
 
-def walks(verb: Callable[..., None]) -> Callable[..., None]:
-    """Gives a verb the options of `Walking`; it takes them together, as `how`."""
-    words, options = inspect.Parameter.KEYWORD_ONLY, {option.name: option for option in fields(Walking)}
-    own = [each.replace(kind=words) for each in inspect.signature(verb).parameters.values() if each.name != "how"]
-    shared = [
-        inspect.Parameter(name, words, default=option.default, annotation=option.type)
-        for name, option in options.items()
-    ]
+def sharing(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a verb the options that dataclasses list; it takes those of each one together, under the name given here.
 
-    @functools.wraps(verb)
-    def wrapped(**given: Any) -> None:
-        how = Walking(**{name: given.pop(name) for name in options})
-        verb(**given, how=how)
+    For example `@sharing(how=Walking)`.
+    """
+    words = inspect.Parameter.KEYWORD_ONLY
 
-    vars(wrapped)["__signature__"] = inspect.Signature([*own, *shared])
-    return wrapped
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        given_to = inspect.signature(verb).parameters.values()
+        own = [each.replace(kind=words) for each in given_to if each.name not in groups]
+        shared = [
+            inspect.Parameter(option.name, words, default=option.default, annotation=option.type)
+            for group in groups.values()
+            for option in fields(group)
+        ]
+
+        @functools.wraps(verb)
+        def wrapped(**given: Any) -> None:
+            together = {
+                name: group(**{option.name: given.pop(option.name) for option in fields(group)})
+                for name, group in groups.items()
+            }
+            verb(**given, **together)
+
+        vars(wrapped)["__signature__"] = inspect.Signature([*own, *shared])
+        return wrapped
+
+    return decorate
+
+
+walks = sharing(how=Walking)
 
 
 def load(recipe: str, overrides: list[str] | None) -> "LoadedRecipe":

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from affinage.cli.options import RUNS, ModelArgument, RunsOption
+from affinage.cli.opening import Opening, opened
+from affinage.cli.options import ModelArgument, sharing
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("serve")(serve)
 
 
+@sharing(opening=Opening)
 def serve(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: for other machines too.")] = "127.0.0.1",
@@ -36,7 +38,8 @@ def serve(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer.")] = 1024,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30,
     system: Annotated[str | None, typer.Option(help="Another system prompt than the one it was trained with.")] = None,
-    runs: RunsOption = RUNS,
+    *,
+    opening: Opening,
 ) -> None:
     """Serve a model over OpenAI's interface (/v1/chat/completions, /v1/completions), with a page to talk with it.
 
@@ -44,11 +47,10 @@ def serve(
     """
     from affinage.serving.running import Place, run
     from affinage.serving.server import Limits
-    from affinage.stages.models import open_model
 
     if token is not None and not _TOKEN.fullmatch(token):
         raise UserError("a token is made of letters, digits and signs, without spaces", where="--token, AFFINAGE_TOKEN")
-    loaded = open_model(model, runs)
+    loaded = opened(model, opening, sets_aside=True)
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
     place = Place(host, port, token, grace)

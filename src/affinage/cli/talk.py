@@ -4,22 +4,53 @@ import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from affinage.cli.options import RUNS, JsonOption, LangOption, ModelArgument, RunsOption
-from affinage.cli.working import Working
+from affinage.cli.opening import Opening, opened
+from affinage.cli.options import JsonOption, LangOption, ModelArgument, sharing
 
 if TYPE_CHECKING:
     from affinage.generation.chat import Language
     from affinage.generation.decode import Request
-    from affinage.generation.model import LoadedModel
 
-Temperature = Annotated[float, typer.Option(min=0, help="0 takes the most likely token; 1 draws as the model would.")]
-TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens with this share of the probability.")]
 Tokens = Annotated[int, typer.Option(min=1, help="At most so many tokens.")]
-Seed = Annotated[int, typer.Option(min=0)]
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How the next token is chosen, and what ends a text: options of both verbs."""
+
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most likely token; 1 draws as the model would.")
+    ] = 0.0
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many of the likeliest tokens; 0: among all.")] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the likeliest tokens with this share of the probability.")
+    ] = 1.0
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Draw among tokens at least this share as likely as the likeliest.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Make tokens that were there already less likely; 1: none.")
+    ] = 1.0
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = (
+        None
+    )
+
+    def request(self, tokens: int) -> "Request":
+        """For at most so many tokens."""
+        from affinage.generation.decode import Request
+        from affinage.generation.sampling import Sampling
+
+        sampling = Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, seed=self.seed
+        )
+        return Request(tokens, sampling, stop_strings=tuple(self.stop or ()))
 
 
 def add_to(app: typer.Typer) -> None:
@@ -28,15 +59,15 @@ def add_to(app: typer.Typer) -> None:
     app.command("chat")(chat)
 
 
+@sharing(choosing=Choosing, opening=Opening)
 def generate(
     model: ModelArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Default: standard input.")] = None,
     tokens: Tokens = 64,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    runs: RunsOption = RUNS,
     as_json: JsonOption = False,
+    *,
+    choosing: Choosing,
+    opening: Opening,
 ) -> None:
     """Let a model continue texts.
 
@@ -46,8 +77,8 @@ def generate(
     from affinage.generation.decode import Generator
 
     texts = prompts or [sys.stdin.read()]
-    loaded = _open(model, runs)
-    request = _request(tokens, temperature, top_p, seed)
+    loaded = opened(model, opening)
+    request = choosing.request(tokens)
     rows = [prompt_tokens(text, loaded) for text in texts]
     for text, result in zip(texts, Generator(loaded).generate(rows, request)):
         if as_json:
@@ -56,16 +87,16 @@ def generate(
             print(text + result.text)
 
 
+@sharing(choosing=Choosing, opening=Opening)
 def chat(
     model: ModelArgument,
     question: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Ask and leave.")] = None,
     tokens: Tokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
     system: Annotated[str | None, typer.Option(help="Another system prompt than the one it was trained with.")] = None,
     lang: LangOption = None,
-    runs: RunsOption = RUNS,
+    *,
+    choosing: Choosing,
+    opening: Opening,
 ) -> None:
     """Talk with a model. Commands: /reset, /system TEXT, /save FILE, /help, /quit.
 
@@ -77,8 +108,8 @@ def chat(
     from affinage.generation.decode import Generator
 
     language = lang or _language()
-    session = ChatSession(Generator(_open(model, runs)), _request(tokens, temperature, top_p, seed))
-    _warn_of_a_base_model(model, runs, language)
+    session = ChatSession(Generator(opened(model, opening)), choosing.request(tokens))
+    _warn_of_a_base_model(model, opening.runs, language)
     if system is not None:
         session.set_system(system)
     if not question:
@@ -93,27 +124,13 @@ def chat(
         _write("\n")
 
 
-def _open(spec: str, runs: Any) -> "LoadedModel":
-    from affinage.stages.models import open_model
-
-    with Working(f"opening {spec}"):
-        return open_model(spec, runs)
-
-
-def _warn_of_a_base_model(spec: str, runs: Any, language: "Language") -> None:
+def _warn_of_a_base_model(spec: str, runs: Path, language: "Language") -> None:
     from affinage.generation.chat import base_model_warning
     from affinage.stages.models import is_chat, locate_model
 
     training, _ = locate_model(spec, runs)
     if not is_chat(training):
         print(base_model_warning(spec, language), file=sys.stderr)
-
-
-def _request(tokens: int, temperature: float, top_p: float, seed: int) -> "Request":
-    from affinage.generation.decode import Request
-    from affinage.generation.sampling import Sampling
-
-    return Request(max_new_tokens=tokens, sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed))
 
 
 def _language() -> "Language":

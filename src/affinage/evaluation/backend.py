@@ -11,6 +11,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from affinage.data.chat import chat_template, with_system_prompt
 from affinage.data.chat_template import ChatTemplate, shield, unshielded
+from affinage.evaluation.batch_size import shorter_rows_that_fit
 from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
@@ -38,7 +39,7 @@ class JaxLM(TemplateLM):
         self,
         model: LoadedModel,
         *,
-        batch: int = 64,
+        batch: int = 64,  # rows of the model's context that memory holds at once, however many shorter ones those are
         max_new_tokens: int = 64,
         ledger: Ledger | None = None,
         progress: Callable[[str], None] = lambda _: None,
@@ -51,7 +52,7 @@ class JaxLM(TemplateLM):
         self._progress = progress
         self._ledger = ledger
         self._scorer = Scorer(model, batch=batch, ledger=ledger)
-        self._generator = Generator(model, batch=batch)
+        self._batch = batch
         self._in_chat_template = False
         own, tokenizer = model.tokenizer.template, model.tokenizer
         source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
@@ -176,9 +177,10 @@ class JaxLM(TemplateLM):
 
     def _generated(self, prompts: list[list[int]], wanted: Request) -> list[Generation]:
         """What follows the prompts; greedy texts that the ledger has are not generated again."""
-        ledger = self._ledger
+        ledger, longest = self._ledger, max(map(len, prompts)) + wanted.max_new_tokens
+        generator = Generator(self.model, batch=shorter_rows_that_fit(self._batch, longest, self.model))
         if ledger is None or wanted.sampling.temperature > 0:  # draws are named by a prompt's place among all
-            return self._generator.generate(prompts, wanted)
+            return generator.generate(prompts, wanted)
         found = [ledger.get_text(prompt, wanted) for prompt in prompts]
         left = [index for index, one in enumerate(found) if one is None]
 
@@ -188,7 +190,7 @@ class JaxLM(TemplateLM):
 
         if left:
             try:
-                self._generator.generate([prompts[index] for index in left], wanted, keep)
+                generator.generate([prompts[index] for index in left], wanted, keep)
             finally:
                 ledger.flush()
         return [one for one in found if one is not None]

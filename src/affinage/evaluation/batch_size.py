@@ -31,6 +31,16 @@ def rows_that_fit(model: LoadedModel) -> int:
     return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
 
 
+def shorter_rows_that_fit(batch: int, longest: int, model: LoadedModel) -> int:
+    """How many rows of at most `longest` tokens take the memory of `batch` rows of the whole context.
+
+    A power of two times the devices that rows are split over, and 64 of them at most, if that is more than `batch`.
+    """
+    multiple = model.row_multiple
+    fitting = max(1, batch * model.context // (longest * multiple))
+    return max(batch, multiple * min(MOST, 2 ** int(math.log2(fitting))))
+
+
 def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
     """Bytes that a forward pass holds at its peak for one row of the model's context, beside the weights.
 

@@ -95,6 +95,7 @@ def evaluate(
     answered = sum(task["items"] for task in outcome.values())
     results = {
         "model": model.name,
+        "context": model.context,
         "tasks": outcome,
         "missing": list(found.missing),
         "skipped": [] if chat else [str(task["task"]) for task in found.chat()],

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,15 @@ from affinage.stages.initial import MODEL, TOKENIZER, checkpoints_of, trained_ad
 from affinage.stages.store import Store, read_manifest, read_request
 
 if TYPE_CHECKING:
+    import jax
+
     from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
-    from affinage.model import Adapters
+    from affinage.model import Adapters, Graph
     from affinage.model.parameter import Tree
+    from affinage.parallel import MeshLayout
+
+    Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
@@ -25,7 +30,7 @@ _JUDGED = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-
 CHAT = ("dpo", "sft")  # those that make a chat model
 
 
-def open_model(spec: str, runs: Path) -> "LoadedModel":
+def open_model(spec: str, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
     """Load the model that `spec` names.
 
     Args:
@@ -33,17 +38,20 @@ def open_model(spec: str, runs: Path) -> "LoadedModel":
             or the folder of an imported model, each with an optional checkpoint (`...@1000`); of a run without a named
             training, the last one is taken. Or a folder as Hugging Face's libraries load it.
         runs: where runs are that are named without a folder.
+        mesh: devices along each axis, over which the weights are split as they are read; all devices as copies of the
+            model if None.
 
     Raises:
-        UserError: there is no such run, training or checkpoint; the message says what there is.
+        UserError: there is no such run, training or checkpoint; the message says what there is. Or the model cannot be
+            split over the mesh.
     """
     folder, step = locate_model(spec, runs)
     if is_hub_folder(folder):
-        return _load_hub_folder(folder, name=spec)
+        return _load_hub_folder(folder, name=spec, mesh=mesh)
     tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
-    return load_trained(folder, tokenizer, step=step, name=spec)
+    return load_trained(folder, tokenizer, step=step, name=spec, mesh=mesh)
 
 
 def made_from(result: Path, stage: str) -> Path | None:
@@ -66,6 +74,11 @@ def is_chat(training: Path) -> bool:
         facts = _facts(training)
         return bool(facts.get("imported", {}).get("chat"))
     return request[0].stage in CHAT
+
+
+def is_from_elsewhere(training: Path) -> bool:
+    """Whether no recipe trained it here: a Hugging Face folder, or one imported."""
+    return is_hub_folder(training) or "imported" in _facts(training)
 
 
 def export_of(training: Path, run: Path) -> Path | None:
@@ -147,7 +160,7 @@ def load_trained(
     *,
     name: str,
     step: int | None = None,
-    mesh: Mapping[str, int | str] | None = None,
+    mesh: "Sizes | None" = None,
     sharding: Mapping[LogicalAxis, tuple[MeshAxis, ...]] | None = None,
 ) -> "LoadedModel":
     """Load a checkpoint of a training, the newest if `step` is None.
@@ -157,21 +170,15 @@ def load_trained(
         tokenizer: folder of the tokenizer stage it used.
         name: how messages and reports call the model.
         step: of the checkpoint.
-        mesh: devices along each axis; all devices as copies of the model if None, or if this is one of many hosts, of
-            whose devices the mesh was.
+        mesh: devices along each axis; all devices as copies of the model if None.
         sharding: lines of the sharding table that the recipe has replaced.
     """
-    import jax
-    import jax.numpy as jnp
-
     from affinage.checkpoint import CheckpointStore
     from affinage.data.tokenizer import Tokenizer
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
-    from affinage.hardware.hosts import Hosts
-    from affinage.model import abstract_params, logical_axes, parse
-    from affinage.parallel import serving_layout
+    from affinage.model import parse
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
@@ -181,12 +188,7 @@ def load_trained(
         graph = parse(facts["graph"])
     precision = PrecisionSettings(**facts["precision"])
     devices = acquire()
-    abstract = abstract_params(graph, jnp.dtype(precision.params))
-    whole = mesh if mesh and Hosts.current.together else {"data": "auto"}
-    layout, shardings = serving_layout(whole, devices, logical_axes(graph), abstract, sharding)
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
-    )
+    layout, abstract = _spread(graph, precision.params, devices, mesh, sharding)
     checkpoints = CheckpointStore(checkpoints_of(folder, step))
     if step is not None and step not in checkpoints.steps():
         listed = ", ".join(f"@{known}" for known in checkpoints.steps())
@@ -197,10 +199,32 @@ def load_trained(
         tokenizer=_talking(Tokenizer.load(tokenizer), facts.get("chat_template")),
         name=name,
         context=facts["context"],
-        layout=layout if layout.mesh.size > 1 else None,
+        layout=layout,
         system_prompt=facts["system_prompt"],
         compute_dtype=compute_dtype(precision, chip(devices[0].device_kind)).name,
     )
+
+
+def _spread(
+    graph: "Graph",
+    dtype: str,
+    devices: "Sequence[jax.Device]",
+    mesh: "Sizes | None",
+    sharding: Mapping[LogicalAxis, tuple[MeshAxis, ...]] | None = None,
+) -> "tuple[MeshLayout | None, Tree]":
+    """How a model lies on the devices, None if on one alone, and its parameters in the abstract, with shardings."""
+    import jax
+    import jax.numpy as jnp
+
+    from affinage.model import abstract_params, logical_axes
+    from affinage.parallel import serving_layout
+
+    abstract = abstract_params(graph, jnp.dtype(dtype))
+    layout, shardings = serving_layout(mesh or {"data": "auto"}, devices, logical_axes(graph), abstract, sharding)
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
+    )
+    return layout if layout.mesh.size > 1 else None, abstract
 
 
 def _facts(folder: Path) -> dict[str, Any]:
@@ -252,28 +276,28 @@ def _told_where_kinds_are(folder: Path) -> Iterator[None]:
         raise UserError(error.what, where=error.where or str(folder), fix=fix) from error
 
 
-def _load_hub_folder(folder: Path, *, name: str) -> "LoadedModel":
-    """Read a Hugging Face folder as `affinage import` does, into the memory of all devices; nothing is written."""
+def _load_hub_folder(folder: Path, *, name: str, mesh: "Sizes | None" = None) -> "LoadedModel":
+    """Read a Hugging Face folder as `affinage import` does, into the memory of the devices; nothing is written."""
     import jax
 
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.hardware.devices import acquire
     from affinage.hub.read import read_hub_folder
-    from affinage.parallel import MeshLayout, make_mesh, replicated
     from affinage.recipe.training import PrecisionSettings
     from affinage.training.program import compute_dtype
 
     devices = acquire()
-    grid = make_mesh({"data": "auto"}, devices)
     model = read_hub_folder(folder)
+    layout, abstract = _spread(model.graph, "float32", devices, mesh)
     return LoadedModel(
         graph=model.graph,
-        params=jax.device_put(model.params, replicated(grid)),
+        # They come from the memory of the host: a device gets no more than its part.
+        params=jax.device_put(model.params, jax.tree.map(lambda leaf: leaf.sharding, abstract)),
         tokenizer=_talking(fitting_tokenizer(folder, model.graph.vocabulary), own_template_of(folder)),
         name=name,
         context=model.architecture.context,
-        layout=MeshLayout(grid) if grid.size > 1 else None,
+        layout=layout,
         system_prompt=system_prompt_of(folder) or "",
         compute_dtype=compute_dtype(PrecisionSettings(), chip(devices[0].device_kind)).name,
     )

@@ -67,8 +67,10 @@ def export(context: StageContext) -> Summary:
 def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":
     """The model of a training, split over the recipe's mesh by the recipe's table."""
     recipe, inputs = context.recipe, context.inputs
-    sizes, lines = {str(axis): size for axis, size in recipe.mesh.items()}, recipe.parallel.sharding
-    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=sizes, sharding=lines)
+    sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
+    # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
+    mesh = sizes if Hosts.current.together else None
+    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding)
 
 
 def _evaluate(context: StageContext, training: str) -> Summary:

@@ -1,0 +1,152 @@
+"""How the verbs that use a model open it: over which devices, with which context, and how it is made to choose."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from affinage import api
+from affinage.cli.opening import SET_ASIDE, Opening, opened
+from affinage.cli.program import main
+from affinage.generation.decode import Generation, Generator, Request
+from affinage.generation.sampling import Sampling
+from affinage.hub.card import CardFacts
+from affinage.hub.export import export
+from affinage.stages.imports import import_model
+from affinage.stages.models import open_model
+from choice_task import sums, write_task
+from tiny_models import tiny_llama
+
+PROMPTS = ["The capital of France", "La monnaie du"]
+LONG = 5000  # tokens, of a context
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 96 tokens, a Hugging Face folder `theirs` and imported as `ours`; `long` says that it takes 5,000."""
+    folder = tmp_path_factory.mktemp("models")
+    export(tiny_llama(scale=3.0), folder / "theirs", facts=CardFacts("mit"), dtype="float32", chat=True)
+    import_model(folder / "theirs", folder / "ours", "ours")
+    export(replace(tiny_llama(), context=LONG), folder / "long", facts=CardFacts("mit"), dtype="float32", chat=True)
+    return folder
+
+
+@pytest.fixture
+def affinage(capsys, folder, monkeypatch):
+    """Run the program in this process: (exit status, standard output, standard error)."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        shown = capsys.readouterr()
+        return caught.value.code or 0, shown.out, shown.err
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["theirs", "ours"])
+def test_weights_are_read_into_the_parts_of_a_mesh(folder, name):
+    whole = open_model(str(folder / name), folder).params
+    split = open_model(str(folder / name), folder, mesh={"fsdp": 2, "tensor": 2}).params
+    device = jax.devices()[0]
+    held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(split))
+    assert all(leaf.addressable_data(0).devices() == {device} for leaf in jax.tree.leaves(split))
+    assert held < 0.27 * sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (jax.device_get(a) == jax.device_get(b)).all(), whole, split))
+
+
+def test_a_model_over_a_mesh_says_the_same(affinage):
+    said = [affinage("generate", name, *PROMPTS, "--tokens", "12", "--json", *mesh) for name, mesh in [
+        ("theirs", []), ("theirs", ["--mesh", "tensor=2"]), ("ours", ["--mesh", "tensor=2"]),
+    ]]  # fmt: skip
+    assert [status for status, _, _ in said] == [0, 0, 0] and len({out for _, out, _ in said}) == 1
+    texts = [json.loads(line)["text"] for line in said[0][1].splitlines()]
+    assert len(texts) == 2 and all(texts)
+
+
+def test_a_model_over_a_mesh_is_scored_the_same(affinage, tmp_path):
+    task = str(write_task(tmp_path / "task", "sums", sums(6)))
+    scores, answers = [], []
+    for runs, mesh in ((tmp_path / "one", "data=1"), (tmp_path / "split", "fsdp=2,tensor=2")):
+        status, out, _ = affinage("eval", "theirs", "--task", task, "--json", "--runs", str(runs), "--mesh", mesh)
+        assert status == 0
+        scores.append(json.loads(out)["tasks"]["sums"]["metrics"])
+        [file] = runs.rglob("answers.jsonl")
+        answers.append({key: value for key, value, _ in map(json.loads, file.read_text().splitlines()[1:])})
+    assert scores[0] == scores[1]
+    assert len(answers[0]) == 11 and answers[1] == pytest.approx(answers[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chat", "theirs", "hello", "--mesh", "tensor=8"], "does not divide over tensor = 8"),
+        (["serve", "ours", "--mesh", "tensor=8"], "does not divide over tensor = 8"),
+        (["eval", "ours", "--task", "sums.yaml", "--mesh", "fsdp=16"], "fsdp 16 makes 16 devices, but there are 8"),
+        (["generate", "theirs", "x", "--mesh", "rows=2"], "unknown mesh axis 'rows'"),
+        (["generate", "theirs", "x", "--mesh", "tensor"], "--mesh: `tensor` is no mesh"),
+        (["generate", "theirs", "x", "--mesh", "tensor=2,tensor=4"], "is no mesh"),
+        (["generate", "theirs", "x", "--context", "97"], "`theirs` reads 96 tokens at once, not 97"),
+        (["generate", "theirs", "word " * 20, "--context", "12"], "tokens; this model takes at most 11"),
+        (["chat", "theirs", "word " * 60, "--context", "64"], "and the model reads 48"),
+        (["eval", "quickstart", "--context", "64"], "--context is of models"),
+        (["generate", "theirs", "x", "--top-p", "0"], "top_p = 0.0 is out of range"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_message(affinage, arguments, message):
+    status, _, said = affinage(*arguments)
+    assert status == 2 and message in said and "Traceback" not in said
+
+
+def test_memory_is_not_set_aside_for_more_than_people_need(folder, affinage, monkeypatch, tmp_path):
+    import_model(folder / "long", tmp_path / "imported", "imported")
+    served = []
+    monkeypatch.setattr("affinage.serving.running.run", lambda model, *rest, **more: served.append(model.context))
+    for spec, asked in (("long", []), (str(tmp_path / "imported"), []), ("long", ["--context", str(LONG)])):
+        status, _, said = affinage("serve", spec, *asked)
+        assert status == 0 and ("5,000 tokens at once; 4,096 are used." in said) == (not asked)
+    assert served == [SET_ASIDE, SET_ASIDE, LONG]
+    judged = []
+    monkeypatch.setattr("affinage.evaluation.run.evaluate", lambda model, *_, **more: judged.append(model.context))
+    for asked in ([], ["--context", "48"]):
+        affinage("eval", "long", "--task", "piqa", "--json", "--runs", str(tmp_path), *asked)
+    assert judged == [SET_ASIDE, 48]
+    # A text takes the memory that it needs: it may be as long as the model reads.
+    assert opened("long", Opening(runs=tmp_path)).context == LONG
+
+
+def test_what_chooses_the_next_token_can_be_said(affinage, folder, monkeypatch):
+    asked = []
+
+    class Listening(Generator):
+        def generate(self, prompts, request):
+            asked.append(request)
+            return [Generation([], "", "length") for _ in prompts]
+
+        def stream(self, prompt, request):
+            asked.append(request)
+            yield from ()
+
+    monkeypatch.setattr("affinage.generation.decode.Generator", Listening)
+    words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.3 --seed 4 --tokens 9"
+    for verb in ("generate", "chat"):
+        affinage(verb, "theirs", "Where?", *words.split(), "--stop", "\n\n", "--stop", "Où")
+        affinage(verb, "theirs", "Where?", "--tokens", "9")
+    every = Request(9, Sampling(0.7, 5, 0.9, 0.02, 1.3, 4), stop_strings=("\n\n", "Où"))
+    assert asked == [every, Request(9), every, Request(9)]
+
+
+def test_a_text_ends_before_what_it_is_to_end_before(affinage, folder):
+    def said(*options: str) -> str:
+        _, out, _ = affinage("generate", "theirs", PROMPTS[0], "--tokens", "12", "--json", "--mesh", "data=1", *options)
+        return json.loads(out)["text"]
+
+    greedy, model = said(), open_model(str(folder / "theirs"), folder, mesh={"data": 1})
+    stop = greedy[5:8]
+    cut = greedy[: greedy.index(stop)]
+    assert said("--stop", "never said", "--stop", stop) == cut
+    first = PROMPTS[:1]
+    assert api.generate(model, first, 12, stop=stop) == api.generate(model, first, 12, stop=[stop]) == [cut]
