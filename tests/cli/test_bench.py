@@ -25,7 +25,12 @@ def test_the_measured_step_has_its_four_parts_and_a_bar_for_each(capsys):
     facts = json.loads(out.out)["step"]
     assert list(facts["seconds"]) == ["forward", "loss", "backward", "optimizer", "step"]
     assert facts["tokens_per_second"] == pytest.approx(8 * 32 / facts["seconds"]["step"]["mean"])
-    code, out = told(capsys, SMALL, "--part", "step", "--steps", "2", "--rows", "8", "--context", "32", *TINY)
+    # A recipe may give rows per device: those of the measured step are said all the same.
+    per_device = ["--set", "pretrain.batch=null", "--set", "pretrain.batch_per_device=4"]
+    words = [SMALL, "--part", "step", "--steps", "2", "--rows", "8", "--context", "32", *TINY, *per_device]
+    code, out = told(capsys, *words)
+    assert not code, out.err
+    assert "8 rows of 32 tokens" in out.out
     assert sum("█" in line for line in out.out.splitlines()) == 4 and "as a run compiles it" in out.out
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from affinage.cli import main
 from affinage.hardware.slices import find_slice
-from affinage.planning.curve import curve
-from affinage.planning.plan import planned_graph
+from affinage.planning.curve import Point, curve
+from affinage.planning.plan import make_plan, planned_graph
 from affinage.recipe.load import load_recipe
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
@@ -34,6 +34,20 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     assert times == sorted(times, reverse=True)
     for point in (*weak, *strong):
         assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
+
+
+def test_a_curve_of_gpus_goes_on_over_boxes():
+    loaded = load_recipe(SMALL)
+    points = curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("h100x4"))
+    assert [point.plan.where.name for point in points] == ["h100x4", "h100x8", "h100x16"]
+
+
+def test_what_a_step_is_counts_the_stages_that_wait():
+    loaded = load_recipe(SMALL, ["mesh={pipeline: 2, fsdp: 2}"])
+    made = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-8"))
+    shares = dict(part.split() for part in Point(made, 1.0).why.split(", "))
+    assert shares["bubble"] == f"{made.time.bubble / made.time.seconds:.0%}" != "0%"
+    assert sum(int(share[:-1]) for share in shares.values()) == pytest.approx(100, abs=2)
 
 
 def test_the_verb_prints_a_line_for_each_slice(capsys):

@@ -191,6 +191,9 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
     [
         ((SMALL, "--on", "v4-9"), "there is no v4-9"),
         ((SMALL, "--on", "v4-8", "--which"), "--which looks through all slices"),
+        ((SMALL, "--which", "--search"), "--which and --search do not go together"),
+        ((SMALL, "--on", "v4-8", "--curve", "weak", "--compile"), "--curve and --compile do not go together"),
+        ((SMALL, "--curve", "weak"), "a processor has none"),
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "the mesh has 8 devices, the slice 256"),
     ],
 )

@@ -87,7 +87,7 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
         "context": context or (_CONTEXT_OF_CPU if small else None),
     }
     settings = [*overrides, "pretrain.micro_batches=1"]
-    settings += [f"pretrain.batch={sized['batch']}"] if sized["batch"] else []
+    settings += ["pretrain.batch_per_device=null", f"pretrain.batch={sized['batch']}"] if sized["batch"] else []
     settings += [f"rows.context={sized['context']}"] if sized["context"] else []
     loaded = load(recipe, settings)
     pretrain = loaded.recipe.pretrain

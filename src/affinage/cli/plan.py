@@ -80,9 +80,9 @@ def plan(
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
     from affinage.planning.plan import compare, default_slice
 
-    if which and (on or compile_step or search):
-        fix = "Leave out --on, --compile and --search."
-        raise UserError("--which looks through all slices", where="--which", fix=fix)
+    _one_question(which=which, width=width is not None, curve=curve is not None, search=search, compile=compile_step)
+    if which and on:
+        raise UserError("--which looks through all slices", where="--which", fix="Leave out --on.")
     asked = _asked(recipe, overrides or [], stage, runs)
     loaded = asked.loaded
     if which:
@@ -110,6 +110,13 @@ def plan(
         )
     else:
         _plan_one(asked, where, compile_step, as_json)
+
+
+def _one_question(**given: bool) -> None:
+    """Refuse options of which one would go unheard: beside each other go --search and --compile, --width compiles."""
+    said = [f"--{name}" for name, is_given in given.items() if is_given]
+    if len(said) > 1 and said not in (["--search", "--compile"], ["--width", "--compile"]):
+        raise UserError(f"{said[0]} and {said[1]} do not go together", where=said[0], fix=f"Leave out {said[1]}.")
 
 
 class _Asked(NamedTuple):

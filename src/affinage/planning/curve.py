@@ -26,13 +26,15 @@ class Point:
 
     @property
     def why(self) -> str:
-        """What a step's seconds are, in percent: products, memory, and links that are waited for."""
+        """What a step's seconds are, in percent: products, memory, links that are waited for, stages that wait."""
         parts = {"compute": 0.0, "memory": self.plan.time.update, "links": 0.0}
         for node in self.plan.time.nodes:
             parts["links"] += node.exposed
             parts[node.bound if node.bound != "links" or node.hidden > node.exposed else "compute"] += (
                 node.seconds - node.exposed
             )
+        if self.plan.time.bubble:
+            parts["bubble"] = self.plan.time.bubble
         return ", ".join(f"{name} {part / self.plan.time.seconds:.0%}" for name, part in parts.items())
 
 
@@ -44,8 +46,14 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
     which none does are left out.
 
     Raises:
-        UserError: where it fits none.
+        UserError: where it fits none, and for a processor, of which there are no slices.
     """
+    if first.platform == "cpu":
+        raise UserError(
+            "a curve goes over ever larger slices, and a processor has none",
+            where="--curve",
+            fix="Say with which it begins, such as --on v4-32 or --on h100x8.",
+        )
     name, settings, _ = training_settings(recipe)
     rows = settings.batch or (settings.batch_per_device or 1) * first.devices
     plans = []
@@ -66,11 +74,14 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
 
 
 def _larger(first: Slice) -> Iterator[Slice]:
-    family, _, number = first.name.rpartition("-")
-    count = int(number) if family and number.isdigit() else 0
-    while count:
+    if first.platform == "gpu":  # h100 or h100x8
+        family, joint, count = first.name.partition("x")[0], "x", first.devices
+    else:
+        family, joint, number = first.name.rpartition("-")
+        count = int(number)
+    while True:
         try:
-            where = find_slice(f"{family}-{count}")
+            where = find_slice(f"{family}{joint}{count}")
         except UserError:  # no shape of that size, or the family ends
             return
         if where.chips > MOST_CHIPS:
