@@ -20,6 +20,7 @@ class Cloud:
         self.course = ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
         self.busy = 0  # so many answers 503 come first
         self.forget_answer = False  # a POST is carried out, but answered 503
+        self.drop = 0  # so many connections end without an answer, each to a request that is carried out
 
     def answer(self, method: str, target: str, body: dict | None) -> tuple[int, dict]:
         self.asked.append(f"{method} {target}")
@@ -68,6 +69,10 @@ def serving() -> Iterator[tuple[Cloud, str]]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             status, found = cloud.answer(self.command, self.path, body)
+            if cloud.drop:
+                cloud.drop -= 1
+                self.close_connection = True
+                return
             data = json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

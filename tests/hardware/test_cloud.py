@@ -80,6 +80,22 @@ def test_a_busy_cloud_is_asked_again_and_a_lost_answer_makes_no_second_slice(clo
     assert len(server.wishes) == 2  # one of each acquisition
 
 
+def test_connections_that_break_are_tried_again_as_often_as_a_busy_cloud(cloud: tuple[Cloud, str]):
+    server, api = cloud
+    slice, pauses = rented(api), []
+    slice._pause = pauses.append
+    server.drop = 5
+    assert slice.state() is None and pauses == [1.0, 2.0, 4.0, 8.0, 16.0] and server.drop == 0
+    server.drop = 2
+    assert slice.acquire()
+    server.drop = 6
+    with pytest.raises(UserError, match="cannot be reached"):
+        slice.state()
+    server.drop = 1
+    slice.release()
+    assert len(server.wishes) == 1 and server.queue == {}
+
+
 def test_what_the_cloud_refuses_is_told_in_its_words(cloud: tuple[Cloud, str]):
     server, api = cloud
     with pytest.raises(UserError, match=r"403.*permission denied"):

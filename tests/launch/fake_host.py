@@ -35,6 +35,8 @@ elif what == "wait":
     time.sleep(120)
 elif what == "fail":
     sys.exit(3 if host == "1" else 0)
+elif what == "end":
+    sys.exit(int(words[0]))
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write(f"process-{host}", str(os.getpid()))

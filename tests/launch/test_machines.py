@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import requests
 
 from affinage.errors import UserError
 from affinage.hardware.cloud import CloudSlice
+from affinage.hardware.ray_cluster import warn_if_open
 from affinage.hardware.slices import find_slice
 from affinage.launch.gang import Ending, Gang, Launcher, Restarts
 from affinage.launch.process import HostProcess
@@ -54,19 +54,11 @@ def alive(process: int) -> bool:
 
 @pytest.fixture
 def ssh(tmp_path: Path) -> Callable[..., Launcher]:
-    """A stand-in for ssh: drops the options and the address, and gives the rest to a shell of its own session."""
-    stand_in = tmp_path / "ssh"
-    stand_in.write_text(
-        "#!/bin/bash\n"
-        "while [[ $1 == -* ]]; do if [[ $1 == -o ]]; then shift 2; else shift; fi; done\n"
-        f'[[ $1 == gone ]] && exit 255\ncd {tmp_path} && mkdir -p "$1" && cd "$1" && shift\n'
-        'exec sh -c "$*"\n'
-    )
-    stand_in.chmod(stat.S_IRWXU)
+    stand_in = [sys.executable, str(Path(__file__).with_name("fake_ssh.py")), str(tmp_path)]
 
     def launcher(hosts: int, **options: object) -> Launcher:
         addresses = [f"me@machine{host}" for host in range(hosts)]
-        options = {"program": " ".join(FAKE), "ssh": [str(stand_in)], **options}
+        options = {"program": " ".join(FAKE), "ssh": stand_in, **options}
         return SshLauncher(options.pop("addresses", addresses), **options)  # type: ignore[arg-type]
 
     return launcher
@@ -134,6 +126,73 @@ def test_nothing_is_left_running(launcher, tmp_path: Path):
     gang.end()
     gang.end()
     until(lambda: not any(map(alive, processes)), 10)
+
+
+def test_a_host_whose_connection_is_lost_is_out_of_sight_and_told_to_save(ssh, tmp_path: Path):
+    gang = ssh(2).start(["wait", str(tmp_path)])
+    try:
+        until(lambda: all((tmp_path / f"process-{host}").exists() for host in range(2)))
+        os.kill(gang._processes[1].pid, signal.SIGUSR1)
+        (ending,) = endings(gang, 1)
+        assert ending == Ending(1, 75, "me@machine1", out_of_sight=True)
+        until((tmp_path / "saved-1").exists)
+        assert (tmp_path / "saved-1").read_text() == "SIGTERM" and not (tmp_path / "saved-0").exists()
+    finally:
+        gang.end()
+
+
+def test_what_was_lost_sight_of_is_not_left_running(ssh, tmp_path: Path):
+    gang = ssh(1).start(["stubborn", str(tmp_path)])
+    until((tmp_path / "process-0").exists)
+    process = int((tmp_path / "process-0").read_text())
+    os.kill(gang._processes[0].pid, signal.SIGUSR1)
+    assert endings(gang, 1)[0].out_of_sight and alive(process)
+    gang.end()
+    until(lambda: not alive(process), 10)
+
+
+def test_the_end_of_a_program_is_not_taken_for_that_of_its_connection(ssh, tmp_path: Path):
+    gang = ssh(1).start(["end", "255"])
+    assert endings(gang, 1) == [Ending(0, 1, "me@machine0")]
+    gang.end()
+    gang = ssh(1).start(["wait", str(tmp_path)])
+    until((tmp_path / "process-0").exists)
+    os.kill(int((tmp_path / "process-0").read_text()), signal.SIGKILL)
+    assert endings(gang, 1) == [Ending(0, -signal.SIGKILL, "me@machine0")]
+    gang.end()
+
+
+def test_a_machine_that_is_gone_at_a_later_start_is_named_before_any_other_begins(ssh, tmp_path: Path):
+    launcher = ssh(2, prepare="echo once >> prepared")
+    for _ in range(2):
+        gang = launcher.start(["end", "0"])
+        assert [ending.status for ending in endings(gang, 2)] == [0, 0]
+        gang.end()
+    assert (tmp_path / "me@machine0" / "affinage" / "prepared").read_text() == "once\n"
+    launcher._addresses[1] = "gone"
+    with pytest.raises(UserError, match="host gone cannot be prepared"):
+        launcher.start(["wait", str(tmp_path)])
+    assert not list(tmp_path.glob("process-*"))
+
+
+def test_what_goes_wrong_on_a_machine_of_ray_is_told_as_if_it_were_here(ray, tmp_path: Path):
+    gang = ray(1).start(["wait", str(tmp_path)])
+    try:
+        until((tmp_path / "process-0").exists)
+        with pytest.raises(UserError, match="under way already") as wrong:
+            ray(1).start(["wait", str(tmp_path)])
+        assert str(wrong.value).startswith("this run is under way already, in process")
+    finally:
+        gang.end()
+
+
+def test_whoever_joins_a_cluster_without_a_token_is_warned(monkeypatch, capsys):
+    for mode, lines in (("token", 0), ("disabled", 1), (None, 1)):
+        monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+        if mode:
+            monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        warn_if_open()
+        assert capsys.readouterr().err.count("can run code on it") == lines
 
 
 def test_a_machine_that_ssh_does_not_reach_is_named(ssh):
@@ -225,3 +284,18 @@ def test_a_slice_is_rented_used_and_given_back(ssh, tmp_path: Path, monkeypatch)
         assert len(cloud.wishes) == 2
         slice.release()
         assert not cloud.queue
+
+
+def test_told_to_stop_the_wait_for_a_slice_ends():
+    said: list[str] = []
+
+    def told(seconds: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with serving() as (cloud, api):
+        cloud.course = ["WAITING_FOR_RESOURCES"]
+        settings = CloudSettings(project="lab", zone="us-central2-b")
+        slice = CloudSlice("run", find_slice("v4-16"), settings, said.append, requests.Session(), told, api)
+        launcher = RentedLauncher(slice, 4, lambda addresses: pytest.fail("no slice came"))
+        assert supervise(launcher, ["fail"], Restarts(), say=said.append) == 75
+        assert len([line for line in cloud.asked if line.startswith("GET")]) == 2

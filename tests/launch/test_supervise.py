@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ import pytest
 from affinage.errors import UserError
 from affinage.hardware import hosts
 from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
+from affinage.launch.process import start_all
+from affinage.launch.told import Told
 
 TOLD = (signal.SIGTERM,)
 
@@ -20,16 +22,19 @@ TOLD = (signal.SIGTERM,)
 class Scripted:
     """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost.
 
-    At `TOLD` the process that supervises them gets SIGTERM.
+    At `TOLD` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it.
     """
 
     hosts = 2
 
-    def __init__(self, *starts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, *starts: Sequence[tuple[int, ...]] | Exception) -> None:
         self.starts, self.begun, self.told, self.ended = list(starts), 0, [], 0
 
     def start(self, command: Sequence[str]) -> Gang:
-        script, launcher = list(self.starts[self.begun]), self
+        start = self.starts.pop(0)
+        if isinstance(start, Exception):
+            raise start
+        script, launcher = list(start), self
         launcher.begun += 1
 
         class Here:
@@ -52,7 +57,7 @@ class Scripted:
         return Here()
 
 
-def run(launcher: Scripted, **restarts: int) -> tuple[int, list[str]]:
+def run(launcher: Scripted, **restarts: float) -> tuple[int, list[str]]:
     said: list[str] = []
     status = supervise(launcher, ["run", "x"], Restarts(**restarts), grace=0.2, say=said.append)
     assert launcher.ended == launcher.begun  # nothing is left
@@ -74,6 +79,55 @@ def test_budgets_of_preemptions_and_failures_are_apart():
     status, said = run(Scripted(told, failed, told, failed), preemptions=2, failures=1)
     assert status == 1 and said[-1] == "launch: host 0 failed with status 1; given up after 1 failures"
     assert run(Scripted(told, told), preemptions=1, failures=0)[0] == 75
+
+
+def test_a_start_that_lasted_gives_the_restarts_back():
+    killed, told = [(0, -signal.SIGKILL)], [(0, 75), (1, 75)]
+    starts = killed, told, killed, told, DONE
+    status, said = run(Scripted(*starts), preemptions=1, failures=1, lasting=0.0)
+    assert status == 0 and [line.rpartition("(")[2] for line in said] == ["1 of 1 failures)", "1 of 1 preemptions)"] * 2
+    assert run(Scripted(*starts), preemptions=1, failures=1, lasting=60.0)[0] == 1
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(Told, "wait", lambda self, seconds: waited.append(seconds))
+    return waited
+
+
+def test_a_start_that_fails_is_the_users_at_first_and_tried_again_later(pauses: list[float]):
+    nowhere = UserError("no room", fix="Look.")
+    with pytest.raises(UserError, match="no room"):
+        run(Scripted(nowhere, DONE))
+    killed = [(1, -signal.SIGKILL)]
+    status, said = run(Scripted(killed, nowhere, RuntimeError("a node\nis lost"), killed, nowhere, DONE))
+    assert status == 0 and pauses == [0.0, 1.0, 2.0, 0.0, 1.0]
+    assert said[1:3] == [
+        "launch: the hosts could not be started: no room; all hosts start again in 1 s (2 of 10 failures)",
+        "launch: the hosts could not be started: RuntimeError: a node; all hosts start again in 2 s (3 of 10 failures)",
+    ]
+
+
+def test_pauses_between_starts_that_fail_grow_up_to_a_minute_and_end_with_the_failures(pauses: list[float]):
+    status, said = run(Scripted([(1, -signal.SIGKILL)], *[UserError("no room")] * 9), failures=9)
+    assert status == 1 and pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert said[-1] == "launch: the hosts could not be started: no room; given up after 9 failures"
+
+
+def test_none_is_left_where_not_all_can_be_started(tmp_path: Path):
+    file = tmp_path / "process"
+    first = ["sh", "-c", f"echo $$ > {file}.part; mv {file}.part {file}; sleep 60"]
+
+    def commands() -> Iterator[tuple[list[str], None]]:
+        yield first, None
+        while not file.exists():
+            time.sleep(0.01)
+        yield [str(tmp_path / "nothing")], None
+
+    with pytest.raises(FileNotFoundError):
+        start_all(commands())
+    assert not _runs(int(file.read_text()))
 
 
 def test_when_one_is_told_to_stop_the_others_are_too():

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from affinage.training.readings import Readings
 TRACED = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import tiny
 
@@ -63,6 +65,34 @@ def test_the_memory_and_load_of_a_cpu_are_those_that_the_system_tells():
     while os.times().user - before.user < 0.2:
         sum(range(1000))
     assert readings.read()["utilisation"] > 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "ordinals", "load"),
+    [
+        (None, [1], 0.2),
+        (None, [0, 1, 2, 3], 0.25),
+        ("2,3", [0], 0.3),
+        ("3, 1", [0, 1], 0.3),
+        ("GPU-c0", [0], 0.3),
+        ("MIG-c0", [0], None),  # a part of a GPU, whose load the driver does not tell
+    ],
+)
+def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visible, ordinals, load):
+    """A stand-in for the driver of four GPUs with loads of 10, 20, 30 and 40 %."""
+    driver = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{'abcd'[handle]}0ffee",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=10 * (handle + 1)),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    devices = [SimpleNamespace(platform="gpu", local_hardware_id=n, memory_stats=dict) for n in ordinals]
+    assert Readings(devices).read().get("utilisation") == load
 
 
 def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():

@@ -7,6 +7,7 @@ https://docs.cloud.google.com/tpu/docs/reference/rest/v2/projects.locations.queu
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice
@@ -47,7 +48,7 @@ class Session(Protocol):
     """What speaks HTTP with credentials: `google.auth.transport.requests.AuthorizedSession`."""
 
     def request(self, method: str, url: str, **options: Any) -> Answer:
-        """Send a request."""
+        """Send a request; OSError where there is no answer."""
 
 
 class CloudSlice:
@@ -202,9 +203,21 @@ class CloudSlice:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **missing: Any) -> Any:
         """What the API answers, parsed; `missing` is answered instead where there is nothing of that name."""
         for attempt in range(_TRIES):
-            answer = self._session.request(method, f"{self._zone}/{path}", json=body, timeout=60)
-            if answer.status_code not in _BUSY or attempt == _TRIES - 1:
-                break
+            last = attempt == _TRIES - 1
+            try:
+                answer = self._session.request(method, f"{self._zone}/{path}", json=body, timeout=60)
+            except Exception as error:
+                if not _of_the_network(error):
+                    raise
+                if last:
+                    raise UserError(
+                        f"the cloud cannot be reached: {error}",
+                        where=urlsplit(self._zone).netloc,
+                        fix="Look at this machine's network, then run the same command again.",
+                    ) from error
+            else:
+                if answer.status_code not in _BUSY or last:
+                    break
             self._pause(2.0**attempt)
         if answer.status_code == 404 and "missing" in missing:
             return missing["missing"]
@@ -217,6 +230,13 @@ class CloudSlice:
                 fix="Check project, zone and rights: `gcloud auth application-default login`, and the role TPU Admin.",
             )
         return answer.json()
+
+
+def _of_the_network(error: BaseException | None) -> bool:
+    """Whether a connection failed: an OSError of `requests`, which google-auth wraps where it gets a new token."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None
 
 
 def _message(answer: Answer) -> str:

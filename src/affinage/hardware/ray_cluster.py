@@ -22,8 +22,8 @@ def connect(address: str, cpus: int | None, *, asked_by: str, address_by: str, t
 
     Args:
         address: of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`), to which the code of affinage is
-            brought; "" starts one on this machine, which listens on the loopback address only and talks to those that
-            know a secret.
+            brought, and which is warned of if it asks for no token; "" starts one on this machine, which listens on the
+            loopback address only and talks to those that know a secret.
         cpus: that a cluster of our own has; None for all.
         asked_by: the setting or option that wants Ray, for messages.
         address_by: the one that says where it is.
@@ -56,7 +56,19 @@ def connect(address: str, cpus: int | None, *, asked_by: str, address_by: str, t
             where=address_by,
             fix="Start a cluster with `ray start --head`, or leave the address empty for this machine alone.",
         ) from error
+    if address:
+        warn_if_open()
     return ray
+
+
+def warn_if_open() -> None:
+    """Say so where the cluster that was joined asks nobody for a token; Ray itself sets the mode where it finds one."""
+    if os.environ.get("RAY_AUTH_MODE", "disabled").lower() == "disabled":
+        print(
+            "Warning: whoever reaches the ports of this Ray cluster can run code on it. "
+            "Start it with RAY_AUTH_MODE=token, and set that here, too.",
+            file=sys.stderr,
+        )
 
 
 def _make_token() -> None:

@@ -54,6 +54,8 @@ class Launcher(Protocol):
     def start(self, command: Sequence[str]) -> Gang:
         """Start the arguments of `affinage`, e.g. ["run", "recipe.yaml"], on every host.
 
+        Where it raises nothing is left of what it began.
+
         Raises:
             UserError: where there are not so many hosts.
         """
@@ -65,4 +67,5 @@ class Restarts:
     """How often a run is started again before it is given up."""
 
     preemptions: int = 1000  # a host was told to stop, and left with status 75
-    failures: int = 10  # a host was killed, or failed
+    failures: int = 10  # a host was killed, or failed, or the hosts could not be started again
+    lasting: float = 3600.0  # seconds: both are counted anew after a start that lasted so long

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
 from affinage.launch.gang import Ending
-from affinage.launch.process import HostProcess, Say, of_cpu, reserved_port
+from affinage.launch.process import HostProcess, Say, of_cpu, reserved_port, start_all
 
 _LOOK_EVERY = 0.02  # seconds
 
@@ -36,7 +36,7 @@ class LocalGang:
     def __init__(self, command: Sequence[str], hosts: int, devices: int | None, say: Say) -> None:
         self._port, coordinator = reserved_port()
         place = {**os.environ, **of_cpu(devices), COORDINATOR: coordinator, HOSTS: str(hosts)}
-        self._processes = [HostProcess(command, {**place, HOST: str(host)}) for host in range(hosts)]
+        self._processes = start_all((command, {**place, HOST: str(host)}) for host in range(hosts))
         self._watch = Watch(self._processes, say)
 
     def ended(self, seconds: float) -> list[Ending]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from affinage.stopping import PARENT
 
@@ -115,6 +115,19 @@ class HostProcess:
             for line in out:
                 if not _NOISE.search(line):
                     self._lines.put(line.decode(errors="replace").rstrip())
+
+
+def start_all(commands: Iterable[tuple[Sequence[str], Mapping[str, str] | None]]) -> list[HostProcess]:
+    """A process for each command and its environment; none is left where one cannot be started."""
+    processes: list[HostProcess] = []
+    try:
+        for command, environment in commands:
+            processes.append(HostProcess(command, environment))
+    except BaseException:
+        for process in processes:
+            process.end()
+        raise
+    return processes
 
 
 def reserved_port(address: str = "127.0.0.1") -> tuple[socket.socket, str]:

@@ -123,6 +123,9 @@ class RayGang:
             place = {COORDINATOR: coordinator, HOSTS: str(hosts)}
             starts = [agent.start.remote(job, place) for agent in self._agents]
             ray.get(starts, timeout=_ANSWERS + Remains.PATIENCE)
+        except ray.exceptions.RayTaskError as error:
+            self.end()
+            raise error.cause from error  # what went wrong there, as if it had been here
         except BaseException:
             self.end()
             raise

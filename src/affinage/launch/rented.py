@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from affinage.hardware.cloud import CloudSlice
 from affinage.launch.gang import Gang, Launcher
+from affinage.launch.told import interruptible
 
 
 class RentedLauncher:
@@ -25,7 +26,9 @@ class RentedLauncher:
 
     def start(self, command: Sequence[str]) -> Gang:
         """See `affinage.launch.gang.Launcher`. Waits for the slice, which may take hours."""
-        found = [host.external if self._outside else host.internal for host in self._slice.acquire()]
+        with interruptible():
+            hosts = self._slice.acquire()
+        found = [host.external if self._outside else host.internal for host in hosts]
         if found != self._addresses:  # other machines, on which nothing is prepared
             self._addresses, self._launcher = found, self._on(found)
         return self._launcher.start(command)

@@ -1,15 +1,15 @@
 """Watching over the hosts of a run: when one ends, what becomes of the others, and whether to start again."""
 
-import contextlib
 import dataclasses
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
+from typing import NamedTuple
 
-from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
+from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from affinage.launch.gang import Ending, Gang, Launcher, Restarts
+from affinage.launch.told import Told
+from affinage.secrets import masked
 
 _AFTER_75 = 5.0  # seconds for the others: hosts that stop together have saved when the first one leaves
 _AFTER_2 = 5.0  # seconds in which the others find the same mistake
@@ -18,7 +18,6 @@ _LOOK_EVERY = 1.0  # seconds
 _QUICK = 20.0  # seconds: a start that fails within them may do so for ever
 _PATIENT = 3  # quick failures in a row that are not waited after
 _LONGEST_PAUSE = 60.0  # seconds
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def supervise(
@@ -44,41 +43,97 @@ def supervise(
     Returns:
         The exit status for this process: 0 done, 2 a mistake of the user, 75 told to stop, 130 so twice by Ctrl-C,
         1 given up.
+
+    Raises:
+        Exception: of the launcher's first start. Once the hosts have been started, it counts as a failure.
     """
-    preemptions = failures = quick = 0
-    with _Stop() as stop:
+    spent = _Spent(restarts)
+    with Told() as stop:
         while True:
-            began = time.monotonic()
-            cause = _run(launcher, command, stop, grace, say)
-            if cause.status in (0, EXIT_USER_ERROR) or stop.number:
-                return cause.status
-            if cause.status == EXIT_PREEMPTED:
-                preemptions += 1
-                used, most, what = preemptions, restarts.preemptions, "preemptions"
-            else:
-                failures += 1
-                used, most, what = failures, restarts.failures, "failures"
-            if used > most:
-                say(f"launch: {cause}; given up after {most} {what}")
-                return EXIT_PREEMPTED if what == "preemptions" else 1
-            # One that was killed from outside may well go on; only what ends by itself will do so again.
-            quick = quick + 1 if cause.status > 0 and time.monotonic() - began < _QUICK else 0
-            pause = min(2.0 ** (quick - _PATIENT), _LONGEST_PAUSE) if quick > _PATIENT else 0.0
-            say(f"launch: {cause}; all hosts start again ({used} of {most} {what})")
+            end = _run(launcher, command, stop, grace, say, first=not spent.begun)
+            if end.status in (0, EXIT_USER_ERROR) or stop.number:
+                return end.status
+            used, pause = spent.by(end)
+            if pause is None:
+                say(f"launch: {end.what}; given up after {used}")
+                return EXIT_PREEMPTED if end.status == EXIT_PREEMPTED else 1
+            say(f"launch: {end.what}; all hosts start again{f' in {pause:.0f} s' if pause else ''} ({used})")
             if stop.wait(pause):
                 return EXIT_PREEMPTED
 
 
-def _run(launcher: Launcher, command: Sequence[str], stop: "_Stop", grace: float, say: Callable[[str], None]) -> Ending:
-    """One start; the ending of the host that decided over the others'."""
-    gang = launcher.start(command)
+class _End(NamedTuple):
+    """How one start ended."""
+
+    status: int  # of the host that decided over the others'
+    what: str
+    lasted: float | None  # seconds; None where the hosts could not be started
+
+
+@dataclasses.dataclass
+class _Spent:
+    """What was used of the restarts since the last start that lasted."""
+
+    restarts: Restarts
+    begun: bool = False  # the hosts were started once
+    preemptions: int = 0
+    failures: int = 0
+    quick: int = 0  # failures in a row that came soon after their start
+    unstarted: int = 0  # starts in a row that came to nothing
+
+    def by(self, end: _End) -> tuple[str, float | None]:
+        """Count an ending: what is used now, in words, and the seconds until the next start, None for no other."""
+        if end.lasted is None:
+            self.unstarted += 1
+            pause = _growing(self.unstarted - 1)
+        else:
+            self.begun, self.unstarted = True, 0
+            if end.lasted >= self.restarts.lasting:
+                self.preemptions = self.failures = 0
+            # One that was killed from outside may well go on; only what ends by itself will do so again.
+            self.quick = self.quick + 1 if end.status > 0 and end.lasted < _QUICK else 0
+            pause = _growing(self.quick - _PATIENT) if self.quick > _PATIENT else 0.0
+        if end.status == EXIT_PREEMPTED:
+            self.preemptions += 1
+            used, most, kind = self.preemptions, self.restarts.preemptions, "preemptions"
+        else:
+            self.failures += 1
+            used, most, kind = self.failures, self.restarts.failures, "failures"
+        return (f"{most} {kind}", None) if used > most else (f"{used} of {most} {kind}", pause)
+
+
+def _growing(doublings: int) -> float:
+    return _LONGEST_PAUSE if doublings > 10 else min(2.0**doublings, _LONGEST_PAUSE)
+
+
+def _run(
+    launcher: Launcher,
+    command: Sequence[str],
+    stop: Told,
+    grace: float,
+    say: Callable[[str], None],
+    *,
+    first: bool,
+) -> _End:
     try:
-        return _watch(gang, launcher.hosts, stop, grace, say)
+        gang = launcher.start(command)
+    except Exception as error:
+        if stop.number:
+            return _End(EXIT_PREEMPTED, "told to stop", None)
+        if first:
+            raise
+        # The machines were there: one that is gone may come back, or be replaced.
+        what = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return _End(1, masked(f"the hosts could not be started: {what}").partition("\n")[0], None)
+    began = time.monotonic()
+    try:
+        cause = _watch(gang, launcher.hosts, stop, grace, say)
     finally:
         gang.end()
+    return _End(cause.status, str(cause), time.monotonic() - began)
 
 
-def _watch(gang: Gang, hosts: int, stop: "_Stop", grace: float, say: Callable[[str], None]) -> Ending:
+def _watch(gang: Gang, hosts: int, stop: Told, grace: float, say: Callable[[str], None]) -> Ending:
     endings: list[Ending] = []
     until = tell_at = float("inf")
     told = 0
@@ -119,32 +174,3 @@ def _judged(cause: Ending, endings: Sequence[Ending], told: bool) -> Ending:
 def _cause(endings: Sequence[Ending]) -> Ending | None:
     """The first ending that was not a good one: what comes after it may be for its sake. Else the first one."""
     return next((ending for ending in endings if ending.status != 0), endings[0] if endings else None)
-
-
-class _Stop:
-    """While entered, notes the signals that ask this process to stop, where it may have handlers."""
-
-    def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self.count = 0
-
-    def __enter__(self) -> "_Stop":
-        self._cleanup = contextlib.ExitStack()
-        if threading.current_thread() is threading.main_thread():
-            for number in _STOPS:
-                self._cleanup.callback(signal.signal, number, signal.signal(number, self._on_signal))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
-
-    def wait(self, seconds: float) -> bool:
-        """Pause; whether it was to stop meanwhile."""
-        until = time.monotonic() + seconds
-        while not self.number and time.monotonic() < until:
-            time.sleep(0.1)
-        return self.number is not None
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.number = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        self.count += 1

@@ -17,8 +17,9 @@ class Readings:
 
     `memory_gigabytes`, in 1e9 bytes: the most that a device has held so far; of a CPU the resident memory of this
     process now. `memory_share`: the same of what the device has; not of a CPU. `utilisation`, from 0 to 1: of NVIDIA's
-    GPUs what their driver says of the last second, where the package nvidia-ml-py is installed; of a CPU the share of
-    all its cores that this process had since the last reading. What a platform does not tell is left out.
+    GPUs that this process computes on what their driver says of the last second, where the package nvidia-ml-py is
+    installed; of a CPU the share of all its cores that this process had since the last reading. What a platform does
+    not tell is left out.
     """
 
     def __init__(self, devices: list[jax.Device]) -> None:
@@ -57,14 +58,33 @@ class Readings:
 
 
 def _gpus(devices: list[Any]) -> Callable[[], float] | None:
-    """Reads the mean load of this host's GPUs; None where nobody tells it."""
+    """Reads the mean load of these GPUs; None where nobody tells it, or which of the machine's they are."""
     if devices[0].platform != "gpu":
         return None
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        seen = _seen_by_cuda(pynvml)
+        handles = [seen[device.local_hardware_id] for device in devices]
     except Exception:  # not installed, or no driver of NVIDIA's
         return None
     return lambda: sum(pynvml.nvmlDeviceGetUtilizationRates(each).gpu for each in handles) / 100 / len(handles)
+
+
+def _seen_by_cuda(pynvml: Any) -> list[Any]:
+    """The driver's handles of the GPUs that this process sees, in CUDA's order.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide, CUDA_VISIBLE_DEVICES: numbers, or beginnings of UUIDs.
+    """
+    every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return every
+    words = [word.strip() for word in named.split(",")]
+    return [
+        every[int(word)]
+        if word.isdigit()
+        else next(handle for handle in every if pynvml.nvmlDeviceGetUUID(handle).startswith(word))
+        for word in words
+    ]
