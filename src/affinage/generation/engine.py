@@ -124,16 +124,25 @@ class Engine:
                 newcomers = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch - self.active))]
             try:
                 self._let_in([ticket for ticket in newcomers if not ticket.cancelled])
-                self._step()
-            except Exception as error:  # no memory, say: those concerned are told, and the next ones are served
+            except Exception as error:  # no memory for more rows, say: those that are under way go on
                 self._fail(newcomers, error)
+            try:
+                self._step()
+            except Exception as error:  # those concerned are told, and the next ones are served
+                self._fail_all(error)
+        self._fail_all(Closed())
         self._fail(list(self._waiting), Closed())
         self._waiting.clear()
 
-    def _fail(self, others: Sequence[Ticket], error: Exception) -> None:
-        rows = [row[0] for row in self._rows if row is not None]
+    def _fail_all(self, error: Exception) -> None:
+        """None of the rows can go on: their state was given to the device, which has not given one back."""
+        self._fail([row[0] for row in self._rows if row is not None], error)
         self._rows, self._state = [], None
-        for ticket in dict.fromkeys([*rows, *others]):
+
+    def _fail(self, tickets: Sequence[Ticket], error: Exception) -> None:
+        """These tickets get no answer."""
+        self._rows = [None if row is not None and row[0] in tickets else row for row in self._rows]
+        for ticket in tickets:
             if not ticket.ended:
                 ticket.ended = True
                 ticket.tell(Told("", error=error))
@@ -153,9 +162,10 @@ class Engine:
             rows += new
         padding = batch - len(rows)
         state = _take(tuple(states), jnp.array([*places, *([places[0]] * padding)], jnp.int32))
+        first = np.asarray(state.token)[:, None]  # waits: what goes wrong is known while there is still the old state
         self._rows, self._state = [*rows, *([None] * padding)], state
         if tickets:
-            self._push(np.asarray(state.token)[:, None], np.arange(len(going_on), len(rows)))
+            self._push(first, np.arange(len(going_on), len(rows)))
 
     def _size(self, rows: int) -> int:
         multiple = self._model.row_multiple
