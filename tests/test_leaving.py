@@ -1,5 +1,6 @@
 """A process of ours is left only after its threads and exit handlers, and with its own status."""
 
+import signal
 import subprocess
 import sys
 
@@ -83,3 +84,40 @@ def test_the_program_is_left_this_way(tmp_path):
     for words, status in ((["recipes"], 0), (["plan", "nobody"], 2)):
         ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=tmp_path)
         assert ran.stdout.splitlines()[-1] == f"left {status}", ran.stderr
+
+
+def test_without_standard_error_it_is_left_all_the_same():
+    program = "from affinage.stopping import leave; leave('no reason')"
+    ran = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], timeout=60)
+    assert ran.returncode == 75
+
+
+def test_no_file_gets_the_number_of_a_stream_that_is_not_there(tmp_path):
+    program = (
+        "import os; import affinage.stopping as s; s.open_standard_streams()\n"
+        "print(os.readlink('/proc/self/fd/2'), open('file', 'w').fileno() > 2)"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
+    assert ran.stdout == "/dev/null True\n"
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["at the end of a session", "with nohup"])
+def test_the_end_of_a_session_stops_it_unless_that_is_ignored(heard: bool):
+    program = (
+        "import threading; from affinage.stopping import OwnProcess; end = threading.Event()\n"
+        "def listener(number): print(number.name, flush=True); number.name == 'SIGTERM' and end.set()\n"
+        "with OwnProcess() as process, process.listen(listener): print('ready', flush=True); end.wait()\n"
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL if heard else signal.SIG_IGN)  # a child inherits it
+    try:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    if heard:
+        assert process.stdout.readline() == "SIGHUP\n"
+    process.terminate()
+    assert process.communicate(timeout=60)[0] == "SIGTERM\n"
+    assert process.returncode == 0

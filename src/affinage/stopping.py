@@ -1,4 +1,4 @@
-"""How a process ends: told by SIGTERM or SIGINT, at any moment, also while it is in native code; or when it is done."""
+"""How a process ends: told by a signal, at any moment, also while it is in native code; or when it is done."""
 
 import atexit
 import contextlib
@@ -16,7 +16,8 @@ from typing import ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# SIGHUP, which Windows has not, is sent by the end of an ssh session.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
 PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -47,7 +48,7 @@ class OwnProcess:
             self._ear, self._mouth = socket.socketpair()
             self._mouth.setblocking(False)
             self._fd_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            for number in SIGNALS:
+            for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main)  # type: ignore[assignment]
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
             OwnProcess.current = self
@@ -92,6 +93,11 @@ class OwnProcess:
             raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
 
 
+def heeded() -> list[signal.Signals]:
+    """Those of SIGNALS that this process is to hear of: not SIGHUP where nohup has it ignored."""
+    return [each for each in SIGNALS if each.name != "SIGHUP" or signal.getsignal(each) != signal.SIG_IGN]
+
+
 def drop_what_nobody_reads() -> None:
     """Whoever read this process's output may be what ended; a line that nobody takes must not keep it from saving."""
     for stream in (sys.stdout, sys.stderr):
@@ -101,6 +107,20 @@ def drop_what_nobody_reads() -> None:
             if any(event & select.POLLERR for _, event in asked.poll(0)):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def open_standard_streams() -> None:
+    """Open those that this process was started without (`2>&-`), onto nothing.
+
+    The next file to be opened, such as one of a checkpoint, would get their number, and what libraries write to it.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere == number:
+                setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+            else:  # somebody has that number already
                 os.close(nowhere)
 
 
@@ -116,7 +136,7 @@ def left_when_done() -> Iterator[None]:
     def end() -> None:
         if os.getpid() == process:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more
                     stream.flush()
             os._exit(status)
 
@@ -159,7 +179,7 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
             farewell()
     drop_what_nobody_reads()
     then = "" if status == EXIT_USER_ERROR else " Run the same command to go on."
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard error
         show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}.{then}\n".encode())
     os._exit(status)

@@ -1,5 +1,6 @@
 """Killed or told to stop in every phase of a run: the same bits in the end, and nothing lost that was not said."""
 
+import io
 import random
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import runs
 
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import EXIT_PREEMPTED
+from affinage.training import signals
 from affinage.training.metrics import curve
+from affinage.training.signals import StopRequest
 
 STEPS, EVERY = 60, 5
 KILLS = 20
@@ -134,6 +137,22 @@ def test_a_step_that_does_not_end_is_left_after_the_grace_with_all_stacks():
     status, said = stopped(WITH_STEPS, signal.SIGTERM, signal.SIGTERM)
     assert status == EXIT_PREEMPTED
     assert "was not saved within 1 s" in said and 'File "<string>", line 9 in <module>' in said
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()], ids=["without standard error", "with one of no number"])
+def test_the_end_of_the_grace_needs_no_standard_error(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch):
+    left: list[str] = []
+    monkeypatch.setattr(signals, "leave", left.append)
+    monkeypatch.setattr(sys, "stderr", stream)
+    signals.StopRequest("run", grace=0.0)._limit()
+    assert "was not saved within 0 s" in left[0]
+
+
+@pytest.mark.parametrize(("number", "counted"), [("SIGTERM", True), ("SIGHUP on host 1", True), ("SIGINT", False)])
+def test_nobody_but_a_person_waits_for_ever(number: str, counted: bool):
+    with StopRequest("run", grace=600.0) as stop:
+        stop._count_down(number)
+        assert (stop.seconds_left() is not None) is counted
 
 
 def test_a_person_is_waited_for_until_the_second_time():

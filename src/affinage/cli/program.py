@@ -27,7 +27,7 @@ from affinage.cli import (
 )
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError, of_the_machine
 from affinage.secrets import masked
-from affinage.stopping import left_when_done
+from affinage.stopping import left_when_done, open_standard_streams
 
 _EXTRAS = {
     "transformers": "verify",
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     75 stopped after saving (start it again to go on), 130 interrupted. docs/terminal.md has them in full.
     """
     if arguments is None:
+        open_standard_streams()
         with left_when_done():
             _run(sys.argv[1:])
     else:

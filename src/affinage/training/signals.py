@@ -9,19 +9,20 @@ import time
 from types import FrameType, TracebackType
 
 from affinage.hardware.hosts import Hosts
-from affinage.stopping import SIGNALS, OwnProcess, leave
+from affinage.stopping import OwnProcess, heeded, leave
 from affinage.training.agreement import Agreement
 
 _ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT set `signal_name` instead of ending the process.
+    """While entered, SIGTERM, SIGHUP and SIGINT set `signal_name` instead of ending the process.
 
     In a process of the run's own (`affinage.stopping.OwnProcess`) the process is left with status 75
 
     - at once, as long as there is nothing to save: in the start, the compilation, the restore;
-    - `grace` seconds after SIGTERM if the save has not come to its end by then, with all stacks on standard error;
+    - `grace` seconds after SIGTERM or SIGHUP if the save has not come to its end by then, with all stacks on standard
+      error;
 
     and with status 130 by a second SIGINT. What a save that is cut off has written is not a checkpoint. Any other
     further signal changes nothing. In other processes, such as a notebook, a second SIGINT raises KeyboardInterrupt.
@@ -60,7 +61,7 @@ class StopRequest:
         if OwnProcess.current is not None:
             self._cleanup.enter_context(OwnProcess.current.listen(self._on_signal))
         elif threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in heeded():
                 self._cleanup.callback(signal.signal, number, signal.signal(number, self._in_main))
         return self
 
@@ -107,13 +108,14 @@ class StopRequest:
         leave(f"{self._name} stopped by {why} before a new step; nothing to save")
 
     def _count_down(self, why: str) -> None:
-        if why.startswith(signal.SIGTERM.name):  # whoever sends it will not wait for ever; a person may
+        if not why.startswith(signal.SIGINT.name):  # whoever sends it will not wait for ever; a person may
             self._counted_from = time.monotonic()
             threading.Thread(target=self._limit, name="grace", daemon=True).start()
 
     def _limit(self) -> None:
         if not self._ended.wait(self._grace):
-            faulthandler.dump_traceback(sys.stderr.fileno())
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+                faulthandler.dump_traceback(sys.stderr.fileno())
             leave(f"{self._name} was not saved within {self._grace:g} s; it goes on from its last checkpoint")
 
     def _in_main(self, number: int, frame: FrameType | None) -> None:
