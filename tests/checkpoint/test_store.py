@@ -1,5 +1,6 @@
 """What a checkpoint folder promises: whole steps only, the newest that can be read, on any mesh."""
 
+import dataclasses
 import os
 import shutil
 import time
@@ -13,8 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint import store as store_module
+from affinage.checkpoint.steps import drop_remains
 from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
+from hosts_in_memory import Coordinator, HostInMemory
 
 
 def sharding(axis: str, size: int) -> NamedSharding:
@@ -183,3 +187,58 @@ def test_memory_is_given_back_during_a_save_only_where_the_heap_keeps_it(
     monkeypatch.setattr(store_module, "seal", slow_seal)
     saved(store, 1)
     assert (during[0] > 0) == kept and len(given) > during[0]
+
+
+def test_what_a_kill_has_cut_off_goes_when_a_newer_step_is_there(store: CheckpointStore, tmp_path: Path):
+    saved(store, 2)
+    for name in ("1", ".4.part", "9", "elsewhere"):
+        (store.folder / name).mkdir()
+        (store.folder / name / "some").write_text("bytes")
+    (store.folder / "3").symlink_to(tmp_path)
+    saved(store, 5)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["2", "3", "5", "9", "elsewhere"]
+    drop_remains(store.folder)
+    assert sorted(path.name for path in store.folder.iterdir()) == ["2", "3", "5", "elsewhere"]
+    assert store.steps() == [2, 5]
+
+
+def test_the_newest_up_to_a_step_comes_back_or_the_first_after_it(tmp_path: Path):
+    store, where = CheckpointStore(tmp_path, keep_last=9), abstract(sharding("fsdp", 1))
+    saved(store, 2, 4, 6)
+
+    def found(at_most: int) -> int:
+        newest = store.restore_newest(where, at_most=at_most)
+        assert newest is not None
+        return newest[0]
+
+    assert [found(at_most) for at_most in (1, 2, 5, 6, 9)] == [2, 2, 4, 6, 6]
+    _remove_data(store.folder / "4")
+    with pytest.warns(CheckpointWarning):
+        assert found(5) == 2
+    store.forget_after(2)
+    assert [step for step, _ in store.entries()] == [2]
+
+
+@dataclasses.dataclass(eq=False)
+class Listening(HostInMemory):
+    """Notes for how long it would wait."""
+
+    waits: dict[str, float | None] = dataclasses.field(default_factory=dict)
+
+    def hear(self, key: str, seconds: float | None, *, said: str) -> str:
+        self.waits[key.split("/")[2]] = seconds
+        return super().hear(key, seconds, said=said)
+
+
+def test_hosts_wait_longer_for_a_larger_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told = {"damage": '"a bit"', "a save that is there": "true", "checkpoints": "[]", "what is called like one": "[]"}
+    words = {f"affinage/share/{name}/1": value for name, value in told.items()}
+    host = Listening(1, 2, coordinator=Coordinator(words))
+    monkeypatch.setattr(Hosts, "current", host)
+    store, large = CheckpointStore(tmp_path), {"params": jax.ShapeDtypeStruct((18_000_000_000,), "float32")}
+    with host.all_at_work():
+        with pytest.raises(UserError, match="a bit"):
+            store.restore(1, large)
+        store.save(1, large, {})
+        assert store.restore_newest(large) is None
+    assert set(host.waits) == {*told} and set(host.waits.values()) == {600 + 72e9 / 10e6}

@@ -91,3 +91,15 @@ def test_nobody_looks_while_nothing_takes_long(three: Three):
     three.doing[1] = Doing(7, "step 7", late=True)
     # What was seen when it last looked says nothing about the time between.
     assert three.until("host 2").startswith("host 2 shows no sign of life")
+
+
+def test_a_host_is_not_called_silent_as_long_as_it_gives_a_sign(three: Three, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beats, "_SILENT_FOR_LONG", 1.0)
+    three.until("host 2 is at step 5")
+    assert three.beats[1].silent() == ""
+    three.beats[2].close()
+    late = time.monotonic() + LIMIT
+    while not (silent := three.beats[1].silent()):
+        assert time.monotonic() < late
+        time.sleep(0.05)
+    assert silent.startswith("host 2 shows no sign of life, last at step 5") and "host 0" not in silent

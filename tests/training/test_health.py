@@ -12,8 +12,10 @@ import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import UserError
 from affinage.model import Call, init_params
+from affinage.recipe.training import HealthSettings
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
+from affinage.training.health import Health
 from affinage.training.spikes import LossWindow
 
 
@@ -182,3 +184,35 @@ def test_the_diagnosis_names_the_layer_in_which_a_value_is_no_longer_finite():
     assert found["first"] == "the value of blocks, layer 2 of 3"
     lost = {**params, "norm": {"scale": params["norm"]["scale"].at[3].set(jnp.nan)}}
     assert diagnose(graph, Call(), lost, None, batch)["first"] == "the weights of norm"
+
+
+def test_it_goes_back_to_before_the_first_batch_that_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    suspected = (7, 8, 9, 10, 11)
+    train(job(tmp_path / "skipped", SickFeed(not_finite=suspected), most_in_a_row=9, most=9))
+    feed = SickFeed(not_finite=(11,))
+    limits = {"most_in_a_row": 9, "most": 9}
+    summary = train(job(tmp_path / "rewound", feed, on_non_finite="rewind", rewind_batches=5, **limits))
+    assert summary["health"]["left_out"] == [*suspected] and summary["health"]["rewinds"] == [[11, 5]]
+    for step in (10, 15):  # the one of step 10 was there when the run went back, and is another now
+        assert params(tmp_path / "rewound", step) == params(tmp_path / "skipped", step)
+    assert "step 11 was not sound: back to step 5\n" in capsys.readouterr().out
+
+
+def test_batches_that_no_checkpoint_comes_before_are_told(tmp_path: Path):
+    said: list[str] = []
+    settings = HealthSettings(on_non_finite="rewind", rewind_batches=4)
+    health = Health(settings, tmp_path, 0, {}, say=said.append)
+    health.look(7, {"skipped": 1.0, "loss": float("nan")})
+    assert health.last_sound == 3
+    health.rewound(5)
+    assert health.left_out == [6, 7] and health.rewinds == [[7, 5]]
+    assert said == ["step 7 was not sound: back to step 5, the first one there is: batches 4 to 5 stay in"]
+
+
+def test_a_run_that_goes_back_no_more_says_so(tmp_path: Path):
+    said: list[str] = []
+    settings = HealthSettings(on_non_finite="rewind", most_in_a_row=99, most=99)
+    health = Health(settings, tmp_path, 0, {"rewinds": [[step, step - 1] for step in range(1, 11)]}, say=said.append)
+    health.look(30, {"skipped": 1.0, "loss": float("nan")})
+    assert health.rewind_from is None and events(tmp_path)[0]["done"] == "skipped"
+    assert said == ["step 30 was not sound, and is left out: it has gone back 10 times already"]

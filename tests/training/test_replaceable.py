@@ -50,10 +50,16 @@ class InMemory:
 
     def wait(self) -> None: ...
 
-    def restore_newest(self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None]) -> Any:
+    def forget_after(self, step: int) -> None:
+        self.kept = {kept: saved for kept, saved in self.kept.items() if kept <= step}
+
+    def restore_newest(
+        self, abstract: Mapping[str, Any], accept: Callable[[Mapping[str, Any]], None], at_most: int | None
+    ) -> Any:
         if not self.kept:
             return None
-        step, (state, meta) = max(self.kept.items(), key=lambda item: item[0])
+        step = max((step for step in self.kept if at_most is None or step <= at_most), default=min(self.kept))
+        state, meta = self.kept[step]
         accept(meta)
         put = jax.tree.map(lambda like, array: jax.device_put(array, like.sharding), dict(abstract), state)
         return step, put, meta

@@ -7,12 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 
+from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
-from affinage.training import watchdog
+from affinage.training import TrainJob, beats, train, watchdog
+from affinage.training.beats import Beats, Doing
 from affinage.training.ledger import LifeSign
+from affinage.training.program import Program
 from affinage.training.watchdog import Watchdog
+from hosts_in_memory import Coordinator, HostInMemory
 
 
 @pytest.fixture
@@ -24,10 +29,19 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     return why
 
 
-def watched(folder: Path) -> Watchdog:
-    found = Watchdog("train", folder, SurvivalSettings(stuck_seconds=0.2, leave_when_stuck=True), LifeSign(None))
+def watched(folder: Path, leave: bool | None = True) -> Watchdog:
+    found = Watchdog("train", folder, SurvivalSettings(stuck_seconds=0.2, leave_when_stuck=leave), LifeSign(None))
     found.step_begins(1)
     return found
+
+
+def until_told(what: str, capfd: pytest.CaptureFixture[str]) -> str:
+    late, said = time.monotonic() + 60, ""
+    while what not in said:
+        assert time.monotonic() < late, said
+        said += capfd.readouterr().err
+        time.sleep(0.01)
+    return said
 
 
 def test_it_leaves_though_nobody_reads_what_it_says(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch):
@@ -44,8 +58,90 @@ def test_a_training_that_ends_while_it_is_about_to_be_left_is_not_left(
 ):
     monkeypatch.setattr(watchdog, "_LAST_WORDS", 600.0)
     with watched(tmp_path):
-        late = time.monotonic() + 60
-        while "step 1 has not ended" not in capfd.readouterr().err:
-            assert time.monotonic() < late
-            time.sleep(0.01)
+        until_told("step 1 has not ended", capfd)
     assert left.empty()
+
+
+def test_it_leaves_without_standard_error(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch):
+    os.mkfifo(tmp_path / "stuck.txt")  # opening it waits for a reader, so that the stacks have nowhere to go
+    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr(watchdog, "_DISK", 0.0)
+    monkeypatch.setattr(sys, "stderr", None)
+    with watched(tmp_path):
+        assert left.get(timeout=60).startswith("train: step 1 has not ended for")
+    os.close(os.open(tmp_path / "stuck.txt", os.O_RDONLY | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize("by", ["AFFINAGE_PARENT", "AFFINAGE_COORDINATOR", ""])
+def test_one_process_is_left_by_itself_where_a_launcher_starts_it_again(
+    tmp_path: Path, left, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by: str
+):
+    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
+    for name in ("AFFINAGE_PARENT", "AFFINAGE_COORDINATOR"):
+        monkeypatch.delenv(name, raising=False)
+    if by:
+        monkeypatch.setenv(by, "1")
+    with watched(tmp_path, leave=None):
+        if by:
+            assert left.get(timeout=60)
+        else:
+            until_told("step 1 has not ended", capfd)
+    assert left.empty() or by
+
+
+def test_what_may_take_long_is_told_in_time_and_left_late(
+    tmp_path: Path, left, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
+    with watched(tmp_path) as dog:
+        dog.begins("the restore", told_after=1, left_after=1, may_take=600)
+        until_told("the restore has not ended", capfd)
+        time.sleep(0.3)
+        assert left.empty()
+        dog.begins("the restore", told_after=1, left_after=1, may_take=0.3)
+        assert "the restore has not ended" in left.get(timeout=60)
+
+
+def test_a_host_that_stands_still_is_named_before_what_it_is_at_takes_long(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name, seconds in (("_EVERY", 0.05), ("_SILENT_FOR_LONG", 0.6)):
+        monkeypatch.setattr(beats, name, seconds)
+    coordinator = Coordinator()
+    first, other = (HostInMemory(host, 2, coordinator=coordinator) for host in range(2))
+    monkeypatch.setattr(Hosts, "current", first)
+    stopped = Beats(other, lambda: Doing(2, "the compilation", late=False))
+    with watched(tmp_path) as dog:
+        dog.begins("the compilation", told_after=1e6)
+        while "affinage/beat/1" not in coordinator.words:
+            time.sleep(0.01)
+        stopped.close()
+        said = until_told("no sign of life", capfd)
+    assert "and host 1 shows no sign of life, last at the compilation" in said
+
+
+def test_the_compilation_and_what_reads_the_state_are_watched_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    began: list[tuple[str, float]] = []
+    begins = Watchdog.begins
+
+    def noted(self: Watchdog, what: str, *, may_take: float = 0.0, **more: float) -> None:
+        began.append((what, may_take))
+        begins(self, what, may_take=may_take, **more)
+
+    monkeypatch.setattr(Watchdog, "begins", noted)
+    compiled = Program.compile_training
+    monkeypatch.setattr(Program, "compile_training", lambda self: (began.append(("compiles", 0.0)), compiled(self))[1])
+    job = TrainJob(
+        graph=tiny.graph(layers=1),
+        settings=tiny.settings(4),
+        mesh={"data": 1},
+        seed=1,
+        feed=tiny.RandomFeed(),
+        folder=tmp_path,
+    )
+    train(job)
+    start = [what for what, _ in began[:4]]
+    assert start == ["the compilation", "compiles", "the end of the compilation", "the first weights"]
+    assert dict(began)["the compilation"] >= 3600 and dict(began)["the first weights"] >= 2 * 600

@@ -12,7 +12,8 @@ from typing import TypeVar
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
 from affinage.checkpoint.remote_steps import CHECKPOINTS, RemoteSteps
 from affinage.checkpoint.seal import SEAL
-from affinage.checkpoint.store import CheckpointStore, complete_steps, kept_steps
+from affinage.checkpoint.steps import complete_steps, kept_steps
+from affinage.checkpoint.store import CheckpointStore
 
 _PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds after a copy that failed until the next attempt; doubled each time
 _REACH = 60.0  # seconds in which the place must answer at the start

@@ -10,7 +10,8 @@ from typing import Any
 
 from affinage.checkpoint.remote import RemoteFolder, is_inside, reached
 from affinage.checkpoint.seal import SEAL, damage, is_what_was_sealed, parse
-from affinage.checkpoint.store import STEP, CheckpointStore, remove
+from affinage.checkpoint.steps import STEP, remove
+from affinage.checkpoint.store import CheckpointStore
 from affinage.errors import UserError
 
 CHECKPOINTS = "checkpoints"  # in the folder of a training

@@ -2,30 +2,29 @@
 
 import contextlib
 import os
-import re
-import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import absl.logging
+import jax
 from orbax.checkpoint import v1 as ocp
 
-from affinage.checkpoint.seal import SEAL, damage, fingerprint, seal
+from affinage.checkpoint.seal import damage, fingerprint, seal
+from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
 from affinage.errors import UserError
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
 
 PyTree = Any
 
-STEP = re.compile(r"0|[1-9]\d*")
-_COMMIT = "commit_success.txt"  # Orbax writes it when everything of its own is on disk
-_MARKS = (_COMMIT, SEAL)
 _GIVE_EVERY = 0.2  # seconds
-_SAVE_TIMEOUT = 600  # seconds until a save that does not end is an error
+_PAUSE = 600.0  # seconds in which a disk may do nothing at all
+_SLOWEST = 10e6  # bytes per second; a disk that takes or gives fewer is as good as stuck
 
 absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax tells of every file it writes
 
@@ -78,7 +77,6 @@ class CheckpointStore:
         self._running: Future[None] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-        self._context.async_options.timeout_secs = _SAVE_TIMEOUT
         if not Hosts.current.together:  # this host alone
             of_many = self._context.multiprocessing
             of_many.primary_host, of_many.active_processes = Hosts.current.index, {Hosts.current.index}
@@ -91,7 +89,7 @@ class CheckpointStore:
 
     def entries(self) -> list[tuple[int, Path]]:
         """Whatever is called like a step, oldest first."""
-        return _entries(self.folder)
+        return entries(self.folder)
 
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated or changed as soon as this returns.
@@ -104,8 +102,9 @@ class CheckpointStore:
             meta: JSON-able facts about the run, read again by `meta`.
         """
         self.wait()
-        hosts = Hosts.at_work()
-        if hosts.share("a save that is there", step in self.steps() and step not in self._unreadable):
+        hosts, there = Hosts.at_work(), step in self.steps() and step not in self._unreadable
+        # The first one has sealed the save before when it says so.
+        if hosts.share("a save that is there", there, seconds=seconds_at_most(state)):
             return
         target = self.folder / str(step)
         if hosts.first and os.path.lexists(target):
@@ -117,6 +116,7 @@ class CheckpointStore:
             self.wait()  # raises it
 
     def _begin(self, target: Path, state: dict[str, PyTree], meta: dict[str, Any]) -> list[ocp.AsyncResponse[None]]:
+        self._context.async_options.timeout_secs = int(seconds_at_most(state))
         with self._context:
             return [ocp.save_checkpointables_async(target, state, custom_metadata=meta)]
 
@@ -128,6 +128,7 @@ class CheckpointStore:
                 if self._copies is not None:
                     self._copies.saved()
                 self._prune()
+                drop_remains(self.folder, before=int(target.name))
 
     def wait(self) -> None:
         """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone."""
@@ -145,9 +146,10 @@ class CheckpointStore:
         return "" if saved_as == step else f"it was saved as step {saved_as}"
 
     def _damage_seen_by_first(self, step: int, only: Mapping[str, Any]) -> str:
-        """See `damage`; of hosts that work together one reads the files."""
+        """See `damage`; of hosts that work together one reads the files, which may take the others long."""
         hosts = Hosts.at_work()
-        return str(hosts.share("damage", self.damage(step, only) if hosts.first else ""))
+        found = self.damage(step, only) if hosts.first else ""
+        return str(hosts.share("damage", found, seconds=seconds_at_most(only)))
 
     def fingerprint(self, step: int) -> str:
         """A hash of everything in a step."""
@@ -173,7 +175,10 @@ class CheckpointStore:
         return self._load(step, abstract)
 
     def restore_newest(
-        self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None] = lambda meta: None
+        self,
+        abstract: Mapping[str, PyTree],
+        accept: Callable[[Mapping[str, Any]], None] = lambda meta: None,
+        at_most: int | None = None,
     ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
         """Step, state and meta of the newest step that can be read; None if nothing was ever saved.
 
@@ -182,12 +187,16 @@ class CheckpointStore:
         Args:
             abstract: see `restore`.
             accept: given the meta of a whole step before it is loaded; may refuse it with a UserError, which stands.
+            at_most: the newest up to this step is wanted; where none can be read, the first one after it is taken.
 
         Raises:
             UserError: if there are steps but none can be read; starting from nothing would hide it.
         """
-        steps, reason = Hosts.at_work().share("checkpoints", self.steps()), ""
-        for step in reversed(Hosts.at_work().share("what is called like one", [step for step, _ in self.entries()])):
+        share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))  # the first may still seal a save
+        steps, reason = share("checkpoints", self.steps()), ""
+        called: list[int] = share("what is called like one", [step for step, _ in self.entries()])
+        wanted = max(called, default=0) if at_most is None else at_most
+        for step in sorted(called, key=lambda step: (step > wanted, abs(step - wanted))):
             if step not in steps:
                 _warn(step, "it is not complete")
                 continue
@@ -208,6 +217,13 @@ class CheckpointStore:
             where=str(self.folder),
             fix="If the model was changed, give the run another name; otherwise remove the folder to start again.",
         )
+
+    def forget_after(self, step: int) -> None:
+        """Remove all later steps: the run has gone back to this one, and will be another from there on."""
+        if Hosts.at_work().first:
+            for later, path in self.entries():
+                if later > step:
+                    remove(path)
 
     def restore_params(self, step: int | None, abstract: PyTree) -> PyTree:
         """Only the parameters of a training state; of the newest readable step if `step` is None.
@@ -249,6 +265,11 @@ class CheckpointStore:
                 remove(self.folder / str(step))
 
 
+def seconds_at_most(state: PyTree) -> float:
+    """In which a state of such arrays is written, hashed or read, unless the disk is as good as stuck."""
+    return _PAUSE + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / _SLOWEST
+
+
 @contextlib.contextmanager
 def _memory_given_back() -> Iterator[None]:
     """At the end, what is free goes back to the kernel; inside too, where the heap keeps it otherwise.
@@ -274,36 +295,6 @@ def _memory_given_back() -> Iterator[None]:
         give_back_freed_memory()
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """The steps of a folder that are completely there, oldest first."""
-    # A link could lead anywhere, and Orbax would follow it.
-    return [step for step, path in _entries(folder) if not path.is_symlink() and _is_complete(path)]
-
-
-def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:
-    """Those of the ascending `steps` that stay."""
-    return {*steps[-keep_last:], *(step for step in steps if keep_every and step % keep_every == 0)}
-
-
-def _entries(folder: Path) -> list[tuple[int, Path]]:
-    found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted((int(path.name), path) for path in found)
-
-
 def _warn(step: int, reason: str) -> None:
     if Hosts.at_work().first:
         warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
-
-
-def _is_complete(path: Path) -> bool:
-    return all((path / mark).is_file() for mark in _MARKS)
-
-
-def remove(path: Path) -> None:
-    """Remove a step, so that it does not look complete at any moment."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return
-    for mark in reversed(_MARKS):  # first: a step half removed must not look complete
-        (path / mark).unlink(missing_ok=True)
-    shutil.rmtree(path)

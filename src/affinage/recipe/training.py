@@ -82,8 +82,8 @@ OF_THE_ROWS = frozenset(
 class HealthSettings(Settings):
     """What becomes of updates whose loss or gradient is not finite, and of those whose loss is a spike.
 
-    skip leaves the update out, weights and optimizer bit for bit; rewind goes back to the checkpoint before and on from
-    there without the batches that led to it; note only writes it down.
+    skip leaves the update out, weights and optimizer bit for bit; rewind goes back to the newest checkpoint before the
+    batches that led to it and on from there without them, ten times at most; note only writes it down.
     """
 
     on_non_finite: Literal["skip", "rewind"] = "skip"  # NaN or Inf
@@ -100,11 +100,12 @@ class HealthSettings(Settings):
 class SurvivalSettings(Settings):
     """What a run does when it is stopped or stuck."""
 
-    grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM until it is killed; Google's machines give 30
+    grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM or SIGHUP until it is left; clouds give 30
     # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer.
     # 28, so that a host that stands still is named within 30.
     stuck_seconds: float = Field(default=28, gt=0)
-    # End with status 75, for whatever starts it again; else only say so. null: where there are many hosts.
+    # End with status 75, for whatever starts it again; else only say so. null: where there are many hosts, or
+    # `affinage launch` started this one.
     leave_when_stuck: bool | None = None
 
 
@@ -120,7 +121,8 @@ class TrainSettings(Settings):
     batch_per_device: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
     micro_batches: int = Field(default=1, ge=1)  # gradient accumulation: the batch goes through in this many parts
     # layerwise: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
-    # memory; `optimizer.clip_norm` then holds for each layer, not for all together.
+    # memory; `optimizer.clip_norm` then holds for each layer, not for all together, and an update that is left out for
+    # a gradient that is not finite is left out from that layer down: those above it are updated already.
     update: Literal["whole", "layerwise"] = "whole"
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings

@@ -307,6 +307,8 @@ def bring_from_remote(context: StageContext, *, anew: bool) -> None:
 def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
     from affinage.checkpoint.mirror import Mirror
+    from affinage.checkpoint.remote_steps import CHECKPOINTS
+    from affinage.checkpoint.steps import drop_remains
     from affinage.tracking import trackers_of
     from affinage.training import train
     from affinage.training.job import Extension
@@ -324,4 +326,7 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     told = {"graph": graph.to_dict(), **facts} | ({"lora": lora.model_dump(mode="json")} if lora else {})
     if Hosts.current.first:
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
-    return train(job)
+    summary = train(job)
+    if Hosts.current.first:
+        drop_remains(context.folder / CHECKPOINTS)  # they are no part of the result
+    return summary

@@ -14,6 +14,8 @@ from affinage.hardware.hosts import HostLost, Hosts
 AHEAD = 5.0  # seconds before the others are to be named that a host begins to look at what they say
 _EVERY = 1.0  # seconds
 _SILENT = 3.0  # seconds in which a host that lives has said something new, and the first one has answered
+# The same where nothing is late yet, as in a compilation that keeps all processors busy. JAX ends all hosts after 45.
+_SILENT_FOR_LONG = 10.0
 _FOLDER = "affinage/beat"
 _OTHERS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -97,12 +99,27 @@ class Beats:
                 break
         return ""
 
+    def silent(self) -> str:
+        """Which hosts show no sign of life, in words; "" where this one sees none, or has not looked long enough."""
+        asked, looked, since = self._asked, self._looked, self._looks_since
+        if asked is not None and time.monotonic() - asked >= _SILENT_FOR_LONG:
+            return "host 0 does not answer"
+        if asked is not None or since is None:
+            return ""
+        return "; ".join(self._no_sign_of(host) for host in self._silent(looked, _SILENT_FOR_LONG))
+
+    def _silent(self, looked: float, seconds: float) -> list[int]:
+        return [host for host, seen in self._seen.items() if looked - seen.since >= seconds]
+
+    def _no_sign_of(self, host: int) -> str:
+        return f"host {host} shows no sign of life, last {_told(self._seen[host].said)}"
+
     def _in_words(self, looked: float) -> str:
         seen = self._seen
-        silent = [host for host in seen if looked - seen[host].since >= _SILENT]
+        silent = self._silent(looked, _SILENT)
         most = max(seen[host].said.get("count", 0) for host in seen)
         behind = [host for host in seen if seen[host].said.get("count", 0) < most and host not in silent]
-        told = [f"host {host} shows no sign of life, last {_told(seen[host].said)}" for host in silent]
+        told = [self._no_sign_of(host) for host in silent]
         told += [f"host {host} is behind, {_told(seen[host].said)}" for host in behind]
         return "; ".join(told or [f"host {host} is {_told(seen[host].said)}" for host in seen])
 

@@ -10,7 +10,7 @@ from affinage.errors import UserError
 from affinage.recipe.training import HealthSettings
 
 FILE = "health.jsonl"
-_REWINDS = 10  # after which going back again will not help
+_REWINDS = 10  # of a run, after which going back again will not help
 
 
 class Health:
@@ -25,6 +25,7 @@ class Health:
         start: the step it goes on from; later lines of the file are dropped.
         facts: of the checkpoint that it goes on from; {} at the beginning.
         documents: what the batch of a step, counted from 1, was made of.
+        say: is told in a line what is done about a sick step that the run goes back from, or no longer does.
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class Health:
         start: int,
         facts: Mapping[str, Any],
         documents: Callable[[int], Any] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._settings, self._documents = settings, documents
+        self._settings, self._documents, self._say = settings, documents, say
         self._path = None if folder is None else folder / FILE
         if self._path is not None:
             _cut(self._path, start)
@@ -49,6 +51,12 @@ class Health:
     def facts(self) -> dict[str, Any]:
         """JSON-able: what a resumed run must know."""
         return {"sick": self.sick, "left_out": self.left_out, "rewinds": self.rewinds, "spikes": self.spikes}
+
+    @property
+    def last_sound(self) -> int:
+        """The step before the batches that are to be left out, when the run must go back."""
+        assert self.rewind_from is not None
+        return max(0, self.rewind_from - self._settings.rewind_batches)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Look at a step that is done, and whose update was left out or whose loss is a spike.
@@ -72,14 +80,18 @@ class Health:
             self.rewind_from = step
         self._break(step, cause)
         if self.rewind_from is None:
+            if policy == "rewind":
+                self._say(f"step {step:,} was not sound, and is left out: it has gone back {_REWINDS} times already")
             self._write({**self._seen, "done": "skipped", "documents": self._batch(step)})
 
     def rewound(self, to: int) -> None:
         """The run is back at a checkpoint, and will leave out the batches that led away from it."""
-        seen_at = self.rewind_from
+        seen_at, sound = self.rewind_from, self.last_sound
         assert seen_at is not None
         self.rewind_from = None
-        batches = [step for step in range(seen_at - self._settings.rewind_batches + 1, seen_at + 1) if step > to]
+        batches = list(range(max(sound, to) + 1, seen_at + 1))
+        stay = f", the first one there is: batches {sound + 1:,} to {to:,} stay in" if to > sound else ""
+        self._say(f"step {seen_at:,} was not sound: back to step {to:,}{stay}")
         self.left_out = sorted({*self.left_out, *batches})
         self.rewinds.append([seen_at, to])
         documents = {step: self._batch(step) for step in batches}

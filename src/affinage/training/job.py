@@ -68,14 +68,19 @@ class Checkpoints(Protocol):
         """Until what was saved is there."""
         ...
 
+    def forget_after(self, step: int) -> None:
+        """Remove all later steps."""
+        ...
+
     def restore_newest(
-        self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None]
+        self, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None], at_most: int | None
     ) -> tuple[int, dict[str, PyTree], dict[str, Any]] | None:
         """Step, state and facts of the newest one; None if there is none.
 
         Args:
             abstract: trees of `jax.ShapeDtypeStruct` with shardings, as the state is to come.
             accept: is given the facts before, and may raise.
+            at_most: the newest up to this step is wanted; where there is none, the first one after it is taken.
         """
         ...
 

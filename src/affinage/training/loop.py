@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import refuse_changes
 from affinage.checkpoint.mirror import Mirror
+from affinage.checkpoint.store import seconds_at_most
 from affinage.errors import Preempted, UserError
 from affinage.hardware.allocator import give_back_freed_memory
 from affinage.hardware.devices import acquire
@@ -36,7 +37,7 @@ from affinage.training.tracing import Tracing
 from affinage.training.watchdog import Watchdog
 
 _TO_LEAVE = 2.0  # seconds of the grace period that are kept for the end
-_COMPILATION = 3600  # seconds that one host may take longer than another
+_COMPILATION = 3600  # seconds that it may take, and that one host may take longer than another
 _FIRST = 3  # steps that leave holes between what they keep; later ones find their buffers' places again
 
 
@@ -68,9 +69,11 @@ def train(job: TrainJob) -> dict[str, Any]:
         # ---- the program ----
         mesh = make_mesh(job.mesh, acquire())
         program = Program(job, mesh, next(job.feed.iterate(0)))
+        watchdog.begins("the compilation", may_take=_COMPILATION)
         with ledger.account("compile"):
             train_step = program.compile_training()
             examination = Examination(program, stop, watchdog)
+            watchdog.begins("the end of the compilation", may_take=2 * _COMPILATION)
             hosts.meet("the end of the compilation", seconds=_COMPILATION)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
@@ -81,7 +84,10 @@ def train(job: TrainJob) -> dict[str, Any]:
             job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every, copies=mirror
         )
         cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
-        goes_on = store.steps() or job.extends
+        goes_on, one_pass = store.steps() or job.extends, seconds_at_most(program.abstract)
+        # Each checkpoint that is there may be read in vain before one is restored.
+        to_restore = (2 + len(store.steps())) * one_pass
+        watchdog.begins("the restore" if goes_on else "the first weights", may_take=to_restore)
         with ledger.account("restore" if goes_on else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
@@ -92,7 +98,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
         if mirror is not None:
             mirror.say = display.say
-        health = Health(settings.health, written, start, meta.get("health", {}), job.documents)
+        health = Health(settings.health, written, start, meta.get("health", {}), job.documents, display.say)
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
             Trackers(
@@ -107,16 +113,20 @@ def train(job: TrainJob) -> dict[str, Any]:
         report = Reporter(program, metrics, display, ledger, health, start, trackers)
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
-        if hosts.share("a look that was missed", examination.left_over(start, metrics)):
+        watchdog.begins("its first look", may_take=one_pass)
+        missed = examination.left_over(start, metrics)
+        if hosts.share("a look that was missed", missed, seconds=one_pass):  # the first may have frozen weights to seal
             with ledger.account("validation"):
                 examination.look(start, state, report)
 
         ended = ""
         if job.judge is not None and job.judge.due(start):
+            watchdog.begins("a look at the benchmarks")
             with ledger.account("validation"):
                 ended = job.judge.look(start, state)
             report.restart_clock()
 
+        watchdog.begins("the way to the first step")
         hosts.meet("the first step")
         stop.something_to_lose()
         if stop.agreed():
@@ -156,8 +166,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                 raise _diagnosed(program, state, end) from end
 
             if health.rewind_from is not None:
-                watchdog.begins("going back")
-                display.say(f"step {health.rewind_from:,} was not sound: back to the checkpoint before it")
+                watchdog.begins("going back", may_take=one_pass + to_restore)
                 step, state = _go_back(program, store, ledger, report, health)
                 batches = program.batches(step)
                 batch = program.put_share(next(batches))
@@ -176,7 +185,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                 stopping = stop.agreed() or stopping  # it may have been given up: done again from this step
 
             if stopping or ended or saving:
-                watchdog.begins("the save", told_after=1)
+                watchdog.begins("the save", told_after=1, may_take=one_pass)  # it waits for the one before
                 with ledger.stall():
                     store.save(step, state.named(), checkpoint_meta(program, ledger, health, resumed_at))
                 rhythm.saved()
@@ -185,7 +194,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             if stopping:
                 with ledger.account("save"):
                     store.wait()
-                    hosts.meet("the last save")
+                    hosts.meet("the last save", seconds=one_pass)  # the first seals it
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
                 if job.mirror is not None:
                     display.say(_copied(job.mirror, watchdog, stop))
@@ -194,10 +203,10 @@ def train(job: TrainJob) -> dict[str, Any]:
                 display.say(f"ends at step {step:,}: {ended}")
 
         # ---- the end ----
-        watchdog.begins("the last save")
+        watchdog.begins("the last save", may_take=one_pass)
         with ledger.account("save"):
             store.wait()
-            hosts.meet("the last save")
+            hosts.meet("the last save", seconds=one_pass)
         summary = summarize(program, metrics, ledger, health, resumed_at, step) | ({"ended": ended} if ended else {})
         if written is not None:
             part = written / "summary.json.part"
@@ -244,7 +253,7 @@ class _Beginning(NamedTuple):
     meta: dict[str, Any]
 
 
-def _resume_or_begin(program: Program, store: Checkpoints) -> _Beginning:
+def _resume_or_begin(program: Program, store: Checkpoints, at_most: int | None = None) -> _Beginning:
     job = program.job
 
     def accept(meta: Mapping[str, Any]) -> None:
@@ -253,7 +262,7 @@ def _resume_or_begin(program: Program, store: Checkpoints) -> _Beginning:
         for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):
             warnings.warn(f"{job.name} goes on with another {change}", CheckpointWarning, stacklevel=2)
 
-    newest = store.restore_newest(program.abstract.named(), accept)
+    newest = store.restore_newest(program.abstract.named(), accept, at_most)
     if newest is None and job.extends is not None:
         extended = _Beginning(*begin_extended(program, job.extends))
         keep_frozen(job.folder, extended.state.frozen)
@@ -269,10 +278,14 @@ def _resume_or_begin(program: Program, store: Checkpoints) -> _Beginning:
 def _go_back(
     program: Program, store: Checkpoints, ledger: Ledger, report: Reporter, health: Health
 ) -> tuple[int, TrainState]:
-    """Step and state of the newest checkpoint. What was done since is lost, and forgotten but for the sick step."""
+    """Step and state of the newest checkpoint that no batch which is to be left out has a part in, if there is one.
+
+    What was done since is lost, with the checkpoints of it, and forgotten but for the sick step.
+    """
     with ledger.account("restore"):
         store.wait()
-        step, state, meta = _resume_or_begin(program, store)
+        step, state, meta = _resume_or_begin(program, store, health.last_sound)
+        store.forget_after(step)
     ledger.lose_since(meta.get("seconds", {}))
     report.rewind(step)
     health.rewound(step)

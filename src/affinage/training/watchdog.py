@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import os
 import sys
 import threading
 import time
@@ -11,9 +12,9 @@ from types import TracebackType
 
 import numpy as np
 
-from affinage.hardware.hosts import Hosts
+from affinage.hardware.hosts import COORDINATOR, Hosts
 from affinage.recipe.training import SurvivalSettings
-from affinage.stopping import OwnProcess, leave
+from affinage.stopping import PARENT, OwnProcess, leave
 from affinage.training.beats import AHEAD, Beats, Doing
 from affinage.training.ledger import LifeSign
 
@@ -32,8 +33,11 @@ class Watchdog:
 
     When none comes within max(stuck_seconds, 5 x the 99th percentile of the steps before), it writes the stacks of all
     threads to stuck.txt, once for every step, and says so; of many hosts also which ones the others wait for. Then it
-    leaves the process if the settings say so, which they do by themselves where there are many hosts: a collective
-    waits for ever.
+    leaves the process if the settings say so, which they do by themselves where there are many hosts, or a launcher
+    starts it again: a collective waits for ever.
+
+    What is not a step, such as a compilation, has more time; of many hosts one that shows no sign of life in it is
+    named after stuck_seconds all the same.
     """
 
     def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
@@ -41,10 +45,11 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
         self._patience = self._patience_to_leave = _ELSEWHERE
-        self._blamed = ""
+        self._stays = 0.0
+        self._blamed = self._silent = ""
         hosts = Hosts.current
         self._file = folder / (FILE if hosts.first else f"stuck-{hosts.index}.txt")
-        self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else hosts.count > 1
+        self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else _starts_again(hosts)
         self._told_at = 0.0
         self._beats = Beats(hosts, self._doing)
         self._ended = threading.Event()
@@ -64,9 +69,14 @@ class Watchdog:
         self._thread.join()
         self._life.show()
 
-    def begins(self, what: str, *, told_after: float = _ELSEWHERE, left_after: float = _ELSEWHERE) -> None:
-        """Something else than a step begins; after so many times the patience with a step it is told, and left."""
-        self._begin(what, told_after, left_after)
+    def begins(
+        self, what: str, *, told_after: float = _ELSEWHERE, left_after: float = _ELSEWHERE, may_take: float = 0.0
+    ) -> None:
+        """Something else than a step begins; after so many times the patience with a step it is told, and left.
+
+        It is not left before `may_take` seconds, for what is longer the larger the model is.
+        """
+        self._begin(what, told_after, left_after, may_take)
 
     def step_begins(self, step: int) -> None:
         """A step begins, and what was before has ended."""
@@ -75,8 +85,9 @@ class Watchdog:
         if before.startswith("step"):
             self._steps.append(self._last - since)
 
-    def _begin(self, what: str, told_after: float, left_after: float) -> None:
-        self._last, self._what, self._told, self._blamed = time.monotonic(), what, False, ""
+    def _begin(self, what: str, told_after: float, left_after: float, may_take: float = 0.0) -> None:
+        self._last, self._what, self._told, self._blamed, self._silent = time.monotonic(), what, False, "", ""
+        self._stays = may_take
         self._patience, self._patience_to_leave = told_after, max(told_after, left_after)
         self._begun += 1
 
@@ -91,7 +102,9 @@ class Watchdog:
         return max(patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
 
     def _doing(self) -> Doing:
-        return Doing(self._begun, self._what, time.monotonic() - self._last > self.limit - AHEAD)
+        # The first host alone looks so early: it asks itself, and what all ask one grows with the square of the hosts.
+        limit = self._settings.stuck_seconds if Hosts.current.first else self.limit
+        return Doing(self._begun, self._what, time.monotonic() - self._last > limit - AHEAD)
 
     def _live(self) -> None:
         while not self._ended.wait(_LIFE_EVERY):
@@ -103,24 +116,35 @@ class Watchdog:
             if not self._told and waited > self.limit:
                 self._told, self._told_at = True, time.monotonic()
                 self._tell(waited)
-            if self._told and self._leaves and waited > self._seconds(self._patience_to_leave):
+            elif not self._told and not self._silent and waited > self._settings.stuck_seconds:
+                self._name_silent(waited)
+            if self._told and self._leaves and waited > max(self._stays, self._seconds(self._patience_to_leave)):
                 ended = self._ended.wait(self._told_at + _LAST_WORDS - time.monotonic())
                 if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
                     self._leave(time.monotonic() - self._last)
 
+    def _name_silent(self, waited: float) -> None:
+        begun, silent = self._begun, self._beats.silent()
+        if silent and self._begun == begun:
+            self._silent = silent
+            self._say(f"{self._name}: {self._what} has not ended for {waited:.0f} s, and {self._silent}")
+
+    def _say(self, line: str) -> None:
+        # Whoever read it may be gone; the process is left all the same.
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
     def _tell(self, waited: float) -> None:
         said, begun = f"{self._name}: {self._what} has not ended for {waited:.0f} s", self._begun
         written = self._write(f"{said}\n\n", stacks=True)
-        # Whoever read it may be gone; the process is left all the same.
-        with contextlib.suppress(OSError, ValueError):
-            print(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}", file=sys.stderr, flush=True)
-            if not written:
+        self._say(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}")
+        if not written:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                 faulthandler.dump_traceback(sys.stderr.fileno())
         blamed = self._beats.blame()
         if blamed and self._begun == begun:
             self._blamed = f": {blamed}"
-            with contextlib.suppress(OSError, ValueError):
-                print(f"{said}{self._blamed}", file=sys.stderr, flush=True)
+            self._say(f"{said}{self._blamed}")
             self._write(f"\n{said}{self._blamed}\n")
 
     def _write(self, text: str, stacks: bool = False) -> bool:
@@ -141,3 +165,8 @@ class Watchdog:
     def _leave(self, waited: float) -> None:
         if OwnProcess.current is not None:
             leave(f"{self._name}: {self._what} has not ended for {waited:.0f} s{self._blamed}")
+
+
+def _starts_again(hosts: Hosts) -> bool:
+    """Whether somebody is taken to start this process again: `affinage launch`, or whoever starts many hosts."""
+    return hosts.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
