@@ -48,19 +48,16 @@ def test_help_lists_the_verbs_and_each_has_an_example():
         assert f"affinage {verb}" in page.output and "Example" in page.output
 
 
-def test_help_imports_nothing_heavy_and_is_quick():
+def test_help_imports_nothing_heavy_and_little():
     heavy = ["jax", "numpy", "pyarrow", "polars", "pydantic", "lm_eval", "transformers", "torch"]
     code = (
         "import sys; from affinage.cli import main\n"
         "try: main(['--help'])\n"
-        f"except SystemExit: print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+        f"except SystemExit: print([name for name in {heavy} if name in sys.modules], len(sys.modules), file=sys.stderr)"
     )
-    before = os.times()
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    after = os.times()
-    assert shown.stderr.strip() == "[]"
-    # Time of the processor, not of the clock: this measures the program, not what else the machine does.
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
+    found, _, modules = shown.stderr.strip().rpartition(" ")
+    assert found == "[]" and int(modules) < 500  # of which its quickness is made
 
 
 def test_planning_data_needs_no_jax(tmp_path):
