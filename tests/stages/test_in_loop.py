@@ -15,7 +15,7 @@ from affinage.evaluation.run import evaluate
 from affinage.recipe.load import load_recipe
 from affinage.report import write_report
 from affinage.report.trainings import read_training
-from affinage.stages import in_loop
+from affinage.stages import looks
 from affinage.stages.in_loop import InLoop, by_language
 from affinage.stages.models import open_model
 from affinage.stages.stage import StageContext
@@ -105,11 +105,11 @@ def test_what_a_stop_leaves_of_them_is_gone_on_with(evaluated: Path, tmp_path: P
 
     first = InLoop(context, settings, model.graph, model.context, {})
     assert first.scores(20, state, {}, stop) is None  # type: ignore[arg-type]
-    kept = (tmp_path / in_loop.ANSWERS).read_text()
+    kept = (tmp_path / looks.ANSWERS).read_text()
     again = InLoop(context, settings, model.graph, model.context, {})
     scores = again.scores(20, state, {}, lambda: False)  # type: ignore[arg-type]
     assert scores is not None and scores["tasks"] == lines(evaluated, "evaluation")[-1]["evaluation"]["tasks"]
-    answers = (tmp_path / in_loop.ANSWERS).read_text()
+    answers = (tmp_path / looks.ANSWERS).read_text()
     assert answers.startswith(kept) and 1 < len(kept.splitlines()) < len(answers.splitlines())
     keys = [json.loads(line)[0] for line in answers.splitlines()[1:]]
     assert len(keys) == len(set(keys))

@@ -59,6 +59,21 @@ def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, what, fix):
     assert "--set" in error.where
 
 
+@pytest.mark.parametrize(
+    ("tuning", "watch", "what"),
+    [
+        ("sft", "tasks: [none.yaml]", "no such task file"),
+        ("sft", "data_dir: .", "there are no items of `winogrande`"),
+        ("dpo", "data_dir: nowhere", "there is no folder nowhere"),
+    ],
+)
+def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch, what):
+    how = "schedule: {peak: 1e-6, floor: 0}"
+    given = f"{tuning}={{sources: [texts.txt], steps: 10, batch: 8, {how}, watch: {{every_steps: 5, {watch}}}}}"
+    error = ahead(given, stages=(tuning,))
+    assert what in error.what and error.where.startswith(f"--set {tuning}")
+
+
 def test_names_of_any_case_are_languages(ahead):
     data = load_recipe("r.yaml", ["data.languages=[EN, Fr]"]).recipe.data
     assert data.languages == ("en", "fr") and data.sources[0].language == "en"

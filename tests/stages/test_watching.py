@@ -2,18 +2,34 @@
 
 import json
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
+import huggingface_hub
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import binomtest
 
 from affinage.cli.program import main
+from affinage.errors import UserError
+from affinage.evaluation import batch_size, packing, scoring
+from affinage.evaluation.batch_size import MOST
 from affinage.evaluation.run import evaluate
+from affinage.recipe.load import load_recipe
 from affinage.recipe.tuning import WatchSettings
+from affinage.stages import looks
 from affinage.stages.models import open_model
-from affinage.stages.watching import Watch, worse
-from choice_task import write_items, write_task
+from affinage.stages.road import road_of
+from affinage.stages.stage import StageContext
+from affinage.stages.watching import LOOKS, Watch, _right, judge_of, worse
+from affinage.training.state import TrainState
+from choice_task import sums, write_items, write_task
+from tiny_models import tiny_llama
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -43,10 +59,14 @@ def test_scores_that_only_wander_rarely_stop_a_training(tmp_path: Path):
 def watch(folder: Path, score, **settings) -> Watch:  # type: ignore[no-untyped-def]
     folder.mkdir(parents=True, exist_ok=True)
     chosen = WatchSettings.model_validate({"tasks": ["a"], "every_steps": 10, "items": 40, **settings})
-    return Watch(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch() if step else None)
+    return Watch(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
 
 
-def falling(step: int) -> dict[str, list[int]]:
+def go_on() -> bool:
+    return False
+
+
+def falling(step: int, _: Callable[[], bool]) -> dict[str, list[int]]:
     """All right up to step 20, then ever fewer."""
     wrong = max(0, step - 20)
     return {"a": [0] * wrong + [1] * (100 - wrong)}
@@ -54,16 +74,16 @@ def falling(step: int) -> dict[str, list[int]]:
 
 def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     judge = watch(tmp_path, falling)
-    reasons = [(step, judge.look(step, step)) for step in (0, 10, 20, 30, 40)]  # type: ignore[arg-type]
+    reasons = [(step, judge.look(step, step, go_on)) for step in (0, 10, 20, 30, 40)]  # type: ignore[arg-type]
     assert [step for step, reason in reasons if reason] == [40]
     assert "a is worse than at step 0" in reasons[-1][1]
-    assert (tmp_path / "kept-30").exists() and not (tmp_path / "kept-40").exists()
+    assert sorted(path.name for path in tmp_path.glob("kept-*")) == ["kept-0", "kept-10", "kept-20", "kept-30"]
     # Started again it says the same without a look, from another step it looks again.
-    again = watch(tmp_path, lambda _: pytest.fail("looked again"))
-    assert again.look(40, None) == reasons[-1][1]  # type: ignore[arg-type]
-    back = watch(tmp_path, lambda _: {"a": [1] * 100})
-    assert back.look(30, None) == "" and [look["step"] for look in back.looks] == [0, 10, 20, 30, 40]  # type: ignore[arg-type]
-    assert watch(tmp_path / "other", falling, when_worse="tell").look(90, 90) == ""  # type: ignore[arg-type]
+    again = watch(tmp_path, lambda *_: pytest.fail("looked again"))
+    assert again.look(40, None, go_on) == reasons[-1][1]  # type: ignore[arg-type]
+    back = watch(tmp_path, lambda *_: {"a": [1] * 100})
+    assert back.look(30, None, go_on) == "" and [look["step"] for look in back.looks] == [0, 10, 20, 30, 40]  # type: ignore[arg-type]
+    assert watch(tmp_path / "other", falling, when_worse="tell").look(90, 90, go_on) == ""  # type: ignore[arg-type]
 
 
 def run(runs: Path, *settings: str) -> None:
@@ -74,34 +94,133 @@ def run(runs: Path, *settings: str) -> None:
     assert ended.value.code == 0
 
 
-def test_fine_tuning_ends_where_a_benchmark_falls(tmp_path: Path):
-    """A benchmark of what the model says before it is taught to say something else."""
-    run(tmp_path / "runs", "sft.steps=1")
-    model = open_model("tiny/pretrain", tmp_path / "runs")
+def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_path: Path):
+    task = write_task(tmp_path, "sums", sums(6))
+    kinds = "".join(f"- {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("strict", "flexible"))
+    task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
+    evaluate(tiny_llama(), [str(task)], folder=tmp_path)
+    told = tmp_path / "items" / "sums.jsonl"
+    assert _right(told) == [json.loads(line)["acc"] for line in told.read_text().splitlines()[:6]]
+    # Where filters do not agree, the first one counts, as in the harness's own tables.
+    lines = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
+    told.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _right(told) == [1, 1, 0]
+
+
+def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_llama()
+    moments = jax.tree.map(jnp.zeros_like, (model.params, model.params))
+    state = TrainState(jnp.int32(0), model.params, moments)
+    assert looks._rows(model, state) == MOST, "on processors it is no matter of memory"
+    asked: list[int] = []
+    monkeypatch.setattr(looks, "_PROCESSORS", "none")
+    monkeypatch.setattr(batch_size, "rows_that_fit", lambda _, beside: asked.append(beside) or 8)
+    assert looks._rows(model, state) == 8
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
+    looks._rows(model, adapted)  # the model is then the adapters merged with a copy of the weights
+    assert asked == [2 * weights + 4, 3 * weights + 4]
+
+
+def test_without_a_network_the_setting_is_named_that_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    context = StageContext(load_recipe(TINY), tmp_path / "sft-0123", {}, tmp_path)
+    watch, state = WatchSettings(tasks=("piqa",), every_steps=10), SimpleNamespace()
+    with pytest.raises(UserError, match="cannot be fetched") as told:
+        looks.evaluated(context, watch, tiny_llama(), state, go_on, world=None)  # type: ignore[arg-type]
+    assert told.value.where == "sft.watch.tasks" and "`data_dir`" in told.value.fix
+
+
+def test_a_look_in_smaller_batches_or_from_files_elsewhere_is_the_same_look():
+    def asked(**settings: object) -> dict[str, object]:
+        given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
+        stages = road_of(load_recipe(TINY, [f"sft.watch={given}"]))
+        return next(stage.settings for stage in stages if stage.name == "sft")
+
+    assert asked() == asked(batch=8) == asked(data_dir="/nowhere")
+    assert asked() != asked(items=50)
+
+
+@pytest.fixture(scope="module")
+def habit(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A fine-tuning on a benchmark of what the model says before it is taught to say something else."""
+    folder = tmp_path_factory.mktemp("habit")
+    run(folder / "runs", "sft.steps=1")
+    model = open_model("tiny/pretrain", folder / "runs")
     # What the base model finds likelier is called right, so it begins with all of it.
     items = [{"question": f"Number {i} is", "choices": [f"the {i}th", f"une {i}"], "right": 0} for i in range(60)]
-    task = write_task(tmp_path, "habit", items)
-    evaluate(model, [str(task)], folder=tmp_path / "before")
-    right = [json.loads(line)["acc"] for line in (tmp_path / "before/items/habit.jsonl").read_text().splitlines()]
+    task = write_task(folder, "habit", items)
+    evaluate(model, [str(task)], folder=folder / "before")
+    right = [json.loads(line)["acc"] for line in (folder / "before/items/habit.jsonl").read_text().splitlines()]
     for item, was_right in zip(items, right, strict=True):
         item["right"] = 0 if was_right else 1
-    write_items(tmp_path, items)
+    write_items(folder, items)
 
-    wrong_way = tmp_path / "wrong.jsonl"
+    wrong_way = folder / "wrong.jsonl"
     talks = [
         {"prompt": "Say it", "completion": f"{item['question']} {item['choices'][1 - item['right']]}"} for item in items
     ]
     wrong_way.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    watched = f"sft.watch={{tasks: ['{task}'], every_steps: 20, items: 60, p: 0.05}}"
-    teach = [f"sft.sources=['{wrong_way}']", "sft.steps=200", "sft.schedule={peak: 1.0e-2, floor: 1.0e-2}", watched]
-    run(tmp_path / "runs", *teach)
-    sft = tmp_path / "runs/tiny/sft"
-    told = json.loads((sft / "watch.json").read_text())["looks"]
-    summary = json.loads((sft / "summary.json").read_text())
-    assert told[0]["scores"]["habit"]["value"] == 1.0 and told[-1]["worse"]
-    assert summary["steps"] == told[-1]["step"] < 200 and "habit is worse than at step" in summary["ended"]
-    losses = [json.loads(line) for line in (sft / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    watched = f"sft.watch={{tasks: ['{task}'], every_steps: 40, items: 60, p: 0.05}}"
+    teach = [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.schedule={peak: 1.0e-2, floor: 1.0e-2}", watched]
+    run(folder / "runs", *teach)
+    told = json.loads((folder / "runs/tiny/sft" / LOOKS).read_text())["looks"]
+    return SimpleNamespace(runs=folder / "runs", sft=folder / "runs/tiny/sft", settings=teach, looks=told)
+
+
+def test_fine_tuning_ends_where_a_benchmark_falls(habit: SimpleNamespace):
+    summary = json.loads((habit.sft / "summary.json").read_text())
+    assert habit.looks[0]["scores"]["habit"]["value"] == 1.0 and habit.looks[-1]["worse"]
+    assert summary["steps"] == habit.looks[-1]["step"] < 80 and "habit is worse than at step" in summary["ended"]
+    losses = [json.loads(line) for line in (habit.sft / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert losses[-1].get("loss", 0) < losses[0]["loss"]
+
+
+def test_the_model_is_that_of_the_last_look_at_which_nothing_was_worse(habit: SimpleNamespace):
+    """Here that is the look before the first step: what comes after it has the weights that it began with."""
+    assert [(look["step"], bool(look["worse"])) for look in habit.looks] == [(0, False), (40, True)]
+    weights = {
+        name: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(open_model(name, habit.runs).params)]
+        for name in ("tiny/sft", "tiny/pretrain", "tiny/sft@40")
+    }
+    assert weights["tiny/sft"] == weights["tiny/pretrain"] != weights["tiny/sft@40"]
+
+
+def test_a_look_that_was_stopped_is_gone_on_with(
+    habit: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Given up after its first batch, and made again: no answer is computed twice, and the decision is the same."""
+    loaded = load_recipe(TINY, habit.settings)
+    context = StageContext(loaded, tmp_path, {"tokenizer": habit.runs / "tiny/tokenizer"}, tmp_path)
+    model, settings = open_model("tiny/sft@40", habit.runs), loaded.recipe.sft
+    assert settings is not None
+    shutil.copy(habit.sft / LOOKS, tmp_path)
+    before = json.loads((tmp_path / LOOKS).read_text())
+    (tmp_path / LOOKS).write_text(json.dumps(before | {"looks": before["looks"][:1]}))
+    monkeypatch.setattr(packing, "_ROOMS", (16,))  # so that not all of it is one batch
+    monkeypatch.setitem(scoring._MOST_TOKENS, "cpu", 16)
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 2
+
+    def look(stop: Callable[[], bool]) -> str:
+        judge = judge_of(context, settings, model.graph, SimpleNamespace(context=model.context), "")  # type: ignore[arg-type]
+        assert judge is not None
+        params = jax.device_put(model.params, jax.devices()[0])  # which batches are split over; of one row each
+        return judge.look(40, SimpleNamespace(params=params), stop)  # type: ignore[arg-type]
+
+    assert look(stop) == "" and len(json.loads((tmp_path / LOOKS).read_text())["looks"]) == 1
+    kept = (tmp_path / looks.ANSWERS).read_text()
+    assert look(go_on) == json.loads((habit.sft / "summary.json").read_text())["ended"]
+    assert json.loads((tmp_path / LOOKS).read_text())["looks"] == habit.looks
+    answers = (tmp_path / looks.ANSWERS).read_text()
+    assert answers.startswith(kept) and 1 < len(kept.splitlines()) < len(answers.splitlines())
+    keys = [json.loads(line)[0] for line in answers.splitlines()[1:]]
+    assert len(keys) == len(set(keys))
 
 
 def test_it_ends_when_its_rows_were_seen_once(tmp_path: Path):

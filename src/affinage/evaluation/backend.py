@@ -187,6 +187,7 @@ class JaxLM(TemplateLM):
         def keep(place: int, generation: Generation) -> None:
             found[left[place]] = generation
             ledger.put_text(prompts[left[place]], wanted, generation)
+            self._progress(f"generated {len(self.answers) + len(found) - found.count(None):,} texts")
 
         if left:
             try:

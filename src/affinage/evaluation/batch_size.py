@@ -15,10 +15,11 @@ ROOM = 0.45  # of the memory beside the weights: XLA keeps up to twice the estim
 _TRACED = 8  # rows that are planned; what is held grows in proportion
 
 
-def rows_that_fit(model: LoadedModel) -> int:
+def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
     """A power of two, 64 at most, times the devices that rows are split over; nothing is compiled or allocated.
 
-    Rows are taken to be as long as the model's context, and every device to compute all of its rows by itself.
+    Rows are taken to be as long as the model's context, and every device to compute all of its rows by itself. `beside`
+    is how many bytes of each device something else than the weights has.
     """
     leaves = jax.tree.leaves(model.params)
     device = next(iter(leaves[0].sharding.device_set))
@@ -26,7 +27,7 @@ def rows_that_fit(model: LoadedModel) -> int:
     # Hosts must agree, and know their own memory alone.
     if not capacity or jax.process_count() > 1:
         return MOST * model.row_multiple
-    left = ROOM * (capacity - sum(_bytes_on_a_device(leaf) for leaf in leaves))
+    left = ROOM * (capacity - beside - sum(bytes_on_a_device(leaf) for leaf in leaves))
     fitting = int(left // bytes_of_a_row(model, device.platform))
     return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
 
@@ -56,5 +57,6 @@ def bytes_of_a_row(model: LoadedModel, platform: str) -> float:
     return measure(trace(hidden, params, shape, shape), {}, platform).total / _TRACED
 
 
-def _bytes_on_a_device(leaf: jax.Array) -> int:
+def bytes_on_a_device(leaf: jax.Array) -> int:
+    """Of an array's part on each of its devices."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -110,8 +110,7 @@ def reachable_data(named: Sequence[str]) -> Iterator[None]:
             raise UserError(
                 f"the items of {', '.join(named)} cannot be fetched from {huggingface_hub.constants.ENDPOINT}, "
                 f"nor are they in its cache here: {_first_line(error)}",
-                where="evaluate.tasks",
-                fix="Check the network, or give a folder with their files: --data-dir, evaluate.data_dir.",
+                fix="Check the network, or give a folder with their files: --data-dir, or `data_dir` beside the tasks.",
             ) from error
 
 

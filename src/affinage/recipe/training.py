@@ -67,12 +67,14 @@ class CheckpointSettings(Settings):
 
 # How a training is carried out, not what it computes: changing these must not begin a long run from the start.
 # (The mesh is none of a training's settings for the same reason.)
-CARRIED_OUT = frozenset(
+_CARRIED_OUT = frozenset(
     {
         *("micro_batches", "attention", "log_every", "validate_every", "validation_rows", "evaluate"),
         *("checkpoint", "survival", "extends", "profile"),
     }
 )
+# The same of a tuning's `watch`: the items themselves are in the keys of stages, as files.
+_OF_A_LOOK = frozenset({"batch", "data_dir"})
 # What the rows are made of: known by the rows themselves.
 OF_THE_ROWS = frozenset(
     {"sources", "root", "mirror", "sample", "bad_conversations", "system_prompt", "held_out", "context", "too_long"}
@@ -142,6 +144,11 @@ class TrainSettings(Settings):
     # runs/NAME/STAGE, or runs/NAME/STAGE@STEP.
     extends: str | None = None
 
+    def deciding(self) -> dict[str, Any]:
+        """What decides over the numbers of a training, as JSON; how it is carried out is left out, and its rows."""
+        left_out = dict.fromkeys(_CARRIED_OUT | OF_THE_ROWS, True)
+        return self.model_dump(mode="json", exclude={**left_out, "watch": set(_OF_A_LOOK)})
+
     @property
     def traced(self) -> tuple[int, int] | None:
         """First and last of the steps of which a trace is written."""
@@ -206,7 +213,9 @@ class InLoopSettings(Settings):
     every_steps: int = Field(ge=1)  # also before the first step, and after the last
     items: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
-    batch: int = Field(default=64, ge=1)  # rows of the context per forward pass, at most
+    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors and
+    # where there are many hosts.
+    batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 
 class PretrainSettings(TrainSettings):

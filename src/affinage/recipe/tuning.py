@@ -68,7 +68,9 @@ class WatchSettings(Settings):
     # stop: training ends; keep: it goes on. Either way the model is then the one of the last look before a degradation.
     # tell: it is only written down.
     when_worse: Literal["stop", "keep", "tell"] = "stop"
-    batch: int = Field(default=64, ge=1)  # rows of the context per forward pass, at most
+    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors and
+    # where there are many hosts.
+    batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 
 class LoraSettings(Settings):

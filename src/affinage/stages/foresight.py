@@ -71,13 +71,15 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         with _written(loaded, "trackers"):
             check_trackers(recipe.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
-        check_tasks_in_loop(loaded)
+        check_tasks_in_loop(loaded, "pretrain")
         _check_training(loaded, recipe.pretrain, "pretrain")
     if "rows" in stages:  # those that are packed tell by themselves what they are of
         _check_mixture(loaded)
     if recipe.sft is not None and "sft" in stages:
+        check_tasks_in_loop(loaded, "sft")
         _check_training(loaded, recipe.sft, "sft")
     if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
+        check_tasks_in_loop(loaded, "dpo")
         _check_training(loaded, recipe.dpo, "dpo")
 
 

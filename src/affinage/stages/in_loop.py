@@ -3,30 +3,19 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.training import PretrainSettings
+from affinage.stages.looks import evaluated, model_in_training
 from affinage.stages.models import made_from
 from affinage.stages.stage import StageContext
-from affinage.stages.watching import model_in_training
 
 if TYPE_CHECKING:
     from affinage.data.validation_rows import ValidationRows
     from affinage.model import Graph
     from affinage.training.state import TrainState
 
-ANSWERS = "benchmarks.jsonl"  # of the scores that are being made
-
-
-class _GivenUp(Exception):
-    """Raised between batches to leave an evaluation."""
-
 
 class InLoop:
-    """See `affinage.training.job.Benchmarks`.
-
-    Answers are on disk as they come, under a fingerprint of the weights: training that is killed comes by the same
-    weights again, bit for bit, and scores on from there.
-    """
+    """See `affinage.training.job.Benchmarks`."""
 
     def __init__(
         self,
@@ -53,28 +42,9 @@ class InLoop:
         stop: Callable[[], bool],
     ) -> dict[str, Any] | None:
         """{tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}; None if stopped."""
-        from affinage.evaluation.run import evaluate
-
-        def go_on(_: str) -> None:
-            if stop():
-                raise _GivenUp
-
-        context, asked = self._context, self._asked
-        model = model_in_training(context, self._settings, self._graph, self._length, "", state.params)
-        try:
-            results = evaluate(
-                model,
-                asked.tasks,
-                keep=context.folder / ANSWERS,
-                task_folders={} if self._world is None else {POCKET_WORLD: self._world / "tasks"},
-                data_dir=asked.data_dir,
-                limit=asked.items,
-                draw=context.recipe.seed,
-                batch=asked.batch,
-                samples=0,
-                progress=go_on,
-            )
-        except _GivenUp:
+        model = model_in_training(self._context, self._settings, self._graph, self._length, "", state.params)
+        results = evaluated(self._context, self._asked, model, state, stop, world=self._world)
+        if results is None:
             return None
         tasks = {task: entry["metrics"] for task, entry in results["tasks"].items()}
         return {"tasks": tasks, "bits_per_byte": by_language(validation, self._held_out)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART
@@ -66,22 +67,22 @@ def check_tasks(loaded: LoadedRecipe) -> None:
         _check_each(loaded, asked.tasks, asked.data_dir, ("evaluate", "tasks"))
 
 
-def check_tasks_in_loop(loaded: LoadedRecipe) -> None:
-    """The same of `pretrain.evaluate.tasks`, of which a training could not do without one it began with."""
+def check_tasks_in_loop(loaded: LoadedRecipe, training: Literal["pretrain", "sft", "dpo"]) -> None:
+    """The same of the benchmarks that a training asks for on the way, without which it could not go on."""
     recipe = loaded.recipe
-    asked = recipe.pretrain.evaluate if recipe.pretrain is not None else None
+    key: tuple[str, ...] = (training, "evaluate" if training == "pretrain" else "watch")
+    asked = getattr(getattr(recipe, training), key[1])
     if asked is None:
         return
     if asked.data_dir is not None and not Path(asked.data_dir).expanduser().is_dir():
-        where = loaded.locate(("pretrain", "evaluate", "data_dir"))
-        raise UserError(f"there is no folder {asked.data_dir}", where=where)
+        raise UserError(f"there is no folder {asked.data_dir}", where=loaded.locate((*key, "data_dir")))
     sources = [source.path for source in recipe.data.sources] if recipe.data else []
     for index, task in enumerate(asked.tasks):
-        if task in (POCKET_WORLD, QUICKSTART) and POCKET_WORLD not in sources:
-            where = loaded.locate(("pretrain", "evaluate", "tasks", index))
+        if training == "pretrain" and task in (POCKET_WORLD, QUICKSTART) and POCKET_WORLD not in sources:
+            where = loaded.locate((*key, "tasks", index))
             what = "the pocket world's benchmarks are about facts that only its text tells"
             raise UserError(what, where=where, fix="Add `pocket-world` to data.sources, or watch other benchmarks.")
-    _check_each(loaded, asked.tasks, asked.data_dir, ("pretrain", "evaluate", "tasks"))
+    _check_each(loaded, asked.tasks, asked.data_dir, (*key, "tasks"))
 
 
 def _check_each(loaded: LoadedRecipe, tasks: Sequence[str], data_dir: str | None, key: tuple[str | int, ...]) -> None:

@@ -11,7 +11,7 @@ from affinage.recipe.plugins import plugin_fingerprints
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.settings import Settings
 from affinage.recipe.sources import is_on_hub, is_url, location
-from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS, TrainSettings
+from affinage.recipe.training import OF_THE_ROWS
 from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
 from affinage.stages import images, preferences, results, texts, trainings
 from affinage.stages.extension import extension_fingerprint
@@ -171,7 +171,7 @@ def _array_stages(recipe: Recipe, arrays: ArraySettings, plugins: dict[str, str]
     local = fingerprints(() if arrays.path == DIGITS else (arrays.path,))
     stages = [Stage("arrays", images.arrays, settings, (), local)]
     if recipe.pretrain is not None:
-        settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
+        settings = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         stages.append(_training_stage("pretrain", trainings.pretrain_on_arrays, settings, ("arrays",), plugins))
         if recipe.probe is not None:
             stages.append(Stage("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain"), plugins))
@@ -186,11 +186,11 @@ def _training_stages(loaded: LoadedRecipe, initial: dict[str, str], plugins: dic
     if recipe.dpo is not None:
         stages.append(_preferences(loaded, recipe.dpo))
     if recipe.pretrain is not None and _pretrains(recipe):
-        settings = {**_part(recipe, "model", "seed"), "pretrain": _training(recipe.pretrain)}
+        settings = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
         begun = initial | plugins
         stages.append(_training_stage("pretrain", trainings.pretrain, settings, ("rows", "tokenizer"), begun))
     if recipe.sft is not None:
-        settings = {**_part(recipe, "model", "seed"), "sft": _training(recipe.sft)}
+        settings = {**_part(recipe, "model", "seed"), "sft": recipe.sft.deciding()}
         base = _if(_pretrains(recipe), "pretrain")
         inputs, begun = (*base, "conversations", "tokenizer"), plugins if base else initial | plugins
         watched, files = _read_by_watch(recipe.sft)
@@ -206,7 +206,7 @@ def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugi
     inputs, begun = (*base, "preferences", "tokenizer"), plugins if base else initial | plugins
     computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision", "base_step")}
     told, (watched, files) = {"system_prompt": recipe.chat_system_prompt}, _read_by_watch(dpo)
-    settings = {**_part(recipe, "model", "seed"), "dpo": _training(dpo) | told}
+    settings = {**_part(recipe, "model", "seed"), "dpo": dpo.deciding() | told}
     told_before = dpo.reference == "precomputed"
     stages = [Stage("reference", preferences.reference, computed, inputs, begun, together=True)] if told_before else []
     read = (*_if(told_before, "reference"), *inputs, *watched)
@@ -316,11 +316,6 @@ def _json(settings: Settings, *names: str) -> dict[str, Any]:
 
 def _part(recipe: Recipe, *names: str) -> dict[str, Any]:
     return recipe.model_dump(mode="json", include=set(names))
-
-
-def _training(settings: TrainSettings) -> dict[str, Any]:
-    """What a training computes. What its rows are made of is in the keys of the stages that make them."""
-    return settings.model_dump(mode="json", exclude=set(CARRIED_OUT | OF_THE_ROWS))
 
 
 def _training_stage(

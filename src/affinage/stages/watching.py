@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
-from affinage.recipe.data import POCKET_WORLD
-from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings, WatchSettings
 from affinage.stages.initial import KEPT
+from affinage.stages.looks import evaluated, model_in_training
 from affinage.stages.stage import StageContext
 from affinage.stages.store import write_json
-from affinage.stages.texts import chat_tokenizer
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -32,6 +30,7 @@ LOOKS = "watch.json"
 _YES_OR_NO = ("acc_norm", "acc", "exact_match")
 
 Answers = Mapping[str, list[int]]  # task -> 1 for every item that was right, 0 for the others
+Stop = Callable[[], bool]
 
 
 def worse(before: list[int], now: list[int]) -> float:
@@ -51,7 +50,7 @@ class Watch:
     settings: WatchSettings | None
     folder: Path
     steps: int
-    score: "Callable[[TrainState], Answers]"
+    score: "Callable[[TrainState, Stop], Answers | None]"  # None if it was stopped
     keep: "Callable[[int, TrainState], None]"
     last_step: int | None = None  # where the training ends anyhow
     looks: list[dict[str, Any]] = field(default_factory=list)
@@ -70,23 +69,27 @@ class Watch:
             return False
         return step % self.settings.every_steps == 0 or step in (self.steps, self.last_step)
 
-    def look(self, step: int, state: "TrainState") -> str:
+    def look(self, step: int, state: "TrainState", stop: Stop) -> str:
         """See `affinage.training.job.Judge`."""
-        reason = self._looked(step, state) if self._is_look(step) else ""
-        if not reason and step == self.last_step:
+        reason = self._looked(step, state, stop) if self._is_look(step) else ""
+        if reason == "" and step == self.last_step:
             reason = "its rows have been seen as often as `max_epochs` allows"
-        return reason
+        return reason or ""
 
-    def _looked(self, step: int, state: "TrainState") -> str:
+    def _looked(self, step: int, state: "TrainState", stop: Stop) -> str | None:
+        """Which benchmarks are worse, in words; None if the look was given up."""
         assert self.settings is not None
         found = next((look for look in self.looks if look["step"] == step), None)
         if found is None:
             # Looks after this one are of a run that was killed, and are taken again.
             self.looks = [look for look in self.looks if look["step"] < step]
-            answers = {task: list(right) for task, right in self.score(state).items()}
+            scored = self.score(state, stop)
+            if scored is None:
+                return None
+            answers = {task: list(right) for task, right in scored.items()}
             found = {"step": step, "scores": scores(answers), "worse": self._worse(answers), "right": answers}
             self.looks.append(found)
-            if step and not found["worse"] and self.settings.when_worse != "tell":
+            if not found["worse"] and self.settings.when_worse != "tell":
                 self.keep(step, state)
             if Hosts.at_work().first:
                 write_json(self.folder / LOOKS, {"threshold": self.threshold(len(answers)), "looks": self.looks})
@@ -136,10 +139,11 @@ def judge_of(
         store.save(step, {"params": state.params}, {"step": step})
         store.wait()
 
-    def score(state: "TrainState") -> Answers:
+    def score(state: "TrainState", stop: Stop) -> Answers | None:
         assert settings.watch is not None
         params = _whole_model(graph, settings, state)
-        return _answers(context, settings, settings.watch, graph, feed.context, system_prompt, params)
+        model = model_in_training(context, settings, graph, feed.context, system_prompt, params)
+        return _answers(context, settings.watch, model, state, stop)
 
     return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step)
 
@@ -166,64 +170,30 @@ def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
 
 
 def _answers(
-    context: StageContext,
-    settings: TuningSettings,
-    watch: WatchSettings,
-    graph: "Graph",
-    length: int,
-    system_prompt: str,
-    params: Any,
-) -> Answers:
-    from affinage.evaluation.run import evaluate
-
-    model = model_in_training(context, settings, graph, length, system_prompt, params)
-    worlds = {POCKET_WORLD: context.inputs["world"] / "tasks"} if "world" in context.inputs else {}
+    context: StageContext, watch: WatchSettings, model: "LoadedModel", state: "TrainState", stop: Stop
+) -> Answers | None:
     with TemporaryDirectory() as folder:
-        evaluate(
-            model,
-            watch.tasks,
-            folder=Path(folder),
-            task_folders=worlds,
-            data_dir=watch.data_dir,
-            limit=watch.items,
-            draw=context.recipe.seed,
-            batch=watch.batch,
-        )
-        return {path.stem: _right(path) for path in sorted((Path(folder) / "items").glob("*.jsonl"))}
-
-
-def model_in_training(
-    context: StageContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
-) -> "LoadedModel":
-    """A model of `length` tokens of context with the weights that it has now, where they are."""
-    import jax
-
-    from affinage.generation.model import LoadedModel
-    from affinage.hardware.chips import chip
-    from affinage.parallel import MeshLayout, serving_table
-    from affinage.training.program import compute_dtype
-
-    sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
-    device = next(iter(sharding.device_set))
-    return LoadedModel(
-        graph=graph,
-        params=params,
-        tokenizer=chat_tokenizer(context),
-        name=context.recipe.name,
-        context=length,
-        layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
-        system_prompt=system_prompt,
-        compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
-    )
+        world = context.inputs.get("world")
+        if evaluated(context, watch, model, state, stop, world=world, folder=Path(folder)) is None:
+            return None
+        answers = {path.stem: _right(path) for path in sorted((Path(folder) / "items").glob("*.jsonl"))}
+    if not answers:
+        what, fix = "all of these are conversations, which only a finished model is asked", "Watch others beside them."
+        raise UserError(what, where="watch.tasks", fix=fix)
+    return answers
 
 
 def _right(path: Path) -> list[int]:
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    metric = next((name for name in _YES_OR_NO if name in items[0]), None)
+    """Whether each item was right: by the first filter of a task that has several, as the same answer is one trial."""
+    items: dict[Any, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        item = json.loads(line)
+        items.setdefault(item["id"], item)  # they come filter by filter
+    metric = next((name for name in _YES_OR_NO if name in next(iter(items.values()))), None)
     if metric is None:
         raise UserError(
             f"{path.stem} does not say of an item whether the answer was right",
             where="watch.tasks",
             fix=f"Watch tasks that have one of {', '.join(_YES_OR_NO)}.",
         )
-    return [int(item[metric] >= 0.5) for item in sorted(items, key=lambda item: item["id"])]
+    return [int(items[name][metric] >= 0.5) for name in sorted(items)]

@@ -24,9 +24,12 @@ class Examination:
         """Whether the state after this step is looked at."""
         return self._validates(step) or self._scores(step)
 
-    def left_over(self, step: int, metrics: MetricsLog) -> bool:
-        """Whether anything is due at the step that a run begins from: what a stop came before, or a beginning."""
-        unvalidated = step > 0 and self._validates(step) and metrics.validation(step) is None
+    def left_over(self, step: int, metrics: MetricsLog, *, last: bool) -> bool:
+        """Whether anything is due at the step that a run begins from: what a stop came before, or a beginning.
+
+        It is validated in any case if it is also the `last` one.
+        """
+        unvalidated = step > 0 and (last or self._validates(step)) and metrics.validation(step) is None
         return unvalidated or (self._scores(step) and not metrics.evaluated(step))
 
     def look(self, step: int, state: TrainState, report: Reporter) -> None:
@@ -34,11 +37,12 @@ class Examination:
         validation = self._validate(state)
         report.validation(step, validation)
         if self._job.benchmarks is not None and self._scores(step) and not self._stop.agreed():
-            scores = self._job.benchmarks.scores(step, state, validation or {}, self._asked_to_stop)
+            scores = self._job.benchmarks.scores(step, state, validation or {}, self.asked_to_stop)
             if scores is not None:
                 report.evaluation(step, scores)
 
-    def _asked_to_stop(self) -> bool:
+    def asked_to_stop(self) -> bool:
+        """What benchmarks ask between their batches; that they ask is a sign of progress."""
         self._watchdog.begins("a batch of the benchmarks")
         return self._stop.agreed()
 

@@ -108,8 +108,12 @@ class Judge(Protocol):
         """Whether it wants to look at the state after this step."""
         ...
 
-    def look(self, step: int, state: TrainState) -> str:
-        """Why the training should end here; "" if it should go on. Must not keep the state."""
+    def look(self, step: int, state: TrainState, stop: Callable[[], bool]) -> str:
+        """Why the training should end here; "" if it should go on.
+
+        Must not keep the state. `stop` is asked now and then; when true the look is given up, and "" is returned: it is
+        made again once the training goes on from this step.
+        """
         ...
 
 

@@ -114,17 +114,15 @@ def train(job: TrainJob) -> dict[str, Any]:
         if start:
             display.say(f"goes on from the checkpoint at step {start:,}")
         watchdog.begins("its first look", may_take=one_pass)
-        missed = examination.left_over(start, metrics)
-        if hosts.share("a look that was missed", missed, seconds=one_pass):  # the first may have frozen weights to seal
-            with ledger.account("validation"):
-                examination.look(start, state, report)
-
+        hosts.meet("its first look", seconds=one_pass)  # the first may have frozen weights to seal
         ended = ""
         if job.judge is not None and job.judge.due(start):
-            watchdog.begins("a look at the benchmarks")
             with ledger.account("validation"):
-                ended = job.judge.look(start, state)
+                ended = job.judge.look(start, state, examination.asked_to_stop)
             report.restart_clock()
+        if hosts.share("a look that was missed", examination.left_over(start, metrics, last=bool(ended))):
+            with ledger.account("validation"):
+                examination.look(start, state, report)
 
         watchdog.begins("the way to the first step")
         hosts.meet("the first step")
@@ -172,11 +170,12 @@ def train(job: TrainJob) -> dict[str, Any]:
                 batch = program.put_share(next(batches))
                 continue
 
-            if judging and job.judge is not None:
+            if judging and job.judge is not None and not stopping:
                 watchdog.begins("a look at the benchmarks")
                 with ledger.account("validation"):
-                    ended = job.judge.look(step, state)
+                    ended = job.judge.look(step, state, examination.asked_to_stop)
                 report.restart_clock()
+                stopping = stop.agreed()  # it may have been given up, too
 
             if ended or examining:
                 watchdog.begins("the validation")
@@ -199,10 +198,10 @@ def train(job: TrainJob) -> dict[str, Any]:
                 if job.mirror is not None:
                     display.say(_copied(job.mirror, watchdog, stop))
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
-            if ended:
-                display.say(f"ends at step {step:,}: {ended}")
 
         # ---- the end ----
+        if ended:
+            display.say(f"ends at step {step:,}: {ended}")
         watchdog.begins("the last save", may_take=one_pass)
         with ledger.account("save"):
             store.wait()

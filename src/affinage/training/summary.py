@@ -14,7 +14,6 @@ from affinage.checkpoint.facts import IDENTITY
 from affinage.hardware.memory import peak_bytes
 from affinage.model.analysis import parameters
 from affinage.model.parameter import parameters_in
-from affinage.recipe.training import CARRIED_OUT, OF_THE_ROWS
 from affinage.secrets import masked
 from affinage.training.health import Health
 from affinage.training.ledger import ACCOUNTS, Ledger
@@ -44,9 +43,14 @@ def checkpoint_meta(program: Program, ledger: Ledger, health: Health, resumed_at
 def identity(program: Program) -> dict[str, Any]:
     """What decides over the numbers of a run, as JSON: model, settings, seed, rows of a batch, and the data."""
     job = program.job
-    settings = job.settings.model_dump(mode="json", exclude=set(CARRIED_OUT | OF_THE_ROWS))
     # How many rows a step has may hang on the devices: what counts is how many they were.
-    facts = {**settings, "batch": program.rows, "model": job.graph.to_dict(), "seed": job.seed, "data": dict(job.data)}
+    facts = {
+        **job.settings.deciding(),
+        "batch": program.rows,
+        "model": job.graph.to_dict(),
+        "seed": job.seed,
+        "data": dict(job.data),
+    }
     del facts["batch_per_device"]
     return dict(json.loads(json.dumps(facts)))
 

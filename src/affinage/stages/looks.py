@@ -1,0 +1,115 @@
+"""A model that is being trained, put to benchmarks where it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from affinage.errors import UserError
+from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.training import InLoopSettings, TrainSettings
+from affinage.recipe.tuning import WatchSettings
+from affinage.stages.stage import StageContext
+from affinage.stages.texts import chat_tokenizer
+
+if TYPE_CHECKING:
+    from affinage.generation.model import LoadedModel
+    from affinage.model import Graph
+    from affinage.training.state import TrainState
+
+ANSWERS = "benchmarks.jsonl"  # of the scores that are being made
+_PROCESSORS = "cpu"  # where how many rows are quickest is not a matter of memory
+
+
+class _GivenUp(Exception):
+    """Raised between batches to leave an evaluation."""
+
+
+def evaluated(
+    context: StageContext,
+    asked: InLoopSettings | WatchSettings,
+    model: "LoadedModel",
+    state: "TrainState",
+    stop: Callable[[], bool],
+    *,
+    world: Path | None,
+    folder: Path | None = None,
+) -> dict[str, Any] | None:
+    """What `affinage.evaluation.run.evaluate` says of a model; None if `stop`, asked between batches, was true.
+
+    Answers are on disk as they come, under a fingerprint of the weights: training that is stopped or killed comes by
+    the same weights again, bit for bit, and what has been answered of them is not computed again.
+
+    Args:
+        context: of the stage that trains.
+        asked: the tasks, and how many items of each.
+        model: with the weights of the state.
+        state: what else is in the devices' memory.
+        stop: also tells that there is progress.
+        world: the folder of the pocket world, where its benchmarks can be asked for.
+        folder: for the answers to single items.
+    """
+    from affinage.evaluation.run import evaluate
+
+    def go_on(_: str) -> None:
+        if stop():
+            raise _GivenUp
+
+    section = f"{context.folder.name.rpartition('-')[0]}.{'watch' if isinstance(asked, WatchSettings) else 'evaluate'}"
+    try:
+        return evaluate(
+            model,
+            asked.tasks,
+            folder=folder,
+            keep=context.folder / ANSWERS,
+            task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
+            data_dir=asked.data_dir,
+            limit=asked.items,
+            draw=context.recipe.seed,
+            batch=_rows(model, state) if asked.batch == "auto" else asked.batch,
+            samples=0,
+            progress=go_on,
+        )
+    except _GivenUp:
+        return None
+    except UserError as error:
+        where = ", ".join(filter(None, (f"{section}.tasks", error.where)))
+        raise UserError(error.what, where=where, fix=error.fix) from error
+
+
+def _rows(model: "LoadedModel", state: "TrainState") -> int:
+    """As many rows as fit beside the state of the training; what does not depend on memory where that is not known."""
+    import jax
+
+    from affinage.evaluation.batch_size import MOST, bytes_on_a_device, rows_that_fit
+
+    weights = jax.tree.leaves(model.params)
+    if jax.process_count() > 1 or next(iter(weights[0].sharding.device_set)).platform == _PROCESSORS:
+        return MOST
+    counted = {id(leaf) for leaf in weights}
+    beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in counted)
+    return rows_that_fit(model, beside=beside)
+
+
+def model_in_training(
+    context: StageContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
+) -> "LoadedModel":
+    """A model of `length` tokens of context with the weights that it has now, where they are."""
+    import jax
+
+    from affinage.generation.model import LoadedModel
+    from affinage.hardware.chips import chip
+    from affinage.parallel import MeshLayout, serving_table
+    from affinage.training.program import compute_dtype
+
+    sharding, table = jax.tree.leaves(params)[0].sharding, serving_table(context.recipe.parallel.sharding)
+    device = next(iter(sharding.device_set))
+    return LoadedModel(
+        graph=graph,
+        params=params,
+        tokenizer=chat_tokenizer(context),
+        name=context.recipe.name,
+        context=length,
+        layout=MeshLayout(sharding.mesh, table) if len(sharding.device_set) > 1 else None,
+        system_prompt=system_prompt,
+        compute_dtype=compute_dtype(settings.precision, chip(device.device_kind)).name,
+    )
