@@ -53,15 +53,17 @@ def test_a_base_model_is_not_asked_to_chat(world, tmp_path, capfd):
     assert capfd.readouterr() == ("", ""), "the harness is to be silent"
 
 
-def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world):
-    told = []
-    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, chat=True, limit=4, progress=told.append)
+def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp_path):
+    told, kept = [], tmp_path / "answers.jsonl"
+    asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept}
+    results = evaluate(tiny_llama(), ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
     assert results["generation"] == {"texts": 4, "stopped": {"value": 0.0, "stderr": 0.0}}
     sample = results["samples"]["answers"][0]
     assert sample["prompt"].startswith("<s><|im_start|>user\n0 plus 0 is<|im_end|>") and sample["target"] == "one"
     assert isinstance(sample["answer"], str)
-    assert "scored 12 of 12 continuations" in told and "generated 4 texts" in told
+    assert "scored 12 of 12 continuations" in told
+    assert [line for line in told if "texts" in line] == [f"generated {n} texts" for n in (1, 2, 3, 4, 4)]
 
 
 def test_items_are_drawn_by_a_seed(world, tmp_path):
