@@ -53,7 +53,8 @@ def test_help_imports_nothing_heavy_and_little():
     code = (
         "import sys; from affinage.cli import main\n"
         "try: main(['--help'])\n"
-        f"except SystemExit: print([name for name in {heavy} if name in sys.modules], len(sys.modules), file=sys.stderr)"
+        f"except SystemExit: found = [name for name in {heavy} if name in sys.modules]\n"
+        "print(found, len(sys.modules), file=sys.stderr)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     found, _, modules = shown.stderr.strip().rpartition(" ")
