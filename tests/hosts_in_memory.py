@@ -6,6 +6,8 @@ import time
 
 from affinage.hardware.hosts import HostLost, Hosts
 
+_PATIENCE = 120  # seconds at least: on a busy machine whoever is to speak may be late
+
 
 def _answering() -> threading.Event:
     answers = threading.Event()
@@ -33,7 +35,7 @@ class HostInMemory(Hosts):
             self.coordinator.words[key] = value
 
     def hear(self, key: str, seconds: float | None, *, said: str) -> str:
-        until = time.monotonic() + (seconds or 3600)
+        until = time.monotonic() + max(seconds or 3600, _PATIENCE)
         while key not in self.coordinator.words:
             if time.monotonic() > until:
                 raise HostLost(said)

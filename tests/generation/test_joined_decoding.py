@@ -69,11 +69,13 @@ def test_rows_of_one_prompt_are_drawn_apart(engine: Engine):
 
 
 def test_who_goes_away_makes_room(engine: Engine):
-    leaving = [Listener([2, 50 + n], Request(80)) for n in range(2)]
+    leaving, gone = [Listener([2, 50 + n], Request(80)) for n in range(2)], threading.Event()
+    leaving[0].ticket.tell = lambda told: (leaving[0].news.put(told), gone.wait(120))  # it does not run ahead of us
     engine.submit([listener.ticket for listener in leaving])
     leaving[0].news.get(timeout=120)
     for listener in leaving:
         listener.ticket.cancel()
+    gone.set()
     came = Listener(*ASKED[1])
     engine.submit([came.ticket])
     assert came.answer()[1] == Generator(tiny_llama()).generate([ASKED[1][0]], ASKED[1][1])[0]
@@ -83,7 +85,7 @@ def test_who_goes_away_makes_room(engine: Engine):
 
 def test_a_full_queue_and_a_closed_engine_refuse():
     engine, gate = Engine(tiny_llama(), batch=1, queue=2), threading.Event()
-    first = Ticket([2, 50], Request(80), lambda told: gate.wait(60))  # holds the engine up
+    first = Ticket([2, 50], Request(80), lambda told: gate.wait(120))  # holds the engine up
     engine.submit([first])
     while engine.waiting or not engine.active:
         gate.wait(0.01)

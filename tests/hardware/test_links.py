@@ -54,19 +54,19 @@ def gang() -> Iterator[Gang]:
 
 def test_all_hear_of_one_that_died(gang: Gang):
     gang.die(2)
-    assert [gang.lost[host].get(timeout=30) for host in (0, 1, 3)] == [(2, False)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, False)] * 3
 
 
 def test_all_hear_of_the_first_that_died(gang: Gang):
     gang.die(0)
-    assert [gang.lost[host].get(timeout=30) for host in (1, 2, 3)] == [(0, False)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (1, 2, 3)] == [(0, False)] * 3
 
 
 def test_whoever_says_goodbye_is_not_gone(gang: Gang):
     gang.links[1].say_goodbye()
     gang.die(1)
     gang.die(3)
-    assert gang.lost[0].get(timeout=30) == gang.lost[2].get(timeout=30) == (3, False)
+    assert gang.lost[0].get(timeout=60) == gang.lost[2].get(timeout=60) == (3, False)
     gang.links[0].say_goodbye()
     gang.die(0)
     time.sleep(0.3)
@@ -76,7 +76,7 @@ def test_whoever_says_goodbye_is_not_gone(gang: Gang):
 def test_a_mistake_that_only_one_has_found_is_told(gang: Gang):
     gang.links[2].say_goodbye(mistake=True)
     gang.die(2)
-    assert [gang.lost[host].get(timeout=30) for host in (0, 1, 3)] == [(2, True)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, True)] * 3
 
 
 def test_a_stranger_is_not_heard(gang: Gang):
@@ -88,9 +88,19 @@ def test_a_stranger_is_not_heard(gang: Gang):
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""  # it is hung up on
     gang.die(3)
-    assert gang.lost[0].get(timeout=30) == (3, False)
+    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 2)] == [(3, False)] * 3
     time.sleep(0.1)
-    assert [found.qsize() for found in gang.lost] == [0, 1, 1, 0]
+    assert [found.qsize() for found in gang.lost] == [0, 0, 0, 0]
+
+
+class Met(Links):
+    """Counts the links that have been made, and on which a goodbye was sent if there was one to send."""
+
+    met = 0
+
+    def _meet(self, host: int, link: socket.socket) -> None:
+        super()._meet(host, link)
+        self.met += 1
 
 
 @contextlib.contextmanager
@@ -98,9 +108,9 @@ def late(count: int, *, said_before: bool, host: int, mistake: bool = False) -> 
     """What all hear where `host` says goodbye before there are links (itself not yet connected, or the first one)."""
     coordinator, lost = Coordinator(), [queue.SimpleQueue() for _ in range(count)]
 
-    def begin(number: int) -> Links:
+    def begin(number: int) -> Met:
         hosts = HostInMemory(number, count, coordinator=coordinator)
-        return Links(hosts, LOOPBACK, LOOPBACK, lambda other, mistake, _: lost[number].put((other, mistake)))
+        return Met(hosts, LOOPBACK, LOOPBACK, lambda other, mistake, _: lost[number].put((other, mistake)))
 
     begun = {host: begin(host)}
     if said_before:
@@ -108,9 +118,10 @@ def late(count: int, *, said_before: bool, host: int, mistake: bool = False) -> 
     for number in range(count):
         if number not in begun:
             begun[number] = begin(number)
-    while not all(links._links for links in begun.values()) or len(begun[0]._links) < count - 1:
+    until = time.monotonic() + 120
+    while begun[0].met < count - 1 or not all(links.met for links in begun.values()):
+        assert time.monotonic() < until
         time.sleep(0.01)
-    time.sleep(0.1)  # a link is known a moment before the goodbye is sent
     for link in begun[host]._links.values():
         with contextlib.suppress(OSError):
             link.shutdown(socket.SHUT_WR)  # what was sent before is heard, as where a process ends
@@ -120,18 +131,20 @@ def late(count: int, *, said_before: bool, host: int, mistake: bool = False) -> 
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_goodbye_before_there_was_a_link_is_heard(host: int):
+def test_a_goodbye_before_there_was_a_link_is_heard(host: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("affinage.hardware.links._LATE", 120.0)  # the others may be late on a busy machine
     with late(3, said_before=True, host=host) as lost:
         time.sleep(0.3)
         assert [found.qsize() for found in lost] == [0, 0, 0]
     with late(3, said_before=False, host=host) as lost:
-        assert all(found.get(timeout=30) == (host, False) for number, found in enumerate(lost) if number != host)
+        assert all(found.get(timeout=60) == (host, False) for number, found in enumerate(lost) if number != host)
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_mistake_before_there_was_a_link_is_told(host: int):
+def test_a_mistake_before_there_was_a_link_is_told(host: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("affinage.hardware.links._LATE", 120.0)
     with late(3, said_before=True, host=host, mistake=True) as lost:
-        assert all(found.get(timeout=30) == (host, True) for number, found in enumerate(lost) if number != host)
+        assert all(found.get(timeout=60) == (host, True) for number, found in enumerate(lost) if number != host)
 
 
 def test_what_comes_in_one_piece_or_in_many_is_heard():
@@ -142,13 +155,13 @@ def test_what_comes_in_one_piece_or_in_many_is_heard():
     said = json.loads(HostInMemory(1, 3, coordinator=coordinator).hear("affinage/links", 30, said=""))
     with socket.create_connection((LOOPBACK, said["port"])) as one:
         one.sendall(f"{said['token']} 1\n1 mistake\n".encode())
-        assert hear.get(timeout=30) == (1, True)
+        assert hear.get(timeout=60) == (1, True)
     with socket.create_connection((LOOPBACK, said["port"])) as other:
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for letter in f"{said['token']} 2\n2 mistake\n":
             other.sendall(letter.encode())
             time.sleep(0.001)
-        assert hear.get(timeout=30) == (2, True)
+        assert hear.get(timeout=60) == (2, True)
     links.say_goodbye()
 
 
@@ -176,7 +189,7 @@ def test_one_connection_that_fails_at_once_does_not_end_the_others(gang: Gang, m
         with socket.create_connection((LOOPBACK, port), 30) as stranger:
             assert stranger.recv(1) == b""
     gang.die(3)
-    assert gang.lost[0].get(timeout=30) == (3, False)
+    assert gang.lost[0].get(timeout=60) == (3, False)
 
 
 def test_a_host_that_leaves_by_itself_is_not_left_for_the_mistake_of_another():

@@ -1,6 +1,5 @@
 """Which endings start a run again, how often, and what becomes of processes."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -43,7 +42,7 @@ class Scripted:
                     time.sleep(seconds)
                     return []
                 if script[0] == TOLD:
-                    os.kill(os.getpid(), script.pop(0)[0])
+                    signal.raise_signal(script.pop(0)[0])
                     return []
                 host, status, *lost = script.pop(0)
                 return [Ending(host, status, out_of_sight=bool(lost))]
@@ -57,9 +56,9 @@ class Scripted:
         return Here()
 
 
-def run(launcher: Scripted, **restarts: float) -> tuple[int, list[str]]:
+def run(launcher: Scripted, grace: float = 60.0, **restarts: float) -> tuple[int, list[str]]:
     said: list[str] = []
-    status = supervise(launcher, ["run", "x"], Restarts(**restarts), grace=0.2, say=said.append)
+    status = supervise(launcher, ["run", "x"], Restarts(**restarts), grace=grace, say=said.append)
     assert launcher.ended == launcher.begun  # nothing is left
     return status, said
 
@@ -144,7 +143,7 @@ def test_the_others_are_given_the_time_to_save_with_one_that_was_lost_sight_of()
 
 def test_one_that_was_lost_sight_of_and_nobody_saved_with_is_a_failure():
     for others in ([(0, 1)], [(0, 75, True)], []):  # dead with its machine, all out of sight, one that still waits
-        status, said = run(Scripted([(1, 75, True), *others], DONE), preemptions=0)
+        status, said = run(Scripted([(1, 75, True), *others], DONE), grace=0.2, preemptions=0)
         assert status == 0
         assert said[-1] == "launch: host 1 was lost sight of; all hosts start again (1 of 10 failures)"
 
@@ -156,12 +155,13 @@ def test_a_mistake_of_the_user_is_not_tried_again():
 
 def test_told_to_stop_it_passes_it_on_and_starts_nothing_again():
     launcher = Scripted([TOLD])
-    status, said = run(launcher)
+    status, said = run(launcher, grace=0.2)
     assert status == 75 and launcher.begun == 1 and launcher.told == [signal.SIGTERM]
     assert said == ["launch: host 0, 1 did not end in time, and is killed"]
 
 
-def test_lines_of_local_hosts_are_marked():
+def test_lines_of_local_hosts_are_marked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("affinage.launch.process._LAST_WORDS", 60.0)  # whoever reads them may be late
     said: list[str] = []
     assert supervise(LocalLauncher(2, say=said.append), ["--version"], Restarts(failures=0), say=said.append) == 0
     assert sorted(line.partition(" | ")[0] for line in said) == ["0", "1"] and all("affinage" in line for line in said)

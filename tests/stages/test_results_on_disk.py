@@ -158,7 +158,7 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, mon
     (tmp_path / "text.txt").write_text(text)
     monkeypatch.chdir(tmp_path)
     command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "collect"]
-    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=120)
+    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=300)
     assert full.returncode == 2, full.stderr
     assert "there is no room to write here" in full.stderr and "Traceback" not in full.stderr
     with pytest.raises(SystemExit) as ended:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
 from affinage.recipe.tracking import TrackersSettings
-from affinage.tracking import trackers_of
+from affinage.tracking import child, trackers_of
 from affinage.training import TrainJob, train
 
 NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -33,11 +33,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step == 8:
             raise RuntimeError("the machine fails")
 
-    settings = TrackersSettings.model_validate({**{name: {} for name in NAMES}, "close_seconds": 120})
+    settings = TrackersSettings.model_validate({**{name: {} for name in NAMES}, "close_seconds": 500})
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(child, "_PATIENCE", 500.0)  # the four libraries take long to import on a busy machine
     makers = trackers_of(settings, recipe="tiny", training="sft", runs=folder)
     with pytest.raises(RuntimeError):
         train(_job(folder / "stage", makers, settings, (fail,)))
     train(_job(folder / "stage", makers, settings, ()))
+    monkeypatch.undo()
     return folder
 
 
