@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +18,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from affinage.checkpoint.mirror import Mirror
-
-MOMENTS = {  # phase -> function that the main thread is in
-    "start": "acquire",
-    "compilation": "compile_training",
-    "restore": "restore_newest",
-    "step": "training",
-    "evaluation": "validate",
-    "save": "save",
-}
 
 
 class Run:
@@ -140,7 +130,7 @@ def _train(job: dict) -> int:
 
     mirror = _mirror(job["remote"], Path(job["folder"]), job.get("hang")) if "remote" in job else None
     if job["when"]:
-        threading.Thread(target=_signal_in, args=(job["when"], job["number"]), daemon=True).start()
+        _signal_in(job["when"], job["number"])
     try:
         with OwnProcess():
             train(
@@ -184,16 +174,13 @@ def _mirror(url: str, folder: Path, hang: int | None) -> "Mirror":
 
 
 def _signal_in(phase: str, number: int) -> None:
-    main = threading.main_thread().ident
-    while True:
-        frame = sys._current_frames().get(main or 0)
-        while frame is not None:
-            if frame.f_code.co_name == MOMENTS[phase] and "affinage" in frame.f_code.co_filename:
-                print(f"signal in {phase}", flush=True)
-                os.kill(os.getpid(), number)
-                return
-            frame = frame.f_back
-        time.sleep(0.0005)
+    from phases import BEFORE_STEPS, in_phase
+
+    def signal_now() -> None:
+        print(f"signal in {phase}", flush=True)
+        os.kill(os.getpid(), number)
+
+    in_phase(phase, signal_now, lasts=phase in BEFORE_STEPS)  # where nothing is saved, it is not waited for
 
 
 if __name__ == "__main__":

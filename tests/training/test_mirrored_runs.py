@@ -59,11 +59,12 @@ def test_a_copy_that_does_not_end_in_the_grace_period_is_told_and_the_save_stays
     tmp_path: Path, nursery: runs.Nursery
 ):
     url, machine = f"file://{tmp_path}/elsewhere/run", tmp_path / "machine"
-    settings = {"survival": {"grace_seconds": 8}, "checkpoint": {"every_steps": 1000}}
+    settings = {"survival": {"grace_seconds": 15}, "checkpoint": {"every_steps": 1000}}
     run = nursery.start(machine, STEPS, when="step", remote=url, hang=0, settings=settings)
     assert run.wait() == EXIT_PREEMPTED, run.said()
     assert f"NOT all was copied to {url}: there was no time for it; no checkpoint is there" in run.said()
     assert "was not saved within" not in run.said()
     assert CheckpointStore(machine / "checkpoints").steps() == [run.steps()[-1]]
+    settings["survival"] = {"grace_seconds": 300}
     run = nursery.start(machine, STEPS, when="step", remote=url, settings=settings)  # started again on the machine
     assert run.wait() == EXIT_PREEMPTED and newest_at(url) == run.steps()[-1]

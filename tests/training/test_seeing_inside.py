@@ -36,7 +36,7 @@ def test_a_trace_has_the_steps_asked_for_and_the_program_of_the_step(tmp_path: P
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", TRACED, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
     steps = {event["args"]["step_num"] for event in events if event.get("name") == "train"}

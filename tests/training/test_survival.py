@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 import runs
 
@@ -114,14 +115,22 @@ WITH_STEPS = (
 )
 
 
-def stopped(code: str, *numbers: int) -> tuple[int, str]:
+def stopped(code: str, number: int, *, again: bool = False) -> tuple[int, str]:
+    """How it ended and what it said after a signal, which comes again and again if that is wanted."""
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for number in numbers:
-        process.send_signal(number)
-        time.sleep(1.2)  # more than what counts as one wish
     try:
-        _, said = process.communicate(timeout=30)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        computes, late = psutil.Process(process.pid), time.monotonic() + 120
+        before = computes.cpu_times().user
+        while computes.cpu_times().user < before + 0.2:  # it is not yet in native code
+            assert time.monotonic() < late
+            time.sleep(0.01)
+        process.send_signal(number)
+        while again and process.poll() is None:
+            assert time.monotonic() < late
+            time.sleep(1.2)  # more than what counts as one wish
+            process.send_signal(number)
+        _, said = process.communicate(timeout=120)
     finally:
         process.kill()
     return process.returncode, said
@@ -134,7 +143,7 @@ def test_native_code_is_not_waited_for_where_there_is_nothing_to_save(place: dic
 
 
 def test_a_step_that_does_not_end_is_left_after_the_grace_with_all_stacks():
-    status, said = stopped(WITH_STEPS, signal.SIGTERM, signal.SIGTERM)
+    status, said = stopped(WITH_STEPS, signal.SIGTERM, again=True)
     assert status == EXIT_PREEMPTED
     assert "was not saved within 1 s" in said and 'File "<string>", line 9 in <module>' in said
 
@@ -156,5 +165,5 @@ def test_nobody_but_a_person_waits_for_ever(number: str, counted: bool):
 
 
 def test_a_person_is_waited_for_until_the_second_time():
-    status, said = stopped(WITH_STEPS, signal.SIGINT, signal.SIGINT)
-    assert status == 130 and "it goes on from its last checkpoint" in said
+    status, said = stopped(WITH_STEPS, signal.SIGINT, again=True)
+    assert status == 130 and "by a second SIGINT; it goes on from its last checkpoint" in said
