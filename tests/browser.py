@@ -100,7 +100,7 @@ class Browser:
         self.ask("Input.dispatchKeyEvent", type="keyDown", text="\r", **enter)
         self.ask("Input.dispatchKeyEvent", type="keyUp", **enter)
 
-    def wait_for(self, script: str, seconds: float = 60.0) -> None:
+    def wait_for(self, script: str, seconds: float = 240.0) -> None:
         """Wait until a script says something true."""
         until = time.monotonic() + seconds
         while not self.evaluate(script):

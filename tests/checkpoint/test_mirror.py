@@ -203,14 +203,14 @@ def test_a_step_that_is_being_copied_is_not_removed(tmp_path: Path, monkeypatch:
 
     def slow(folder: RemoteFolder, file: Path, name: str) -> None:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(300)
         put(folder, file, name)
 
     with Mirror(url, here) as mirror:
         assert mirror.settle() == ""
         monkeypatch.setattr(RemoteFolder, "put", slow)
         saved(here, 1, copies=mirror)
-        assert begun.wait(60)
+        assert begun.wait(300)
         saved(here, 2, 3, 4, copies=mirror, keep_last=1)
         assert CheckpointStore(here / "checkpoints").steps() == [1, 4]
         assert mirror.settle(lambda: 0.0) == "there was no time for it"

@@ -38,5 +38,5 @@ def test_arrow_keys_edit_a_line_and_bring_back_those_before_it(tmp_path: Path):
         except OSError:  # Linux says so when the other side has gone
             break
     os.close(ours)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     assert read.read_text() == "['bonjour', 'salut', 'bonjour !']"

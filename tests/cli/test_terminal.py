@@ -99,7 +99,7 @@ def test_what_is_broken_is_told_in_one_message(affinage, tmp_path, arguments, me
 
 def test_a_full_disk_is_told_and_named():
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([*PROGRAM, "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        ended = subprocess.run([*PROGRAM, "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Make room" in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -108,11 +108,12 @@ def test_an_interrupted_world_leaves_nothing_behind(tmp_path):
     started = subprocess.Popen(
         [*PROGRAM, "world", "mine", "--megabytes", "200"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / ".mine.part").is_dir() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300
+    while not (tmp_path / ".mine.part").is_dir():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     started.send_signal(signal.SIGINT)
-    _, said = started.communicate(timeout=60)
+    _, said = started.communicate(timeout=300)
     assert started.returncode == EXIT_INTERRUPTED and said.strip().endswith("Interrupted.")
     assert list(tmp_path.iterdir()) == []
 
@@ -159,6 +160,6 @@ def test_names_are_completed(tmp_path, monkeypatch):
         ("affinage chat first/", ["first/pretrain"]),
     ):
         env = os.environ | asked | {"COMP_WORDS": words}
-        shown = subprocess.run(PROGRAM, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+        shown = subprocess.run(PROGRAM, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
         assert sorted(shown.stdout.split()) == expected
     assert {"v4-8", "v4-32"} <= set(completion.slices("v4"))

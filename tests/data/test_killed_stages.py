@@ -41,7 +41,7 @@ def start(stage: str, documents: Path, folder: Path) -> subprocess.Popen:
 
 def finish(*arguments) -> dict[str, str]:
     process = start(*arguments)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     folder = arguments[-1]
     files = sorted(file for file in folder.rglob("*") if file.is_file())

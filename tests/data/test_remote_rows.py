@@ -167,7 +167,7 @@ def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
         for name in ("killed", "whole")
     }
     arguments = [split_folder, model, tmp_path / "killed" / "rows", settings["killed"].model_dump_json()]
-    killed = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)], timeout=300)
     assert killed.returncode == -9
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed-store").rglob("*.npy")}
     assert len(times) == 3  # one more file is the lineage of the first two

@@ -28,7 +28,14 @@ def executed(folder: Path, mesh: str | None) -> tuple[str, list[tuple[int, float
     if mesh is not None:
         line.source = f"MESH = {mesh}"
     folder.mkdir()
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook,
+        timeout=500,
+        startup_timeout=300,
+        iopub_timeout=120,  # what a cell has printed may come late
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    )
     client.execute()
     said = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))
     (metrics,) = folder.glob("runs-*/gpt2/pretrain/metrics.jsonl")

@@ -68,7 +68,7 @@ def test_the_search_works_from_a_disk_without_a_network(site: Path):
         found = "[...document.querySelectorAll('*')].map(e => e.shadowRoot?.textContent ?? '').join('')"
         page.wait_for(f"{found} !== ''")
         page.ask("Input.insertText", text="preemption")
-        page.wait_for(f"{found}.includes('results') && {found}.includes('Survive preemption')", seconds=20)
+        page.wait_for(f"{found}.includes('results') && {found}.includes('Survive preemption')")
         assert not page.troubles and all(url.startswith(("file:", "data:")) for url in page.requests)
 
 

@@ -154,7 +154,7 @@ def test_the_whole_road_of_the_data(mirror, tmp_path):
 def test_without_a_network_or_a_mirror_it_says_so_before_anything_runs(tmp_path):
     code = "import sys; from affinage.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "data", "julian-data", "--dry-run", "--runs", str(tmp_path)]
-    ran = subprocess.run([*command, "--set", f"data.mirror={tmp_path}"], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([*command, "--set", f"data.mirror={tmp_path}"], capture_output=True, text=True, timeout=300)
     said = " ".join((ran.stdout + ran.stderr).split())
     assert ran.returncode == 2 and "would run" not in said
     assert "no such file or folder" in said and "wikipedia-en" in said and "julian-data.yaml" in said

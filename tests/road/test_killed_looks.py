@@ -55,7 +55,7 @@ def run(runs: Path, task: Path, die: int) -> int:
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-c", PROGRAM, "sft", str(RECIPE), "--runs", str(runs), *words]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DIE": str(die)}
-    return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=300).returncode
+    return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=550).returncode
 
 
 def found(runs: Path) -> tuple[list[dict], dict, list[np.ndarray]]:

@@ -38,7 +38,7 @@ def start(runs: Path, until: str) -> subprocess.Popen:
 
 def finished(runs: Path, until: str) -> None:
     process = start(runs, until)
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=550)
     assert process.returncode == 0, said
 
 

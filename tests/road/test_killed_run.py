@@ -28,7 +28,7 @@ def start(runs: Path) -> subprocess.Popen:
 
 def finished(runs: Path) -> str:
     process = start(runs)
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=550)
     assert process.returncode == 0, said
     return said
 

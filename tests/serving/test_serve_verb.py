@@ -29,7 +29,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def process(model: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", "from affinage.cli import main; main()", "serve", str(model), "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        "from affinage.cli import main; main()",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--grace",
+        "300",
+    ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "AFFINAGE_TOKEN": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command += ["--host", "0.0.0.0", "--mesh", "tensor=2", "--context", "80"]
@@ -45,8 +55,8 @@ def test_it_makes_up_a_token_where_others_can_ask_and_ends_cleanly_when_told(pro
     told = process.stdout.readline()
     found = re.search(r"(http://127\.0\.0\.1:\d+)/v1 .* \(API key: ([\w-]{32})\)", told)
     assert found, told + process.stderr.read()
-    client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key=found[2], max_retries=0, timeout=120)
-    stranger = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="guessed", max_retries=0, timeout=120)
+    client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key=found[2], max_retries=0, timeout=300)
+    stranger = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="guessed", max_retries=0, timeout=300)
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     name = client.models.list().data[0].id
@@ -63,11 +73,11 @@ def test_it_makes_up_a_token_where_others_can_ask_and_ends_cleanly_when_told(pro
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert begun.wait(120)
+    assert begun.wait(300)
     process.send_signal(signal.SIGTERM)
     for thread in threads:
-        thread.join(120)
-    _, err = process.communicate(timeout=120)
+        thread.join(300)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in err, err
     # One had begun and is answered to its end; the others were let in, or came too late.
     assert reasons and set(reasons) <= {"length", "stop"}

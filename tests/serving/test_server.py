@@ -29,7 +29,7 @@ def served() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(served: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0, timeout=300)
 
 
 def expected(prompt: list[int], tokens: int, sampling: Sampling, rows: int = 1, **settings: object) -> list[Generation]:
@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI):
 def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
     asked = urllib.request.Request(url, body, {name.replace("_", "-"): value for name, value in headers.items()})
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_frees_its_place(served: Running, client: openai.Op
 
 def test_those_who_wait_when_it_ends_are_told():
     with running() as one:
-        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=300)
         told: list[Exception] = []
 
         def chat(stream: bool) -> None:
