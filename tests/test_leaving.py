@@ -88,7 +88,7 @@ def test_the_program_is_left_this_way(tmp_path):
 
 def test_without_standard_error_it_is_left_all_the_same():
     program = "from affinage.stopping import leave; leave('no reason')"
-    ran = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], timeout=60)
+    ran = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], timeout=300)
     assert ran.returncode == 75
 
 
@@ -98,7 +98,7 @@ def test_no_file_gets_the_number_of_a_stream_that_is_not_there(tmp_path):
         "print(os.readlink('/proc/self/fd/2'), open('file', 'w').fileno() > 2)"
     )
     command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path)
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, cwd=tmp_path)
     assert ran.stdout == "/dev/null True\n"
 
 
@@ -119,5 +119,5 @@ def test_the_end_of_a_session_stops_it_unless_that_is_ignored(heard: bool):
     if heard:
         assert process.stdout.readline() == "SIGHUP\n"
     process.terminate()
-    assert process.communicate(timeout=60)[0] == "SIGTERM\n"
+    assert process.communicate(timeout=300)[0] == "SIGTERM\n"
     assert process.returncode == 0

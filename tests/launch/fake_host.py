@@ -32,7 +32,7 @@ if what == "read":
 elif what == "wait":
     signal.signal(signal.SIGTERM, saved)
     write(f"process-{host}", str(os.getpid()))
-    time.sleep(120)
+    time.sleep(600)
 elif what == "fail":
     sys.exit(3 if host == "1" else 0)
 elif what == "end":
@@ -40,4 +40,4 @@ elif what == "end":
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     write(f"process-{host}", str(os.getpid()))
-    time.sleep(120)
+    time.sleep(600)

@@ -19,7 +19,6 @@ if address == "gone":
 here = Path(folder, address)
 here.mkdir(exist_ok=True)
 environment = {name: value for name, value in os.environ.items() if name != "AFFINAGE_PARENT"}
-far = subprocess.Popen(["sh", "-c", " ".join(line)], cwd=here, env=environment, start_new_session=True)
 
 
 def lose(number: int, frame: object) -> None:
@@ -28,5 +27,6 @@ def lose(number: int, frame: object) -> None:
 
 
 signal.signal(signal.SIGUSR1, lose)
+far = subprocess.Popen(["sh", "-c", " ".join(line)], cwd=here, env=environment, start_new_session=True)
 status = far.wait()
 sys.exit(255 if status < 0 else status)

@@ -5,6 +5,7 @@
 is that one. It reads orders as JSON lines and answers each with one.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -247,6 +248,7 @@ def _train(job: dict, host: int) -> int:
     import tiny
 
     from affinage.errors import EXIT_PREEMPTED, Preempted
+    from affinage.hardware import joining
     from affinage.hardware.joining import joined
     from affinage.stopping import OwnProcess
     from affinage.training import TrainJob, train
@@ -267,7 +269,10 @@ def _train(job: dict, host: int) -> int:
 
         mirror = Mirror(job["remote"], folder)
     hurt = job.get("hurt")
-    if hurt and hurt["host"] == host:
+    hurts = bool(hurt) and hurt["host"] == host
+    links = _links_made()
+    joining._WHO_IT_WAS = 30.0  # on a busy machine the name of a dead host may come late
+    if hurts:
         _hurt_in(hurt["phase"], hurt["by"], asleep)
 
     def on_step(step: int, state: object) -> None:
@@ -276,7 +281,9 @@ def _train(job: dict, host: int) -> int:
             time.sleep(3600)
 
     try:
-        with OwnProcess(), joined():
+        with OwnProcess(), joined() as hosts:
+            while hurts and hosts.count > 1 and not links[0]._links:  # before, nobody would hear of its end at once
+                time.sleep(0.01)
             if mirror is not None and host == 0:
                 bring_newest(mirror.url, folder, print)
             train(
@@ -295,6 +302,8 @@ def _train(job: dict, host: int) -> int:
             jax.distributed.shutdown()
     except Preempted as stopped:
         print(stopped, flush=True)
+        with contextlib.suppress(RuntimeError):
+            jax.distributed.shutdown()  # as at the exit of any process: the first host waits for the others
         return EXIT_PREEMPTED
     except BaseException:
         traceback.print_exc()
@@ -304,26 +313,7 @@ def _train(job: dict, host: int) -> int:
 
 def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
     """Make the first call of a phase's function hurt this process, at it or a moment later."""
-    from affinage.checkpoint import CheckpointStore
-    from affinage.training import examination, loop
-    from affinage.training.program import Program
-    from affinage.training.reporter import Reporter
-
-    place, name = {
-        "start": (loop, "acquire"),
-        "compilation": (Program, "compile_training"),
-        "restore": (CheckpointStore, "restore_newest"),
-        "step": (Reporter, "training"),
-        "evaluation": (examination, "validate"),
-        "save": (CheckpointStore, "save"),
-    }[phase]
-    function, hurt = getattr(place, name), threading.Event()
-
-    def hurting(*given: object, **named: object) -> object:
-        if not hurt.is_set():
-            hurt.set()
-            threading.Timer(random.uniform(0.0, 0.02), hurt_now).start()
-        return function(*given, **named)
+    from phases import BEFORE_STEPS, in_phase
 
     def hurt_now() -> None:
         if by == "disk":
@@ -339,7 +329,23 @@ def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
         print(f"hurt in {phase}", flush=True)
         time.sleep(3600)
 
-    setattr(place, name, hurting)
+    # Who is told to stop where there is nothing to save is not waited for.
+    in_phase(phase, hurt_now, lasts=by == int(signal.SIGTERM) and phase in BEFORE_STEPS)
+
+
+def _links_made() -> list:
+    """The links of this process, as soon as they are made."""
+    from affinage.hardware import joining
+
+    made: list = []
+    make = joining.Links
+
+    def remembered(*given: object) -> object:
+        made.append(make(*given))
+        return made[-1]
+
+    joining.Links = remembered
+    return made
 
 
 if __name__ == "__main__":

@@ -29,16 +29,33 @@ from tpu_api import serving
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_host.py"))]
 
 
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """On a busy machine Ray's workers take long to start, and lines come late to whoever reads them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("affinage.launch.ray._ANSWERS", 300.0)
+        patch.setattr("affinage.launch.ssh._ANSWERS", 300.0)
+        patch.setattr("affinage.launch.ssh._TELL", 120.0)
+        patch.setattr("affinage.launch.process._LAST_WORDS", 60.0)
+        yield
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
+def begun(folder: Path, hosts: int) -> bool:
+    """Whether the processes run, and on machines that ssh reaches also whether it is written down which they are."""
+    written = (any(f.stat().st_size for f in home.glob(".host-*")) for home in folder.glob("me@machine*/affinage"))
+    return all((folder / f"process-{host}").exists() for host in range(hosts)) and all(written)
+
+
 def endings(gang: Gang, hosts: int) -> list[Ending]:
     found: list[Ending] = []
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while len(found) < hosts:
         assert time.monotonic() < end
         found += gang.ended(0.5)
@@ -101,7 +118,7 @@ def test_every_host_is_told_where_it_is_and_what_it_writes_comes_here(launcher, 
 def test_signals_reach_every_host(launcher, tmp_path: Path):
     gang = launcher(2).start(["wait", str(tmp_path)])
     try:
-        until(lambda: all((tmp_path / f"process-{host}").exists() for host in range(2)))
+        until(lambda: begun(tmp_path, 2))
         assert gang.ended(0.0) == []
         gang.tell(signal.SIGTERM)
         assert [ending.status for ending in endings(gang, 2)] == [75, 75]
@@ -120,18 +137,18 @@ def test_a_failure_is_told_with_its_host(launcher, tmp_path: Path):
 
 def test_nothing_is_left_running(launcher, tmp_path: Path):
     gang = launcher(2).start(["stubborn", str(tmp_path)])
-    until(lambda: all((tmp_path / f"process-{host}").exists() for host in range(2)))
+    until(lambda: begun(tmp_path, 2))
     processes = [int((tmp_path / f"process-{host}").read_text()) for host in range(2)]
     assert all(map(alive, processes))
     gang.end()
     gang.end()
-    until(lambda: not any(map(alive, processes)), 10)
+    until(lambda: not any(map(alive, processes)))
 
 
 def test_a_host_whose_connection_is_lost_is_out_of_sight_and_told_to_save(ssh, tmp_path: Path):
     gang = ssh(2).start(["wait", str(tmp_path)])
     try:
-        until(lambda: all((tmp_path / f"process-{host}").exists() for host in range(2)))
+        until(lambda: begun(tmp_path, 2))
         os.kill(gang._processes[1].pid, signal.SIGUSR1)
         (ending,) = endings(gang, 1)
         assert ending == Ending(1, 75, "me@machine1", out_of_sight=True)
@@ -143,12 +160,12 @@ def test_a_host_whose_connection_is_lost_is_out_of_sight_and_told_to_save(ssh, t
 
 def test_what_was_lost_sight_of_is_not_left_running(ssh, tmp_path: Path):
     gang = ssh(1).start(["stubborn", str(tmp_path)])
-    until((tmp_path / "process-0").exists)
+    until(lambda: begun(tmp_path, 1))
     process = int((tmp_path / "process-0").read_text())
     os.kill(gang._processes[0].pid, signal.SIGUSR1)
     assert endings(gang, 1)[0].out_of_sight and alive(process)
     gang.end()
-    until(lambda: not alive(process), 10)
+    until(lambda: not alive(process))
 
 
 def test_the_end_of_a_program_is_not_taken_for_that_of_its_connection(ssh, tmp_path: Path):
@@ -156,7 +173,7 @@ def test_the_end_of_a_program_is_not_taken_for_that_of_its_connection(ssh, tmp_p
     assert endings(gang, 1) == [Ending(0, 1, "me@machine0")]
     gang.end()
     gang = ssh(1).start(["wait", str(tmp_path)])
-    until((tmp_path / "process-0").exists)
+    until(lambda: begun(tmp_path, 1))
     os.kill(int((tmp_path / "process-0").read_text()), signal.SIGKILL)
     assert endings(gang, 1) == [Ending(0, -signal.SIGKILL, "me@machine0")]
     gang.end()
@@ -211,7 +228,7 @@ def test_a_preparation_that_fails_is_told_and_nothing_is_started(ssh, tmp_path: 
 def test_what_ray_takes_the_agent_from_is_told_to_save(ray, tmp_path: Path):
     gang = ray(2).start(["wait", str(tmp_path)])
     try:
-        until(lambda: all((tmp_path / f"process-{host}").exists() for host in range(2)))
+        until(lambda: begun(tmp_path, 2))
         gang._ray.kill(gang._agents[1])
         (ending,) = endings(gang, 1)
         assert ending.host == 1 and ending.status == 75 and ending.out_of_sight
@@ -290,7 +307,7 @@ def test_told_to_stop_the_wait_for_a_slice_ends():
     said: list[str] = []
 
     def told(seconds: float) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     with serving() as (cloud, api):
         cloud.course = ["WAITING_FOR_RESOURCES"]

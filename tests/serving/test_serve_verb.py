@@ -29,20 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def process(model: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [
-        sys.executable,
-        "-c",
-        "from affinage.cli import main; main()",
-        "serve",
-        str(model),
-        "--port",
-        "0",
-        "--grace",
-        "300",
-    ]
+    command = [sys.executable, "-c", "from affinage.cli import main; main()", "serve", str(model), "--port", "0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "AFFINAGE_TOKEN": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command += ["--host", "0.0.0.0", "--mesh", "tensor=2", "--context", "80"]
+    command += ["--host", "0.0.0.0", "--mesh", "tensor=2", "--context", "80", "--grace", "300"]
     with subprocess.Popen(command, env=environment, text=True, **pipes) as one:  # type: ignore[call-overload]
         try:
             yield one

@@ -36,7 +36,7 @@ def watched(folder: Path, leave: bool | None = True) -> Watchdog:
 
 
 def until_told(what: str, capfd: pytest.CaptureFixture[str]) -> str:
-    late, said = time.monotonic() + 60, ""
+    late, said = time.monotonic() + 300, ""
     while what not in said:
         assert time.monotonic() < late, said
         said += capfd.readouterr().err
@@ -50,7 +50,7 @@ def test_it_leaves_though_nobody_reads_what_it_says(tmp_path: Path, left, monkey
     monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
     monkeypatch.setattr(sys, "stderr", os.fdopen(writes, "w"))
     with watched(tmp_path):
-        assert left.get(timeout=60).startswith("train: step 1 has not ended for")
+        assert left.get(timeout=300).startswith("train: step 1 has not ended for")
 
 
 def test_a_training_that_ends_while_it_is_about_to_be_left_is_not_left(
@@ -68,7 +68,7 @@ def test_it_leaves_without_standard_error(tmp_path: Path, left, monkeypatch: pyt
     monkeypatch.setattr(watchdog, "_DISK", 0.0)
     monkeypatch.setattr(sys, "stderr", None)
     with watched(tmp_path):
-        assert left.get(timeout=60).startswith("train: step 1 has not ended for")
+        assert left.get(timeout=300).startswith("train: step 1 has not ended for")
     os.close(os.open(tmp_path / "stuck.txt", os.O_RDONLY | os.O_NONBLOCK))
 
 
@@ -83,7 +83,7 @@ def test_one_process_is_left_by_itself_where_a_launcher_starts_it_again(
         monkeypatch.setenv(by, "1")
     with watched(tmp_path, leave=None):
         if by:
-            assert left.get(timeout=60)
+            assert left.get(timeout=300)
         else:
             until_told("step 1 has not ended", capfd)
     assert left.empty() or by
@@ -99,7 +99,7 @@ def test_what_may_take_long_is_told_in_time_and_left_late(
         time.sleep(0.3)
         assert left.empty()
         dog.begins("the restore", told_after=1, left_after=1, may_take=0.3)
-        assert "the restore has not ended" in left.get(timeout=60)
+        assert "the restore has not ended" in left.get(timeout=300)
 
 
 def test_a_host_that_stands_still_is_named_before_what_it_is_at_takes_long(

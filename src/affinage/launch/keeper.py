@@ -22,9 +22,14 @@ def main(group: str, start: str, *command: str) -> int:
     os.environ.pop(PARENT_SIGNAL, None)
     die_with_parent()
     environment = {**os.environ, PARENT: str(os.getpid()), PARENT_SIGNAL: str(int(signal.SIGTERM))}
+    early: list[int] = []  # told before there is somebody to pass it on to
+    for number in _PASSED_ON:
+        signal.signal(number, lambda told, frame: early.append(told))
     process = subprocess.Popen(command, env=environment)
     for number in _PASSED_ON:
         signal.signal(number, lambda told, frame: process.send_signal(told))
+    for told in early:
+        process.send_signal(told)
     Remains(group, start).note(process.pid)
     status = process.wait()
     return 128 - status if status < 0 else status
