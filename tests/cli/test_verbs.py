@@ -1,6 +1,7 @@
 """The command line as people and scripts meet it: help, messages, exit statuses, speed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -186,6 +187,23 @@ def test_graph_prints_what_a_model_costs():
         f"({policy})" in shown and memory["activations"][policy] > 0 for policy in ("none", "dots", "block", "full")
     )
     assert CliRunner().invoke(app, ["graph", "quickstart", "--mermaid"]).output.startswith("flowchart TD\n")
+
+
+def test_graph_draws_the_learning_rates():
+    words = ["graph", "gpt2-124m", "--schedule", "--set", "pretrain.steps=1000"]
+    words += ["--set", "pretrain.schedule={name: cosine, peak: 1.0e-3, floor: 1.0e-4, warmup_steps: 100}"]
+    rates = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)["pretrain"]
+    by_step = {row["step"]: row["learning_rate"] for row in rates}
+    # The last step of the warm-up and the last of all are among those that are shown.
+    assert by_step[99] == pytest.approx(1e-3) and by_step[999] == pytest.approx(1e-4, rel=1e-2)
+    for step, rate in by_step.items():
+        falling = 1e-4 + 0.45e-3 * (1 + math.cos(math.pi * (step - 100) / 900))
+        assert rate == pytest.approx(1e-3 * (step + 1) / 100 if step < 100 else falling, rel=2e-2), step
+    drawn = CliRunner().invoke(app, words).output
+    assert drawn.startswith("pretrain: learning rate by step")
+    bars = {int(line.split()[0].replace(",", "")): line.count("█") for line in drawn.splitlines()[1:]}
+    assert bars.keys() == by_step.keys() and max(bars.values()) == bars[99] == 48
+    assert all(bars[step] == round(48 * rate / 1e-3) for step, rate in by_step.items())
 
 
 def test_graph_of_a_model_of_images():

@@ -11,9 +11,12 @@ from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
 from affinage.model.kinds.attention_choice import Need, choose
+from affinage.model.parameter import parameters_in
+from affinage.parallel.mesh import AXES
 from affinage.planning.phases import phases
 from affinage.planning.plan import compare, make_plan, planned_graph
 from affinage.planning.published import SPEED_UPS, speed_ups
+from affinage.planning.wires import wires
 from affinage.recipe.load import load_recipe
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
@@ -79,11 +82,43 @@ def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
     assert blocks["t"].exposed > 0 and blocks["f"].exposed == 0
     assert blocks["f"].hidden > 0
     # Four all-reduces a layer of [64, 512, 256] in bfloat16.
-    from affinage.parallel.mesh import AXES
-    from affinage.planning.wires import wires
-
     one = wires(find_slice("v4-8"), dict.fromkeys(AXES, 1) | {"tensor": 4})["tensor"].all_reduce(64 * 512 * 256 * 2)
     assert blocks["t"].exposed == pytest.approx(4 * 8 * one)
+
+
+def test_gradients_are_summed_where_weights_are_copied():
+    experts = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256}"
+
+    def one_sum(axis, numbers):
+        return wires(find_slice("v4-8"), dict.fromkeys(AXES, 1) | {axis: 4})[axis].all_reduce(4 * numbers)
+
+    made = {axis: plan_of(SMALL, "v4-8", f"mesh={{{axis}: 4}}", experts) for axis in ("data", "context", "expert")}
+    blocks = {axis: next(node for node in plan.time.nodes if node.name == "blocks") for axis, plan in made.items()}
+    parts = parameters_in(made["data"].split.graph.parameters["blocks"])
+    every, dense = sum(p.size for p in parts), sum(p.size for p in parts if "experts" not in p.axes)
+    assert 0 < dense < every / 2
+    for axis, numbers in {"data": every, "context": every, "expert": dense}.items():
+        assert blocks[axis].hidden == pytest.approx(one_sum(axis, numbers), rel=5e-3), axis
+    # Of two axes the second one sums what the first one has left of it.
+    both = plan_of(SMALL, "v4-8", "mesh={data: 2, context: 2}", experts).time.nodes
+    links = wires(find_slice("v4-8"), dict.fromkeys(AXES, 1) | {"data": 2, "context": 2})
+    expected = links["context"].all_reduce(4 * every) + links["data"].all_reduce(2 * every)
+    assert next(node.hidden for node in both if node.name == "blocks") == pytest.approx(expected)
+
+
+def test_collectives_are_told_by_the_axis_they_go_along():
+    made = plan_of(SMALL, "v4-16", "mesh={fsdp: 4, tensor: 2}")
+    along = made.time.collectives
+    assert along.keys() == {"fsdp", "tensor"} == made.to_dict()["step"]["collectives"].keys()
+    assert along["tensor"] == pytest.approx(sum(node.exposed for node in made.time.nodes))
+    assert along["fsdp"] == pytest.approx(sum(node.hidden for node in made.time.nodes))
+
+
+def test_stages_share_the_head_where_the_table_says_so():
+    table = "parallel.sharding={vocab: [tensor, pipeline]}"
+    each, shared = (plan_of(SMALL, "v4-8", "mesh={pipeline: 4}", *more) for more in ((), (table,)))
+    head = [next(node.compute for node in made.time.nodes if node.name == "logits") for made in (each, shared)]
+    assert head[0] == pytest.approx(4 * head[1])
 
 
 def test_a_pipeline_has_the_bubble_of_gpipe():

@@ -49,6 +49,15 @@ def test_it_is_the_plan_of_the_slice_beside_what_was_measured(run):
     assert "75.0%" in page  # of the training was compilation
 
 
+def test_so_it_is_for_preferences(run):
+    preferring = "{steps: 100, batch: 64, sources: [chats.jsonl], schedule: {peak: 1.0e-5, floor: 0}}"
+    loaded = load_recipe(SMALL, ["pretrain=null", f"dpo={preferring}"])
+    plan = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-32"))
+    summary = json.loads((run / "pretrain" / "summary.json").read_text())
+    found = predicted("dpo", run / "pretrain", summary, loaded.recipe.model_dump(mode="json"))
+    assert found["step_seconds"] == pytest.approx(plan.time.seconds) and found["memory"] == plan.memory.total
+
+
 def test_a_processor_is_one_device_however_many_it_shows(run):
     summary = json.loads((run / "pretrain" / "summary.json").read_text())
     recipe = json.loads((run / "recipe.json").read_text())

@@ -22,6 +22,9 @@ def show_plan(made: "Plan", verdict: "Verdict | None") -> None:
         console.print(line, markup=False)
     console.print()
     console.print(_time_table(made), markup=False)
+    if made.time.collectives:
+        along = ", ".join(f"{axis} {seconds:.4f}" for axis, seconds in made.time.collectives.items())
+        console.print(f"seconds of collectives along each axis of the mesh: {along}", markup=False)
     for line in _outcome(made):
         console.print(line, markup=False)
     for warning in made.warnings:

@@ -22,6 +22,7 @@ from affinage.planning.settle import Choice, choose_remat
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
+from affinage.recipe.tuning import DpoSettings
 
 Training = Literal["pretrain", "sft", "dpo"]
 TRAININGS = get_args(Training)
@@ -170,6 +171,7 @@ class Plan:
                 "update": self.time.update,
                 "bubble": self.time.bubble,
                 "bound": self.time.bound,
+                "collectives": self.time.collectives,
                 "nodes": [dataclasses.asdict(node) | {"bound": node.bound} for node in self.time.nodes],
             },
             "tokens_per_second": self.tokens_per_second,
@@ -233,7 +235,12 @@ def planned_graph(loaded: LoadedRecipe, counted: Counted = NOTHING_COUNTED) -> G
     if recipe.pretrain is not None or recipe.sft is not None or recipe.dpo is None:
         return graph
     _, _, context = training_settings(recipe)
-    return preference_graph(graph, recipe.dpo, counted.documents or 2 * max(1, round(context / (2 * ANSWER))))
+    return preferring(graph, recipe.dpo, context, counted.documents)
+
+
+def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int | None) -> Graph:
+    """The model with the loss of preferences; `documents` as in `Counted`."""
+    return preference_graph(graph, settings, documents or 2 * max(1, round(context / (2 * ANSWER))))
 
 
 def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:

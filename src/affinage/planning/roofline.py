@@ -1,14 +1,14 @@
 """How long a step takes: for every node the slowest of multiplying, of the memory and of the links.
 
 What is assumed, beside the chip table: matrix products reach `Chip.achievable` of the peak; the memory reaches
-MEMORY_ACHIEVABLE of its bandwidth; gathering of weights and summing of gradients run beside the products of the same
-node, as XLA's scheduler has it; the sums of activations that tensor parallelism needs, and the all-to-alls of experts,
-wait for the products and are waited for.
+MEMORY_ACHIEVABLE of its bandwidth; gathering of weights and summing of gradients, over every mesh axis that splits rows
+or positions and not the weight, run beside the products of the same node, as XLA's scheduler has it; the sums of
+activations that tensor parallelism needs, and the all-to-alls of experts, wait for the products and are waited for.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,20 +21,22 @@ from affinage.model import Call
 from affinage.model.activations import batch_shapes
 from affinage.model.kind import Context
 from affinage.model.node import Node
-from affinage.model.parameter import map_parameters, parameters_in
+from affinage.model.parameter import map_parameters
 from affinage.model.repeat import apply_node
+from affinage.parallel.mesh import AXES
+from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.planning.collectives import collectives, weights_of
 from affinage.planning.liveness import measure, trace
 from affinage.planning.local import Split
 from affinage.planning.memory import Memory, call_of
 from affinage.planning.part import Part, part_of
-from affinage.planning.wires import Wires, wires
+from affinage.planning.wires import wires
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
 
 MEMORY_ACHIEVABLE = 0.8
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
 _PASSES = 3  # forward, and two products for each of its products backward
-_TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class NodeTime:
     hidden: float  # collectives, and copies to and from the host, beside the products
     exposed: float  # collectives that are waited for
     forward: float = 0.0  # of `seconds`, the forward pass
+    axes: Mapping[str, float] = field(default_factory=dict)  # collectives along each mesh axis, hidden and exposed
 
     @property
     def seconds(self) -> float:
@@ -72,6 +75,12 @@ class StepTime:
     def seconds(self) -> float:
         """From one update to the next."""
         return sum(node.seconds for node in self.nodes) + self.update + self.bubble
+
+    @property
+    def collectives(self) -> dict[str, float]:
+        """Seconds of collectives along each mesh axis that has any, be they beside the products or waited for."""
+        found = {axis: sum(node.axes.get(axis, 0.0) for node in self.nodes) for axis in AXES}
+        return {axis: seconds for axis, seconds in found.items() if seconds}
 
     @property
     def bound(self) -> str:
@@ -122,18 +131,20 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
     nodes = []
     for node, cost in zip(split.graph.nodes, split.costs.nodes, strict=True):
         done = work[node.name]
-        # Stages have layers of their own; what is not repeated they all compute.
-        devices = split.devices // (1 if node.repeat else split.sizes["pipeline"])
+        # Stages have layers of their own, and parts of the vocabulary by some tables; the rest they all compute.
+        shared = node.repeat or (getattr(node.kind, "vocab", None) and STAGES in split.table["vocab"])
+        devices = split.devices // (1 if shared else split.stages)
         once = cost.flops if done.kernel else cost.flops_all_pairs
         flops = (done.passes * once + held.adapted_flops(node, split.rows, split.context)) / devices
         moved, ahead = done.moved, done.forward
         if node.repeat is not None and split.stages > 1:
             # The weights of a stage, or of one of its rounds, are read in every tick.
-            again = _weights_of(split, node) * jnp.dtype(call.compute_dtype).itemsize
+            again = weights_of(split, node) * jnp.dtype(call.compute_dtype).itemsize
             again *= split.ticks / split.parallel.pipeline_rounds - 1
             moved, ahead = moved / split.stages + _PASSES * again, ahead / split.stages + again
         moved *= split.micro_batches
-        hidden, exposed = _collectives(split, node, links, call, settings, local)
+        beside, waited = collectives(split, node, links, call, settings, local)
+        hidden, exposed = sum(beside.values()), sum(waited.values())
         hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
         read = ahead * split.micro_batches / _bandwidth(where)
@@ -149,7 +160,10 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
                 time.exposed + alone.exposed,
             )
             forward += alone.seconds
-        nodes.append(replace(time, forward=forward))
+            beside = {axis: seconds * 4 / 3 for axis, seconds in beside.items()}
+            waited = {axis: seconds * 3 / 2 for axis, seconds in waited.items()}
+        along = {axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}}
+        nodes.append(replace(time, forward=forward, axes=along))
     parts = split.pipeline_parts * split.parallel.pipeline_rounds
     # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
     layered = sum(time.seconds for time, node in zip(nodes, split.graph.nodes, strict=True) if node.repeat)
@@ -275,44 +289,3 @@ def _join(floats: list[Any], rest: Any) -> Any:
     given = iter(floats)
     filled = [next(given) if flag else leaf for leaf, flag in zip(leaves, floating, strict=True)]
     return jax.tree.unflatten(structure, filled)
-
-
-def _weights_of(split: Split, node: Node, declared: Mapping[str, Any] | None = None) -> int:
-    """A node's parameters as far as tensor, expert and pipeline leave them to one device; or those of `declared`."""
-    given = split.local_graph.parameters if declared is None else declared
-    count = sum(p.size for p in parameters_in(given.get(node.name, {})))
-    return count // (split.stages if node.repeat else 1)
-
-
-def _collectives(
-    split: Split, node: Node, links: Mapping[str, Wires], call: Call, settings: TrainSettings, held: Frozen
-) -> tuple[float, float]:
-    """Seconds of one node's collectives in a step: beside its products, and waited for."""
-    sizes, parts = split.sizes, split.micro_batches
-    width = jnp.dtype(call.compute_dtype).itemsize
-    # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
-    weights = _weights_of(split, node)
-    trained = weights if held.adapters is None else _weights_of(split, node, held.adapters.parameters)
-    hidden = exposed = 0.0
-    if sizes["fsdp"] > 1:
-        # Gathered forward and again backward; the gradients are summed and scattered. In a pipeline in every tick.
-        times = parts * (split.ticks / split.parallel.pipeline_rounds if node.repeat else 1)
-        hidden += times * (
-            2 * links["fsdp"].all_gather(weights * width) + links["fsdp"].reduce_scatter(trained * width)
-        )
-    if sizes["data"] > 1:
-        stored = jnp.dtype("float32" if parts > 1 else settings.precision.params).itemsize
-        hidden += links["data"].all_reduce(trained * stored / sizes["fsdp"])
-    if node.repeat is not None:
-        residual = split.local_rows * split.local_context * split.graph.shapes[node.name].width * width
-        layers = split.local_graph[node.name].layers / split.stages
-        exposed += parts * layers * _TENSOR_SUMS * links["tensor"].all_reduce(residual) if sizes["tensor"] > 1 else 0.0
-        if sizes["expert"] > 1 and "experts" in str(split.graph.parameters.get(node.name)):
-            whole = residual * sizes["expert"]
-            exposed += parts * layers * 4 * links["expert"].all_to_all(whole)
-        if sizes["context"] > 1:
-            whole = 2 * residual * sizes["context"]  # keys and values
-            exposed += parts * layers * 3 * links["context"].all_gather(whole)
-        if sizes["pipeline"] > 1:
-            exposed += 2 * parts * links["pipeline"].permute(residual)
-    return hidden, exposed

@@ -1,0 +1,85 @@
+"""Seconds that the collectives of a step take, node by node and mesh axis by mesh axis."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from affinage.model import Call
+from affinage.model.node import Node
+from affinage.model.parameter import parameters_in
+from affinage.parallel.mesh import AXES
+from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.planning.local import Split
+from affinage.planning.wires import Wires
+from affinage.recipe.training import TrainSettings
+from affinage.training.frozen import Frozen
+
+_TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
+
+Seconds = dict[str, float]  # by mesh axis
+
+
+def weights_of(split: Split, node: Node, declared: Mapping[str, Any] | None = None) -> int:
+    """A node's parameters as far as tensor, expert and pipeline leave them to one device; or those of `declared`."""
+    given = split.local_graph.parameters if declared is None else declared
+    count = sum(p.size for p in parameters_in(given.get(node.name, {})))
+    return count // (split.stages if node.repeat else 1)
+
+
+def collectives(
+    split: Split, node: Node, links: Mapping[str, Wires], call: Call, settings: TrainSettings, held: Frozen
+) -> tuple[Seconds, Seconds]:
+    """Seconds of one node's collectives in a step: beside its products, and waited for."""
+    sizes, parts = split.sizes, split.micro_batches
+    width = jnp.dtype(call.compute_dtype).itemsize
+    # Weights as the fsdp axis sees them: what tensor, expert and pipeline leave of them.
+    weights = weights_of(split, node)
+    declared = split.local_graph.parameters if held.adapters is None else held.adapters.parameters
+    trained = weights_of(split, node, declared)
+    stored = jnp.dtype("float32" if parts > 1 else settings.precision.params).itemsize
+    hidden = _sums_of_gradients(split, node, links, declared, stored)
+    exposed: Seconds = {}
+    if sizes["fsdp"] > 1:
+        # Gathered forward and again backward; the gradients are summed and scattered. In a pipeline in every tick.
+        times = parts * (split.ticks / split.parallel.pipeline_rounds if node.repeat else 1)
+        hidden["fsdp"] = times * (
+            2 * links["fsdp"].all_gather(weights * width) + links["fsdp"].reduce_scatter(trained * width)
+        )
+    if node.repeat is not None:
+        residual = split.local_rows * split.local_context * split.graph.shapes[node.name].width * width
+        layers = split.local_graph[node.name].layers / split.stages
+        if sizes["tensor"] > 1:
+            exposed["tensor"] = parts * layers * _TENSOR_SUMS * links["tensor"].all_reduce(residual)
+        if sizes["expert"] > 1 and "experts" in str(split.graph.parameters.get(node.name)):
+            whole = residual * sizes["expert"]
+            exposed["expert"] = parts * layers * 4 * links["expert"].all_to_all(whole)
+        if sizes["context"] > 1:
+            whole = 2 * residual * sizes["context"]  # keys and values
+            exposed["context"] = parts * layers * 3 * links["context"].all_gather(whole)
+        if sizes[STAGES] > 1:
+            exposed[STAGES] = 2 * parts * links[STAGES].permute(residual)
+    return hidden, exposed
+
+
+def _sums_of_gradients(
+    split: Split, node: Node, links: Mapping[str, Wires], declared: Mapping[str, Any], stored: int
+) -> Seconds:
+    """Of gradients of `stored` bytes each, once in a step, along the axes that split rows or positions, not the weight.
+
+    That of `fsdp` is not among them. Along each axis goes what the inner ones have scattered.
+    """
+    summed = {*split.table["batch"], *split.table["sequence"]} - {"fsdp"}
+    counts: Counter[tuple[str, ...]] = Counter()
+    for parameter in parameters_in(declared.get(node.name, {})):
+        over = {name for axis in parameter.axes if axis for name in split.table[axis]}
+        axes = tuple(a for a in reversed(AXES) if a in summed - over and split.sizes[a] > 1)
+        counts[axes] += parameter.size
+    seconds: Seconds = {}
+    for axes, count in counts.items():
+        whole = count // (split.stages if node.repeat else 1) * stored / split.sizes["fsdp"]
+        for axis in axes:
+            seconds[axis] = seconds.get(axis, 0.0) + links[axis].all_reduce(whole)
+            whole /= split.sizes[axis]
+    return seconds
