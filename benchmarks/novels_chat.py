@@ -43,12 +43,12 @@ def main() -> None:
         print(f"{source}: {share:.1%} of the held-out pairs are right after DPO")
     print(f"all stages: {seconds(run):.0f} s")
     results = [
-        {"stderr": row["stderr"]}
-        | result(
+        result(
             f"{row['task']} {row['metric']}, {row['model']}",
             row["value"],
             row["chance"],
             f"share of {row['items']} items",
+            row["stderr"],
         )
         for row in rows
     ]

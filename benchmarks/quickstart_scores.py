@@ -46,11 +46,12 @@ def scores(folder: Path) -> list[dict]:
                 if measured:
                     score = measured["metrics"][metric]
                     chance = measured.get("chance")
-                    rows.append({"what": label, "language": language, "model": model, "chance": chance, **score})
+                    about = {"what": label, "language": language, "model": model, "items": measured["items"]}
+                    rows.append({**about, "chance": chance, **score})
     for model in ("sft", "dpo"):
-        stopped = results[model]["generation"]["stopped"]
-        what = "answers that end with <|im_end|>"
-        rows.append({"what": what, "language": "both", "model": model, "chance": None, **stopped})
+        said = results[model]["generation"]
+        about = {"what": "answers that end with <|im_end|>", "language": "both", "model": model, "chance": None}
+        rows.append({**about, "items": said["texts"], **said["stopped"]})
     return rows
 
 
@@ -74,7 +75,13 @@ def main() -> None:
     print(table(rows))
     print(f"\nall stages: {took:.0f} s; after DPO {right:.1%} of the held-out pairs are right")
     results = [
-        result(f"{row['what']}, {row['language']}, {row['model']}", row["value"], row["chance"], "share of items")
+        result(
+            f"{row['what']}, {row['language']}, {row['model']}",
+            row["value"],
+            row["chance"],
+            f"share of {row['items']} items",
+            row["stderr"],
+        )
         for row in rows
     ]
     results.append(result("all stages", took, LIMIT_SECONDS, "s"))

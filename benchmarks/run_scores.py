@@ -34,6 +34,7 @@ def cells(scores: Mapping[str, Mapping[str, Any]]) -> str:
     return " | ".join([*shown, f"{chance:.0%}" if chance else "–"])
 
 
-def result(name: str, value: float, peer: float | None, unit: str) -> dict[str, Any]:
-    """A line of a benchmark's results."""
-    return {"name": name, "ours": value, "peer": peer, "unit": unit, "ratio": value / peer if peer else None}
+def result(name: str, value: float, peer: float | None, unit: str, stderr: float | None = None) -> dict[str, Any]:
+    """A line of a benchmark's results, with its standard error if it has one."""
+    error = {} if stderr is None else {"stderr": stderr}
+    return {"name": name, "ours": value, **error, "peer": peer, "unit": unit, "ratio": value / peer if peer else None}

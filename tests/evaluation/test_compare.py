@@ -8,7 +8,7 @@ from scipy import stats
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import JULIAN
-from affinage.evaluation.compare import compare
+from affinage.evaluation.compare import compare, unlike
 from affinage.evaluation.published import headline_metrics, published
 
 
@@ -53,6 +53,64 @@ def test_equal_items_are_told_apart_by_their_order(tmp_path):
     one = write(tmp_path / "a", "t", [("x", 0), ("x", 1), ("y", 1)])
     two = write(tmp_path / "b", "t", [("x", 0), ("x", 0), ("y", 1)])
     assert compare(one, two)[0].difference == pytest.approx(-1 / 3)
+
+
+def lines(folder, task, *rows, version=1.0):
+    (folder / "items").mkdir(parents=True, exist_ok=True)
+    (folder / "items" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "results.json").write_text(json.dumps({"tasks": {task: {"version": version}}}))
+    return folder
+
+
+def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
+    random = np.random.default_rng(0)
+    strict, flexible = random.integers(0, 2, (2, 100)), np.ones((2, 100), int)
+
+    def of(model):
+        read = (("strict-match", strict[model]), ("flexible-extract", flexible[model]))
+        return [{"hash": f"h{n}", "filter": f, "exact_match": int(right[n])} for f, right in read for n in range(100)]
+
+    one, two = lines(tmp_path / "a", "gsm8k", *of(0)), lines(tmp_path / "b", "gsm8k", *of(1))
+    found = {each.metric: each for each in compare(one, two)}
+    assert set(found) == {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert [each.items for each in found.values()] == [100, 100]
+    test = stats.ttest_rel(strict[1], strict[0])
+    read = found["exact_match,strict-match"]
+    assert read.difference / read.stderr == pytest.approx(test.statistic)
+    assert found["exact_match,flexible-extract"].stderr == 0
+
+    older = [{name: value for name, value in line.items() if name != "filter"} for line in of(0)[:100]]
+    now = [{**line, "filter": "get-answer"} for line in of(1)[:100]]
+    (found,) = compare(lines(tmp_path / "c", "gsm8k", *older), lines(tmp_path / "d", "gsm8k", *now))
+    assert (found.items, found.difference) == (100, pytest.approx(read.difference))
+    (found,) = compare(tmp_path / "c", tmp_path / "c")
+    assert (found.metric, found.items) == ("exact_match", 100)
+
+
+def test_what_the_harness_calls_the_perplexity_of_an_item_is_its_log_likelihood(tmp_path):
+    def of(name, values):
+        return [{"hash": str(n), "filter": "none", name: value} for n, value in enumerate(values)]
+
+    old = lines(tmp_path / "a", "lambada_openai", *of("perplexity", [-5.0, -5.4]))
+    new = lines(tmp_path / "b", "lambada_openai", *of("log_likelihood", [-4.7, -5.1]))
+    (found,) = compare(old, new)
+    assert found.metric == "log_likelihood" and found.difference == pytest.approx(0.3)
+
+
+def test_tasks_that_were_not_asked_alike_are_named(tmp_path):
+    def of(folder, task, prompts, answer="t", **about):
+        rows = [{"hash": str(n), "prompt_hash": p, "target_hash": answer, "acc": 1} for n, p in enumerate(prompts)]
+        return lines(tmp_path / folder, task, *rows, **about)
+
+    zero = of("zero", "boolq", ["a", "b", "c"])
+    assert unlike(zero, zero) == []
+    (found,) = unlike(zero, of("few", "boolq", ["a", "more b", "more c"]))
+    assert (found.task, found.questions, found.versions) == ("boolq", 2, None)
+    (found,) = unlike(zero, of("newer", "boolq", ["a", "b", "c"], version=2.0))
+    assert (found.questions, found.versions) == (0, ("1.0", "2.0"))
+    assert unlike(zero, of("mended", "boolq", ["a", "b", "c"], answer="u"))[0].questions == 3
+    older = write(tmp_path / "older", "boolq", [(str(n), 1) for n in range(3)])
+    assert unlike(older, zero) == [], "what an older version wrote does not say how it asked"
 
 
 def test_nothing_in_common_is_said(tmp_path):

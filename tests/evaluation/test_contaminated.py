@@ -48,20 +48,20 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
 
     def seen(items) -> Contamination:  # type: ignore[no-untyped-def]
         asked.extend(item.id for item in items)
-        return Contamination(
-            frozenset({("quiz", "1"), ("quiz", "2"), ("quiz", "8")}), {"quiz": 6}, frozenset({"quiz"}), 5
-        )
+        found = frozenset({("quiz", "1"), ("quiz", "2"), ("quiz", "8")})
+        return Contamination(found, {"quiz": 6}, frozenset({"quiz"}), 5, common=frozenset({("quiz", "5")}))
 
     results = evaluate(tiny_llama(), [name], folder=tmp_path / "out", seen=seen, limit=8)
     assert asked == [str(n) for n in range(9)]
     told = results["contamination"]["tasks"]["quiz"]
     assert told["found"] == [1, 2] and told["items"] == 8, "the item 8 was not asked"
+    assert told["common"] == [5]
     right = [json.loads(line)["acc"] for line in (tmp_path / "out/items/quiz.jsonl").read_text().splitlines()]
-    rest = [value for number, value in enumerate(right) if number not in (1, 2)]
-    mean = sum(rest) / 6
+    rest = [value for number, value in enumerate(right) if number not in (1, 2, 5)]
+    mean = sum(rest) / 5
     assert told["without"]["acc"]["value"] == pytest.approx(mean)
-    spread = (sum((value - mean) ** 2 for value in rest) / 5) ** 0.5
-    assert told["without"]["acc"]["stderr"] == pytest.approx(spread / 6**0.5)
+    spread = (sum((value - mean) ** 2 for value in rest) / 4) ** 0.5
+    assert told["without"]["acc"]["stderr"] == pytest.approx(spread / 5**0.5)
 
 
 def test_metrics_that_are_no_mean_over_items_are_left_out():
@@ -75,11 +75,25 @@ def test_metrics_that_are_no_mean_over_items_are_left_out():
     assert told["tasks"]["quiz"]["without"]["acc"] == {"value": None, "stderr": None}
 
 
+def test_each_filter_of_the_answers_has_its_score_without_them():
+    found = Contamination(frozenset({("quiz", "0")}), {}, frozenset({"quiz"}), 1)
+    right = {"strict": (1, 0, 1), "flexible": (0, 1, 1)}
+    asked = [{"doc_id": n, "filter": f, "exact_match": v} for f, values in right.items() for n, v in enumerate(values)]
+    metrics = {f"exact_match,{name}": {"value": 2 / 3, "stderr": 0.3} for name in right}
+    told = contamination_of(found, {"quiz": {"metrics": metrics}}, {"quiz": asked})["tasks"]["quiz"]
+    assert told["items"] == 3
+    assert {name: score["value"] for name, score in told["without"].items()} == {
+        "exact_match,strict": 0.5,
+        "exact_match,flexible": 1.0,
+    }
+
+
 def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_path: Path, capsys):  # type: ignore[no-untyped-def]
     name = task(tmp_path, questions())
     story = f"In the evening they tell each other stories. One of them says that {FACTS[0]}, and nobody believes it. "
     (tmp_path / "text.jsonl").write_text(json.dumps({"id": "a", "text": story + "Then they all go home and sleep."}))
     talks = [{"prompt": "Tell me of the town", "completion": f"Well: {FACTS[1]}."}] * 2
+    talks += [{"prompt": f"Verse {n}", "completion": f"It is {n}. {FACTS[2]}."} for n in range(11)]
     talks += [{"prompt": f"Say {n}", "completion": f"{n} it is"} for n in range(20)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     settings = [
@@ -102,14 +116,14 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
     found = {}
     for stage in ("evaluate-base", "evaluate-sft"):
         told = json.loads((run / stage / "results.json").read_text())["contamination"]["tasks"]["quiz"]
-        found[stage] = told["found"]
-    assert found == {"evaluate-base": [0], "evaluate-sft": [0, 1]}
+        found[stage] = told["found"], told["common"]
+    assert found == {"evaluate-base": ([0], []), "evaluate-sft": ([0, 1], [2])}
     page = (run / "report.html").read_text()
-    assert "Items in the training text" in page and "2 / 4" in page
+    assert "Items in the training text" in page and "3 / 4" in page and "in more than 10 texts each: 2" in page
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
     said = capsys.readouterr().out
-    assert "quiz: 2 of 9 stand there: 0, 1" in said and "without them" in said
+    assert "quiz: 3 of 9 stand there: 0, 1; in more than 10 texts each: 2" in said and "without them" in said
     kept = (tmp_path / "runs" / "store").glob("looked-for-*")
     assert len(list(kept)) == 2, "of the documents, for all three evaluations, and of the conversations"

@@ -23,6 +23,10 @@ CHAT = {
     "doc_to_target": "{{choices[answer]}}",
     "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": 4},
     "metric_list": [{"metric": "exact_match"}],
+    "filter_list": [
+        {"name": "whole", "filter": [{"function": "take_first"}]},
+        {"name": "lower", "filter": [{"function": "lowercase"}, {"function": "take_first"}]},
+    ],
 }
 
 
@@ -55,7 +59,7 @@ def test_a_base_model_is_not_asked_to_chat(world, tmp_path, capfd):
 
 def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp_path):
     told, kept = [], tmp_path / "answers.jsonl"
-    asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept}
+    asked = {"task_folders": world, "chat": True, "limit": 4, "keep": kept, "folder": tmp_path}
     results = evaluate(tiny_llama(), ["pocket-world"], **asked, progress=told.append)
     assert set(results["tasks"]) == {"sums", "answers"} and results["tasks"]["answers"]["items"] == 4
     assert results["generation"] == {"texts": 4, "stopped": {"value": 0.0, "stderr": 0.0}}
@@ -64,6 +68,10 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert isinstance(sample["answer"], str)
     assert "scored 12 of 12 continuations" in told
     assert [line for line in told if "texts" in line] == [f"generated {n} texts" for n in (1, 2, 3, 4, 4)]
+    lines = [json.loads(line) for line in (tmp_path / "items/answers.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["filter"]) for line in lines] == [(n, f) for f in ("whole", "lower") for n in range(4)]
+    assert set(results["tasks"]["answers"]["metrics"]) == {"exact_match,whole", "exact_match,lower"}
+    assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
 
 def test_items_are_drawn_by_a_seed(world, tmp_path):

@@ -87,6 +87,18 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert long / short == pytest.approx(4, rel=0.01)
 
 
+def test_a_bar_s_standard_error_crosses_its_end_and_its_value_stands_behind_it() -> None:
+    rows = [Row("ours", [Interval(0.5, 0.1, 0, "50 ± 10 %")]), Row("theirs", [Interval(0.4, 0, 1, "40 %")])]
+    drawing = bar_chart(rows, SHARE, "bars", 920.0)
+    bar = elements(drawing, "rect")[0]
+    left, length = (float(bar.get(name) or 0) for name in ("x", "width"))
+    (spread,) = elements(drawing, "line", "spread")
+    ends = [(float(spread.get(name) or 0) - left) / length for name in ("x1", "x2")]
+    assert ends == pytest.approx([0.8, 1.2], rel=1e-3)
+    written = next(one for one in elements(drawing, "text", "value") if one.text == "50 ± 10 %")
+    assert float(spread.get("x2") or 0) < float(written.get("x") or 0) < 920
+
+
 def test_drawings_have_a_text_and_escape_it() -> None:
     row = Row('<b>"task"</b>' * 9, [Interval(0.5, 0.1, 0, "</title><script>")])
     drawing = responsive(lambda width: interval_chart([row], SHARE, "scores & <more>", width))

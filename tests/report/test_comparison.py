@@ -74,6 +74,22 @@ def test_three_runs_of_which_one_has_no_answers(runs, tmp_path, capsys):
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize("html", [False, True])
+def test_what_was_not_asked_alike_and_what_a_metric_is_are_said(tmp_path, capsys, html):
+    for name, prompt, score in (("a", "p", -5.2), ("b", "q", -4.9)):
+        (tmp_path / name / "items").mkdir(parents=True)
+        line = {"id": 0, "filter": "none", "prompt_hash": prompt, "perplexity": score}
+        lines = "".join(json.dumps({**line, "hash": str(n)}) + "\n" for n in range(3))
+        (tmp_path / name / "items" / "lambada_openai.jsonl").write_text(lines)
+    words = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), *(["--html", str(tmp_path / "c")] if html else [])]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = (tmp_path / "c").read_text() if html else " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and "perplexity " not in said.replace("higher is better; perplexity is", "")
+    assert "higher is better" in said and "log_likelihood" in said
+    assert "Not asked alike" in said and "lambada_openai (items with another prompt or right answer: 3)" in said
+
+
 def test_results_of_no_run_must_have_items_in_common(runs, tmp_path):
     (tmp_path / "items").mkdir()
     (tmp_path / "items" / "other.jsonl").write_text('{"id": 0, "hash": "x", "acc": 1}\n')

@@ -7,6 +7,7 @@ from synthetic_run import build_run
 
 from affinage.evaluation.benchmarks import JULIAN
 from affinage.report.page import write_report
+from affinage.report.strings import strings
 
 
 @pytest.mark.parametrize(("language", "mark"), [("en", "published"), ("fr", "publié")])
@@ -27,6 +28,11 @@ def test_bars_and_curves_say_who_published(tmp_path, language, mark):
     page = write(run, tmp_path)
     assert page.count("Pythia-410M") >= 1 and f"Pythia ({mark})" in page
     assert f"33{'.' if language == 'en' else ','}3" in page, "Pythia-410M's HellaSwag"
+    errors = 'class="spread"', f"33{'.' if language == 'en' else ','}8\u202f±\u202f1"
+    assert all(page.count(error) >= 2 for error in errors), "wide and narrow"
+    words = strings(language)
+    curve = page[page.index(f"<h3>{words['published_tokens']}") : page.index(f"<h3>{words['published_tuned']}")]
+    assert 'class="error s0"' in curve
     assert "not checked against the originals" in page
     assert "lambada_openai" not in page, "only what this run was judged on"
 

@@ -97,6 +97,9 @@ def _show(found: "Comparison") -> None:
 
 
 def _show_pair(console: "Console", found: "Comparison", pair: "Paired") -> None:
+    from affinage.report.comparison_page import notes
+    from affinage.report.strings import strings
+
     a, b = found.entrants[0].name, found.entrants[pair.other].name
     console.print(f"A: {a}, B: {b}")
     rows = []
@@ -106,6 +109,8 @@ def _show_pair(console: "Console", found: "Comparison", pair: "Paired") -> None:
         values = [f"{one.a:.4f}", f"{one.b:.4f}", f"{one.difference:+.4f}", interval, f"{one.items:,}", verdict]
         rows.append([one.task, one.metric, *values])
     _table(console, ["task", "metric", "A", "B", "B − A", "95 % interval", "items", ""], rows, left=2)
+    for note in notes(pair, strings("en")):
+        console.print(note, highlight=False, markup=False)
     if len({one.task for one in pair.differences}) > 5:
         console.print("Of 20 differences that are not there, one looks real by chance.")
 

@@ -1,6 +1,8 @@
 """The verb `eval`: models on benchmarks."""
 
+import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,8 +127,9 @@ def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: d
     folder = folder_of(target, opening.runs)
     model = opened(target, opening, sets_aside=True)
     world = made_from(training, "world")
+    lines: list[str] = []
     with Working(target) as working:
-        return evaluate(
+        results = evaluate(
             model,
             tasks,
             folder=folder if Hosts.current.first else None,
@@ -135,13 +138,29 @@ def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: d
             chat=is_chat(training),
             seen=seen_by(training) if settings.get("contamination", True) else None,
             progress=working.progressed,
+            say=lines.append,
             **{name: value for name, value in settings.items() if name not in ("tasks", "contamination")},
         )
+    for said in lines:
+        typer.echo(said, err=True)
+    return results
 
 
 def folder_of(target: str, runs: Path) -> Path:
-    """Where the results of a model are kept that no recipe judges."""
-    return runs / "evaluations" / re.sub(r"[^A-Za-z0-9@._-]+", "-", target).strip("-.")
+    """Where the results of a model are kept that no recipe judges: a folder for each path and step.
+
+    It is called as the run or, of any other model, as its folder, with a hash of the path.
+    """
+    from affinage.stages.models import meant
+
+    name, at, step = target.partition("@")
+    place, root = Path(os.path.abspath(meant(name, runs) or name)), Path(os.path.abspath(runs))
+    inside = place.is_relative_to(root)
+    path = place.relative_to(root) if inside else place
+    told = re.sub(r"[^A-Za-z0-9._-]+", "-", str(path) if inside else path.name)
+    if told != str(path):
+        told = f"{told}-{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    return runs / "evaluations" / f"{told}{at}{step}"
 
 
 def _show(results: dict[str, Any]) -> None:
@@ -170,13 +189,18 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
     told = results.get("contamination")
     if not told:
         return
-    found = {task: entry for task, entry in told["tasks"].items() if entry["found"]}
+    found = {task: entry for task, entry in told["tasks"].items() if entry["found"] or entry.get("common")}
     console.print(
         f"\n{told['texts']:,} texts that it was trained on were looked through for the items.", highlight=False
     )
     for task, entry in found.items():
-        numbers = ", ".join(map(str, entry["found"][:_NUMBERS])) + (" ..." if len(entry["found"]) > _NUMBERS else "")
-        console.print(f"{task}: {len(entry['found']):,} of {entry['items']:,} stand there: {numbers}", highlight=False)
+        common = entry.get("common", [])  # results of older versions have none
+        lists = [_listed(entry["found"])] if entry["found"] else []
+        if common:
+            lists.append(f"in more than {told['boilerplate']:,} texts each: {_listed(common)}")
+        count = len(entry["found"]) + len(common)
+        said = f"{task}: {count:,} of {entry['items']:,} stand there: {'; '.join(lists)}"
+        console.print(said, highlight=False, markup=False)
         for metric, without in entry["without"].items():
             value = results["tasks"][task]["metrics"][metric]["value"]
             left = (
@@ -185,6 +209,10 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
             console.print(f"  {metric} {_shown(value)}; without them {left}", highlight=False, markup=False)
     if not found:
         console.print("None stands there.", highlight=False)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:_NUMBERS])) + (" ..." if len(numbers) > _NUMBERS else "")
 
 
 def _show_published(tasks: dict[str, Any], console: Any) -> None:

@@ -26,6 +26,9 @@ class Contamination:
     too_short: dict[str, int]  # items by benchmark
     benchmarks: frozenset[str]  # that were looked for
     texts: int  # that were looked through
+    # Items that only runs in more than `boilerplate` texts tell of: copied that often, or an idiom of many texts.
+    common: frozenset[tuple[str, str]] = frozenset()
+    boilerplate: int = DecontaminateSettings().boilerplate
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,26 @@ def contamination(runs: Items, found: Iterable[Occurrences], settings: Decontami
     """The items that stand in texts.
 
     A match is what `decontaminate` calls one: a run that is in no more than `settings.boilerplate` items of a benchmark
-    and as many texts.
+    and as many texts. Items that have none, but a run that is in more texts, are those that are `common`.
     """
     looked = list(found)
     texts_with = sum((one.with_run for one in looked), np.zeros(runs.keys.size, np.int64))
-    told = np.flatnonzero((texts_with > 0) & (texts_with <= settings.boilerplate))
-    members = {member for key in told.tolist() for member in runs.of(key).tolist()}
-    standing = frozenset((runs.items[member].benchmark, runs.items[member].id) for member in members)
-    benchmarks = frozenset(item.benchmark for item in runs.items)
-    return Contamination(standing, dict(runs.too_short), benchmarks, sum(one.texts for one in looked))
+    few = texts_with <= settings.boilerplate
+    standing = _items_of(runs, (texts_with > 0) & few)
+    return Contamination(
+        found=standing,
+        too_short=dict(runs.too_short),
+        benchmarks=frozenset(item.benchmark for item in runs.items),
+        texts=sum(one.texts for one in looked),
+        common=_items_of(runs, ~few) - standing,
+        boilerplate=settings.boilerplate,
+    )
+
+
+def _items_of(runs: Items, chosen: np.ndarray) -> frozenset[tuple[str, str]]:
+    """(benchmark, item) of all items that have a run of those chosen, bool [K]."""
+    members = {member for key in np.flatnonzero(chosen).tolist() for member in runs.of(key).tolist()}
+    return frozenset((runs.items[member].benchmark, runs.items[member].id) for member in members)
 
 
 def texts_of_documents(folder: Path) -> Iterator[pa.Array]:

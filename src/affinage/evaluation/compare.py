@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from affinage.errors import UserError
+from affinage.evaluation.item_lines import label, scores_of
+from affinage.evaluation.result_folder import ITEMS, read_results
 
+_Items = Mapping[tuple[str, int], dict[str, Any]]  # lines by the item's hash; equal ones are told apart by their order
 _CONFIDENCE = 1.959964  # standard errors of a 95 % interval of a normal distribution
 
 
@@ -43,8 +46,23 @@ class Difference:
         return asdict(self) | {"is_real": self.is_real}
 
 
+@dataclass(frozen=True)
+class Unlike:
+    """A task that was not asked alike of both, so that what differs is not the models alone."""
+
+    task: str
+    questions: int  # items in common whose prompt or right answer differs
+    versions: tuple[str, str] | None  # of the task, if they differ
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
 def compare(a: Path, b: Path) -> list[Difference]:
     """The differences of all metrics of all tasks that two folders of results have in common.
+
+    Where answers were read by several filters, each is compared by itself: they are of the same items.
 
     Args:
         a: a folder that an evaluation wrote, with `items/TASK.jsonl`.
@@ -53,11 +71,9 @@ def compare(a: Path, b: Path) -> list[Difference]:
     Raises:
         UserError: a folder has no results, or they have no item in common (items are the same if their hashes are).
     """
-    differences = []
-    ours, theirs = _tasks(a), _tasks(b)
-    for task in ours:
-        if task in theirs:
-            differences += _of_task(task, _items(ours[task]), _items(theirs[task]))
+    differences = [
+        one for task, filtered, ours, theirs in _in_common(a, b) for one in _of_task(task, filtered, ours, theirs)
+    ]
     if not differences:
         raise UserError(
             "these two have no item of a benchmark in common",
@@ -67,36 +83,70 @@ def compare(a: Path, b: Path) -> list[Difference]:
     return differences
 
 
+def unlike(a: Path, b: Path) -> list[Unlike]:
+    """The tasks in common whose prompts, right answers or versions differ, as far as the results tell them.
+
+    Raises UserError as `compare`, where a folder has no results.
+    """
+    versions = [read_results(folder).get("tasks", {}) for folder in (a, b)]
+    found: dict[str, Unlike] = {}
+    for task, _, ours, theirs in _in_common(a, b):
+        questions = sum(_asked_otherwise(ours[key], theirs[key]) for key in ours if key in theirs)
+        old, new = (tasks.get(task, {}).get("version") for tasks in versions)
+        changed = None if old == new or None in (old, new) else (str(old), str(new))
+        if (questions or changed) and task not in found:
+            found[task] = Unlike(task, questions, changed)
+    return list(found.values())
+
+
+def _asked_otherwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    return any(ours[key] != theirs[key] for key in ("prompt_hash", "target_hash") if key in ours and key in theirs)
+
+
+def _in_common(a: Path, b: Path) -> Iterator[tuple[str, str | None, _Items, _Items]]:
+    """(task, filter, items of a, items of b) of every task and filter that both folders have."""
+    ours, theirs = _tasks(a), _tasks(b)
+    for task in ours:
+        if task not in theirs:
+            continue
+        mine, others = _by_filter(ours[task]), _by_filter(theirs[task])
+        if len(mine) == len(others) == 1 and (None in mine or None in others):  # of a version that did not name it
+            (first,), (second,) = mine, others
+            yield task, first or second, mine[first], others[second]
+            continue
+        for filtered in mine:
+            if filtered in others:
+                yield task, filtered, mine[filtered], others[filtered]
+
+
 def _tasks(folder: Path) -> dict[str, Path]:
-    found = {file.stem: file for file in sorted((folder / "items").glob("*.jsonl"))}
+    found = {file.stem: file for file in sorted((folder / ITEMS).glob("*.jsonl"))}
     if not found:
         raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
     return found
 
 
-def _items(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Items by their hash; equal ones are told apart by their order."""
-    items: dict[tuple[str, int], dict[str, Any]] = {}
+def _by_filter(file: Path) -> dict[str | None, dict[tuple[str, int], dict[str, Any]]]:
+    """Items by the filter of their answers, None where the lines name none."""
+    found: dict[str | None, dict[tuple[str, int], dict[str, Any]]] = {}
     try:
         for line in file.read_text(encoding="utf-8").splitlines():
             item = json.loads(line)
-            count = 0
+            items, count = found.setdefault(item.get("filter"), {}), 0
             while (item["hash"], count) in items:
                 count += 1
             items[item["hash"], count] = item
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         fix = "Judge the model again: what this file said is computed anew."
         raise UserError("these answers are damaged", where=str(file), fix=fix) from error
-    return items
+    return found
 
 
-def _of_task(
-    task: str, ours: Mapping[tuple[str, int], dict[str, Any]], theirs: Mapping[tuple[str, int], dict[str, Any]]
-) -> list[Difference]:
-    common = [key for key in ours if key in theirs]
+def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> list[Difference]:
+    common = [(scores_of(ours[key]), scores_of(theirs[key])) for key in ours if key in theirs]
     differences = []
-    for metric in dict.fromkeys(name for key in common for name in ours[key] if name not in ("id", "hash")):
-        pairs = [(ours[key].get(metric), theirs[key].get(metric)) for key in common]
+    for metric in dict.fromkeys(name for first, _ in common for name in first):
+        pairs = [(first.get(metric), second.get(metric)) for first, second in common]
         values = np.array([pair for pair in pairs if None not in pair], np.float64)
         if len(values) < 2:
             continue
@@ -107,7 +157,7 @@ def _of_task(
         differences.append(
             Difference(
                 task=task,
-                metric=metric,
+                metric=label(metric, filtered),
                 items=len(values),
                 unmatched=len(ours) + len(theirs) - 2 * len(common),
                 a=float(first),

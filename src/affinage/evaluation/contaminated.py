@@ -21,37 +21,44 @@ def contamination_of(
         items: of every task the harness's samples; an item has the number of its place in the task.
 
     Returns:
-        {texts: how many were looked through, tasks: {task: {items, too_short, found: [numbers], without: {metric:
-        {value, stderr}}}}}. too_short is of all the task's items; metrics that are no mean over items are left out.
+        {texts: how many were looked through, boilerplate: as decontamination's, tasks: {task: {items, too_short,
+        found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: of which every run of words
+        that stands in the text is in more than `boilerplate` texts; the scores are without these, too. too_short is of
+        all the task's items; metrics that are no mean over items are left out.
     """
     told = {}
     for name, asked in items.items():
         numbers = {str(item["doc_id"]) for item in asked}
-        mine = sorted(int(item) for task, item in found.found if task == name and item in numbers)
         if name not in found.benchmarks:
             continue
+        mine, common = (
+            sorted(int(item) for task, item in some if task == name and item in numbers)
+            for some in (found.found, found.common)
+        )
         told[name] = {
             "items": len(numbers),
             "too_short": found.too_short.get(name, 0),
             "found": mine,
+            "common": common,
             "without": {
                 metric: without
                 for metric, score in tasks[name]["metrics"].items()
-                if (without := _without(asked, metric, score["value"], set(mine))) is not None
+                if (without := _without(asked, metric, score["value"], {*mine, *common})) is not None
             },
         }
-    return {"texts": found.texts, "tasks": told}
+    return {"texts": found.texts, "boilerplate": found.boilerplate, "tasks": told}
 
 
 def _without(
     items: Sequence[Mapping[str, Any]], metric: str, reported: float | None, found: set[int]
 ) -> dict[str, float | None] | None:
-    asked = [item for item in items if item.get("filter", "none") == "none" and metric in item]
-    values = [item[metric] for item in asked]
+    name, _, filtered = metric.partition(",")
+    asked = [item for item in items if item.get("filter", "none") == (filtered or "none") and name in item]
+    values = [item[name] for item in asked]
     if reported is None or not values or not all(isinstance(value, int | float) for value in values):
         return None
     if abs(statistics.fmean(values) - reported) > _SAME:
         return None
-    left = [float(item[metric]) for item in asked if item["doc_id"] not in found]
+    left = [float(item[name]) for item in asked if item["doc_id"] not in found]
     stderr = statistics.stdev(left) / math.sqrt(len(left)) if len(left) > 1 else None
     return {"value": statistics.fmean(left) if left else None, "stderr": stderr}

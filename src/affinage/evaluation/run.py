@@ -1,6 +1,5 @@
 """A model's scores: lm-evaluation-harness's own evaluator over our backend, and its results in our form."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,6 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 
 from affinage import __version__
-from affinage.data.atomic import write_atomically, write_json
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.contamination import Contamination
 from affinage.evaluation.backend import JaxLM
@@ -21,8 +19,10 @@ from affinage.evaluation.batch_size import rows_that_fit
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.contaminated import contamination_of
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
+from affinage.evaluation.item_lines import finite, label, of_item
 from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
+from affinage.evaluation.result_folder import identity, write_results
 from affinage.evaluation.tasks import TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
 from affinage.hardware.hosts import Hosts
@@ -51,6 +51,7 @@ def evaluate(
     samples: int = 3,
     seen: Seen | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Scores of a model on benchmarks, with standard errors.
 
@@ -65,7 +66,8 @@ def evaluate(
     Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.
 
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
-    With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item.
+    With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item, beside what it has
+    of other tasks of this model; what it has of another model is removed, which `say` is told in a line.
 
     Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
     scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
@@ -73,7 +75,8 @@ def evaluate(
     """
     started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
-    ledger = None if keep is None else Ledger(keep, fingerprint(model))
+    weights = fingerprint(model)
+    ledger = None if keep is None else Ledger(keep, weights)
     rows = rows_that_fit(model) if batch == "auto" else batch
     lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
     rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
@@ -95,6 +98,7 @@ def evaluate(
     answered = sum(task["items"] for task in outcome.values())
     results = {
         "model": model.name,
+        "fingerprint": identity(model, weights),
         "context": model.context,
         "tasks": outcome,
         "missing": list(found.missing),
@@ -117,7 +121,7 @@ def evaluate(
         hosts.share("the end of the compression", None, seconds=None)
         results["bits_per_byte"] = bits
     if folder is not None:
-        _write(results, items, folder)
+        write_results(results, items, folder, say)
     return results
 
 
@@ -175,8 +179,8 @@ def _by_task(raw: Mapping[str, Any]) -> dict[str, Any]:
             metric, _, filtered = key.partition(",")
             if not filtered or metric.endswith("_stderr"):
                 continue
-            label = metric if filtered == "none" else key
-            metrics[label] = {"value": _number(value), "stderr": _number(measured.get(f"{metric}_stderr,{filtered}"))}
+            stderr = finite(measured.get(f"{metric}_stderr,{filtered}"))
+            metrics[label(metric, filtered)] = {"value": finite(value), "stderr": stderr}
         tasks[name] = {
             "metrics": metrics,
             "items": raw["n-samples"][name]["effective"],
@@ -187,14 +191,6 @@ def _by_task(raw: Mapping[str, Any]) -> dict[str, Any]:
             choices = [len(item["arguments"]) for item in raw["samples"][name]]
             tasks[name]["chance"] = sum(1 / count for count in choices) / len(choices)
     return tasks
-
-
-def _number(value: Any) -> float | None:
-    """A finite float, or None for what the harness calls "N/A"."""
-    try:
-        return float(value) if math.isfinite(float(value)) else None
-    except (TypeError, ValueError):
-        return None
 
 
 def _generation(lm: JaxLM) -> dict[str, Any]:
@@ -211,7 +207,7 @@ def _readable(item: Mapping[str, Any]) -> dict[str, Any]:
     """What a person wants to see of an item: the question, the choices or the answer, what was right, how it scored."""
     arguments = [list(one) for one in item["arguments"]]
     shown: dict[str, Any] = {"prompt": arguments[0][0], "target": item["target"]}
-    shown |= {metric: _number(item[metric]) for metric in item["metrics"] if _number(item[metric]) is not None}
+    shown |= {of_item(name): value for name in item["metrics"] if (value := finite(item[name])) is not None}
     if isinstance(arguments[0][-1], dict):
         return shown | {"answer": item["filtered_resps"][0]}
     if len(arguments) > 1:
@@ -221,16 +217,3 @@ def _readable(item: Mapping[str, Any]) -> dict[str, Any]:
         shown |= {"choices": choices, "chosen": max(range(len(scores)), key=scores.__getitem__)}
         return shown if same_prompt else shown | {"prompt": ""}
     return shown | {"continuation": arguments[0][-1]}
-
-
-def _write(results: Mapping[str, Any], items: Mapping[str, list[dict[str, Any]]], folder: Path) -> None:
-    (folder / "items").mkdir(parents=True, exist_ok=True)
-    for name, of_task in items.items():
-        lines = [
-            json.dumps(
-                {"id": item["doc_id"], "hash": item["doc_hash"]} | {m: _number(item[m]) for m in item["metrics"]}
-            )
-            for item in of_task
-        ]
-        write_atomically(folder / "items" / f"{name}.jsonl", "".join(line + "\n" for line in lines).encode())
-    write_json(folder / "results.json", results)

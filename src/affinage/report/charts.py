@@ -206,11 +206,14 @@ def _interval_row(row: Row, across: Scale, middle: float, *, hollow: bool) -> li
 
 
 def bar_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Markup:
-    """Groups of horizontal bars from zero, each with its value written at its end (`title` of the interval)."""
+    """Groups of horizontal bars from zero, each with its value written at its end (`title` of the interval).
+
+    A line of one standard error each way crosses the end of a bar that has one.
+    """
     beside = width > 600
     left = _label_width(rows) if beside else 2.0
     right = width - 96.0
-    top_value = max((one.value for row in rows for one in row.intervals), default=1.0)
+    top_value = max((one.value + one.error for row in rows for one in row.intervals), default=1.0)
     across = Scale(0.0, top_value or 1.0, left, right)
     parts, at = [], 4.0
     for row in rows:
@@ -222,6 +225,10 @@ def bar_chart(rows: Sequence[Row], x: Axis, label: str, width: float) -> Markup:
         for one in row.intervals:
             length = max(1.0, across(one.value) - left)
             parts.append(element("rect", x=left, y=at, width=length, height=12.0, class_=f"bar s{one.colour % 6}"))
+            if one.error:
+                low, high = across(max(0.0, one.value - one.error)), across(one.value + one.error)
+                parts.append(line(low, at + 6, high, at + 6, "spread"))
+                length = max(length, high - left)
             parts.append(text(left + length + 7, at + 10, one.title, "value"))
             at += 16
         at += 12

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.evaluation.compare import Difference, compare
+from affinage.evaluation.compare import Difference, Unlike, compare, unlike
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import Facts, collect_facts
 from affinage.report.summary import verdict
@@ -45,6 +45,7 @@ class Paired:
 
     other: int
     differences: tuple[Difference, ...]
+    unlike: tuple[Unlike, ...] = ()  # tasks that were not asked alike
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Comparison:
                 for pair in self.paired
                 for each in pair.differences
             ],
+            "asked_otherwise": [
+                {"from": self.entrants[0].name, "to": self.entrants[pair.other].name, **each.to_dict()}
+                for pair in self.paired
+                for each in pair.unlike
+            ],
         }
 
 
@@ -123,7 +129,8 @@ def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
         if first.results is None or other.results is None:
             continue
         try:
-            yield Paired(place, tuple(compare(first.results, other.results)))
+            differences = compare(first.results, other.results)
+            yield Paired(place, tuple(differences), tuple(unlike(first.results, other.results)))
         except UserError:
             if not (first.is_run and other.is_run):  # then there is nothing else to compare
                 raise

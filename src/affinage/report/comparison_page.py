@@ -1,18 +1,19 @@
 """The page that compares runs: the report's parts, with a column or a colour for each of them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from markupsafe import Markup
 
-from affinage.evaluation.compare import Difference
+from affinage.evaluation.compare import Difference, Unlike
+from affinage.evaluation.item_lines import LOG_LIKELIHOOD
 from affinage.report.charts import WIDE, Axis, Interval, Row, Series, interval_chart, line_chart, responsive
-from affinage.report.comparison import Comparison, Entrant, bits_per_byte
+from affinage.report.comparison import Comparison, Entrant, Paired, bits_per_byte
 from affinage.report.curves import Point, smoothed, thinned
-from affinage.report.evaluations import SHARES
+from affinage.report.evaluations import is_share
 from affinage.report.figures import WIDE_RANGE, Figure, Key, values_of
 from affinage.report.page import environment, shell
 from affinage.report.quantities import ABSENT, Quantities
@@ -173,16 +174,38 @@ def _score_lines(found: Comparison, quantities: Quantities) -> list[tuple[str, s
 
 def _differences(
     found: Comparison, words: dict[str, str], quantities: Quantities
-) -> list[tuple[str, list[dict[str, Any]]]]:
+) -> list[tuple[str, list[dict[str, Any]], list[str]]]:
     return [
-        (found.entrants[pair.other].name, [difference_line(one, words, quantities) for one in pair.differences])
+        (
+            found.entrants[pair.other].name,
+            [difference_line(one, words, quantities) for one in pair.differences],
+            notes(pair, words),
+        )
         for pair in found.paired
     ]
 
 
+def notes(pair: Paired, words: dict[str, str]) -> list[str]:
+    """What must be known of the differences: tasks that were not asked alike, what a metric of an item is."""
+    told = []
+    if pair.unlike:
+        tasks = ", ".join(f"{one.task} ({'; '.join(_reasons(one, words))})" for one in pair.unlike)
+        told.append(words["asked_otherwise"].format(tasks=tasks))
+    if any(one.metric.partition(",")[0] == LOG_LIKELIHOOD for one in pair.differences):
+        told.append(words["log_likelihood"])
+    return told
+
+
+def _reasons(one: Unlike, words: dict[str, str]) -> Iterator[str]:
+    if one.questions:
+        yield words["other_prompts"].format(count=one.questions)
+    if one.versions:
+        yield words["other_version"].format(a=one.versions[0], b=one.versions[1])
+
+
 def difference_line(one: Difference, words: dict[str, str], quantities: Quantities) -> dict[str, Any]:
     """A paired difference, written out."""
-    share = one.metric in SHARES
+    share = is_share(one.metric)
     unit = f" {words['points']}" if share else ""
 
     def signed(value: float) -> str:

@@ -39,6 +39,21 @@ WORDS: dict[str, tuple[str, str]] = {
         "Écarts avec {first} sur les questions auxquelles les deux ont répondu, avec l’intervalle à 95 % des "
         "différences appariées. En gras : l’intervalle ne contient pas zéro. Sur 20 écarts nuls, un paraît réel.",
     ),
+    "asked_otherwise": (
+        "Not asked alike, so that what differs is not the models alone: {tasks}.",
+        "Pas interrogés de la même façon, si bien que l’écart ne vient pas des seuls modèles : {tasks}.",
+    ),
+    "other_prompts": (
+        "items with another prompt or right answer: {count}",
+        "questions dont l’énoncé ou la bonne réponse diffère : {count}",
+    ),
+    "other_version": ("versions {a} and {b}", "versions {a} et {b}"),
+    "log_likelihood": (
+        "log_likelihood: of the text asked for, in nats per item, higher is better; "
+        "perplexity is exp(−log_likelihood).",
+        "log_likelihood : du texte demandé, en nats par question, plus haut est mieux ; la perplexité est "
+        "exp(−log_likelihood).",
+    ),
     "interval": ("95 % interval", "Intervalle à 95 %"),
     "difference": ("Difference", "Écart"),
     "between": ("{low} to {high}", "de {low} à {high}"),

@@ -13,6 +13,11 @@ CHANCE = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_challenge": 0.2
 SHARES = ("acc", "acc_norm", "acc_bytes", "exact_match", "f1")  # metrics between 0 and 1, higher is better
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric lies between 0 and 1 with 1 the best; it may name a filter of answers ("exact_match,strict")."""
+    return metric.partition(",")[0] in SHARES
+
+
 @dataclass(frozen=True)
 class Score:
     """One metric of one task, with its standard error. `headline`: the one metric a chart shows for the task."""
@@ -29,7 +34,7 @@ class Score:
     @property
     def is_share(self) -> bool:
         """Whether the value lies between 0 and 1 with 1 the best."""
-        return self.metric in SHARES
+        return is_share(self.metric)
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Contaminated:
     metric: str
     items: int
     found: tuple[int, ...]  # by their place in the task
+    common: tuple[int, ...]  # those that only runs in many texts tell of
     value: float | None
     without: float | None
     stderr: float | None  # of the score without them
@@ -78,7 +84,7 @@ class Contaminated:
     @property
     def count(self) -> int:
         """How many of its items stand in the training text."""
-        return len(self.found)
+        return len(self.found) + len(self.common)
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Evaluation:
     seconds: float | None
     items_per_second: float | None
     looked_through: int | None  # texts that were looked through for the items
+    boilerplate: int | None  # what is in more texts than this is `common`
     contaminated: tuple[Contaminated, ...]
 
     def score(self, task: str, metric: str) -> Score | None:
@@ -118,6 +125,7 @@ def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) 
         seconds=number(results.get("seconds")),
         items_per_second=number(results.get("items_per_second")),
         looked_through=whole(mapping(results.get("contamination")).get("texts")),
+        boilerplate=whole(mapping(results.get("contamination")).get("boilerplate")),
         contaminated=tuple(_contaminated(results)),
     )
 
@@ -142,7 +150,7 @@ def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
             stderr=number(metrics[name].get("stderr")),
             items=whole(entry.get("items")),
             shots=whole(entry.get("shots")),
-            chance=(CHANCE.get(task) if chance is None else chance) if name in SHARES else None,
+            chance=(CHANCE.get(task) if chance is None else chance) if is_share(name) else None,
             headline=name == shown,
         )
         for name, value in known.items()
@@ -152,8 +160,11 @@ def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
 def _contaminated(results: Mapping[str, Any]) -> Iterator[Contaminated]:
     for task, entry in mapping(mapping(results.get("contamination")).get("tasks")).items():
         told = mapping(entry)
-        found = tuple(place for place in map(whole, listing(told.get("found"))) if place is not None)
-        if found:
+        found, common = (
+            tuple(place for place in map(whole, listing(told.get(kind))) if place is not None)
+            for kind in ("found", "common")
+        )
+        if found or common:
             scores = mapping(mapping(mapping(results.get("tasks")).get(task)).get("metrics"))
             without = mapping(told.get("without"))
             metric = headline(task, without)
@@ -164,6 +175,7 @@ def _contaminated(results: Mapping[str, Any]) -> Iterator[Contaminated]:
                 metric=metric,
                 items=whole(told.get("items")) or 0,
                 found=found,
+                common=common,
                 value=value,
                 without=number(left.get("value")),
                 stderr=number(left.get("stderr")),

@@ -61,8 +61,12 @@ def beside_published(facts: Facts, artist: Artist) -> Beside | None:
 
 def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:
     words, write = artist.words, artist.quantities.percent
-    judged = [(one.name, one.scores[task]) for one in ours if task in one.scores]
-    rows = [Row(name, [Interval(score, 0.0, 0, write(score))]) for name, score in judged]
+    rows = []
+    for one in ours:
+        if task in one.scores:
+            score, error = one.scores[task], one.errors[task]
+            written = artist.quantities.with_error(score, error, as_percent=True)
+            rows.append(Row(one.name, [Interval(score, error, 0, written)]))
     for model in others:
         if task in model.scores:
             rows.append(Row(model.name, [Interval(model.scores[task], 0.0, 1, write(model.scores[task]))]))
@@ -73,8 +77,9 @@ def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], ar
 
 def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:
     words = artist.words
-    mine = [(float(one.tokens), one.scores[task]) for one in ours if task in one.scores and one.tokens]
-    series = [Series(words["this_model"], mine, 0, "dots")] if mine else []
+    judged = [one for one in ours if task in one.scores and one.tokens]
+    mine = [(float(one.tokens), one.scores[task]) for one in judged]
+    series = [Series(words["this_model"], mine, 0, "dots", [one.errors[task] for one in judged])] if mine else []
     for number, family in enumerate(dict.fromkeys(model.family for model in others), 1):
         points = sorted((float(m.tokens), m.scores[task]) for m in others if m.family == family and task in m.scores)
         if points:

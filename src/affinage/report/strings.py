@@ -291,6 +291,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "seen_with": ("with all", "avec toutes"),
     "seen_without": ("without them", "sans elles"),
     "seen_numbers": ("numbers", "numéros"),
+    "seen_common": ("in more than {texts} texts each: {numbers}", "dans plus de {texts} textes chacune : {numbers}"),
     "published": ("Beside published results", "À côté de résultats publiés"),
     "published_lead": (
         "What others state of their models, taken from where it says below; only this run’s scores were measured here.",

@@ -110,7 +110,7 @@ def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
     name, _, step = spec.partition("@")
     if step and not step.isdigit():
         raise UserError(f"`@{step}` is no checkpoint", where=spec, fix="Write the number of a step, such as @1000.")
-    folder = _meant(name, runs)
+    folder = meant(name, runs)
     if folder is None:
         known = sorted(entry.parent.name for entry in runs.glob("*/pretrain")) if runs.is_dir() else []
         hint = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no trained models in {runs}."
@@ -122,8 +122,11 @@ def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
     return folder.resolve(), int(step) if step else None
 
 
-def _meant(name: str, runs: Path) -> Path | None:
-    """The folder that is called so: here, or among the runs; the one with a model in it."""
+def meant(name: str, runs: Path) -> Path | None:
+    """The folder that is called so: here, or among the runs; the one with a model in it.
+
+    Raises UserError if both have one.
+    """
     here, run = Path(name), runs / name
     if name.startswith((".", "/")) or not run.is_dir() or not here.is_dir():
         return here if here.is_dir() else run if run.is_dir() else None
