@@ -87,7 +87,7 @@ def test_activations_shrink_with_what_is_split_and_with_accumulation():
     def kept(mesh, **changed):
         chosen = settings(**changed)
         memory = step_memory(lay_out(graph, chosen, mesh, CONTEXT, 8), chosen, named("TPU v4"), "tpu")
-        return memory.activations + memory.working
+        return memory.transient
 
     one = kept({"data": 8})
     assert kept({"data": 8}, batch=32) > 1.8 * one

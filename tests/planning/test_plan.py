@@ -114,6 +114,19 @@ def test_collectives_are_told_by_the_axis_they_go_along():
     assert along["fsdp"] == pytest.approx(sum(node.hidden for node in made.time.nodes))
 
 
+def test_logits_and_buffers_of_collectives_are_told_apart():
+    wide = ["model.nodes.embed.width=1024", "model.nodes.blocks.ffn.width=4096", "rows.context=64", "pretrain.batch=4"]
+    split, whole = (plan_of(SMALL, "v4-8", *wide, f"mesh={{fsdp: {n}, data: {4 // n}}}").memory for n in (4, 1))
+    assert (split.buffers, whole.buffers) == (1024 * 4096 * 2, 0)  # one gathered matrix, in bfloat16
+    large = plan_of(SMALL, "v4-8", "mesh={data: 4}", "model.nodes.blocks.repeat=1", "model.nodes.embed.vocab=32000")
+    # Of 256 positions of 16 rows: logits in float32, and their gradient in bfloat16.
+    assert large.memory.logits == 16 * 256 * 32000 * (4 + 2)
+    for memory in (split, whole, large.memory):
+        parts = (memory.activations, memory.logits, memory.buffers, memory.working)
+        assert memory.transient == sum(parts)
+        assert memory.total == memory.state + memory.batch + memory.weight_copies + memory.gradients + sum(parts)
+
+
 def test_stages_share_the_head_where_the_table_says_so():
     table = "parallel.sharding={vocab: [tensor, pipeline]}"
     each, shared = (plan_of(SMALL, "v4-8", "mesh={pipeline: 4}", *more) for more in ((), (table,)))

@@ -76,7 +76,9 @@ def _memory_table(made: "Plan") -> Any:
         "weights in the products' dtype": memory.weight_copies,
         "gradients": memory.gradients,
         "activations": memory.activations,
-        "of the layer or logits at hand": memory.working,
+        "logits at hand": memory.logits,
+        "buffers of collectives": memory.buffers,
+        "of the layer at hand": memory.working,
     }
     for name, size in rows.items():
         if size:

@@ -10,7 +10,7 @@ the state that went in.
 So does the TPU's compiler, up to its scheduling, with the programs of this package; docs/planning.md compares the two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -49,7 +49,8 @@ class Peak:
     """The moment at which most is held.
 
     Attributes:
-        held: bytes beside the arguments, by what they are: gradients, weights (copies of), activations, working.
+        held: bytes beside the arguments, by what they are: gradients, weights (copies of), activations, logits, buffers
+            of collectives (weights that are gathered, gradients that are not summed yet), working.
         moved: bytes read and written over the whole program.
         offloaded: bytes sent to the host's memory over the whole program.
     """
@@ -92,8 +93,8 @@ class _Step:
 class _Program:
     """The operations of a jaxpr that store something, in order."""
 
-    def __init__(self, shares: Shares, padded: Padded) -> None:
-        self.shares, self.padded = shares, padded
+    def __init__(self, shares: Shares, padded: Padded, vocabularies: Collection[int]) -> None:
+        self.shares, self.padded, self.vocabularies = shares, padded, vocabularies
         self.steps: list[_Step] = []
         self.copies: dict[_Value, _Value] = {}  # of what loops read, where they do not read it as it is
         self.offloaded = 0.0
@@ -165,7 +166,10 @@ class _Program:
 
     def _stored(self, aval: Any, size: float, share: float | None, kind: str) -> _Value:
         size *= 1.0 if share is None else share
-        return _Value(size, "activations" if share is None else kind, share=share, read=size)
+        if share is None:
+            is_logits = len(aval.shape) > 1 and aval.shape[-1] in self.vocabularies
+            kind = "logits" if is_logits else "activations"
+        return _Value(size, kind, share=share, read=size)
 
     def _scan(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
         parameters = equation.params
@@ -175,7 +179,7 @@ class _Program:
             _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded))
             for variable, value in zip(body.invars, arguments, strict=True)
         ]
-        inner = _Program(self.shares, self.padded)
+        inner = _Program(self.shares, self.padded, self.vocabularies)
         outputs = inner.run(body, inputs)
         self.offloaded += inner.offloaded * turns
         for value, variable in zip(inputs[sliced:], body.invars[sliced:], strict=True):
@@ -184,7 +188,8 @@ class _Program:
         copies = [self._copy(outer, value, turns) for outer, value in zip(arguments, inputs, strict=True)]
         inside = inner.peak(outputs)
         if not any(step.inside for step in inner.steps):  # one layer or one part of the logits, not a micro-batch
-            inside.held = {"working": inside.total}
+            apart = {kind: inside.held.get(kind, 0.0) for kind in ("logits", "buffers")}
+            inside.held = {"working": inside.total - sum(apart.values())} | apart
         results = []
         constants, carries = parameters["num_consts"], parameters["num_carry"]
         for index, (variable, value) in enumerate(zip(equation.outvars, outputs, strict=True)):
@@ -226,9 +231,9 @@ class _Program:
             live.update(value for value in step.writes if value not in placed)
             held: dict[str, float] = {}
             for value in (*live, *(value for value in step.reads if value.kind == "argument")):
-                kind = "working" if value.kind == "argument" else value.kind
+                kind = "buffers" if value.kind == "argument" else value.kind
                 held[kind] = held.get(kind, 0.0) + value.size
-            for kind, size in (*(step.inside.held.items() if step.inside else ()), ("working", step.whole)):
+            for kind, size in (*(step.inside.held.items() if step.inside else ()), ("buffers", step.whole)):
                 held[kind] = held.get(kind, 0.0) + size
             if sum(held.values()) > best.total:
                 best.held = held
@@ -254,19 +259,20 @@ def trace(function: Callable[..., Any], weights: Any, *others: Any) -> Traced:
     return Traced(jax.make_jaxpr(function)(weights, *others).jaxpr, len(jax.tree.leaves(weights)))
 
 
-def measure(traced: Traced, shares: Shares, platform: str) -> Peak:
+def measure(traced: Traced, shares: Shares, platform: str, vocabularies: Collection[int] = ()) -> Peak:
     """What a program holds and moves beside its arguments.
 
     Args:
         traced: see `trace`.
         shares: of the weights.
         platform: that it would be compiled for.
+        vocabularies: widths of logits, by which they are told from other values.
     """
     inputs = []
     for index, variable in enumerate(traced.jaxpr.invars):
         share = shares.get(variable.aval.shape) if index < traced.weights else None
         inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
-    program = _Program(shares, _rows_of_kernels(traced.jaxpr) if platform == "tpu" else frozenset())
+    program = _Program(shares, _rows_of_kernels(traced.jaxpr) if platform == "tpu" else frozenset(), vocabularies)
     program.run(traced.jaxpr, inputs)
     peak = program.peak()
     peak.offloaded = program.offloaded

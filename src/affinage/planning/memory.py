@@ -36,7 +36,9 @@ class Memory:
         weight_copies: in the dtype of the products.
         gradients: sums of gradients, and those of the micro-batch at hand.
         activations: kept by the forward pass for the backward pass.
-        working: values of the layer, or the part of the logits, at hand; gathered weights are among them.
+        logits: of the tokens at hand, and what is computed of them.
+        buffers: of collectives: weights that are gathered, gradients that are not summed over the devices yet.
+        working: other values of the layer, or of the part of the loss, at hand.
         moved: bytes that a step reads and writes.
         host: kept by the forward pass in the host's memory, for this device.
     """
@@ -49,6 +51,8 @@ class Memory:
     weight_copies: int
     gradients: int
     activations: int
+    logits: int
+    buffers: int
     working: int
     moved: int
     host: int = 0
@@ -61,7 +65,12 @@ class Memory:
     @property
     def total(self) -> int:
         """At the peak of a step."""
-        return self.state + self.batch + self.weight_copies + self.gradients + self.activations + self.working
+        return self.state + self.batch + self.weight_copies + self.gradients + self.transient
+
+    @property
+    def transient(self) -> int:
+        """Of the rows at hand."""
+        return self.activations + self.logits + self.buffers + self.working
 
 
 def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Memory:
@@ -82,6 +91,8 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
         weight_copies=int(peak.held.get("weights", 0)),
         gradients=int(peak.held.get("gradients", 0)),
         activations=int(peak.held.get("activations", 0)),
+        logits=int(peak.held.get("logits", 0)),
+        buffers=int(peak.held.get("buffers", 0)),
         working=int(peak.held.get("working", 0)),
         moved=int(peak.moved),
         host=int(peak.offloaded / split.micro_batches),
@@ -101,7 +112,10 @@ def call_of(settings: TrainSettings, parallel: ParallelSettings, chip: Chip, pla
 
 
 def _peak(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Peak:
-    return measure(_traced_step(part_of(split, settings, chip, platform)), split.shares, platform)
+    traced = _traced_step(part_of(split, settings, chip, platform))
+    kinds = [node.kind for node in split.local_graph.nodes]
+    vocabularies = {vocabulary for kind in kinds if (vocabulary := getattr(kind, "vocab", None))}
+    return measure(traced, split.shares, platform, vocabularies)
 
 
 @lru_cache(maxsize=128)

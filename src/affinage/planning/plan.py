@@ -129,7 +129,7 @@ class Plan:
         if memory.state > self.capacity / 2 and split.sizes["data"] > 1:
             return "split the weights: `mesh: {fsdp: auto}`"
         if split.local_rows > 1:
-            transient, room = memory.activations + memory.working, self.capacity - memory.total
+            transient, room = memory.transient, self.capacity - memory.total
             parts = [n for n in range(1, split.rows + 1) if split.rows % (n * split.row_parts) == 0]
             enough = [n for n in parts if transient * (1 - split.micro_batches / n) >= -room]
             if enough:
