@@ -1,6 +1,5 @@
 """Strict settings for every test: eight CPU devices, rank promotion raises, no network."""
 
-import gc
 import os
 import re
 import signal
@@ -49,7 +48,6 @@ def forgotten() -> Iterator[None]:
     """What one file compiled is of no use to the next, and would fill gigabytes."""
     yield
     jax.clear_caches()
-    gc.collect()
     give_back_freed_memory()
 
 

@@ -178,6 +178,15 @@ def test_dropout_that_rules_the_kernel_out_is_told_where_there_is_one():
         assert not any("dropout of attention" in warning for warning in plan_of(SMALL, other, dropout).warnings)
 
 
+def test_a_kernel_that_is_taken_only_by_name_is_named():
+    def told(where: str, *settings: str) -> bool:
+        return any("pretrain.attention=cudnn" in warning for warning in plan_of(SMALL, where, *settings).warnings)
+
+    assert told("h100x4") and not told("v4-8")
+    for others in ("pretrain.attention=cudnn", "model.nodes.blocks.attention.dropout=0.1"):
+        assert not told("h100x4", others)
+
+
 def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():
     auto, xla, cudnn = (plan_of(SMALL, "h100x4", f"pretrain.attention={name}") for name in ("auto", "xla", "cudnn"))
     assert choose("auto", Need("gpu", jnp.bfloat16, 64, 512, False, 0.0, None)) == "xla"

@@ -116,7 +116,19 @@ class Plan:
                 f"dropout of attention in `{dropping[0]}` keeps the chip's own kernel from being used: all "
                 f"pairs of positions are computed and kept. See what `--set {setting}` does to this plan"
             )
+        if self._attention_by_name():
+            found.append(
+                "attention is computed without a kernel: all pairs of positions are, and are kept. See what "
+                f"`--set {self.section}.attention=cudnn` does to this plan"
+            )
         return tuple(found)
+
+    def _attention_by_name(self) -> bool:
+        """Whether a GPU's own kernel, which takes 16 bits, is there for whoever asks for it."""
+        products = self.settings.precision.compute
+        here = self.where.platform == "gpu" and self.settings.attention == "auto" and products != "float32"
+        nodes = (getattr(node.kind, "attention", None) for node in self.split.graph.nodes)
+        return here and any(attention is not None and not attention.dropout for attention in nodes)
 
     def _attention_with_dropout(self) -> list[str]:
         kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}
