@@ -35,7 +35,8 @@ def test_greedy_texts_are_kept_too_and_a_stop_in_the_middle_costs_what_was_not_w
     def asked(settings, words):
         return [Instance("generate_until", {}, (f"{word} plus seven is", settings), 0) for word in words]
 
-    greedy, drawn = ({"do_sample": flag, "max_gen_toks": 5, "temperature": 1.0} for flag in (False, True))
+    tokens = tiny_llama().context * 3 // 4  # shorter rows would all be one batch
+    greedy, drawn = ({"do_sample": flag, "max_gen_toks": tokens, "temperature": 1.0} for flag in (False, True))
     words = ["two", "three", "twenty", "four hundred", "five"]
     expected = JaxLM(tiny_llama(), batch=2).generate_until(asked(greedy, words))
 
