@@ -216,3 +216,14 @@ def test_slurm_says_the_place(environment: pytest.MonkeyPatch):
     for name, value in job.items():
         environment.setenv(f"SLURM_{name}", value)
     assert hosts.place() == hosts.Place("node007:61441", 32, 9, detected=True)
+
+
+def test_what_nohup_has_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Told() as told:
+            signal.raise_signal(signal.SIGHUP)
+            assert told.number is None
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -9,8 +9,7 @@ from types import FrameType
 from typing import ClassVar
 
 from affinage.errors import Preempted
-
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+from affinage.stopping import heeded
 
 
 class Told:
@@ -26,7 +25,7 @@ class Told:
     def __enter__(self) -> "Told":
         self._cleanup = contextlib.ExitStack()
         if threading.current_thread() is threading.main_thread():
-            for number in _STOPS:
+            for number in heeded():
                 self._cleanup.callback(signal.signal, number, signal.signal(number, self._on_signal))
             Told.current = self
         return self
@@ -43,7 +42,7 @@ class Told:
         return self.number is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.number = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        self.number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         self.count += 1
         if self.interrupts:
             self.interrupts = False
