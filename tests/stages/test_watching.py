@@ -129,7 +129,7 @@ def test_without_a_network_the_setting_is_named_that_would_do(tmp_path: Path, mo
     context = StageContext(load_recipe(TINY), tmp_path / "sft-0123", {}, tmp_path)
     watch, state = WatchSettings(tasks=("piqa",), every_steps=10), SimpleNamespace()
     with pytest.raises(UserError, match="cannot be fetched") as told:
-        looks.evaluated(context, watch, tiny_llama(), state, go_on, world=None)  # type: ignore[arg-type]
+        looks.evaluated(context, watch, "sft.watch", tiny_llama(), state, go_on, world=None)  # type: ignore[arg-type]
     assert told.value.where == "sft.watch.tasks" and "`data_dir`" in told.value.fix
 
 

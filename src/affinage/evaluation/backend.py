@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -183,11 +184,12 @@ class JaxLM(TemplateLM):
             return generator.generate(prompts, wanted)
         found = [ledger.get_text(prompt, wanted) for prompt in prompts]
         left = [index for index, one in enumerate(found) if one is None]
+        done = count(len(self.answers) + len(found) - len(left) + 1)
 
         def keep(place: int, generation: Generation) -> None:
             found[left[place]] = generation
             ledger.put_text(prompts[left[place]], wanted, generation)
-            self._progress(f"generated {len(self.answers) + len(found) - found.count(None):,} texts")
+            self._progress(f"generated {next(done):,} texts")
 
         if left:
             try:

@@ -43,7 +43,7 @@ class InLoop:
     ) -> dict[str, Any] | None:
         """{tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}; None if stopped."""
         model = model_in_training(self._context, self._settings, self._graph, self._length, "", state.params)
-        results = evaluated(self._context, self._asked, model, state, stop, world=self._world)
+        results = evaluated(self._context, self._asked, "pretrain.evaluate", model, state, stop, world=self._world)
         if results is None:
             return None
         tasks = {task: entry["metrics"] for task, entry in results["tasks"].items()}

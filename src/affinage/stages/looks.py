@@ -27,6 +27,7 @@ class _GivenUp(Exception):
 def evaluated(
     context: StageContext,
     asked: InLoopSettings | WatchSettings,
+    setting: str,
     model: "LoadedModel",
     state: "TrainState",
     stop: Callable[[], bool],
@@ -42,6 +43,7 @@ def evaluated(
     Args:
         context: of the stage that trains.
         asked: the tasks, and how many items of each.
+        setting: where the recipe asks for them, for messages.
         model: with the weights of the state.
         state: what else is in the devices' memory.
         stop: also tells that there is progress.
@@ -54,7 +56,6 @@ def evaluated(
         if stop():
             raise _GivenUp
 
-    section = f"{context.folder.name.rpartition('-')[0]}.{'watch' if isinstance(asked, WatchSettings) else 'evaluate'}"
     try:
         return evaluate(
             model,
@@ -72,7 +73,7 @@ def evaluated(
     except _GivenUp:
         return None
     except UserError as error:
-        where = ", ".join(filter(None, (f"{section}.tasks", error.where)))
+        where = ", ".join(filter(None, (f"{setting}.tasks", error.where)))
         raise UserError(error.what, where=where, fix=error.fix) from error
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
-from affinage.recipe.tuning import TuningSettings, WatchSettings
+from affinage.recipe.tuning import DpoSettings, TuningSettings, WatchSettings
 from affinage.stages.initial import KEPT
 from affinage.stages.looks import evaluated, model_in_training
 from affinage.stages.stage import StageContext
@@ -143,7 +143,8 @@ def judge_of(
         assert settings.watch is not None
         params = _whole_model(graph, settings, state)
         model = model_in_training(context, settings, graph, feed.context, system_prompt, params)
-        return _answers(context, settings.watch, model, state, stop)
+        setting = "dpo.watch" if isinstance(settings, DpoSettings) else "sft.watch"
+        return _answers(context, settings.watch, setting, model, state, stop)
 
     return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step)
 
@@ -170,16 +171,16 @@ def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
 
 
 def _answers(
-    context: StageContext, watch: WatchSettings, model: "LoadedModel", state: "TrainState", stop: Stop
+    context: StageContext, watch: WatchSettings, setting: str, model: "LoadedModel", state: "TrainState", stop: Stop
 ) -> Answers | None:
     with TemporaryDirectory() as folder:
         world = context.inputs.get("world")
-        if evaluated(context, watch, model, state, stop, world=world, folder=Path(folder)) is None:
+        if evaluated(context, watch, setting, model, state, stop, world=world, folder=Path(folder)) is None:
             return None
         answers = {path.stem: _right(path) for path in sorted((Path(folder) / "items").glob("*.jsonl"))}
     if not answers:
         what, fix = "all of these are conversations, which only a finished model is asked", "Watch others beside them."
-        raise UserError(what, where="watch.tasks", fix=fix)
+        raise UserError(what, where=f"{setting}.tasks", fix=fix)
     return answers
 
 
