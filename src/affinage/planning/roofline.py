@@ -36,6 +36,7 @@ from affinage.training.frozen import Frozen, frozen_of
 
 MEMORY_ACHIEVABLE = 0.8
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
+_FORWARD_HIDDEN, _FORWARD_EXPOSED = 1 / 3, 1 / 2  # of what fsdp gathers and scatters, of tensor parallelism's sums
 _PASSES = 3  # forward, and two products for each of its products backward
 
 
@@ -148,8 +149,7 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
         read = ahead * split.micro_batches / _bandwidth(where)
-        # Of what fsdp gathers and scatters a third is forward, of tensor parallelism's sums half.
-        alone = NodeTime(node.name, once / devices / peak, read, hidden / 3, exposed / 2)
+        alone = NodeTime(node.name, once / devices / peak, read, hidden * _FORWARD_HIDDEN, exposed * _FORWARD_EXPOSED)
         forward = min(alone.seconds, time.seconds)
         if held.reference and node.name != split.graph.loss:  # which has a forward pass of its own
             time = NodeTime(
@@ -160,8 +160,8 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
                 time.exposed + alone.exposed,
             )
             forward += alone.seconds
-            beside = {axis: seconds * 4 / 3 for axis, seconds in beside.items()}
-            waited = {axis: seconds * 3 / 2 for axis, seconds in waited.items()}
+            beside = {axis: seconds * (1 + _FORWARD_HIDDEN) for axis, seconds in beside.items()}
+            waited = {axis: seconds * (1 + _FORWARD_EXPOSED) for axis, seconds in waited.items()}
         along = {axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}}
         nodes.append(replace(time, forward=forward, axes=along))
     parts = split.pipeline_parts * split.parallel.pipeline_rounds
