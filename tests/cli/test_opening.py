@@ -9,7 +9,6 @@ import pytest
 
 from affinage import api
 from affinage.cli.opening import SET_ASIDE, Opening, opened
-from affinage.cli.program import main
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.sampling import Sampling
 from affinage.hub.card import CardFacts
@@ -34,17 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def affinage(capsys, folder, monkeypatch):
-    """Run the program in this process: (exit status, standard output, standard error)."""
+def affinage(affinage, folder, monkeypatch):
+    """The program, where the models are."""
     monkeypatch.chdir(folder)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
+    return affinage
 
 
 @pytest.mark.parametrize("name", ["theirs", "ours"])

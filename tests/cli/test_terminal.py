@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli import completion, main
+from affinage.cli import completion
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
 
 PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
@@ -20,17 +20,10 @@ DOCS = Path(__file__).parents[2] / "docs" / "terminal.md"
 
 
 @pytest.fixture
-def affinage(capsys, tmp_path, monkeypatch):
-    """Run the program in this process, in an empty folder: (exit status, standard output, standard error)."""
+def affinage(affinage, tmp_path, monkeypatch):
+    """The program, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
+    return affinage
 
 
 def test_every_status_is_in_the_docs():
