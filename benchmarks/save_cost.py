@@ -4,8 +4,10 @@
 
 A llama-like model with AdamW, a state of 500 MB, its own training step on one CPU device as the loop calls it, donating
 the state, and a save every other step. The stall is the time until the save lets the loop go on, where the save before
-is done; its CPU is that of all threads, which other work on the machine changes less. CPU of a save is that of all
-threads while no step runs; its share is of the default interval's steps.
+is done; its CPU is that of all threads, which other work on the machine changes less. On a CPU that is not all: the
+step after it finds the state in use and copies it first, while the save is written; by how much it is longer than one
+without a save has a line of its own. CPU of a save is that of all threads while no step runs; its share is of the
+default interval's steps.
 
 Memory is the largest resident size of the process as a multiple of the state, Python and JAX in it: once with that
 step, and once with a program in its place that needs no memory of its own, as only then it is saving that one sees.
@@ -40,6 +42,7 @@ LINES = (  # name, fact, unit, loop
     ("stall of the loop, median", "stall", "ms", "training"),
     ("stall of the loop, most", "most stall", "ms", "training"),
     ("CPU of all threads in the stall, median", "own stall", "ms", "training"),
+    ("the step after it, beyond one without a save, median", "step after", "ms", "training"),
     ("a save, until it is on disk", "save", "s", "training"),
     ("CPU of a save", "cpu", "s", "training"),
     ("CPU of a save, of the default interval's steps", "share", "%", "training"),
@@ -146,12 +149,13 @@ def work(mode: str, loop: str, size: Size, saves: int, folder: Path) -> dict[str
     for _ in range(4):  # as the loop does, before its first step and after the first ones
         give_back_freed_memory()
         advance(1)
-    cpu = time.process_time()
+    start, cpu = time.perf_counter(), time.process_time()
     advance(4)
     seconds_of_steps = (time.process_time() - cpu) / 4 * CheckpointSettings().every_steps
+    alone = (time.perf_counter() - start) / 4
 
     save, wait = saver(mode, folder / "steps")
-    stalls, own, whole, cpu_of_save = [], [], [], []
+    stalls, own, whole, cpu_of_save, longer = [], [], [], [], []
     for number in range(saves + 1):
         start, cpu = time.perf_counter(), time.process_time()
         save(number, state.named())
@@ -161,13 +165,18 @@ def work(mode: str, loop: str, size: Size, saves: int, folder: Path) -> dict[str
             wait()
             whole.append(time.perf_counter() - start)
             cpu_of_save.append(time.process_time() - cpu)
-        advance(2)
+        start = time.perf_counter()
+        advance(1)
+        if number % 2 == 0:
+            longer.append(1e3 * (time.perf_counter() - start - alone))
+        advance(1)
         wait()
     return {
         "state": held,
         "stall": statistics.median(stalls[1:]),  # the first one imports, and makes threads
         "most stall": max(stalls[1:]),
         "own stall": statistics.median(own[1:]),
+        "step after": statistics.median(longer[1:]),
         "save": statistics.median(whole),
         "cpu": statistics.median(cpu_of_save),
         "share": 100 * statistics.median(cpu_of_save) / seconds_of_steps,
