@@ -8,7 +8,7 @@ from scipy import stats
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import JULIAN
-from affinage.evaluation.compare import compare, unlike
+from affinage.evaluation.compare import Answers, compare, unlike
 from affinage.evaluation.published import headline_metrics, published
 
 
@@ -16,7 +16,7 @@ def write(folder, task, rows):
     (folder / "items").mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"id": n, "hash": key, "acc": value}) + "\n" for n, (key, value) in enumerate(rows)]
     (folder / "items" / f"{task}.jsonl").write_text("".join(lines))
-    return folder
+    return Answers(folder)
 
 
 def test_differences_are_paired_over_the_items_that_both_have(tmp_path):
@@ -59,7 +59,7 @@ def lines(folder, task, *rows, version=1.0):
     (folder / "items").mkdir(parents=True, exist_ok=True)
     (folder / "items" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "results.json").write_text(json.dumps({"tasks": {task: {"version": version}}}))
-    return folder
+    return Answers(folder)
 
 
 def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
@@ -83,7 +83,8 @@ def test_answers_read_by_two_filters_are_two_scores_of_the_same_items(tmp_path):
     now = [{**line, "filter": "get-answer"} for line in of(1)[:100]]
     (found,) = compare(lines(tmp_path / "c", "gsm8k", *older), lines(tmp_path / "d", "gsm8k", *now))
     assert (found.items, found.difference) == (100, pytest.approx(read.difference))
-    (found,) = compare(tmp_path / "c", tmp_path / "c")
+    kept = Answers(tmp_path / "c")
+    (found,) = compare(kept, kept)
     assert (found.metric, found.items) == ("exact_match", 100)
 
 
@@ -118,7 +119,7 @@ def test_nothing_in_common_is_said(tmp_path):
     with pytest.raises(UserError, match="no item of a benchmark in common"):
         compare(one, two)
     with pytest.raises(UserError, match="no results"):
-        compare(one, tmp_path / "c")
+        Answers(tmp_path / "c")
 
 
 def test_published_results_are_shares_of_known_tasks_with_a_source():

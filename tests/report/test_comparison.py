@@ -74,6 +74,16 @@ def test_three_runs_of_which_one_has_no_answers(runs, tmp_path, capsys):
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
 
 
+def test_however_many_are_compared_each_file_of_answers_is_read_once(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    read: list[Path] = []
+    text_of = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: read.append(self) or text_of(self, *a, **k))
+    found = _compared(runs, "small", "wide", "wide")
+    assert len(found.paired) == 2
+    files = [path for path in read if path.suffix == ".jsonl" and path.parent.name == "items"]
+    assert len(files) == 3 and len({*files}) == 2  # of each that is named, once
+
+
 @pytest.mark.parametrize("html", [False, True])
 def test_what_was_not_asked_alike_and_what_a_metric_is_are_said(tmp_path, capsys, html):
     for name, prompt, score in (("a", "p", -5.2), ("b", "q", -4.9)):

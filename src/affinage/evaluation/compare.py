@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from affinage.errors import UserError
 from affinage.evaluation.item_lines import label, scores_of
 from affinage.evaluation.result_folder import ITEMS, read_results
 
-_Items = Mapping[tuple[str, int], dict[str, Any]]  # lines by the item's hash; equal ones are told apart by their order
+# Lines by the item's hash; equal ones are told apart by their order.
+_Items = dict[tuple[str, int], dict[str, Any]]
 _CONFIDENCE = 1.959964  # standard errors of a 95 % interval of a normal distribution
 
 
@@ -59,17 +61,42 @@ class Unlike:
         return asdict(self)
 
 
-def compare(a: Path, b: Path) -> list[Difference]:
+class Answers:
+    """What a folder of results has on single items, for as many comparisons as there are: every file is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is one that an evaluation wrote, with `items/TASK.jsonl`. Raises UserError if it has no results."""
+        self.folder = folder
+        self._files = {file.stem: file for file in sorted((folder / ITEMS).glob("*.jsonl"))}
+        self._read: dict[str, dict[str | None, _Items]] = {}
+        if not self._files:
+            raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks that were answered."""
+        return list(self._files)
+
+    @cached_property
+    def versions(self) -> Mapping[str, Any]:
+        """Of the tasks, as far as the results tell them."""
+        return {task: entry.get("version") for task, entry in read_results(self.folder).get("tasks", {}).items()}
+
+    def of(self, task: str) -> Mapping[str | None, _Items]:
+        """The items of a task by the filter of their answers, None where the lines name none.
+
+        Raises UserError if the file is damaged.
+        """
+        if task not in self._read:
+            self._read[task] = _by_filter(self._files[task])
+        return self._read[task]
+
+
+def compare(a: Answers, b: Answers) -> list[Difference]:
     """The differences of all metrics of all tasks that two folders of results have in common.
 
     Where answers were read by several filters, each is compared by itself: they are of the same items.
-
-    Args:
-        a: a folder that an evaluation wrote, with `items/TASK.jsonl`.
-        b: another.
-
-    Raises:
-        UserError: a folder has no results, or they have no item in common (items are the same if their hashes are).
+    Raises UserError if they have no item in common; items are the same if their hashes are.
     """
     differences = [
         one for task, filtered, ours, theirs in _in_common(a, b) for one in _of_task(task, filtered, ours, theirs)
@@ -77,22 +104,18 @@ def compare(a: Path, b: Path) -> list[Difference]:
     if not differences:
         raise UserError(
             "these two have no item of a benchmark in common",
-            where=f"{a}, {b}",
+            where=f"{a.folder}, {b.folder}",
             fix="Evaluate both on the same task and data.",
         )
     return differences
 
 
-def unlike(a: Path, b: Path) -> list[Unlike]:
-    """The tasks in common whose prompts, right answers or versions differ, as far as the results tell them.
-
-    Raises UserError as `compare`, where a folder has no results.
-    """
-    versions = [read_results(folder).get("tasks", {}) for folder in (a, b)]
+def unlike(a: Answers, b: Answers) -> list[Unlike]:
+    """The tasks in common whose prompts, right answers or versions differ, as far as the results tell them."""
     found: dict[str, Unlike] = {}
     for task, _, ours, theirs in _in_common(a, b):
         questions = sum(_asked_otherwise(ours[key], theirs[key]) for key in ours if key in theirs)
-        old, new = (tasks.get(task, {}).get("version") for tasks in versions)
+        old, new = a.versions.get(task), b.versions.get(task)
         changed = None if old == new or None in (old, new) else (str(old), str(new))
         if (questions or changed) and task not in found:
             found[task] = Unlike(task, questions, changed)
@@ -103,13 +126,12 @@ def _asked_otherwise(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool
     return any(ours[key] != theirs[key] for key in ("prompt_hash", "target_hash") if key in ours and key in theirs)
 
 
-def _in_common(a: Path, b: Path) -> Iterator[tuple[str, str | None, _Items, _Items]]:
+def _in_common(a: Answers, b: Answers) -> Iterator[tuple[str, str | None, _Items, _Items]]:
     """(task, filter, items of a, items of b) of every task and filter that both folders have."""
-    ours, theirs = _tasks(a), _tasks(b)
-    for task in ours:
-        if task not in theirs:
+    for task in a.tasks:
+        if task not in b.tasks:
             continue
-        mine, others = _by_filter(ours[task]), _by_filter(theirs[task])
+        mine, others = a.of(task), b.of(task)
         if len(mine) == len(others) == 1 and (None in mine or None in others):  # of a version that did not name it
             (first,), (second,) = mine, others
             yield task, first or second, mine[first], others[second]
@@ -119,16 +141,8 @@ def _in_common(a: Path, b: Path) -> Iterator[tuple[str, str | None, _Items, _Ite
                 yield task, filtered, mine[filtered], others[filtered]
 
 
-def _tasks(folder: Path) -> dict[str, Path]:
-    found = {file.stem: file for file in sorted((folder / ITEMS).glob("*.jsonl"))}
-    if not found:
-        raise UserError("holds no results of an evaluation", where=str(folder), fix="Run `affinage eval` first.")
-    return found
-
-
-def _by_filter(file: Path) -> dict[str | None, dict[tuple[str, int], dict[str, Any]]]:
-    """Items by the filter of their answers, None where the lines name none."""
-    found: dict[str | None, dict[tuple[str, int], dict[str, Any]]] = {}
+def _by_filter(file: Path) -> dict[str | None, _Items]:
+    found: dict[str | None, _Items] = {}
     try:
         for line in file.read_text(encoding="utf-8").splitlines():
             item = json.loads(line)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.evaluation.compare import Difference, Unlike, compare, unlike
+from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import Facts, collect_facts
 from affinage.report.summary import verdict
@@ -124,13 +124,14 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
 
 
 def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
-    first = entrants[0]
+    first, ours = entrants[0], None
     for place, other in enumerate(entrants[1:], 1):
         if first.results is None or other.results is None:
             continue
         try:
-            differences = compare(first.results, other.results)
-            yield Paired(place, tuple(differences), tuple(unlike(first.results, other.results)))
+            ours = ours or Answers(first.results)
+            theirs = Answers(other.results)
+            yield Paired(place, tuple(compare(ours, theirs)), tuple(unlike(ours, theirs)))
         except UserError:
             if not (first.is_run and other.is_run):  # then there is nothing else to compare
                 raise
