@@ -36,13 +36,14 @@ def sweep(
     from affinage.data.atomic import write_json
     from affinage.stages.flow import Runs
     from affinage.stages.sweep import points
+    from affinage.stopping import OwnProcess
 
     found = points(recipe, overrides or ())
     if dry_run:
         _show_plan(found, Runs(runs), as_json=as_json)
         return
     prepare_process(found[0].loaded)
-    with only_data_on_stdout(as_json):
+    with OwnProcess(), only_data_on_stdout(as_json):
         for point in found:
             screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
             _run(point, Runs(runs))
