@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,12 +100,11 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     kinds = "".join(f"- {{name: {name}, filter: [{{function: take_first}}]}}\n" for name in ("strict", "flexible"))
     task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
     evaluate(tiny_llama(), [str(task)], folder=tmp_path)
-    told = tmp_path / "items" / "sums.jsonl"
-    assert _right(told) == [json.loads(line)["acc"] for line in told.read_text().splitlines()[:6]]
+    told = [json.loads(line) for line in (tmp_path / "items" / "sums.jsonl").read_text().splitlines()]
+    assert len(told) == 12 and _right("sums", told) == [line["acc"] for line in told[:6]]
     # Where filters do not agree, the first one counts, as in the harness's own tables.
     lines = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
-    told.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert _right(told) == [1, 1, 0]
+    assert _right("sums", lines) == [1, 1, 0]
 
 
 def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pytest.MonkeyPatch):
@@ -120,6 +120,21 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
     adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
     looks._rows(model, adapted)  # the model is then the adapters merged with a copy of the weights
     assert asked == [2 * weights + 4, 3 * weights + 4]
+
+
+def test_a_look_writes_nothing_but_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither the tokenizer nor results, which nobody would read, in some folder for temporary files."""
+    task = write_task(tmp_path / "task", "sums", sums(6))
+    context = StageContext(load_recipe(TINY), tmp_path / "sft-0123", {}, tmp_path)
+    watch, state = WatchSettings(tasks=(str(task),), every_steps=10), SimpleNamespace()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    lines: list[tuple[str, int]] = []
+    told = looks.evaluated(
+        context, watch, "sft.watch", tiny_llama(), state, go_on, world=None,  # type: ignore[arg-type]
+        answered=lambda task, line: lines.append((task, line["id"])),
+    )  # fmt: skip
+    assert told is not None and "fingerprint" not in told and lines == [("sums", number) for number in range(6)]
+    assert [path.name for path in context.folder.iterdir()] == [looks.ANSWERS]
 
 
 def test_without_a_network_the_setting_is_named_that_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from affinage.evaluation.batch_size import rows_that_fit
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.contaminated import contamination_of
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
-from affinage.evaluation.item_lines import finite, label, of_item
+from affinage.evaluation.item_lines import finite, label, line_of, of_item
 from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
 from affinage.evaluation.result_folder import identity, write_results
@@ -29,6 +29,7 @@ from affinage.hardware.hosts import Hosts
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
 Seen = Callable[[Iterable[BenchmarkItem]], Contamination]  # which items stand in the text that a model was trained on
+Answered = Callable[[str, dict[str, Any]], None]  # the task, and what items/TASK.jsonl has of an item
 _VERSIONS_OF = ("jax", "lm_eval", "datasets")
 
 
@@ -50,6 +51,7 @@ def evaluate(
     compressors: bool = False,
     samples: int = 3,
     seen: Seen | None = None,
+    answered: Answered | None = None,
     progress: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -67,7 +69,8 @@ def evaluate(
 
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item, beside what it has
-    of other tasks of this model; what it has of another model is removed, which `say` is told in a line.
+    of other tasks of this model; what it has of another model is removed, which `say` is told in a line. Only then do
+    the results hold the model's `fingerprint`: it takes writing the tokenizer. `answered` is told of each item in turn.
 
     Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
     scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
@@ -95,16 +98,15 @@ def evaluate(
             contamination = _look(seen, found, manager, task_folders or {}) if hosts.first else None
             hosts.share("the end of the look", None, seconds=None)
     seconds = time.monotonic() - started
-    answered = sum(task["items"] for task in outcome.values())
+    count = sum(task["items"] for task in outcome.values())
     results = {
         "model": model.name,
-        "fingerprint": identity(model, weights),
         "context": model.context,
         "tasks": outcome,
         "missing": list(found.missing),
         "skipped": [] if chat else [str(task["task"]) for task in found.chat()],
         "seconds": seconds,
-        "items_per_second": answered / seconds,
+        "items_per_second": count / seconds,
         "requests": lm.requests,
         "versions": {"affinage": __version__} | {package: version(package) for package in _VERSIONS_OF},
         "samples": {name: [_readable(one) for one in of_task[:samples]] for name, of_task in items.items()},
@@ -120,7 +122,11 @@ def evaluate(
             bits[name] |= compressor_bits_per_byte(some)
         hosts.share("the end of the compression", None, seconds=None)
         results["bits_per_byte"] = bits
+    for name, of_task in items.items() if answered is not None else ():
+        for one in of_task:
+            answered(name, line_of(one))
     if folder is not None:
+        results["fingerprint"] = identity(model, weights)
         write_results(results, items, folder, say)
     return results
 

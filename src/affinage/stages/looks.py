@@ -12,6 +12,7 @@ from affinage.stages.stage import StageContext
 from affinage.stages.texts import chat_tokenizer
 
 if TYPE_CHECKING:
+    from affinage.evaluation.run import Answered
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
     from affinage.training.state import TrainState
@@ -33,7 +34,7 @@ def evaluated(
     stop: Callable[[], bool],
     *,
     world: Path | None,
-    folder: Path | None = None,
+    answered: "Answered | None" = None,
 ) -> dict[str, Any] | None:
     """What `affinage.evaluation.run.evaluate` says of a model; None if `stop`, asked between batches, was true.
 
@@ -48,7 +49,7 @@ def evaluated(
         state: what else is in the devices' memory.
         stop: also tells that there is progress.
         world: the folder of the pocket world, where its benchmarks can be asked for.
-        folder: for the answers to single items.
+        answered: told of the answer to each item.
     """
     from affinage.evaluation.run import evaluate
 
@@ -60,7 +61,6 @@ def evaluated(
         return evaluate(
             model,
             asked.tasks,
-            folder=folder,
             keep=context.folder / ANSWERS,
             task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
             data_dir=asked.data_dir,
@@ -68,6 +68,7 @@ def evaluated(
             draw=context.recipe.seed,
             batch=_rows(model, state) if asked.batch == "auto" else asked.batch,
             samples=0,
+            answered=answered,
             progress=go_on,
         )
     except _GivenUp:

@@ -6,10 +6,9 @@ item by item, by McNemar's exact test, corrected for how many comparisons there 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
@@ -173,27 +172,29 @@ def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
 def _answers(
     context: StageContext, watch: WatchSettings, setting: str, model: "LoadedModel", state: "TrainState", stop: Stop
 ) -> Answers | None:
-    with TemporaryDirectory() as folder:
-        world = context.inputs.get("world")
-        if evaluated(context, watch, setting, model, state, stop, world=world, folder=Path(folder)) is None:
-            return None
-        answers = {path.stem: _right(path) for path in sorted((Path(folder) / "items").glob("*.jsonl"))}
-    if not answers:
+    lines: dict[str, list[dict[str, Any]]] = {}
+
+    def answered(task: str, line: dict[str, Any]) -> None:
+        lines.setdefault(task, []).append(line)
+
+    world = context.inputs.get("world")
+    if evaluated(context, watch, setting, model, state, stop, world=world, answered=answered) is None:
+        return None
+    if not lines:
         what, fix = "all of these are conversations, which only a finished model is asked", "Watch others beside them."
         raise UserError(what, where=f"{setting}.tasks", fix=fix)
-    return answers
+    return {task: _right(task, lines[task]) for task in sorted(lines)}
 
 
-def _right(path: Path) -> list[int]:
+def _right(task: str, lines: Sequence[dict[str, Any]]) -> list[int]:
     """Whether each item was right: by the first filter of a task that has several, as the same answer is one trial."""
     items: dict[Any, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        item = json.loads(line)
-        items.setdefault(item["id"], item)  # they come filter by filter
+    for line in lines:
+        items.setdefault(line["id"], line)  # they come filter by filter
     metric = next((name for name in _YES_OR_NO if name in next(iter(items.values()))), None)
     if metric is None:
         raise UserError(
-            f"{path.stem} does not say of an item whether the answer was right",
+            f"{task} does not say of an item whether the answer was right",
             where="watch.tasks",
             fix=f"Watch tasks that have one of {', '.join(_YES_OR_NO)}.",
         )
