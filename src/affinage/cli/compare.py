@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from affinage.cli import completion
-from affinage.cli.judge import STAGES, folder_of
+from affinage.cli.judge import folder_of
 from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption
 from affinage.cli.terminal import screen
 from affinage.errors import UserError
@@ -16,7 +16,7 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from affinage.report.comparison import Comparison, Paired
+    from affinage.report.comparison import Comparison, Entrant, Paired
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,9 +52,9 @@ def compare(
     """
     if len(names) < 2:
         raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
-    from affinage.report.comparison import comparison, entrant
+    from affinage.report.comparison import comparison
 
-    found = comparison([entrant(name, *_places(name, runs)) for name in names])
+    found = comparison([_entrant(name, runs) for name in names])
     if html is not None:
         from affinage.report.comparison_page import render_comparison
         from affinage.report.page import write_page
@@ -68,15 +68,16 @@ def compare(
         typer.echo(f"\nThe page is in {html}.")
 
 
-def _places(name: str, runs: Path) -> tuple[Path | None, Path | None]:
-    """The folder of the run that is meant, and that of the results; raises UserError if there is neither."""
-    named = [Path(name), runs / name]
-    results = [*named, folder_of(name, runs), *(place / stage for place in named for stage in reversed(STAGES))]
-    judged = next((place for place in results if (place / "items").is_dir()), None)
-    run = next((place for place in named if (place / "recipe.json").is_file()), None)
-    if run is None and judged is None:
+def _entrant(name: str, runs: Path) -> "Entrant":
+    """What is known of what is called so; raises UserError if there is neither a run nor a model that was judged."""
+    from affinage.report.comparison import entrant
+    from affinage.stages.judged import judged
+
+    found = judged(name, runs, folder_of(name, runs))
+    run = next((place for place in (Path(name), runs / name) if (place / "recipe.json").is_file()), None)
+    if run is None and found is None:
         raise UserError(f"there are no results of `{name}`", fix=f"Make them: affinage eval {name} --tasks julian")
-    return run, judged
+    return entrant(name, run, None if found is None else found.folder, anew="" if found is None else found.anew)
 
 
 def _show(found: "Comparison") -> None:
@@ -92,6 +93,10 @@ def _show(found: "Comparison") -> None:
     if found.settings:
         rows = [[one.key, *(ABSENT if v is None else str(v) for v in one.values)] for one in found.settings]
         _table(console, ["setting", *names], rows)
+    for one in found.entrants:
+        if one.anew:
+            told = strings("en")["judged_before"].format(name=one.name, command=one.anew)
+            console.print(f"{told}\n", highlight=False, markup=False)
     for pair in found.paired:
         _show_pair(console, found, pair)
 

@@ -120,11 +120,13 @@ def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: d
     from affinage.evaluation.run import evaluate
     from affinage.hardware.hosts import Hosts
     from affinage.recipe.data import POCKET_WORLD
+    from affinage.stages.judged import state_of
     from affinage.stages.models import is_chat, locate_model, made_from
     from affinage.stages.seen import seen_by
 
     training, _ = locate_model(target, opening.runs)
     folder = folder_of(target, opening.runs)
+    state = state_of(target, opening.runs)
     model = opened(target, opening, sets_aside=True)
     world = made_from(training, "world")
     lines: list[str] = []
@@ -133,6 +135,7 @@ def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: d
             model,
             tasks,
             folder=folder if Hosts.current.first else None,
+            state=state,
             keep=folder / "answers.jsonl",
             task_folders={POCKET_WORLD: world / "tasks"} if world else {},
             chat=is_chat(training),

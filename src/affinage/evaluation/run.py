@@ -22,7 +22,7 @@ from affinage.evaluation.harness import reachable_data, tamed_harness, task_mana
 from affinage.evaluation.item_lines import finite, label, line_of, of_item
 from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
-from affinage.evaluation.result_folder import identity, write_results
+from affinage.evaluation.result_folder import STATE, identity, write_results
 from affinage.evaluation.tasks import TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
 from affinage.hardware.hosts import Hosts
@@ -38,6 +38,7 @@ def evaluate(
     tasks: Sequence[str],
     *,
     folder: Path | None = None,
+    state: str | None = None,
     keep: Path | None = None,
     task_folders: Mapping[str, Path] | None = None,
     data_dir: str | Path | None = None,
@@ -70,7 +71,8 @@ def evaluate(
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item, beside what it has
     of other tasks of this model; what it has of another model is removed, which `say` is told in a line. Only then do
-    the results hold the model's `fingerprint`: it takes writing the tokenizer. `answered` is told of each item in turn.
+    the results hold the model's `fingerprint`: it takes writing the tokenizer; and `state`, what the caller tells a
+    model from its earlier selves by, without its weights. `answered` is told of each item in turn.
 
     Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
     scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
@@ -126,7 +128,7 @@ def evaluate(
         for one in of_task:
             answered(name, line_of(one))
     if folder is not None:
-        results["fingerprint"] = identity(model, weights)
+        results |= {"fingerprint": identity(model, weights)} | ({} if state is None else {STATE: state})
         write_results(results, items, folder, say)
     return results
 

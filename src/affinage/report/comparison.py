@@ -24,6 +24,7 @@ class Entrant:
     facts: Facts  # of its run; without anything in them for results that no run has made
     results: Path | None = None  # the folder of its answers to benchmarks
     evaluation: Evaluation | None = None  # what is in it
+    anew: str = ""  # the command that judges it anew, where the answers are not of the model as it is now
 
     @property
     def is_run(self) -> bool:
@@ -77,6 +78,7 @@ class Comparison:
                     }
                     if one.evaluation
                     else {},
+                    **({"judged_before": True, "judge_anew": one.anew} if one.anew else {}),
                 }
                 for place, one in enumerate(self.entrants)
             ],
@@ -94,11 +96,11 @@ class Comparison:
         }
 
 
-def entrant(name: str, run: Path | None, results: Path | None) -> Entrant:
-    """One to compare: its run's folder, the folder of its results, or both."""
+def entrant(name: str, run: Path | None, results: Path | None, *, anew: str = "") -> Entrant:
+    """One to compare: its run's folder, the folder of its results, or both; `anew` as `Entrant` has it."""
     facts = collect_facts(run) if run is not None else collect_facts(Path(name), {})
     judged = facts.evaluations[-1] if facts.evaluations else None
-    return Entrant(name, facts, results, read_evaluation(name, results, {}) if results is not None else judged)
+    return Entrant(name, facts, results, read_evaluation(name, results, {}) if results is not None else judged, anew)
 
 
 def comparison(entrants: Sequence[Entrant]) -> Comparison:

@@ -53,6 +53,9 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
             found=found,
             sections=[name for name, shown in there.items() if shown],
             summaries=[(one.name, verdict(one.facts, language) if one.is_run else "") for one in found.entrants],
+            judged_before=[
+                words["judged_before"].format(name=one.name, command=one.anew) for one in found.entrants if one.anew
+            ],
             lines=quantity_lines(found, words, quantities),
             settings=[Line(one.key, [_setting(value) for value in one.values]) for one in found.settings],
             losses=losses,

@@ -32,6 +32,12 @@ WORDS: dict[str, tuple[str, str]] = {
         "Points are scores, bars one standard error each way; a dashed line is what guessing gets.",
         "Les points sont les scores, les barres une erreur type de chaque côté ; un trait pointillé est le hasard.",
     ),
+    "judged_before": (
+        "{name} has changed since it gave these answers, or they do not say of which state of it they are. "
+        "To judge it as it is now: {command}",
+        "{name} a changé depuis ces réponses, ou elles ne disent pas de quel état du modèle elles sont. "
+        "Pour l’évaluer tel qu’il est : {command}",
+    ),
     "differences": ("Item by item", "Question par question"),
     "differences_lead": (
         "Differences from {first} over the items that both have answered, with the 95 % interval of paired "

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HUB_CONFIG = "config.json"  # of a Hugging Face folder
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
-_JUDGED = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}
+JUDGED = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}  # by which stage
 CHAT = ("dpo", "sft")  # those that make a chat model
 
 
@@ -98,7 +98,7 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
         return {}
     found = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
     found[request[0].stage] = training
-    for name, stage in _JUDGED.items():
+    for name, stage in JUDGED.items():
         judged, trained = read_request(run / stage), found.get(name) and read_request(found[name])
         if judged is not None and trained and judged[0].inputs.get(name) == trained[1]:
             found[stage] = run / stage
@@ -147,14 +147,20 @@ def is_hub_folder(folder: Path) -> bool:
 
 def _last_training(run: Path) -> Path:
     """The run's last training; not one that began from another base than the run has now."""
-    now = {name: found[1] for name in TRAININGS if (found := read_request(run / name)) is not None}
     for name in TRAININGS:
-        request = read_request(run / name)
-        if request is None or not (run / name / MODEL).is_file():
-            continue
-        if all(now.get(base, key) == key for base, key in request[0].inputs.items()):
+        if (run / name / MODEL).is_file() and stands(run, name):
             return run / name
     raise UserError("no model has been trained here yet", where=str(run), fix="Train one with `affinage run RECIPE`.")
+
+
+def stands(run: Path, training: str) -> bool:
+    """Whether a run has this training, and it began from the base that the run has now, and that from its own."""
+    request = read_request(run / training)
+    if request is None:
+        return False
+    bases = {name: key for name, key in request[0].inputs.items() if name in TRAININGS}
+    now = {name: found for name in bases if (found := read_request(run / name)) is not None}
+    return all(found[1] == bases[name] and stands(run, name) for name, found in now.items())
 
 
 def load_trained(
