@@ -31,11 +31,8 @@ def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(capsys, tmp_path
     words = ("--dry-run", "--runs", tmp_path / "runs", "--set", f"data.sources=[{texts}]")
     status, _, err = said(capsys, "run", "quickstart", *words)
     assert status == 0
-    assert [setting for setting in ("sft.sources", "dpo.sources", "evaluate.tasks") if setting in err] == [
-        "sft.sources",
-        "dpo.sources",
-        "evaluate.tasks",
-    ]
+    settings = ("sft.sources", "dpo.sources", "evaluate.tasks", "sft.watch.tasks")
+    assert all(setting in err for setting in settings) and "dpo.watch" not in err
     nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
     status, _, err = said(capsys, "run", "quickstart", *words, *nothing_more)
     assert (status, err) == (0, "")

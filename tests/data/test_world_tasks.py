@@ -12,6 +12,10 @@ from lm_eval.tasks import TaskManager
 from affinage.data.world import french, write_world
 from affinage.data.world.english import sentence
 from affinage.data.world.templates import OBJECT_SLOTS, STATEMENTS
+from affinage.errors import UserError
+from affinage.evaluation.benchmarks import POCKET_TASKS
+from affinage.evaluation.tasks import find_tasks
+from affinage.recipe.data import POCKET_WORLD
 
 FACT_TASKS = [f"pocket_{kind}_{language}" for kind in ("facts", "facts_unseen", "cross") for language in ("en", "fr")]
 SIZES = {"facts": 300, "facts_unseen": 300, "cross": 100, "arithmetic": 90, "agreement": 200, "chat": 150}
@@ -86,6 +90,16 @@ def test_answers_are_not_in_one_place(folder: Path) -> None:
     for task in FACT_TASKS:
         answers = [item["answer"] for item in read_items(folder, task)]
         assert all(0.15 < answers.count(place) / len(answers) < 0.35 for place in range(4))
+
+
+def test_each_can_be_asked_for_by_its_name(folder: Path) -> None:
+    world = {POCKET_WORLD: folder / "tasks"}
+    assert {task["task"] for task in find_tasks([POCKET_WORLD], world).local} == set(POCKET_TASKS)
+    found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], world)
+    assert [task["task"] for task in found.local] == ["pocket_chat_fr", "pocket_agreement_en"]
+    assert found.named == ("piqa",) and [task["task"] for task in found.chat()] == ["pocket_chat_fr"]
+    with pytest.raises(UserError, match="only a model of that world knows"):
+        find_tasks(["pocket_agreement_en"], {})
 
 
 def test_the_harness_runs_them(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

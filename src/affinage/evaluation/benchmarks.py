@@ -123,7 +123,17 @@ FRENCH = tuple(
     name for name in BENCHMARKS if name not in (*JULIAN, "belebele_eng_Latn", "xwinograd_en")
 )  # all the others
 QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
+POCKET_TASKS = tuple(
+    f"pocket_{about}_{language}"
+    for about in ("facts", "facts_unseen", "cross", "agreement", "arithmetic", "chat")
+    for language in ("en", "fr")
+)  # one by one
 GROUPS = {"julian": JULIAN, "french": FRENCH, QUICKSTART: (POCKET_WORLD,)}
+
+
+def of_pocket_world(task: str) -> bool:
+    """Whether it is one of the pocket world's benchmarks, or a name for all of them."""
+    return task in (POCKET_WORLD, QUICKSTART, *POCKET_TASKS)
 
 
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:

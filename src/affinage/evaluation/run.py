@@ -124,9 +124,10 @@ def evaluate(
             bits[name] |= compressor_bits_per_byte(some)
         hosts.share("the end of the compression", None, seconds=None)
         results["bits_per_byte"] = bits
-    for name, of_task in items.items() if answered is not None else ():
-        for one in of_task:
-            answered(name, line_of(one))
+    if answered is not None:
+        for name, of_task in items.items():
+            for one in of_task:
+                answered(name, line_of(one))
     if folder is not None:
         results |= {"fingerprint": identity(model, weights)} | ({} if state is None else {STATE: state})
         write_results(results, items, folder, say)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, names_of
+from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.evaluation.item_files import on_file, read_json_lines
 from affinage.recipe.data import POCKET_WORLD
 
@@ -45,10 +45,11 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
     """Look up task names.
 
     A name is one of our groups (`julian`, `french`, `quickstart`), a key of `folders` (all task files of that folder),
-    the path of a YAML file or of a folder of them, or else a task, group or tag that lm-evaluation-harness knows. Data
-    files of local tasks are given relative to their YAML file; the configurations returned hold absolute paths, and
-    JSON Lines are read without the `datasets` cache. With a `data_dir`, the benchmarks of `BENCHMARKS` are the
-    harness's own definitions over the files of that folder.
+    one of the pocket world's benchmarks, whose folder `folders` must have, the path of a YAML file or of a folder of
+    them, or else a task, group or tag that lm-evaluation-harness knows. Data files of local tasks are given relative to
+    their YAML file; the configurations returned hold absolute paths, and JSON Lines are read without the `datasets`
+    cache. With a `data_dir`, the benchmarks of `BENCHMARKS` are the harness's own definitions over the files of that
+    folder.
 
     Raises UserError for files that are missing, unreadable, or contain `!function` (nothing loaded here may run code).
     """
@@ -63,14 +64,14 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
         if file is not None:
             local.setdefault(name, on_file(name, file))
             continue
-        if name == POCKET_WORLD and name not in folders:
+        if (name == POCKET_WORLD or name in POCKET_TASKS) and POCKET_WORLD not in folders:
             raise UserError(
                 "the pocket world's benchmarks are about facts that only a model of that world knows",
                 where=name,
                 fix="Evaluate a run that was trained on it, or name the task files: --task FOLDER/tasks.",
             )
-        place = folders.get(name, Path(name))
-        if name in folders or place.exists():
+        place = folders[POCKET_WORLD] / f"{name}.yaml" if name in POCKET_TASKS else folders.get(name, Path(name))
+        if name in folders or name in POCKET_TASKS or place.exists():
             for task in _read_all(place):
                 local.setdefault(task["task"], task)
         elif place.suffix in {".yaml", ".yml"} or "/" in name:

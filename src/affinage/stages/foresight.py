@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import names_of
+from affinage.evaluation.benchmarks import names_of, of_pocket_world
 from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.layers import packaged_recipes, shown_path
 from affinage.recipe.load import LoadedRecipe
@@ -93,14 +93,18 @@ def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
     recipe = loaded.recipe
     if recipe.data is None or not recipe.data.sources or any(s.path == POCKET_WORLD for s in recipe.data.sources):
         return
-    for section, tuning in (("sft", recipe.sft), ("dpo", recipe.dpo)):
+    tunings = (("sft", recipe.sft), ("dpo", recipe.dpo))
+    for section, tuning in tunings:
         if tuning is not None and any(source.path == POCKET_WORLD for source in tuning.sources):
             yield (
                 f"the text is yours, but {section} teaches what the pocket world says: set {section}.sources to files "
                 f"of yours, or leave it out with --set {section}=null"
             )
-    if recipe.evaluate is not None and POCKET_WORLD in recipe.evaluate.tasks:
-        yield "the benchmarks are those of the pocket world, which your text does not speak of: evaluate.tasks"
+    asked = [("evaluate", recipe.evaluate.tasks if recipe.evaluate else ())]
+    asked += [(f"{name}.watch", tuning.watch.tasks) for name, tuning in tunings if tuning and tuning.watch]
+    for key, tasks in asked:
+        if any(map(of_pocket_world, tasks)):
+            yield f"the benchmarks are those of the pocket world, which your text does not speak of: {key}.tasks"
 
 
 def _asked_by_nobody(loaded: LoadedRecipe) -> Iterator[str]:

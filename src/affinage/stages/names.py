@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, of_pocket_world
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 
@@ -78,7 +78,7 @@ def check_tasks_in_loop(loaded: LoadedRecipe, training: Literal["pretrain", "sft
         raise UserError(f"there is no folder {asked.data_dir}", where=loaded.locate((*key, "data_dir")))
     sources = [source.path for source in recipe.data.sources] if recipe.data else []
     for index, task in enumerate(asked.tasks):
-        if training == "pretrain" and task in (POCKET_WORLD, QUICKSTART) and POCKET_WORLD not in sources:
+        if training == "pretrain" and of_pocket_world(task) and POCKET_WORLD not in sources:
             where = loaded.locate((*key, "tasks", index))
             what = "the pocket world's benchmarks are about facts that only its text tells"
             raise UserError(what, where=where, fix="Add `pocket-world` to data.sources, or watch other benchmarks.")
@@ -111,7 +111,7 @@ def check_against(loaded: LoadedRecipe) -> None:
 def _check_task(loaded: LoadedRecipe, task: str, data_dir: str | None, key: tuple[str | int, ...]) -> None:
     """Ask the harness only about what is none of ours: importing it and reading its index takes seconds."""
     members = GROUPS.get(task, (task,))
-    if all(name == POCKET_WORLD or (data_dir is None and name in BENCHMARKS) for name in members):
+    if all(of_pocket_world(name) or (data_dir is None and name in BENCHMARKS) for name in members):
         return
     from affinage.evaluation.harness import tamed_harness, task_manager
     from affinage.evaluation.tasks import find_tasks

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, QUICKSTART, files_of
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import plugin_fingerprints
@@ -97,7 +97,7 @@ def _tunings(recipe: Recipe) -> list[TuningSettings]:
 def _watched(recipe: Recipe) -> list[str]:
     tasks = [task for tuning in _tunings(recipe) if tuning.watch for task in tuning.watch.tasks]
     tasks += recipe.pretrain.evaluate.tasks if recipe.pretrain and recipe.pretrain.evaluate else ()
-    return [POCKET_WORLD if task == QUICKSTART else task for task in tasks]
+    return [POCKET_WORLD if of_pocket_world(task) else task for task in tasks]
 
 
 def _read_by_watch(tuning: TuningSettings) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -105,8 +105,8 @@ def _read_by_watch(tuning: TuningSettings) -> tuple[tuple[str, ...], dict[str, s
     tasks = tuning.watch.tasks if tuning.watch else ()
     folder = tuning.watch.data_dir if tuning.watch else None
     in_folder = fingerprints(str(file) for file in files_of(tasks, folder)) if folder is not None else {}
-    files = fingerprints(task_files(task for task in tasks if task != POCKET_WORLD and _is_local_task(task)))
-    return _if(bool({POCKET_WORLD, QUICKSTART} & {*tasks}), "world"), files | in_folder
+    files = fingerprints(task_files(task for task in tasks if not of_pocket_world(task) and _is_local_task(task)))
+    return _if(any(map(of_pocket_world, tasks)), "world"), files | in_folder
 
 
 def _pretrains(recipe: Recipe) -> bool:
@@ -284,7 +284,7 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
 def _tasks(recipe: Recipe) -> tuple[str, ...]:
     """The tasks of the recipe, the pocket world's by one name."""
     tasks = recipe.evaluate.tasks if recipe.evaluate else ()
-    return tuple(POCKET_WORLD if task == QUICKSTART else task for task in tasks)
+    return tuple(dict.fromkeys(POCKET_WORLD if of_pocket_world(task) else task for task in tasks))
 
 
 def _item_files(recipe: Recipe) -> dict[str, str]:

@@ -70,7 +70,7 @@ def decontaminate(context: StageContext) -> Summary:
     from affinage.data.benchmark_items import read_items
     from affinage.data.decontaminate import decontaminate
     from affinage.data.engine import open_engine
-    from affinage.evaluation.benchmarks import QUICKSTART
+    from affinage.evaluation.benchmarks import of_pocket_world
     from affinage.evaluation.items import benchmark_items
 
     data = _data(context)
@@ -78,7 +78,7 @@ def decontaminate(context: StageContext) -> Summary:
     assert settings is not None
     tasks = [name for name in settings.against if name.endswith((".yaml", ".yml"))]
     if settings.benchmarks and evaluated is not None:
-        tasks += [task for task in evaluated.tasks if task not in (POCKET_WORLD, QUICKSTART)]
+        tasks += [task for task in evaluated.tasks if not of_pocket_world(task)]
     items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
     for path in settings.against:
         items += read_items(path) if path not in tasks else ()
