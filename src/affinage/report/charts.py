@@ -34,7 +34,7 @@ class Series:
 
     `style`: "faint" for raw values behind a line, "line", or "points" for few values, joined by a thin line, "dots" for
     values of different things, which nothing joins.
-    `errors` are half-lengths of vertical bars, one per point.
+    `errors` are half-lengths of vertical bars, one per point; points that are `ringed` stand out.
     """
 
     label: str
@@ -42,6 +42,7 @@ class Series:
     colour: int = 0
     style: Literal["faint", "line", "points", "dots"] = "line"
     errors: Sequence[float] = ()
+    ringed: Sequence[bool] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def line_chart(
     parts = [*_grid(across, up, x, y, width, height)]
     parts += [line(across(m), top, across(m), bottom, "resumed") for m in marks if across.low <= m <= across.high]
     for one in shown:
+        parts += _bars(one, across, up)
+    for one in shown:
         parts += _series(one, across, up)
     return drawing(width, height, label, *parts, class_="chart lines", data_frame=_frame(across, top, bottom))
 
@@ -104,7 +107,8 @@ def _drawable(series: Series, log_x: bool, log_y: bool) -> Series:
         if math.isfinite(p[0]) and math.isfinite(p[1]) and (p[0] > 0 or not log_x) and (p[1] > 0 or not log_y)
     ]
     errors = [series.errors[i] for i, _ in kept] if series.errors else []
-    return Series(series.label, [p for _, p in kept], series.colour, series.style, errors)
+    ringed = [series.ringed[i] for i, _ in kept] if series.ringed else []
+    return Series(series.label, [p for _, p in kept], series.colour, series.style, errors, ringed)
 
 
 def _reach(series: Series) -> list[float]:
@@ -142,6 +146,15 @@ def _grid(across: Scale, up: Scale, x: Axis, y: Axis, width: float, height: floa
     return parts
 
 
+def _bars(series: Series, across: Scale, up: Scale) -> list[Markup]:
+    """The bars of errors, which no bar of another series hides the points of."""
+    classes = f"error s{series.colour % 6}"
+    return [
+        line(across(x), up(y - error), across(x), up(y + error), classes)
+        for (x, y), error in zip(series.points, series.errors)
+    ]
+
+
 def _series(series: Series, across: Scale, up: Scale) -> list[Markup]:
     colour = f"s{series.colour % 6}"
     placed = [(across(x), up(y)) for x, y in series.points]
@@ -151,8 +164,9 @@ def _series(series: Series, across: Scale, up: Scale) -> list[Markup]:
     if len(placed) > 1 and series.style != "dots":
         weight = {"faint": "faint", "line": "curve", "points": "thin"}[series.style]
         parts.append(polyline(placed, f"{weight} {colour}"))
-    for (px, _), (_, y), error in zip(placed, series.points, series.errors):
-        parts.append(line(px, up(y - error), px, up(y + error), f"error {colour}"))
+    for (px, py), ringed in zip(placed, series.ringed):
+        if ringed:
+            parts.append(element("circle", cx=px, cy=py, r=8.0, class_=f"ring {colour}"))
     if series.style in ("points", "dots") or len(placed) == 1:
         radius = 4.0 if len(placed) <= 40 else 2.5
         parts += [marker(px, py, series.colour, radius) for px, py in placed]

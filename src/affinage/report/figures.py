@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -21,7 +21,7 @@ from affinage.report.charts import (
     line_chart,
     responsive,
 )
-from affinage.report.curves import smoothed, thinned
+from affinage.report.curves import Point, smoothed, thinned
 from affinage.report.evaluations import Evaluation, Score
 from affinage.report.probes import Probe
 from affinage.report.quantities import Quantities
@@ -66,10 +66,7 @@ class Artist:
     def loss(self, training: Training) -> Figure | None:
         """Training loss, raw and smoothed, with the loss on each validation set."""
         raw = training.curves.get("loss", [])
-        series = [
-            Series(self.words["training_raw"], thinned(raw), 0, "faint"),
-            Series(self.words["training_loss"], thinned(smoothed(raw)), 0, "line"),
-        ]
+        series = self._smoothed(raw, "training_raw", "training_loss")
         for i, (name, points) in enumerate(training.validation.items()):
             label = self.words["validation_of"].format(name=name)
             series.append(Series(label, thinned(points, 60), 1 + i, "points"))
@@ -90,18 +87,43 @@ class Artist:
             found = [(look.step, look.scores[task]) for look in training.looks if task in look.scores]
             known = [(float(step), value, error or 0.0) for step, (value, error, _) in found if value is not None]
             points, errors = [(x, y) for x, y, _ in known], [error for _, _, error in known]
-            scored.append(Series(task, points, i % _COLOURS, "points", errors))
+            ringed = [worse for _, (value, _, worse) in found if value is not None]
+            scored.append(Series(task, points, i % _COLOURS, "points", errors, ringed))
         bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
         axis = Axis(self.words["looks_axis"], self.quantities.percent_ticks)
         groups = [scored[first : first + _COLOURS] for first in range(0, len(scored), _COLOURS)]
         of_several = [f" ({number})" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [""]
         drawn = [(self.words["looks"] + which, group, axis) for which, group in zip(of_several, groups)]
         drawn.append((self.words["bits_per_byte"], bits, Axis(self.words["bits_per_byte_axis"], self.quantities.ticks)))
-        return [
-            self._curves(title, series, axis, title, HALF, 240.0, training.resumed_at)
-            for title, series, axis in drawn
-            if any(len(one.points) > 1 for one in series)
+        drawn = [each for each in drawn if any(len(one.points) > 1 for one in each[1])]
+        wide = WIDE if len(drawn) == 1 else HALF  # one alone stands under the loss step by step
+        pictures = [
+            self._curves(title, series, axis, title, wide, 240.0, training.resumed_at) for title, series, axis in drawn
         ]
+        note = self.words["looks_worse"] if training.worse else ""
+        notes = ("" if series is bits else note for _, series, _ in drawn)
+        return [replace(picture, note=told) for picture, told in zip(pictures, notes)]
+
+    def worse(self, training: Training) -> str:
+        """A sentence on the benchmarks that a training has made worse; "" if it has made none."""
+        q = self.quantities
+        tasks = (
+            self.words["worse_one"].format(
+                task=one.task,
+                before=q.percent(one.before, 1),
+                than=q.count(one.than),
+                now=q.percent(one.now, 1),
+                step=q.count(one.step),
+                p=q.number(one.p),
+            )
+            for one in training.worse
+        )
+        listed, first, last = " · ".join(tasks), training.first_loss, training.final_loss
+        if not listed:
+            return ""
+        fell = first is not None and last is not None and last < first
+        lead = self.words["worse_lead_loss" if fell else "worse_lead"]
+        return lead.format(tasks=listed, first=q.number(first), last=q.number(last))
 
     def small(self, training: Training) -> list[Figure]:
         """Learning rate, throughput, gradient norm and MFU, where they were logged."""
@@ -111,16 +133,21 @@ class Artist:
         wide = THIRD if len(shown) == 3 else HALF
         return [self._small(training, metric, wide) for metric in shown]
 
+    def _smoothed(self, raw: Sequence[Point], faint: str, line: str) -> list[Series]:
+        """A curve smoothed, and as it was logged behind it; of one too short to be smoothed only that."""
+        mean = smoothed(raw)
+        if mean == list(raw):
+            return [Series(self.words[faint], thinned(raw), 0, "line")]
+        behind = Series(self.words[faint], thinned(raw), 0, "faint")
+        return [behind, Series(self.words[line], thinned(mean), 0, "line")]
+
     def _small(self, training: Training, metric: str, wide: float) -> Figure:
         points = training.curves[metric]
         title = self.words[metric]
         if metric == "learning_rate":
             series = [Series(title, thinned(points), 0, "line")]
         else:
-            series = [
-                Series(self.words["raw"], thinned(points), 0, "faint"),
-                Series(self.words["smoothed"], thinned(smoothed(points)), 0, "line"),
-            ]
+            series = self._smoothed(points, "raw", "smoothed")
         write = self.quantities.percent_ticks if metric in SHARES else self.quantities.ticks
         axis = Axis(self.words[f"{metric}_axis"], write)
         return self._curves(title, series, axis, title, wide, 200.0, training.resumed_at)

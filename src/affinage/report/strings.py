@@ -21,6 +21,22 @@ _WORDS: dict[str, tuple[str, str]] = {
         "Bancs d’essai pendant l’apprentissage, sur peu de questions, ± une erreur type",
     ),
     "looks": ("Benchmarks on the way", "Bancs d’essai en chemin"),
+    "looks_worse": (
+        "Ringed: worse than at an earlier step, by more than chance (McNemar’s test).",
+        "Cerclé : pire qu’à un pas antérieur, au-delà du hasard (test de McNemar).",
+    ),
+    "worse_lead": (
+        "Benchmarks got worse by more than chance: {tasks}.",
+        "Des bancs d’essai empirent au-delà du hasard : {tasks}.",
+    ),
+    "worse_lead_loss": (
+        "While the loss fell from {first} to {last}, benchmarks got worse by more than chance: {tasks}.",
+        "Pendant que la perte baisse de {first} à {last}, des bancs d’essai empirent au-delà du hasard : {tasks}.",
+    ),
+    "worse_one": (
+        "{task} from {before} at step {than} to {now} at step {step} (p\u00a0=\u00a0{p})",
+        "{task} de {before} au pas {than} à {now} au pas {step} (p\u00a0=\u00a0{p})",
+    ),
     "looks_axis": ("score ± one standard error", "score ± une erreur type"),
     "bits_per_byte_axis": ("bits per byte of validation text", "bits par octet du texte de validation"),
     "ended": ("The training ended at step {step}: {why}.", "L’apprentissage s’est arrêté au pas {step} : {why}."),

@@ -1,6 +1,6 @@
 """What a training stage left behind: its curves, its summary, and what was predicted of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,18 @@ class Validated:
     loss: float | None
     bits_per_byte: float | None
     pairs_right: float | None = None  # share of the pairs of which it prefers the better one
+
+
+@dataclass(frozen=True)
+class Worse:
+    """A benchmark that is worse after a step than it was: both scores, and the probability that chance does so much."""
+
+    task: str
+    step: int
+    than: int  # an earlier step
+    before: float | None
+    now: float | None
+    p: float | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Training:
     looks: tuple[Look, ...]  # at benchmarks, while it was trained
     watched: bool  # whether they were looked at to end it
     bits_per_byte: Mapping[str, list[Point]]  # of the validation text of a language
+    worse: tuple[Worse, ...]  # benchmarks that are worse than they were: of each the last look that said so
     ended: str  # why it ended before its last step
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
@@ -91,7 +104,8 @@ def read_training(
     summary = {**stage_summary, **json_file(folder / "summary.json")}
     nodes, context = node_costs(folder)
     curves, validation, broken = _curves(folder / "metrics.jsonl")
-    watched = tuple(map(_look, mappings(json_file(folder / "watch.json").get("looks"))))
+    told = mappings(json_file(folder / "watch.json").get("looks"))
+    watched = tuple(map(_look, told))
     evaluated, bits = _evaluated(folder / "metrics.jsonl")
     parameters = summary.get("parameters")
     return Training(
@@ -124,6 +138,7 @@ def read_training(
         looks=watched or evaluated,
         watched=bool(watched),
         bits_per_byte=bits,
+        worse=tuple(_worse(told, {look.step: look for look in watched})),
         ended=string(summary.get("ended")),
         broken_steps=tuple(broken),
     )
@@ -136,6 +151,18 @@ def _look(entry: Mapping[str, Any]) -> Look:
         for task, score in mapping(entry.get("scores")).items()
     }
     return Look(whole(entry.get("step")) or 0, scores)
+
+
+def _worse(told: Sequence[Mapping[str, Any]], looks: Mapping[int, Look]) -> Iterator[Worse]:
+    found: dict[str, Worse] = {}
+    for entry in told:
+        step = whole(entry.get("step")) or 0
+        surest = sorted(mappings(entry.get("worse")), key=lambda one: -(number(one.get("p")) or 0.0))
+        for one in surest:
+            task, than = string(one.get("task")), whole(one.get("than")) or 0
+            before, now = (looks[at].scores.get(task) if at in looks else None for at in (than, step))
+            found[task] = Worse(task, step, than, before and before[0], now and now[0], number(one.get("p")))
+    yield from found.values()
 
 
 def _evaluated(path: Path) -> tuple[tuple[Look, ...], dict[str, list[Point]]]:
