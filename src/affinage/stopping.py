@@ -131,25 +131,43 @@ def left_when_done() -> Iterator[None]:
     Python's own way out would go on to take down threads of libraries (daemons) that are in native code, which now and
     then aborts the process: one that had done everything would end like one that failed, and be started again.
     """
-    status, process = 1, os.getpid()
+    _LastWord.of = os.getpid()
+    reserve_last_word()
+    try:
+        yield
+        _LastWord.status = 0
+    except SystemExit as ended:
+        _LastWord.status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except KeyboardInterrupt:
+        _LastWord.status = EXIT_INTERRUPTED
+        raise
 
-    def end() -> None:
-        if os.getpid() == process:
+
+class _LastWord:
+    """What `left_when_done` has to say at the end."""
+
+    reserved = False
+    of: ClassVar[int | None] = None  # the process that is to be left
+    status: ClassVar[int] = 1
+
+    @staticmethod
+    def say() -> None:
+        if os.getpid() == _LastWord.of:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it any more
                     stream.flush()
-            os._exit(status)
+            os._exit(_LastWord.status)
 
-    atexit.register(end)  # what is registered first is called last
-    try:
-        yield
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        raise
-    except KeyboardInterrupt:
-        status = EXIT_INTERRUPTED
-        raise
+
+def reserve_last_word() -> None:
+    """Make `left_when_done` leave after the exit handlers of all that is imported from now on.
+
+    For a process that imports what others, forked from it, are to leave with; else it is soon enough by itself.
+    """
+    if not _LastWord.reserved:
+        _LastWord.reserved = True
+        atexit.register(_LastWord.say)  # what is registered first is called last
 
 
 def die_with_parent() -> None:

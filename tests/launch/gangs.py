@@ -61,6 +61,8 @@ class Nursery:
     def start(self, command: Sequence[str]) -> "ForkedGang":
         return ForkedGang(self, json.loads(command[0]))
 
+    def finish(self) -> None: ...
+
 
 class ForkedGang:
     def __init__(self, nursery: Nursery, job: dict) -> None:
@@ -151,6 +153,8 @@ class Killing:
             self.killed += 1
             self.lost = max(self.lost, max([before, *steps_of(self._folder)]) - newest(self._folder))
         return gang
+
+    def finish(self) -> None: ...
 
     def _wait_for_step(self, gang: ForkedGang) -> None:
         while not steps_of(self._folder) and all(map(_runs, gang.pids)):

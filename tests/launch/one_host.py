@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from affinage.stopping import die_with_parent
+from affinage.stopping import die_with_parent, left_when_done
 
 if __name__ == "__main__":
     die_with_parent()
@@ -14,4 +14,5 @@ if __name__ == "__main__":
     from affinage.hardware.devices import prepare
 
     prepare()
-    sys.exit(gangs._train(json.loads(sys.argv[1]), int(os.environ["AFFINAGE_HOST"])))
+    with left_when_done():
+        sys.exit(gangs._train(json.loads(sys.argv[1]), int(os.environ["AFFINAGE_HOST"])))

@@ -26,7 +26,8 @@ from affinage.launch.supervise import supervise
 from affinage.recipe.claims import CloudSettings
 from tpu_api import serving
 
-FAKE = [sys.executable, str(Path(__file__).with_name("fake_host.py"))]
+SCRIPT = str(Path(__file__).with_name("fake_host.py"))
+FAKE = [sys.executable, SCRIPT]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,16 +83,22 @@ def ssh(tmp_path: Path) -> Callable[..., Launcher]:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Callable[..., Launcher]]:
-    opened: list[RayLauncher] = []
+def opened() -> Iterator[list[RayLauncher]]:
+    launchers: list[RayLauncher] = []
+    yield launchers
+    for each in launchers[-1:]:
+        each.close()
 
+
+@pytest.fixture
+def ray(opened: list[RayLauncher]) -> Iterator[Callable[..., Launcher]]:
     def launcher(hosts: int, **options: object) -> Launcher:
-        opened.append(RayLauncher(hosts, program=FAKE, devices=1, **options))  # type: ignore[arg-type]
+        opened.append(RayLauncher(hosts, program=[SCRIPT], devices=1, modules=(), **options))  # type: ignore[arg-type]
         return opened[-1]
 
     yield launcher
-    for each in opened[-1:]:
-        each.close()
+    for each in opened:
+        each.finish()
 
 
 @pytest.fixture(params=["ssh", "ray"])
@@ -225,10 +232,46 @@ def test_a_preparation_that_fails_is_told_and_nothing_is_started(ssh, tmp_path: 
     assert wrong.value.where == "--prepare" and not list(tmp_path.glob("process-*"))
 
 
-def test_what_ray_takes_the_agent_from_is_told_to_save(ray, tmp_path: Path):
-    gang = ray(2).start(["wait", str(tmp_path)])
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def hosts_of(folder: Path) -> list[int]:
+    until(lambda: begun(folder, 2))
+    return [int((folder / f"process-{host}").read_text()) for host in range(2)]
+
+
+def test_a_worker_of_rays_that_is_killed_is_replaced_and_what_it_had_imported_is_not_imported_again(
+    ray, tmp_path: Path
+):
+    launcher = ray(2)
+    gang = launcher.start(["wait", str(tmp_path)])
+    first = hosts_of(tmp_path)
+    zygotes = [parent(process) for process in first]
+    worker = gang._ray.get(gang._agents[1].worker.remote())
+    os.kill(worker, signal.SIGKILL)
+    assert endings(gang, 1) == [Ending(1, 75, gang._where[1], out_of_sight=True)]
+    until(lambda: not alive(first[1]))
+    assert (tmp_path / "saved-1").exists() and not (tmp_path / "saved-0").exists()
+    gang.end()
+    for host in range(2):
+        (tmp_path / f"process-{host}").unlink()
+    gang = launcher.start(["wait", str(tmp_path)])
     try:
-        until(lambda: begun(tmp_path, 2))
+        again = hosts_of(tmp_path)
+        assert [parent(process) for process in again] == zygotes
+        assert gang._ray.get(gang._agents[1].worker.remote()) != worker
+    finally:
+        gang.end()
+    launcher.finish()
+    until(lambda: not any(map(alive, [*again, *zygotes])))
+
+
+def test_what_ray_takes_the_agent_from_is_told_to_save_and_others_take_its_place(ray, tmp_path: Path):
+    launcher = ray(2)
+    gang = launcher.start(["wait", str(tmp_path)])
+    try:
+        zygotes = {parent(process) for process in hosts_of(tmp_path)}
         gang._ray.kill(gang._agents[1])
         (ending,) = endings(gang, 1)
         assert ending.host == 1 and ending.status == 75 and ending.out_of_sight
@@ -236,6 +279,13 @@ def test_what_ray_takes_the_agent_from_is_told_to_save(ray, tmp_path: Path):
     finally:
         gang.end()
     assert not (tmp_path / "saved-0").exists()
+    for host in range(2):
+        (tmp_path / f"process-{host}").unlink()
+    gang = launcher.start(["wait", str(tmp_path)])
+    try:
+        assert {parent(process) for process in hosts_of(tmp_path)} == zygotes
+    finally:
+        gang.end()
 
 
 def test_fewer_hosts_than_wished_where_that_is_allowed(ray, tmp_path: Path):
@@ -255,12 +305,12 @@ def test_what_outlived_its_starter_is_waited_for_and_then_killed(tmp_path: Path,
     process = HostProcess([*FAKE, "stubborn", str(tmp_path)], {**os.environ, **place})
     try:
         until((tmp_path / "process-0").exists)
-        Remains("command", "first").note(process.pid)
+        Remains("command", "first").note(process.pid, os.getpid())
         with pytest.raises(UserError, match="under way already"):
-            Remains("command", "second").end()  # its parent, this process, is there
+            Remains("command", "second").end()  # its owner, this process, is there
         noted = tmp_path / f"affinage-{os.getuid()}" / "command" / f"{process.pid}.process"
-        start, began, _ = noted.read_text().split()
-        noted.write_text(f"{start} {began} 1")
+        start, began, owner, _ = noted.read_text().split()
+        noted.write_text(f"{start} {began} {owner} 1")  # another process of that number
         Remains("command", "first").end()
         assert alive(process.pid)  # of this very start
         Remains("command", "second").end()

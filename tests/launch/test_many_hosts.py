@@ -91,6 +91,8 @@ def test_a_host_that_is_stuck_is_named_and_the_run_goes_on(tmp_path: Path, nurse
             hurt = {"host": 1, "phase": "evaluation", "by": by}
             return nursery.start(order(folder, settings={"survival": {"stuck_seconds": 4}}, hurt=hurt))
 
+        def finish(self) -> None: ...
+
     assert supervise(UntilNamed(), [], Restarts(failures=2, preemptions=9), say=said.append) == 0, said
     told = stuck.read_text()
     assert named in told

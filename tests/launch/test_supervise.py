@@ -27,7 +27,7 @@ class Scripted:
     hosts = 2
 
     def __init__(self, *starts: Sequence[tuple[int, ...]] | Exception) -> None:
-        self.starts, self.begun, self.told, self.ended = list(starts), 0, [], 0
+        self.starts, self.begun, self.told, self.ended, self.finished = list(starts), 0, [], 0, False
 
     def start(self, command: Sequence[str]) -> Gang:
         start = self.starts.pop(0)
@@ -55,11 +55,14 @@ class Scripted:
 
         return Here()
 
+    def finish(self) -> None:
+        self.finished = True
+
 
 def run(launcher: Scripted, grace: float = 60.0, **restarts: float) -> tuple[int, list[str]]:
     said: list[str] = []
     status = supervise(launcher, ["run", "x"], Restarts(**restarts), grace=grace, say=said.append)
-    assert launcher.ended == launcher.begun  # nothing is left
+    assert launcher.ended == launcher.begun and launcher.finished  # nothing is left
     return status, said
 
 

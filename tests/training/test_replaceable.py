@@ -160,6 +160,8 @@ class Here:
             self.status = 1
         return self
 
+    def finish(self) -> None: ...
+
     def ended(self, seconds: float) -> list[Ending]:
         return [Ending(0, self.status)]
 

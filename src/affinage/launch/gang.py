@@ -39,7 +39,7 @@ class Gang(Protocol):
         ...
 
     def end(self) -> None:
-        """Kill what still runs, with all that it has started. Afterwards nothing is left, and calling it again is fine.
+        """Kill what still runs, with all that it has started. Afterwards no host is left, and calling it again is fine.
 
         A process that does not answer must not keep it from returning.
         """
@@ -59,6 +59,10 @@ class Launcher(Protocol):
         Raises:
             UserError: where there are not so many hosts.
         """
+        ...
+
+    def finish(self) -> None:
+        """No start follows, for now: end what was kept for a next one. Calling it again is fine."""
         ...
 
 

@@ -1,20 +1,26 @@
 """Hosts that are processes of this machine."""
 
 import os
+import shutil
 import signal
-import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
+from affinage.launch.forked import ForkedProcess, Forks
 from affinage.launch.gang import Ending
-from affinage.launch.process import HostProcess, Say, of_cpu, reserved_port, start_all
+from affinage.launch.process import Say, Watched, of_cpu, reserved_port
 
 _LOOK_EVERY = 0.02  # seconds
+_LASTING = 5.0  # seconds in which the next start finds what was imported for the last one
 
 
 class LocalLauncher:
     """N processes on this machine, which listen on the loopback address alone.
+
+    They are forked from one that has imported what they need, and waits for the next start.
 
     Args:
         hosts: how many.
@@ -23,20 +29,40 @@ class LocalLauncher:
     """
 
     def __init__(self, hosts: int, *, devices: int | None = None, say: Say = print) -> None:
-        self.hosts, self._devices, self._say = hosts, devices, say
+        self.hosts, self._say = hosts, say
+        self._environment = {**os.environ, **of_cpu(devices)}
+        self._folder: str | None = None
 
     def start(self, command: Sequence[str]) -> "LocalGang":
         """See `affinage.launch.gang.Launcher`."""
-        return LocalGang([sys.executable, "-m", "affinage", *command], self.hosts, self._devices, self._say)
+        self._folder = self._folder or tempfile.mkdtemp(prefix="affinage-")
+        forks = Forks(Path(self._folder) / "zygote", self._environment, signal.SIGKILL, _LASTING)
+        return LocalGang(forks, ["-m", "affinage", *command], self._environment, self.hosts, self._say)
+
+    def finish(self) -> None:
+        """See `affinage.launch.gang.Launcher`."""
+        if self._folder is not None:
+            Forks(Path(self._folder) / "zygote", {}, signal.SIGKILL, _LASTING).leave()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 class LocalGang:
     """See `affinage.launch.gang.Gang`. Each process has a session of its own, and dies with this one."""
 
-    def __init__(self, command: Sequence[str], hosts: int, devices: int | None, say: Say) -> None:
+    def __init__(
+        self, forks: Forks, words: Sequence[str], environment: Mapping[str, str], hosts: int, say: Say
+    ) -> None:
         self._port, coordinator = reserved_port()
-        place = {**os.environ, **of_cpu(devices), COORDINATOR: coordinator, HOSTS: str(hosts)}
-        self._processes = start_all((command, {**place, HOST: str(host)}) for host in range(hosts))
+        place = {**environment, COORDINATOR: coordinator, HOSTS: str(hosts)}
+        self._processes: list[ForkedProcess] = []
+        try:
+            for host in range(hosts):
+                self._processes.append(forks.start(words, {**place, HOST: str(host)}))
+        except BaseException:
+            for process in self._processes:
+                process.end()
+            raise
         self._watch = Watch(self._processes, say)
 
     def ended(self, seconds: float) -> list[Ending]:
@@ -65,7 +91,7 @@ class Watch:
         where: the names of the hosts' machines.
     """
 
-    def __init__(self, processes: Sequence[HostProcess], say: Say, where: Sequence[str] = ()) -> None:
+    def __init__(self, processes: Sequence[Watched], say: Say, where: Sequence[str] = ()) -> None:
         self._processes, self._say, self._where = processes, say, where or [""] * len(processes)
         self._told: set[int] = set()
 

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Protocol
 
 from affinage.stopping import PARENT
 
@@ -20,6 +21,40 @@ _LAST_WORDS = 1.0  # seconds for the lines of a process that has ended
 _THREADS = "16"  # of XLA's pool: fewer, and the collectives of several devices of one process wait for each other
 # What the library of collectives writes to standard output; its threads write into each other's lines.
 _NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks|Expected number of connected peer ranks")
+
+
+class Output:
+    """The lines that a process writes; one thread reads them, another asks for them."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: that was all
+        self._said = threading.Event()
+        self._over = 0.0  # when the process was first seen to have ended
+
+    def read(self, out: IO[bytes]) -> None:
+        """Until its end."""
+        with out:
+            for line in out:
+                if not _NOISE.search(line):
+                    self._lines.put(line.decode(errors="replace").rstrip())
+        self._said.set()
+        self._lines.put(None)
+
+    def news(self, seconds: float, status: Callable[[], int | None]) -> tuple[list[str], int | None]:
+        """See `HostProcess.news`."""
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            lines.append(self._lines.get(timeout=seconds) if seconds else self._lines.get_nowait())
+            while True:
+                lines.append(self._lines.get_nowait())
+        found = [line for line in lines if line is not None]
+        ended = status()
+        if ended is None:
+            return found, None
+        # What it started may go on writing to its output; that is not waited for.
+        self._over = self._over or time.monotonic()
+        all_told = self._lines.empty() and (self._said.is_set() or time.monotonic() - self._over > _LAST_WORDS)
+        return found, ended if all_told else None
 
 
 class HostProcess:
@@ -33,10 +68,8 @@ class HostProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         given = os.environ if environment is None else environment
         self._environment = {**given, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._begun, self._said = threading.Event(), threading.Event()
+        self._output, self._begun = Output(), threading.Event()
         self._error: OSError | None = None
-        self._over = 0.0  # when it was first seen to have ended
         # The thread that starts it lives as long as it does: the kernel takes the end of that thread for a parent's.
         self._keeper = threading.Thread(target=self._keep, args=(list(command),), daemon=True)
         self._keeper.start()
@@ -54,18 +87,7 @@ class HostProcess:
 
         Waits for one of them, at most so long. The end is told once all lines are.
         """
-        lines = []
-        with contextlib.suppress(queue.Empty):
-            lines.append(self._lines.get(timeout=seconds) if seconds else self._lines.get_nowait())
-            while True:
-                lines.append(self._lines.get_nowait())
-        status = self.status()
-        if status is None:
-            return lines, None
-        # What it started may go on writing to its output; that is not waited for.
-        self._over = self._over or time.monotonic()
-        ended = self._lines.empty() and (self._said.is_set() or time.monotonic() - self._over > _LAST_WORDS)
-        return lines, status if ended else None
+        return self._output.news(seconds, self.status)
 
     def status(self) -> int | None:
         """How it ended, None if it runs. It is not taken away, and its number stays its own until `end`."""
@@ -104,17 +126,26 @@ class HostProcess:
             self._error = error
         self._begun.set()
         if self._error is None:
-            self._read()
-            self._said.set()
+            assert self._process.stdout is not None
+            self._output.read(self._process.stdout)
             while self.status() is None:  # it closed its output, and runs
                 time.sleep(0.1)
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as out:
-            for line in out:
-                if not _NOISE.search(line):
-                    self._lines.put(line.decode(errors="replace").rstrip())
+
+class Watched(Protocol):
+    """What `HostProcess` and `ForkedProcess` have in common."""
+
+    def news(self, seconds: float) -> tuple[list[str], int | None]:
+        """The lines written since the last call, and how it ended."""
+        ...
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        ...
+
+    def end(self) -> None:
+        """Kill it with all that it has started."""
+        ...
 
 
 def start_all(commands: Iterable[tuple[Sequence[str], Mapping[str, str] | None]]) -> list[HostProcess]:

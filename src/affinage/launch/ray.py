@@ -5,23 +5,22 @@ import hashlib
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import affinage
 from affinage.errors import EXIT_PREEMPTED, UserError
-from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
+from affinage.hardware.hosts import COORDINATOR, HOSTS
 from affinage.hardware.ray_cluster import connect
+from affinage.launch.forked import OF_A_HOST
 from affinage.launch.gang import Ending
-from affinage.launch.process import HostProcess, Say, of_cpu, reserved_port, status_of_shell
+from affinage.launch.process import Say, of_cpu, status_of_shell
+from affinage.launch.ray_agent import Agent, Job
 from affinage.launch.remains import Remains
 
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _ANSWERS = 30.0  # seconds for an agent to start a process, or to kill it
-_NEWS = 0.5  # seconds that an agent waits for something to tell
+_LOOK_EVERY = 0.05  # seconds
 _ACCELERATORS = ("TPU", "GPU")
 
 
@@ -29,7 +28,8 @@ class RayLauncher:
     """One host for each machine of a Ray cluster that has what a host needs; a small actor on each starts its process.
 
     The process is none of Ray's: when Ray takes the actor away, with its machine or with this driver, the process gets
-    SIGTERM and saves, the others with it. What it left is ended before the next start.
+    SIGTERM and saves, the others with it. What it left is ended before the next start. The actors stay from one start
+    to the next; one that was killed is started anew while the hosts save.
 
     Args:
         hosts: how many.
@@ -38,7 +38,8 @@ class RayLauncher:
         devices: of each host, played by its CPU; None: what JAX finds, all accelerators of a machine for one host.
         files: path here -> content, put on every host where the path does not hold the same; words of the command that
             are such a path are replaced by where the file is there.
-        program: what the command is given to; default: affinage, with the Python of the machine's Ray.
+        program: words that the Python of the machine's Ray is given before the command's; default: -m affinage.
+        modules: imported once on each machine, for all starts.
         say: takes the lines that the hosts write, each with the number of its host before it.
 
     Raises:
@@ -54,11 +55,14 @@ class RayLauncher:
         devices: int | None = None,
         files: Mapping[str, bytes] | None = None,
         program: Sequence[str] = (),
+        modules: Sequence[str] = OF_A_HOST,
         say: Say = print,
     ) -> None:
         self.hosts, self._wanted, self._least = hosts, hosts, hosts if least is None else least
         self._devices, self._files, self._say = devices, dict(files or {}), say
-        self._program = list(program)
+        self._program, self._modules = list(program), tuple(modules)
+        self._launch = secrets.token_hex(8)
+        self._room: _Room | None = None
         cpus = max(hosts, os.cpu_count() or 1)
         self._ray = connect(address, cpus, asked_by="--on ray", address_by="--address")
 
@@ -71,61 +75,128 @@ class RayLauncher:
             self.hosts = max(self._least, min(self._wanted, able))
             if self.hosts < self._wanted:
                 self._say(f"launch: {self.hosts} of {self._wanted} hosts are there")
-        job = _Job([*self._program], list(command), of_cpu(self._devices), self._files)
-        return RayGang(self._ray, job, self.hosts, chips, self._say)
+        job = Job(self._program, list(command), of_cpu(self._devices), self._files, self._modules)
+        # What runs the same command belongs together, also when another driver starts it.
+        group = hashlib.sha256("\0".join(job.command).encode()).hexdigest()[:16]
+        bundle = {"CPU": 1.0, **chips}
+        if self._room is not None and not self._room.serves(group, self.hosts, bundle):
+            self._room.leave(for_good=False)
+            self._room = None
+        try:
+            self._room = self._room or _Room(self._ray, group, self._launch, self.hosts, bundle)
+            return RayGang(self._ray, self._room.agents, job, self._say)
+        except self._ray.exceptions.RayTaskError as error:
+            self.finish()
+            raise error.cause from error  # what went wrong there, as if it had been here
+        except BaseException:
+            self.finish()
+            raise
+
+    def finish(self) -> None:
+        """See `affinage.launch.gang.Launcher`."""
+        if self._room is not None:
+            self._room.leave(for_good=True)
+            self._room = None
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
+        self.finish()
         self._ray.shutdown()
 
 
-class RayGang:
-    """See `affinage.launch.gang.Gang`."""
+class _Room:
+    """Places on machines of the cluster, with an agent on each; kept from one start to the next."""
 
-    def __init__(
-        self,
-        ray: Any,
-        job: "_Job",
-        hosts: int,
-        chips: Mapping[str, float],
-        say: Say,
-    ) -> None:
+    def __init__(self, ray: Any, group: str, launch: str, hosts: int, bundle: Mapping[str, float]) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._say = ray, say
-        self._agents: list[Any] = []
-        self._news: dict[Any, int] = {}
-        bundle = {"CPU": 1.0, **chips}
-        self._room = placement_group([bundle] * hosts, strategy="SPREAD")
+        self._ray, self._asked_for = ray, (group, hosts, bundle)
+        self.agents: list[Any] = []
+        self._places = placement_group([dict(bundle)] * hosts, strategy="SPREAD")
         try:
-            if not self._room.wait(_PLACES):
+            if not self._places.wait(_PLACES):
                 raise UserError(
                     f"the cluster has no room for {hosts} hosts, each with {_in_words(bundle)}",
                     where=f"--hosts {hosts}",
                     fix="`ray status` shows what it has; --at-least N starts with fewer.",
                 )
-            kind = ray.remote(_Agent)
-            # What runs the same command belongs together, also when another driver starts it.
-            group, start = hashlib.sha256("\0".join(job.command).encode()).hexdigest()[:16], secrets.token_hex(8)
+            kind = ray.remote(Agent)
             for host in range(hosts):
-                placed = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=host)
+                placed = PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=host)
                 agent = kind.options(
                     num_cpus=1,
-                    num_gpus=chips.get("GPU", 0),
-                    resources={name: count for name, count in chips.items() if name != "GPU"},
+                    num_gpus=bundle.get("GPU", 0),
+                    resources={name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
                     scheduling_strategy=placed,
                     max_concurrency=4,
+                    max_restarts=-1,
                 )
-                self._agents.append(agent.remote(group, start, host))
+                self.agents.append(agent.remote(group, launch, host))
+        except BaseException:
+            self.leave(for_good=True)
+            raise
+
+    def serves(self, group: str, hosts: int, bundle: Mapping[str, float]) -> bool:
+        """Whether a start can have it: its machines are there, and an agent on each, if need be a new one."""
+        if (group, hosts, bundle) != self._asked_for:
+            return False
+        if len(self._reachable()) < hosts:
+            return False
+        until = time.monotonic() + _ANSWERS
+        return all(self._answers(agent, until) for agent in self.agents)
+
+    def _answers(self, agent: Any, until: float) -> bool:
+        while time.monotonic() < until:
+            try:
+                self._ray.get(agent.where.remote(), timeout=max(0.1, until - time.monotonic()))
+            except self._ray.exceptions.ActorUnavailableError:  # Ray starts it anew
+                time.sleep(_LOOK_EVERY)
+            except self._ray.exceptions.RayError:
+                return False
+            else:
+                return True
+        return False
+
+    def _reachable(self) -> list[Any]:
+        """The agents whose machines are there."""
+        from ray.util.placement_group import placement_group_table
+
+        there = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        at = placement_group_table(self._places)["bundles_to_node_id"]
+        return [agent for host, agent in enumerate(self.agents) if at.get(host) in there]
+
+    def leave(self, *, for_good: bool) -> None:
+        """Give it back, with all that runs there; what is out of reach is told so by the end of its agent.
+
+        Not for good: other agents may find on the machines what was imported there.
+        """
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            asked = [agent.finish.remote() for agent in self._reachable()] if for_good else []
+            if asked:
+                self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWERS)
+        for agent in self.agents:
+            self._ray.kill(agent)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            remove_placement_group(self._places)
+        self.agents = []
+
+
+class RayGang:
+    """See `affinage.launch.gang.Gang`."""
+
+    def __init__(self, ray: Any, agents: Sequence[Any], job: Job, say: Say) -> None:
+        self._ray, self._agents, self._say = ray, list(agents), say
+        self._seen = set(range(len(self._agents)))  # hosts whose agent has answered ever since
+        self._news: dict[Any, int] = {}
+        try:
             coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=_ANSWERS)
             self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=_ANSWERS)
-            place = {COORDINATOR: coordinator, HOSTS: str(hosts)}
-            starts = [agent.start.remote(job, place) for agent in self._agents]
+            place, start = {COORDINATOR: coordinator, HOSTS: str(len(self._agents))}, secrets.token_hex(8)
+            starts = [agent.start.remote(start, job, place) for agent in self._agents]
             ray.get(starts, timeout=_ANSWERS + Remains.PATIENCE)
-        except ray.exceptions.RayTaskError as error:
-            self.end()
-            raise error.cause from error  # what went wrong there, as if it had been here
         except BaseException:
             self.end()
             raise
@@ -148,7 +219,8 @@ class RayGang:
             lines, status = self._ray.get(answer)
         except self._ray.exceptions.RayError:
             # The agent is gone, with its worker or its raylet: the process was told so. If it is gone, too, the others
-            # notice, and end.
+            # notice, and end. Ray starts another agent, which knows nothing of it.
+            self._seen.discard(host)
             return [Ending(host, EXIT_PREEMPTED, self._where[host], out_of_sight=True)]
         for line in lines:
             self._say(f"{host} | {line}")
@@ -163,95 +235,14 @@ class RayGang:
 
     def end(self) -> None:
         """See `affinage.launch.gang.Gang`."""
-        from ray.util.placement_group import remove_placement_group
-
         self._ask("end")
-        for agent in self._agents:
-            self._ray.kill(agent)
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            remove_placement_group(self._room)
-        self._agents, self._news = [], {}
+        self._news = {}
 
     def _ask(self, method: str, *words: Any) -> None:
-        """Call all agents; those that are gone, or do not answer, do not matter."""
-        asked = [getattr(agent, method).remote(*words) for agent in self._agents]
+        """Call all agents that were not lost; those that do not answer do not matter."""
+        asked = [getattr(self._agents[host], method).remote(*words) for host in sorted(self._seen)]
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWERS)
-
-
-class _Job(NamedTuple):
-    """What a host runs."""
-
-    program: list[str]
-    command: list[str]
-    environment: dict[str, str]
-    files: dict[str, bytes]
-
-
-class _Agent:
-    """On a machine of the cluster: starts a host's process, tells what it writes and how it ends."""
-
-    def __init__(self, group: str, start: str, host: int) -> None:
-        self._group, self._start, self._host = group, start, host
-        self._process: HostProcess | None = None
-        self._held: Any = None
-
-    def where(self) -> str:
-        import ray.util
-
-        return str(ray.util.get_node_ip_address())
-
-    def coordinator(self) -> str:
-        self._held, address = reserved_port(self.where())
-        return address
-
-    def start(self, job: _Job, place: dict[str, str]) -> None:
-        remains = Remains(self._group, self._start)
-        remains.end()
-        at = _put(job.files, remains.folder / "files")
-        words = [at.get(word, word) for word in job.command]
-        # The code that is here, which may be the one that Ray brought.
-        code = str(Path(affinage.__file__).parents[1])
-        environment = {
-            **os.environ,
-            **job.environment,
-            **place,
-            HOST: str(self._host),
-            "PYTHONPATH": os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")])),
-        }
-        # Ray kills the children of a worker that it ends; the keeper is the child.
-        keeper = [sys.executable, "-m", "affinage.launch.keeper", self._group, self._start]
-        program = job.program or [sys.executable, "-m", "affinage"]
-        self._process = HostProcess([*keeper, *program, *words], environment)
-
-    def news(self) -> tuple[list[str], int | None]:
-        assert self._process is not None
-        return self._process.news(_NEWS)
-
-    def tell(self, number: int) -> None:
-        if self._process is not None:
-            self._process.tell(signal.Signals(number))
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.end()
-        if self._held is not None:
-            self._held.close()
-
-
-def _put(files: Mapping[str, bytes], folder: Path) -> dict[str, str]:
-    """Where each file is on this machine: at its own path if that holds the same, else below `folder`."""
-    found = {}
-    for path, content in files.items():
-        own = Path(path)
-        if own.is_file() and own.read_bytes() == content:
-            found[path] = path
-            continue
-        put = folder / own.relative_to(own.anchor)
-        put.parent.mkdir(parents=True, exist_ok=True)
-        put.write_bytes(content)
-        found[path] = str(put)
-    return found
 
 
 def _chips(machines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -7,7 +7,6 @@ import socket
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from affinage.errors import UserError
 
@@ -32,34 +31,37 @@ class Remains:
             raise PermissionError(f"{self.folder.parent} belongs to somebody else")
         self._start = start
 
-    def note(self, process: int) -> None:
-        """Write down a process of this start, which this process is the parent of."""
-        (self.folder / f"{process}.process").write_text(f"{self._start} {_began(process)} {os.getpid()}")
+    def note(self, process: int, owner: int) -> None:
+        """Write down a process of this start, and the one which watches over it."""
+        text = f"{self._start} {began(process)} {owner} {began(owner)}"
+        part = self.folder / f"{process}.part"
+        part.write_text(text)
+        part.rename(part.with_suffix(".process"))
 
     def end(self) -> None:
         """Wait for what runs of earlier starts to save and leave; what does not is killed with all it has started.
 
-        A process whose parent is gone was told so by SIGTERM.
+        A process whose owner is gone was told so by SIGTERM.
 
         Raises:
-            UserError: one has its parent still: somebody else runs the same now.
+            UserError: one has its owner still: somebody else runs the same now.
             TimeoutError: one cannot be killed.
         """
         until = time.monotonic() + self.PATIENCE
         for file in self.folder.glob("*.process"):
             with contextlib.suppress(FileNotFoundError, ValueError):  # another start is at the same
-                start, began, parent = file.read_text().split(" ")
+                start, since, owner, owner_since = file.read_text().split(" ")
                 if start == self._start:
                     continue
-                _end(int(file.stem), began, int(parent), until)
+                _end(int(file.stem), since, (int(owner), owner_since), until)
             file.unlink(missing_ok=True)
 
 
-def _end(process: int, began: str, parent: int, until: float) -> None:
-    """`began` tells the process from a later one of the same number."""
+def _end(process: int, since: str, owner: tuple[int, str], until: float) -> None:
+    """`since` tells the process from a later one of the same number."""
     killed = False
-    while began and (now := _stat(process)).began == began:
-        if now.parent == parent:
+    while since and began(process) == since:
+        if owner[1] and began(owner[0]) == owner[1]:
             raise UserError(
                 f"this run is under way already, in process {process} of {socket.gethostname()}",
                 fix="Wait for it, or end what started it.",
@@ -73,19 +75,11 @@ def _end(process: int, began: str, parent: int, until: float) -> None:
         time.sleep(_LOOK_EVERY)
 
 
-class _Stat(NamedTuple):
-    began: str  # in the kernel's clock ticks since boot; "" if it is gone
-    parent: int
-
-
-def _stat(process: int) -> _Stat:
+def began(process: int) -> str:
+    """When a process began, in the kernel's clock ticks since boot; "" if it is gone."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return _Stat("", 0)
-    # State, parent and starttime are fields 3, 4 and 22 of proc(5).
-    return _Stat("" if fields[0] in "ZX" else fields[19], int(fields[1]))
-
-
-def _began(process: int) -> str:
-    return _stat(process).began
+        return ""
+    # State and starttime are fields 3 and 22 of proc(5).
+    return "" if fields[0] in "ZX" else fields[19]

@@ -23,12 +23,19 @@ class RentedLauncher:
         self.hosts = hosts
         self._slice, self._on, self._outside = slice, on, outside
         self._addresses: list[str] = []
+        self._launcher: Launcher | None = None
 
     def start(self, command: Sequence[str]) -> Gang:
         """See `affinage.launch.gang.Launcher`. Waits for the slice, which may take hours."""
         with interruptible():
             hosts = self._slice.acquire()
         found = [host.external if self._outside else host.internal for host in hosts]
-        if found != self._addresses:  # other machines, on which nothing is prepared
+        if self._launcher is None or found != self._addresses:  # other machines, on which nothing is prepared
+            self.finish()
             self._addresses, self._launcher = found, self._on(found)
         return self._launcher.start(command)
+
+    def finish(self) -> None:
+        """See `affinage.launch.gang.Launcher`."""
+        if self._launcher is not None:
+            self._launcher.finish()

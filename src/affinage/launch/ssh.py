@@ -99,6 +99,9 @@ class SshLauncher:
             lines.append(f"cd {shlex.quote(self._folder)} && exec env {place} sh -c {shlex.quote(shell)}")
         return SshGang(self._ssh, self._addresses, self._folder, lines, self._say)
 
+    def finish(self) -> None:
+        """See `affinage.launch.gang.Launcher`: nothing is kept."""
+
     def _prepare_all(self, prepare: str) -> None:
         """Make the folder, put the files, run a command; on all at the same time."""
         place = shlex.quote(self._folder)

@@ -1,5 +1,6 @@
 """Watching over the hosts of a run: when one ends, what becomes of the others, and whether to start again."""
 
+import contextlib
 import dataclasses
 import signal
 import time
@@ -48,7 +49,8 @@ def supervise(
         Exception: of the launcher's first start. Once the hosts have been started, it counts as a failure.
     """
     spent = _Spent(restarts)
-    with Told() as stop:
+    with Told() as stop, contextlib.ExitStack() as cleanup:
+        cleanup.callback(launcher.finish)
         while True:
             end = _run(launcher, command, stop, grace, say, first=not spent.begun)
             if end.status in (0, EXIT_USER_ERROR) or stop.number:
