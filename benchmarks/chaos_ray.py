@@ -1,12 +1,13 @@
 """Kill what runs a training on a Ray cluster of three nodes on this machine, and see what comes of it.
 
-    python benchmarks/chaos_ray.py [--quick] [--each 10] [--injuries worker raylet driver]
+    python benchmarks/chaos_ray.py [--quick] [--each 10] [--injuries worker host raylet driver]
 
-A head node and two nodes of one host each. In turn: kill -9 of the Ray worker that started a host; SIGTERM to a raylet,
-after which its node is started again; kill -9 of the driver, `affinage.launch.supervise`, which is started again. The
-training, two processes with two devices each, must come to its end by itself, with the curve and the final state of an
-undisturbed one, bit for bit, and nothing may be left running. The seconds are those until the first step of the next
-start: the hosts that are told to stop first make and save the one they are at.
+A head node and two nodes of one host each. In turn: kill -9 of the Ray worker that started a host; kill -9 of the
+host's own process; SIGTERM to a raylet, after which its node is started again; kill -9 of the driver,
+`affinage.launch.supervise`, which is started again. The training, two processes with two devices each, must come to its
+end by itself, with the curve and the final state of an undisturbed one, bit for bit, and nothing may be left running.
+The seconds are those until the first step of the next start: the hosts that are told to stop first make and save the
+one they are at.
 """
 
 import argparse
@@ -33,13 +34,13 @@ from chaos import STEPS, order, same  # noqa: E402
 from affinage.launch import Restarts, supervise  # noqa: E402
 from affinage.launch.ray import RayLauncher  # noqa: E402
 
-INJURIES = ("worker", "raylet", "driver")
+INJURIES = ("worker", "host", "raylet", "driver")
 PATIENCE = 300  # seconds for a run to end
 
 
 def drive(address: str, folder: Path) -> int:
     """The driver: a process of its own, so that it can be killed."""
-    launcher = RayLauncher(2, address=address, devices=2, program=[sys.executable, str(HOST)])
+    launcher = RayLauncher(2, address=address, devices=2, program=[str(HOST)])
     return supervise(launcher, order(folder), Restarts())
 
 
@@ -61,15 +62,15 @@ class Run:
         file = self.folder / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
+    def processes(self) -> list[int]:
+        """Those of the hosts, and those from which these are forked."""
+        commands = {process: _command(process) for process in _processes()}
+        return [each for each, words in commands.items() if str(self.folder) in words and HOST.name in words]
+
     def hosts(self) -> list[int]:
         """The processes of the hosts."""
-        return [
-            process
-            for process in _processes()
-            if str(self.folder) in _command(process)
-            and HOST.name in _command(process)
-            and "affinage.launch.keeper" not in _command(process)
-        ]
+        found = self.processes()
+        return [process for process in found if _parent(process) in found]
 
     def wait_until_after(self, step: int) -> None:
         """Until that many steps and one more were written down, or the run has ended."""
@@ -80,9 +81,9 @@ class Run:
         _until(lambda: not hosts & set(self.hosts()) or self.driver.poll() is not None)
 
     def wait_for_the_end(self) -> int | None:
-        """How the driver ended; the hosts are given a minute more."""
+        """How the driver ended; what it has started is given a minute more."""
         _until(lambda: self.driver.poll() is not None)
-        _until(lambda: not self.hosts(), 60)
+        _until(lambda: not self.processes(), 60)
         return self.driver.returncode
 
     def hurt(self, what: str, draw: random.Random) -> None:
@@ -92,9 +93,10 @@ class Run:
             self.start_driver()
             return
         hosts = self.hosts()
-        if what == "worker" and hosts:
-            keeper = _parent(draw.choice(hosts))
-            os.kill(_parent(keeper), signal.SIGKILL)
+        if what == "host" and hosts:
+            os.kill(draw.choice(hosts), signal.SIGKILL)
+        elif what == "worker":
+            os.kill(draw.choice(_agents()), signal.SIGKILL)
         elif what == "raylet":
             node = draw.choice(sorted(self.cluster.worker_nodes, key=lambda node: node.node_id))
             (raylet,) = node.all_processes["raylet"]
@@ -122,9 +124,10 @@ def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int)
         status = run.wait_for_the_end()
         stranded += status != 0
         wrong += status == 0 and not same(run.folder, undisturbed)
-        left += len(run.hosts())
+        left += len(run.processes())
         number += 1
         print(f"{what}: {done} of {each}, stranded {stranded}, other bits {wrong}, left running {left}", flush=True)
+        print(f"{what}: seconds", *(round(seconds, 1) for seconds in back), flush=True)
     return {
         f"{what}: times": done,
         f"{what}: runs that did not come to their end": stranded,
@@ -152,8 +155,16 @@ def _command(process: int) -> str:
         return ""
 
 
+def _agents() -> list[int]:
+    """Ray's workers that watch over a host each."""
+    return sorted(process for process in _processes() if _command(process).startswith("ray::Agent"))
+
+
 def _parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def main() -> None:
