@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from jax.sharding import AbstractMesh, AxisType
 
 from affinage.model import Call, Graph, abstract_params, apply, init_params, parse
 from affinage.model.kinds import preference
 from affinage.model.kinds.cross_entropy import token_log_probabilities
+from affinage.model.layout import Layout
+from affinage.parallel import MeshLayout
 
 VOCABULARY, WIDTH, ROWS, CONTEXT, DOCUMENTS = 50, 8, 4, 24, 4
 
@@ -153,6 +156,16 @@ def test_memory_grows_neither_with_the_vocabulary_nor_with_the_length_of_the_log
     few, many = temporary_bytes(1024, 512), temporary_bytes(16384, 2048)
     logits = 4 * 2 * 2048 * 16384
     assert many < few + 2**20 and many < logits / 50
+
+
+def test_parts_are_as_large_as_a_devices_share_of_the_logits_lets_them():
+    rows, vocabulary = 64, 2**17  # 32 positions are 1 GiB
+    mesh = AbstractMesh((4, 2, 2), ("data", "tensor", "context"), (AxisType.Auto,) * 3)
+    axes = {"batch": ("data",), "vocab": ("tensor",), "sequence": ("context",)}
+    lengths = (32, 33, 512, 513)
+    alone = [preference.auto_chunk(rows, length, vocabulary, Layout()) for length in lengths]
+    shared = [preference.auto_chunk(rows, length, vocabulary, MeshLayout(mesh, axes)) for length in lengths]
+    assert (alone, shared) == ([0, 32, 32, 32], [0, 0, 0, 256])
 
 
 def test_a_chunk_that_does_not_divide_changes_nothing():

@@ -4,9 +4,11 @@ import itertools
 import re
 
 import meshes
+import numpy as np
 import pytest
 
 from affinage.errors import UserError
+from affinage.model.kinds import loss
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 DENSE = meshes.graph("dense")
@@ -43,6 +45,19 @@ ON_THE_SEQUENCE = {"batch": ["data"], "sequence": ["fsdp", "context"], "residual
 def test_sequences_split_in_other_ways(sizes: dict, parallel: dict, more: dict):
     model = meshes.graph("dense", window=more.pop("window", None))
     meshes.assert_same_as_on_one_device(meshes.program(model, sizes, parallel=parallel, **more), 20)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tensor": 2}, {"context": 2}], ids=str)
+def test_a_loss_in_parts_on_one_device_is_whole_where_devices_share_the_logits(sizes: dict, monkeypatch):
+    monkeypatch.setattr(loss, "WHOLE_BYTES", meshes.ROWS * meshes.CONTEXT * meshes.VOCABULARY * 4 // 2)
+    monkeypatch.setattr(loss, "AUTO_CHUNK", 10)
+    alone, shared = (meshes.program(DENSE, on, parallel={}) for on in ({"data": 1}, sizes))
+    tokens = meshes.ROWS * meshes.CONTEXT
+    chunks = [loss.auto_chunk(tokens, meshes.VOCABULARY, one.layout) for one in (alone, shared)]
+    assert chunks == [10, 0]
+    expected = meshes.run(alone, 20)
+    for name, values in meshes.run(shared, 20).items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0], ids=["dropless", "capacity"])

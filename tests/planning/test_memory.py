@@ -9,7 +9,6 @@ from affinage.errors import UserError
 from affinage.hardware.chips import named
 from affinage.model import parse
 from affinage.model.activations import batch_shapes
-from affinage.model.kinds.loss import AUTO_CHUNK, auto_chunk
 from affinage.parallel import make_mesh
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
@@ -96,13 +95,18 @@ def test_activations_shrink_with_what_is_split_and_with_accumulation():
     assert kept({"data": 8}, precision={"compute": "float32"}) > one
 
 
-@pytest.mark.parametrize(("micro_batches", "chunk"), [(1, AUTO_CHUNK), (2, 0)])
-def test_the_loss_is_computed_in_the_parts_that_the_step_of_all_devices_takes(micro_batches, chunk):
-    rows, context = 4096, 1024  # logits of 2 GiB in all, of 1 GiB a micro-batch of two, of 256 MiB a device
-    chosen = settings(batch=rows, micro_batches=micro_batches)
-    split = lay_out(parse(GRAPH), chosen, {"data": 8}, context, 8)
-    assert split.local_graph["loss"].kind.chunk == chunk
-    assert auto_chunk(rows // micro_batches * context, 128) == chunk
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"tensor": 4, "context": 2}], ids=str)
+def test_logits_are_whole_where_a_devices_part_of_them_is_small(mesh):
+    rows, context, vocabulary = 8, 1024, 2**16  # logits of 2 GiB in all, of 256 MiB a device
+    embed = GRAPH["nodes"]["embed"] | {"vocab": vocabulary}
+    graph, chosen = parse({**GRAPH, "nodes": {**GRAPH["nodes"], "embed": embed}}), settings(batch=rows)
+
+    def logits(mesh, devices):
+        split = lay_out(graph, chosen, mesh, context, devices)
+        return step_memory(split, chosen, named("TPU v4"), "tpu").logits
+
+    assert logits(mesh, 8) >= 2**28
+    assert logits({"data": 1}, 1) < 2**30  # 256 positions at a time
 
 
 def test_bfloat16_is_what_a_tpu_computes_in():

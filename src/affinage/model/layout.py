@@ -22,8 +22,8 @@ class Layout:
         """The mesh axes of more than one device that split a logical axis; names for collectives inside `mapped`."""
         return ()
 
-    def parts(self, axis: str) -> int:
-        """Into how many parts a logical axis is split."""
+    def parts(self, *axes: str) -> int:
+        """Into how many parts an array is split along these logical axes of it."""
         return 1
 
     @property

@@ -42,9 +42,9 @@ class MeshLayout(Layout):
         """See `Layout.mesh_axes`."""
         return tuple(name for name in self.table[axis] if self.mesh.shape[name] > 1)
 
-    def parts(self, axis: str) -> int:
-        """See `Layout.parts`."""
-        return math.prod(self.mesh.shape[name] for name in self.table[axis])
+    def parts(self, *axes: str) -> int:
+        """See `Layout.parts`; a mesh axis splits an array once, however many of its axes claim it."""
+        return math.prod(self.mesh.shape[name] for name in {name for axis in axes for name in self.table[axis]})
 
     @property
     def may_map(self) -> bool:

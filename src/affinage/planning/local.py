@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from affinage.errors import UserError
 from affinage.model import Call, Graph, parse
 from affinage.model.analysis import Analysis, analyse
-from affinage.model.kinds.loss import NextTokenLoss, auto_chunk
 from affinage.model.parameter import Parameter, map_parameters
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import AXES, axis_sizes
@@ -149,10 +148,6 @@ class Split:
             ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
             if "experts" in ffn:
                 ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
-        if isinstance(kind, NextTokenLoss) and kind.chunk == "auto":
-            # What a step computes at once is chosen by the size of all devices' logits, not of one's.
-            tokens = self.rows // self.micro_batches * self.context
-            entry["chunk"] = auto_chunk(tokens, self.graph.shapes[entry["in"][0]].width)
 
     @cached_property
     def shares(self) -> dict[tuple[int, ...], float]:

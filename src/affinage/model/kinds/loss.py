@@ -13,11 +13,15 @@ from typing_extensions import override
 from affinage.model.call import Logits, Loss
 from affinage.model.kind import Context, NodeKind, Result, node_kind
 from affinage.model.kinds.cross_entropy import Objective, Sums, chunked_cross_entropy, cross_entropy
+from affinage.model.layout import Layout
 from affinage.model.parameter import Tree
 from affinage.model.shape import TOKENS, Shape, ShapeMismatch
 
-WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 ...
+WHOLE_BYTES = 2**30  # `chunk: auto` computes logits in one piece up to this size in float32 on a device ...
 AUTO_CHUNK = 256  # ... and this many positions at a time beyond
+
+
+LOGITS = ("batch", "sequence", "vocab")
 
 
 def next_tokens(tokens: Int[Array, "B S"], batch: Mapping[str, Array]) -> tuple[Int[Array, "B S"], Float[Array, "B S"]]:
@@ -31,9 +35,9 @@ def next_tokens(tokens: Int[Array, "B S"], batch: Mapping[str, Array]) -> tuple[
     return targets, weights.at[:, -1].set(0.0)
 
 
-def auto_chunk(tokens: int, vocabulary: int) -> int:
-    """Positions whose logits exist at once; 0: all of them."""
-    return AUTO_CHUNK if tokens * vocabulary * 4 > WHOLE_BYTES else 0
+def auto_chunk(tokens: int, vocabulary: int, layout: Layout) -> int:
+    """Positions whose logits exist at once, by what of all logits lies on one device; 0: all of them."""
+    return AUTO_CHUNK if tokens * vocabulary * 4 > WHOLE_BYTES * layout.parts(*LOGITS) else 0
 
 
 def expect_logits_and_tokens(inputs: tuple[Shape, ...]) -> None:
@@ -79,7 +83,7 @@ class NextTokenLoss(NodeKind):
             return cross_entropy(logits.astype(jnp.float32), targets, weights, objective)
         chunk = self.chunk
         if chunk == "auto":
-            chunk = auto_chunk(targets.size, logits.kernel.shape[0])
+            chunk = auto_chunk(targets.size, logits.kernel.shape[0], context.call.layout)
         if 0 < chunk < targets.shape[1]:
             return chunked_cross_entropy(
                 logits.hidden, logits.kernel, targets, weights, logits.softcap, objective, chunk

@@ -11,20 +11,23 @@ from typing_extensions import override
 from affinage.model.call import Logits, Loss
 from affinage.model.kind import Context, NodeKind, Result, node_kind
 from affinage.model.kinds.cross_entropy import token_log_probabilities
-from affinage.model.kinds.loss import expect_logits_and_tokens, next_tokens
+from affinage.model.kinds.loss import LOGITS, WHOLE_BYTES, expect_logits_and_tokens, next_tokens
+from affinage.model.layout import Layout
 from affinage.model.parameter import Tree
 from affinage.model.shape import BATCH, Shape, ShapeMismatch
 
 REFERENCE = "reference_log_probabilities"  # of the batch: float32 [B, documents], by the model that training began with
 
 
-WHOLE_BYTES = 2**30  # `chunk: auto` makes logits of at most so many bytes in float32 at once, of all rows together
+def auto_chunk(rows: int, length: int, vocabulary: int, layout: Layout) -> int:
+    """Positions whose logits exist at once; 0: all of them.
 
-
-def auto_chunk(rows: int, length: int, vocabulary: int) -> int:
-    """Positions whose logits exist at once; 0: all of them. What they take does not grow with length or vocabulary."""
-    fitting = WHOLE_BYTES // (4 * rows * vocabulary)
-    return 0 if fitting >= length else max(1, fitting)
+    What they take on a device, WHOLE_BYTES in float32 at most, does not grow with length or vocabulary.
+    """
+    of_a_position = rows * vocabulary * 4
+    if length * of_a_position <= WHOLE_BYTES * layout.parts(*LOGITS):
+        return 0
+    return max(1, WHOLE_BYTES * layout.parts("batch", "vocab") // of_a_position)  # one device may have a whole part
 
 
 @node_kind("document_log_probabilities")
@@ -52,7 +55,9 @@ class DocumentLogProbabilities(NodeKind):
         )
         if isinstance(logits, Logits):
             rows, length = targets.shape
-            chunk = auto_chunk(rows, length, logits.kernel.shape[0]) if self.chunk == "auto" else self.chunk
+            chunk = self.chunk
+            if chunk == "auto":
+                chunk = auto_chunk(rows, length, logits.kernel.shape[0], context.call.layout)
             found = token_log_probabilities(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
         else:
             normal = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
