@@ -8,12 +8,19 @@ from jax.sharding import Mesh
 
 from affinage.errors import UserError
 from affinage.hardware.xla_flags import flags_for
+from affinage.model.call import Call
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import make_mesh
 from affinage.parallel.pipeline import AXIS, Pipeline
 from affinage.parallel.sharding import Table, param_shardings, table_with
 from affinage.parallel.strategy import Spmd, Strategy
 from affinage.recipe.parallel import LogicalAxis, MeshAxis, ParallelSettings
+from affinage.recipe.training import AttentionImplementation
+
+
+def call_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> Call:
+    """How a model is applied on a mesh, as far as a strategy can refuse it."""
+    return Call(attention=attention, layout=layout, ring_attention=settings.context_attention == "ring")
 
 
 def strategy_for(mesh: Mesh, settings: ParallelSettings) -> Strategy:

@@ -11,9 +11,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from affinage.errors import UserError
-from affinage.model import Call, Graph, parse
+from affinage.model import Graph, parse
 from affinage.model.analysis import Analysis, analyse
 from affinage.model.parameter import Parameter, map_parameters
+from affinage.parallel.choice import call_on
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.pipeline import AXIS as STAGES
@@ -76,8 +77,7 @@ class Split:
         check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
         check_positions_divide(self.context, self.layout.mesh, self.table)
         if self.stages > 1:
-            ring = self.parallel.context_attention == "ring"
-            call = Call(attention=attention, layout=self.layout, ring_attention=ring)
+            call = call_on(self.layout, attention, self.parallel)
             self._pipeline.check(self.graph, self.rows // self.micro_batches, call)
 
     @cached_property

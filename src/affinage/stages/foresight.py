@@ -181,8 +181,8 @@ def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section:
 
 def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
     from affinage.hardware.devices import acquire
-    from affinage.model import Call, abstract_params, logical_axes, parse
-    from affinage.parallel import MeshLayout, make_mesh, param_shardings, strategy_for, table_with
+    from affinage.model import abstract_params, logical_axes, parse
+    from affinage.parallel import MeshLayout, call_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
     from affinage.training import rows_per_step
     from affinage.training.choices import check_choices
@@ -222,8 +222,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
     with _written(loaded, "mesh"):
         rows = rows_per_step(settings, mesh.size) // settings.micro_batches
-        ring = recipe.parallel.context_attention == "ring"
-        call = Call(attention=settings.attention, layout=MeshLayout(mesh, table), ring_attention=ring)
+        call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
         strategy_for(mesh, recipe.parallel).check(graph, rows, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
     if is_text:

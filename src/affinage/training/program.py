@@ -18,7 +18,7 @@ from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Declared, apply, decayed, init_params, matrices
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.parallel import MeshLayout, Strategy, batch_sharding, strategy_for, table_with
+from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
@@ -223,12 +223,10 @@ class Program:
     @property
     def call(self) -> Call:
         """How the graph is applied, without what the strategy makes of it."""
-        return Call(
+        return dataclasses.replace(
+            call_on(self.layout, self.job.settings.attention, self.job.parallel),
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
-            attention=self.job.settings.attention,
-            layout=self.layout,
-            ring_attention=self.job.parallel.context_attention == "ring",
         )
 
     @property
