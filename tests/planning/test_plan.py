@@ -178,13 +178,29 @@ def test_dropout_that_rules_the_kernel_out_is_told_where_there_is_one():
         assert not any("dropout of attention" in warning for warning in plan_of(SMALL, other, dropout).warnings)
 
 
+NOT_BY_CUDNN = [
+    ("model.nodes.blocks.attention.head_dim=20", "heads of 20"),
+    ("model.nodes.blocks.attention.dropout=0.1", "dropout of 0.1"),
+    ("model.nodes.blocks.attention.softcap=30.0", "a soft-cap of 30.0"),
+    ("pretrain.precision.compute=float32", "float32"),
+    ("rows.context=511", "rows of 511 tokens"),
+]
+
+
+@pytest.mark.parametrize(("setting", "said"), NOT_BY_CUDNN)
+def test_what_cudnn_would_refuse_in_a_run_is_refused_by_its_plan(setting, said):
+    with pytest.raises(UserError, match=f"attention by cudnn cannot honour {said}"):
+        plan_of(SMALL, "h100x4", "pretrain.attention=cudnn", setting)
+
+
 def test_a_kernel_that_is_taken_only_by_name_is_named():
     def told(where: str, *settings: str) -> bool:
         return any("pretrain.attention=cudnn" in warning for warning in plan_of(SMALL, where, *settings).warnings)
 
     assert told("h100x4") and not told("v4-8")
-    for others in ("pretrain.attention=cudnn", "model.nodes.blocks.attention.dropout=0.1"):
-        assert not told("h100x4", others)
+    assert not told("h100x4", "pretrain.attention=cudnn")
+    assert not any(told("h100x4", setting) for setting, _ in NOT_BY_CUDNN)
+    assert not told("h100x4", "mesh={pipeline: 2, fsdp: 2}")
 
 
 def test_a_gpu_is_planned_with_the_attention_that_a_run_takes_there():

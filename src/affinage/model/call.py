@@ -65,6 +65,7 @@ class Call:
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
     attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
+    described: bool = False  # traced for a plan, and never run: the platform need not be here
     remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # wraps each layer; e.g. jax.checkpoint
     remat_nodes: bool = False  # keep of every node its inputs alone, and compute the rest again in the backward pass
     layout: Layout = field(default_factory=Layout)  # how arrays lie on the devices

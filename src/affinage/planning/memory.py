@@ -100,14 +100,9 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
 
 
 def call_of(settings: TrainSettings, parallel: ParallelSettings, chip: Chip, platform: str) -> Call:
-    """How training applies the model on this chip.
-
-    cuDNN's attention cannot be traced where there is no GPU. Splash, which keeps the same values, stands for it, and
-    with it a TPU, the only platform that has Splash.
-    """
-    call = Call(compute_dtype=compute_dtype(settings.precision, chip), platform=platform, attention=settings.attention)
-    if platform == "gpu" and settings.attention == "cudnn":
-        call = replace(call, platform="tpu", attention="auto")
+    """How training applies the model on this chip, which need not be here."""
+    dtype = compute_dtype(settings.precision, chip)
+    call = Call(compute_dtype=dtype, platform=platform, described=True, attention=settings.attention)
     return with_remat(call, parallel.remat)
 
 

@@ -11,6 +11,7 @@ from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, chip_called, compared, find_slice
 from affinage.model import Graph, parse
+from affinage.model.kinds.attention_choice import Need, obstacles
 from affinage.model.preferred import preference_graph
 from affinage.parallel.mesh import axis_sizes
 from affinage.parallel.sharding import table_with
@@ -23,6 +24,7 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import DpoSettings
+from affinage.training.program import compute_dtype
 
 Training = Literal["pretrain", "sft", "dpo"]
 TRAININGS = get_args(Training)
@@ -124,11 +126,25 @@ class Plan:
         return tuple(found)
 
     def _attention_by_name(self) -> bool:
-        """Whether a GPU's own kernel, which takes 16 bits, is there for whoever asks for it."""
-        products = self.settings.precision.compute
-        here = self.where.platform == "gpu" and self.settings.attention == "auto" and products != "float32"
-        nodes = (getattr(node.kind, "attention", None) for node in self.split.graph.nodes)
-        return here and any(attention is not None and not attention.dropout for attention in nodes)
+        """Whether a GPU's own kernel would take all of this model's attention, if it were asked for."""
+        if self.where.platform != "gpu" or self.settings.attention != "auto" or self.split.stages > 1:
+            return False
+        graph, dtype = self.split.graph, compute_dtype(self.settings.precision, self.where.chip)
+        needs = [
+            Need(
+                "gpu",
+                dtype,
+                attention.head_width(graph.shapes[node.inputs[0]].width),
+                self.split.context,
+                cached=False,
+                dropout=attention.dropout,
+                softcap=attention.softcap,
+                described=True,
+            )
+            for node in graph.nodes
+            if (attention := getattr(node.kind, "attention", None)) is not None
+        ]
+        return bool(needs) and not any(obstacles("cudnn", need) for need in needs)
 
     def _attention_with_dropout(self) -> list[str]:
         kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}

@@ -28,6 +28,7 @@ class Need:
     cached: bool  # keys come from a KV cache
     dropout: float  # of the probabilities; 0 outside of training
     softcap: float | None
+    described: bool = False  # a plan's platform, which need not be here: its GPUs are NVIDIA's
 
 
 def choose(asked: str, need: Need) -> str:
@@ -70,7 +71,7 @@ def obstacles(name: str, need: Need) -> list[str]:
         ]
     if name == "cudnn":
         wrong += [
-            (need.platform != "gpu" or not _is_cuda(), f"a {need.platform} without cuDNN"),
+            (need.platform != "gpu" or not (need.described or _is_cuda()), f"a {need.platform} without cuDNN"),
             (need.softcap is not None, f"a soft-cap of {need.softcap} on the scores"),
             (dtype not in (jnp.float16, jnp.bfloat16), f"{dtype} (float16 and bfloat16 it can)"),
             (need.head_dim % 8 > 0 or need.head_dim > 128, f"heads of {need.head_dim} (multiples of 8 up to 128)"),

@@ -35,10 +35,19 @@ def attend(
     batch, heads, length, width = query.shape
     dropped = dropout if context.key is not None else 0.0
     need = Need(
-        context.call.platform, query.dtype, width, length, context.cache is not None, dropout=dropped, softcap=softcap
+        context.call.platform,
+        query.dtype,
+        width,
+        length,
+        cached=context.cache is not None,
+        dropout=dropped,
+        softcap=softcap,
+        described=context.call.described,
     )
     # The kernels know segments, but none that all the others see.
     chosen = "xla" if "parents" in context.batch else choose(context.call.attention, need)
+    if chosen == "cudnn" and need.described:
+        chosen = "splash"  # which keeps the same values; cuDNN's cannot be traced where there is no GPU
     if chosen != "xla":
         return _by_kernel(chosen, query, key, value, context, softcap=softcap, window=window)
     mask = context.prepared["mask"]
