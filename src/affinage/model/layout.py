@@ -18,6 +18,10 @@ class Layout:
         """Pins an activation to the split that its logical axes have."""
         return x
 
+    def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
+        """Pins an activation to one split, then to another: what XLA makes an all-to-all of."""
+        return self.constrain(self.constrain(x, before), after)
+
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that split a logical axis; names for collectives inside `mapped`."""
         return ()

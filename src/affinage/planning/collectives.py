@@ -7,10 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from affinage.model import Call
+from affinage.model.kinds.moe import MoeSettings
 from affinage.model.node import Node
 from affinage.model.parameter import parameters_in
 from affinage.parallel.mesh import AXES
 from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.planning.experts import sent
 from affinage.planning.local import Split
 from affinage.planning.wires import Wires
 from affinage.recipe.training import TrainSettings
@@ -52,8 +54,9 @@ def collectives(
         layers = split.local_graph[node.name].layers / split.stages
         if sizes["tensor"] > 1:
             exposed["tensor"] = parts * layers * _TENSOR_SUMS * links["tensor"].all_reduce(residual)
-        if sizes["expert"] > 1 and "experts" in str(split.graph.parameters.get(node.name)):
-            whole = residual * sizes["expert"]
+        experts = getattr(node.kind, "ffn", None)
+        if sizes["expert"] > 1 and isinstance(experts, MoeSettings):
+            whole = residual * sent(experts, split.context, sizes["expert"]) * sizes["expert"]
             exposed["expert"] = parts * layers * 4 * links["expert"].all_to_all(whole)
         if sizes["context"] > 1:
             whole = 2 * residual * sizes["context"]  # keys and values

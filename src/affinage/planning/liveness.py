@@ -248,15 +248,20 @@ class _Program:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A program, and how many of its arguments are arrays of weights: the first ones."""
+    """A program, how many of its arguments are arrays of weights (the first ones), and the shapes that it returns."""
 
     jaxpr: Any
     weights: int
+    made: Any
 
 
-def trace(function: Callable[..., Any], weights: Any, *others: Any) -> Traced:
-    """A function of `weights` and `others`, trees of `jax.ShapeDtypeStruct`, as a program; it is not run."""
-    return Traced(jax.make_jaxpr(function)(weights, *others).jaxpr, len(jax.tree.leaves(weights)))
+def trace(function: Callable[..., Any], weights: Any, *others: Any, axes: Sequence[tuple[str, int]] = ()) -> Traced:
+    """A function of `weights` and `others`, trees of `jax.ShapeDtypeStruct`, as a program; it is not run.
+
+    `axes` are names and sizes of those that its collectives speak of.
+    """
+    traced, made = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(weights, *others)
+    return Traced(traced.jaxpr, len(jax.tree.leaves(weights)), made)
 
 
 def measure(traced: Traced, shares: Shares, platform: str, vocabularies: Collection[int] = ()) -> Peak:

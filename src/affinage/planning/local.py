@@ -20,6 +20,7 @@ from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.pipeline import Pipeline
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
+from affinage.planning.experts import of_one_owner
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import AttentionImplementation, TrainSettings
 from affinage.training.frozen import frozen_of
@@ -124,13 +125,28 @@ class Split:
         """Tokens of a row on one device."""
         return max(1, self.context // self.parts("sequence"))
 
+    @property
+    def owners(self) -> int:
+        """Devices that experts lie on and that send each other their tokens.
+
+        1 where that is left to XLA's partitioner, as in a pipeline: the experts of a device are then a smaller layer.
+        """
+        parts = self.parts("experts")
+        exchanging = self.parts("batch") == self.parts("expert_rows") * parts
+        return parts if exchanging and self.stages == 1 else 1
+
     @cached_property
-    def local_graph(self) -> Graph:
-        """The model that one device multiplies with: its heads, hidden units, ids and experts, of all layers."""
+    def local_text(self) -> str:
+        """JSON of the model that one device multiplies with, but with the experts of all `owners`."""
         graph = self.graph.to_dict()
         for name, entry in graph["nodes"].items():
             self._narrow(entry, self.graph[name].kind)
-        return _parsed(json.dumps(graph))
+        return json.dumps(graph)
+
+    @cached_property
+    def local_graph(self) -> Graph:
+        """The model that one device multiplies with: its heads, hidden units, ids and experts, of all layers."""
+        return _parsed(self.local_text, self.owners)
 
     def _narrow(self, entry: dict[str, Any], kind: Any) -> None:
         if isinstance(entry.get("vocab"), int):
@@ -146,7 +162,7 @@ class Split:
         ffn = entry.get("ffn")
         if isinstance(ffn, dict):
             ffn["width"] = max(1, ffn["width"] // self.parts("ffn"))
-            if "experts" in ffn:
+            if "experts" in ffn and self.owners == 1:
                 ffn["experts"] = max(ffn.get("top_k", 1), ffn["experts"] // self.parts("experts"))
 
     @cached_property
@@ -166,8 +182,8 @@ class Split:
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> Graph:
-    return parse(json.loads(text))
+def _parsed(text: str, owners: int = 1) -> Graph:
+    return of_one_owner(parse(json.loads(text)), owners)
 
 
 @lru_cache(maxsize=16)

@@ -5,14 +5,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
 
 from affinage.hardware.chips import Chip
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
 from affinage.model.remat import with_remat
-from affinage.parallel import AXES, MeshLayout, Pipeline
-from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.parallel import Pipeline
 from affinage.planning.liveness import Peak, Traced, measure, trace
 from affinage.planning.local import Split, state_bytes
 from affinage.planning.part import Part, part_of
@@ -119,9 +117,7 @@ def _traced_step(part: Part) -> Traced:
     graph, settings = part.graph, part.settings
     whole = frozen_of(graph, settings)
     optimizer = optimizer_of(whole, settings)
-    # A pipeline's program says itself what one of its stages does; the other axes are in the shapes.
-    sizes = tuple(part.stages if axis == STAGES else 1 for axis in AXES)
-    layout = MeshLayout(AbstractMesh(sizes, AXES, (AxisType.Auto,) * len(AXES)))  # type: ignore[arg-type]
+    layout = part.layout
     call = replace(call_of(settings, part.parallel, part.chip, part.platform), layout=layout)
     if part.stages > 1:
         pipeline = Pipeline({}, part.parallel.pipeline_micro_batches, part.parallel.pipeline_rounds)
@@ -134,4 +130,5 @@ def _traced_step(part: Part) -> Traced:
         params, frozen = weights
         return step(rest._replace(params=params, frozen=frozen), batch)
 
-    return trace(of_weights, (state.params, state.frozen), state._replace(params=None, frozen=None), batch)
+    rest = state._replace(params=None, frozen=None)
+    return trace(of_weights, (state.params, state.frozen), rest, batch, axes=layout.axes)

@@ -5,8 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jax.sharding import AbstractMesh, AxisType
+
 from affinage.hardware.chips import Chip
 from affinage.model import Graph, parse
+from affinage.parallel.mesh import AXES
+from affinage.parallel.pipeline import AXIS as STAGES
+from affinage.planning.experts import OwnersLayout, of_one_owner
 from affinage.planning.local import Split
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
@@ -17,7 +22,7 @@ class Part:
     """The step of one device: its model, rows and settings, written out so that they can be compared and hashed.
 
     Attributes:
-        graph_text: JSON of the model that the device multiplies with.
+        graph_text: JSON of the model that the device multiplies with, the experts of all owners in it.
         settings_class: of the training's settings.
         settings_text: their JSON.
         parallel_text: JSON of what is recomputed.
@@ -26,6 +31,7 @@ class Part:
         chip: that computes it.
         platform: that it is compiled for.
         stages: of a pipeline; `rows` and the model are those of all of them.
+        owners: devices that the experts lie on.
     """
 
     graph_text: str
@@ -37,11 +43,19 @@ class Part:
     chip: Chip
     platform: str
     stages: int = 1
+    owners: int = 1
 
     @cached_property
     def graph(self) -> Graph:
         """The model that the device multiplies with."""
-        return parse(json.loads(self.graph_text))
+        return of_one_owner(parse(json.loads(self.graph_text)), self.owners)
+
+    @property
+    def layout(self) -> OwnersLayout:
+        """What is split is in the shapes; a pipeline's program says itself what one of its stages does."""
+        sizes = tuple(self.stages if axis == STAGES else 1 for axis in AXES)
+        mesh = AbstractMesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
+        return OwnersLayout(mesh, owners=self.owners)  # type: ignore[arg-type]
 
     @cached_property
     def settings(self) -> TrainSettings:
@@ -61,7 +75,7 @@ def part_of(split: Split, settings: TrainSettings, chip: Chip, platform: str) ->
         settings = settings.model_copy(update={"attention": "xla"})  # what a pipeline has
         asked |= {"pipeline_rounds": split.parallel.pipeline_rounds, "pipeline_micro_batches": split.pipeline_parts}
     return Part(
-        graph_text=json.dumps(split.local_graph.to_dict(), sort_keys=False),
+        graph_text=split.local_text,
         settings_class=type(settings),
         settings_text=settings.model_dump_json(),
         parallel_text=ParallelSettings(**asked).model_dump_json(),
@@ -70,4 +84,5 @@ def part_of(split: Split, settings: TrainSettings, chip: Chip, platform: str) ->
         chip=chip,
         platform=platform,
         stages=split.stages,
+        owners=split.owners,
     )

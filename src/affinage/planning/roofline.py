@@ -192,6 +192,8 @@ def _work_of(part: Part) -> Mapping[str, _Work]:
     graph = part.graph
     held = frozen_of(graph, part.settings)
     call = held.call(call_of(part.settings, part.parallel, part.chip, part.platform))
+    layout = replace(part, stages=1).layout  # a node by itself is in no pipeline
+    call, traced = replace(call, layout=layout), partial(trace, axes=layout.axes)
     arrays = batch_shapes(graph, part.rows, part.context)
     values: dict[str, Any] = {name: arrays[name] for name, _ in graph.inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -208,12 +210,12 @@ def _work_of(part: Part) -> Mapping[str, _Work]:
             adapters = _abstract(held.adapters.parameters.get(node.name, {}))
             given = (adapters, (None, lent[1]), inputs), (whole, lent[0])
         forward = partial(_forward, node, call, held)
-        values[node.name] = jax.eval_shape(forward, *given, arrays, key)[0]
-        both, once = trace(partial(_both_ways, forward), *given, arrays, key), trace(forward, *given, arrays, key)
+        both, once = traced(partial(_both_ways, forward), *given, arrays, key), traced(forward, *given, arrays, key)
+        values[node.name] = once.made[0]
         peak, ahead = measure(both, {}, part.platform), measure(once, {}, part.platform).moved
         every = both
         if held.adapters is not None:  # `Frozen.adapted_flops` knows what is less than for all weights
-            every = trace(partial(_both_ways, forward), (whole, lent, inputs), None, arrays, key)
+            every = traced(partial(_both_ways, forward), (whole, lent, inputs), None, arrays, key)
         found[node.name] = _Work(
             moved=peak.moved,
             kernel=node.repeat is not None and _has_kernel(once.jaxpr),

@@ -119,11 +119,11 @@ class MoeSettings(Settings):
         self, params: Tree, x: Float[Array, "B S D"], slots: Slots, context: Context
     ) -> Float[Array, "B S K D"]:
         """With a buffer of equal size for every expert and row."""
-        constrain = context.call.constrain
+        layout = context.call.layout
+        of_rows, of_experts = ("batch", None, None, "width"), ("expert_rows", "experts", None, "width")
         buffers = to_slots(x, slots).reshape(x.shape[0], self.experts, -1, x.shape[2])
-        # Filled where the row is, then sent to where the expert is, and back: an all-to-all each.
-        buffers = constrain(buffers, ("batch", None, None, "width"))
-        buffers = constrain(buffers, ("expert_rows", "experts", None, "width"))
+        # Filled where the row is, then sent to where the expert is, and back.
+        buffers = layout.resplit(buffers, of_rows, of_experts)
 
         def times(values: Array, matrices: Array) -> Array:
             return jnp.einsum("becd,edf->becf", values, matrices.astype(x.dtype))
@@ -131,9 +131,8 @@ class MoeSettings(Settings):
         def product(name: str, values: Array) -> Array:
             return _with_adapter(values, params[name], times)
 
-        hidden = constrain(self._activate(buffers, product), ("expert_rows", "experts", None, "ffn"))
-        answers = constrain(product("down", hidden), ("expert_rows", "experts", None, "width"))
-        answers = constrain(answers, ("batch", None, None, "width"))
+        hidden = layout.constrain(self._activate(buffers, product), ("expert_rows", "experts", None, "ffn"))
+        answers = layout.resplit(product("down", hidden), of_experts, of_rows)
         return from_slots(answers.reshape(x.shape[0], -1, x.shape[2]), slots)
 
     def _sorted(

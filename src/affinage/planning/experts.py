@@ -1,0 +1,82 @@
+"""Experts as one of the devices that they lie on sees them: its own, and the tokens that all owners send it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jaxtyping import Array
+from typing_extensions import override
+
+from affinage.model import Graph
+from affinage.model.kinds.moe import MoeSettings
+from affinage.model.parameter import Axes, Tree, map_parameters
+from affinage.parallel.layout import MeshLayout
+
+AXIS = "owner"  # of collectives between the devices that the experts lie on
+
+
+class OwnExperts(MoeSettings):
+    """Experts of which one device has its part; its router knows all of them."""
+
+    owners: int  # devices that the experts lie on
+
+    @override
+    def parameters(self, width: int, std: float) -> Tree:
+        own = self.experts // self.owners
+
+        def part(_: Any, parameter: Any) -> Any:
+            return replace(parameter, shape=(own, *parameter.shape[1:])) if "experts" in parameter.axes else parameter
+
+        return map_parameters(part, super().parameters(width, std))
+
+
+def of_one_owner(graph: Graph, owners: int) -> Graph:
+    """The graph as one of so many devices that its experts lie on holds it."""
+    if owners == 1:
+        return graph
+
+    def own(kind: Any) -> Any:
+        ffn = getattr(kind, "ffn", None)
+        if not isinstance(ffn, MoeSettings):
+            return kind
+        return kind.model_copy(update={"ffn": OwnExperts(**dict(ffn), owners=owners)})
+
+    return replace(graph, nodes=tuple(replace(node, kind=own(node.kind)) for node in graph.nodes))
+
+
+def sent(experts: MoeSettings, length: int, owners: int) -> float:
+    """Rows of the buffers that go to the owners of experts and back, for each token of rows of `length`."""
+    if experts.capacity_factor is None:  # nothing is dropped, so there is room for all choices at every owner
+        return owners * experts.top_k
+    return experts.experts * experts.capacity(length) / length
+
+
+@dataclass(frozen=True, eq=False)
+class OwnersLayout(MeshLayout):
+    """What one device has, whole; between owners of experts goes what goes between them in a run.
+
+    To be traced with `axes` as the named axes around it.
+    """
+
+    owners: int = 1
+
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """Named axes and their sizes, for `jax.make_jaxpr`."""
+        return [(AXIS, self.owners)] if self.owners > 1 else []
+
+    @override
+    def parts(self, *axes: str) -> int:
+        return self.owners if axes == ("experts",) else super().parts(*axes)
+
+    @override
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        return (AXIS,) if axis == "experts" and self.owners > 1 else super().mesh_axes(axis)
+
+    @override
+    def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
+        if self.owners == 1:
+            return super().resplit(x, before, after)
+        if "experts" in after:
+            return jax.lax.all_to_all(x, AXIS, after.index("experts"), 0, tiled=True)
+        return jax.lax.all_to_all(x, AXIS, 0, before.index("experts"), tiled=True)

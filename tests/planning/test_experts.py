@@ -1,0 +1,93 @@
+"""Experts that lie on several devices are planned as one of these computes them."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+from affinage.hardware.chips import named
+from affinage.model import Call, abstract_params, apply, parse
+from affinage.parallel import MeshLayout, make_mesh
+from affinage.planning.experts import sent
+from affinage.planning.local import lay_out
+from affinage.planning.memory import step_memory
+from affinage.planning.part import part_of
+from affinage.recipe.training import PretrainSettings
+
+EXPERTS, CHOICES, WIDTH, HIDDEN, LAYERS, ROWS, LENGTH = 4, 2, 32, 64, 2, 8, 32
+SETTINGS = PretrainSettings.model_validate(
+    {"steps": 10, "batch": ROWS, "schedule": {"peak": 1e-3, "floor": 0.0}, "precision": {"compute": "bfloat16"}}
+)
+
+
+def graph(capacity_factor=None, experts=EXPERTS, choices=CHOICES):
+    ffn = {"kind": "moe", "experts": experts, "top_k": choices, "width": HIDDEN, "capacity_factor": capacity_factor}
+    nodes = {
+        "embed": {"kind": "embedding", "in": "tokens", "vocab": 128, "width": WIDTH},
+        "blocks": {
+            "kind": "transformer_block",
+            "in": "embed",
+            "repeat": LAYERS,
+            "attention": {"heads": 4},
+            "ffn": ffn,
+            "norm": {"kind": "rms"},
+        },
+        "logits": {"kind": "unembed", "in": "blocks", "tied": False},
+        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+    }
+    return parse({"inputs": ["tokens"], "nodes": nodes})
+
+
+def products(jaxpr):
+    """Shapes of what experts multiply, in the order of a program."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("ragged_dot"):
+            found.append([atom.aval.shape for atom in equation.invars[:2]])
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += products(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def forward(graph, layout, rows, axes=()):
+    tokens = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
+    call = Call(platform="tpu", attention="xla", layout=layout)
+    run = jax.make_jaxpr(lambda params, tokens: apply(graph, params, {"tokens": tokens}, call).values, axis_env=axes)
+    return run(abstract_params(graph), tokens).jaxpr
+
+
+@pytest.mark.parametrize("owners", [2, 4])
+def test_the_products_are_those_of_each_device_of_a_run(owners):
+    """With four owners a device has one expert, and two choices of each token."""
+    mesh = {"data": 8 // owners, "expert": owners}
+    split = lay_out(graph(), SETTINGS, mesh, LENGTH, 8)
+    part = part_of(split, SETTINGS, named("TPU v4"), "tpu")
+    planned = products(forward(part.graph, part.layout, part.rows, part.layout.axes))
+    run = products(forward(graph(), MeshLayout(make_mesh(mesh, jax.devices())), ROWS))
+    sent = ROWS // 8 * LENGTH * CHOICES
+    assert planned == run
+    assert planned[0] == [(owners * sent, WIDTH), (EXPERTS // owners, WIDTH, HIDDEN)]
+
+
+def test_slots_of_a_capacity_take_the_same_memory_wherever_the_experts_are():
+    def activations(mesh):
+        split = lay_out(graph(1.0, experts=8), SETTINGS, mesh, LENGTH, 8)
+        return step_memory(split, SETTINGS, named("TPU v4"), "tpu").activations
+
+    assert activations({"expert": 8}) == pytest.approx(activations({"data": 8}), rel=0.01)
+
+
+def test_in_a_pipeline_they_are_a_smaller_layer():
+    settings = SETTINGS.model_copy(update={"batch": 16})
+
+    def activations(mesh):
+        split = lay_out(graph(1.0), settings, mesh, LENGTH, 8)
+        return step_memory(split, settings, named("TPU v4"), "tpu").activations
+
+    assert 0 < activations({"pipeline": 2, "expert": 4}) <= activations({"pipeline": 2, "data": 4})
+
+
+@pytest.mark.parametrize(("capacity_factor", "rows"), [(1.0, CHOICES), (2.0, EXPERTS), (None, 4 * CHOICES)])
+def test_between_owners_goes_what_their_buffers_hold(capacity_factor, rows):
+    ffn = graph(capacity_factor)["blocks"].kind.ffn
+    assert sent(ffn, LENGTH, owners=4) == rows
