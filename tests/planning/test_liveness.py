@@ -76,6 +76,26 @@ def test_the_gradient_of_a_weight_is_whole_until_it_is_summed_over_the_devices()
     assert held(0.25) == held(1.0) == SQUARE + M * N * 4
 
 
+def test_rows_that_a_tpu_gathers_and_nothing_multiplies_are_kept_in_whole_lanes():
+    layers = 5
+
+    def kept(multiplied, platform):
+        def layer(x, index):
+            x, turn = x
+            rows = x[index]  # [N, M], where M is half of a lane's width
+            y = rows @ rows.T if multiplied else jnp.tanh(rows)
+            return (x, turn + 1), (rows.astype(jnp.float32), jnp.sum(y))
+
+        def function(w, index):
+            return jax.lax.scan(layer, (w, 0), jnp.broadcast_to(index, (layers, N)))[1][0] * 2
+
+        arrays = jax.ShapeDtypeStruct((N, M), jnp.bfloat16), jax.ShapeDtypeStruct((N,), jnp.int32)
+        return measure(trace(function, *arrays), {}, platform).held["activations"]
+
+    assert kept(False, "tpu") - kept(True, "tpu") == layers * N * M * 4
+    assert kept(False, "gpu") == kept(True, "gpu")
+
+
 def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_each_turn():
     layers = 5
 

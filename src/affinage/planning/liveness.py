@@ -26,6 +26,7 @@ _STORED = frozenset(
     "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
     "ragged_dot_general random_bits all_gather psum ppermute all_to_all".split()
 )
+_PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general".split())
 # What a program is wrapped in without meaning anything to memory.
 _WRAPPERS = {
     "shard_map": "jaxpr",
@@ -38,7 +39,9 @@ _WRAPPERS = {
 _WRAPPERS |= {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
 _REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
 
-_LANES = 128  # a TPU's kernel finds its rows filled up to a multiple of it; XLA turns its own arrays so that none is
+# A TPU's kernel finds its rows filled up to a multiple of it. XLA turns its own arrays so that none is, but for rows
+# that it gathers, unless a product reads them.
+_LANES = 128
 
 Padded = frozenset[tuple[int, ...]]
 Shares = Mapping[tuple[int, ...], float]  # shape of a weight, all layers together -> the part that one device holds
@@ -76,6 +79,7 @@ class _Value:
     share: float | None = None  # of a weight and what is a mere rewriting of it
     narrowed: float = 0.0  # of a weight that is read in a narrower dtype: bytes of that copy
     read: float = 0.0  # bytes to read it
+    row: int = 0  # where a TPU gathered whole rows, each in lanes of its own: their width
 
     def roots(self) -> frozenset["_Value"]:
         return frozenset({self}) if self.stored else self.sources
@@ -93,8 +97,8 @@ class _Step:
 class _Program:
     """The operations of a jaxpr that store something, in order."""
 
-    def __init__(self, shares: Shares, padded: Padded, vocabularies: Collection[int]) -> None:
-        self.shares, self.padded, self.vocabularies = shares, padded, vocabularies
+    def __init__(self, shares: Shares, padded: Padded, vocabularies: Collection[int], *, lanes: bool) -> None:
+        self.shares, self.padded, self.vocabularies, self.lanes = shares, padded, vocabularies, lanes
         self.steps: list[_Step] = []
         self.copies: dict[_Value, _Value] = {}  # of what loops read, where they do not read it as it is
         self.offloaded = 0.0
@@ -124,6 +128,11 @@ class _Program:
                 sizes = [narrow.get(variable, _bytes(variable, self.padded)) for variable in equation.outvars]
                 pairs = zip(equation.outvars, sizes, strict=True)
                 results = [self._result(variable.aval, size, name, arguments) for variable, size in pairs]
+                if name == "gather":
+                    results[0].row = _row(equation) if self.lanes else 0
+                elif name in _PRODUCTS:
+                    for root in _roots(arguments):
+                        root.row = 0
                 if name in _STORED:
                     self.steps.append(_Step(_roots(arguments), tuple(results), whole=self._others(equation)))
             values |= dict(zip(equation.outvars, results, strict=True))
@@ -179,7 +188,7 @@ class _Program:
             _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded))
             for variable, value in zip(body.invars, arguments, strict=True)
         ]
-        inner = _Program(self.shares, self.padded, self.vocabularies)
+        inner = _Program(self.shares, self.padded, self.vocabularies, lanes=self.lanes)
         outputs = inner.run(body, inputs)
         self.offloaded += inner.offloaded * turns
         for value, variable in zip(inputs[sliced:], body.invars[sliced:], strict=True):
@@ -199,9 +208,10 @@ class _Program:
                 continue
             copied = value.kind == "weights"
             share = value.share if copied else self.shares.get(variable.aval.shape)
-            results.append(
-                self._stored(variable.aval, _bytes(variable, self.padded), share, "weights" if copied else "gradients")
-            )
+            size = _bytes(variable, self.padded)
+            if value.roots() and {root.row for root in value.roots()} == {*variable.aval.shape[-1:]}:
+                size *= _filling(variable.aval.shape[-1])
+            results.append(self._stored(variable.aval, size, share, "weights" if copied else "gradients"))
         made = [copy for copy in copies if copy is not None]
         new = [copy for copy in made if not any(copy in step.writes for step in self.steps)]
         self.steps.append(_Step(_roots([*arguments, *made]), (*results, *new), inside, turns))
@@ -277,7 +287,9 @@ def measure(traced: Traced, shares: Shares, platform: str, vocabularies: Collect
     for index, variable in enumerate(traced.jaxpr.invars):
         share = shares.get(variable.aval.shape) if index < traced.weights else None
         inputs.append(_Value(0.0, "argument", share=share, read=_bytes(variable) * (1.0 if share is None else share)))
-    program = _Program(shares, _rows_of_kernels(traced.jaxpr) if platform == "tpu" else frozenset(), vocabularies)
+    lanes = platform == "tpu"
+    padded = _rows_of_kernels(traced.jaxpr) if lanes else frozenset()
+    program = _Program(shares, padded, vocabularies, lanes=lanes)
     program.run(traced.jaxpr, inputs)
     peak = program.peak()
     peak.offloaded = program.offloaded
@@ -301,8 +313,19 @@ def _whole(variable: Any, padded: Padded = frozenset()) -> float:
     aval = variable.aval
     if not hasattr(aval, "dtype") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0.0
-    fill = -(-aval.shape[-1] // _LANES) * _LANES / aval.shape[-1] if aval.shape[-2:] in padded else 1
+    fill = _filling(aval.shape[-1]) if aval.shape[-2:] in padded else 1
     return float(prod(aval.shape) * aval.dtype.itemsize * fill)
+
+
+def _filling(width: int) -> float:
+    """By how much rows of this width grow where each fills whole lanes."""
+    return -(-width // _LANES) * _LANES / width
+
+
+def _row(gather: Any) -> int:
+    """The width of the rows that a gather takes; 0 where it takes single numbers or parts of rows."""
+    *others, width = gather.invars[0].aval.shape
+    return width if others and width > 1 and gather.params["slice_sizes"][-1] == width else 0
 
 
 def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
