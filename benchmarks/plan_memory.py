@@ -47,6 +47,7 @@ CASES = (
     Case("shakespeare-char", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),  # planned with 50,000 characters
     Case("novels", "v4-8", ("mesh.data=4", "pretrain.batch=1024")),
     Case("moe-small", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
+    Case("moe-small", "v4-8", ("mesh={data: 1, expert: 4}", "pretrain.batch=4096")),
     Case("moe-small-dense", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
     Case("fax-124m", "v4-16"),
     Case("fax-350m", "v4-32"),
