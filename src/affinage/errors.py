@@ -40,6 +40,10 @@ class UserError(Exception):
         return masked("\n".join(lines))
 
 
+class UserWarned(UserWarning):
+    """What a user should know of, and nothing has to be done about; the command line prints it as one line."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The question whether the user meant the one of `known` that is nearest to `word`; "" where none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -72,6 +72,15 @@ def test_parameters_come_back_alone(store: CheckpointStore):
     assert_same(store.restore_params(1, abstract(where)["params"]), state(1, where)["params"])
 
 
+def test_parameters_are_not_those_of_an_older_step_where_the_newest_is_damaged(store: CheckpointStore):
+    saved(store, 1, 2)
+    part = next((store.folder / "2" / "params").rglob("d/*"))
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match="step 2 is damaged") as told:
+        store.restore_params(None, abstract(sharding("fsdp", 1))["params"])
+    assert "@1" in told.value.fix
+
+
 def test_the_newest_and_every_nth_stay(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=4)
     saved(store, *range(1, 10))

@@ -158,7 +158,7 @@ def test_interrupted(load, tmp_path, continues):
     with pytest.raises(KeyboardInterrupt):
         toy_run(load, tmp_path, road)
     flow = Flow(load(), Runs(tmp_path / "runs"), road)
-    assert flow.plan()[0].reason == "interrupted; " + ("goes on where it was" if continues else "starts anew")
+    assert flow.plan()[0].reason == "not finished; " + ("goes on where it was" if continues else "starts anew")
     if not continues:
         with pytest.raises(KeyboardInterrupt):
             flow.run(Quiet())

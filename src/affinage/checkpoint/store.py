@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.seal import damage, fingerprint, seal
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
 
@@ -26,10 +27,12 @@ _GIVE_EVERY = 0.2  # seconds
 _PAUSE = 600.0  # seconds in which a disk may do nothing at all
 _SLOWEST = 10e6  # bytes per second; a disk that takes or gives fewer is as good as stuck
 
-absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax tells of every file it writes
+_CODE = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
+
+absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax tells of every file it writes, and thrice of errors it raises
 
 
-class CheckpointWarning(UserWarning):
+class CheckpointWarning(UserWarned):
     """A checkpoint was passed over."""
 
 
@@ -131,10 +134,20 @@ class CheckpointStore:
                 drop_remains(self.folder, before=int(target.name))
 
     def wait(self) -> None:
-        """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone."""
+        """Block until what was saved is on disk and sealed, and the steps that need not be kept are gone.
+
+        Raises:
+            OSError: the disk did not take it; the steps before are whole.
+        """
         if self._running is not None:
             running, self._running = self._running, None
-            running.result()
+            try:
+                running.result()
+            except ValueError as error:  # TensorStore's, of whatever kind
+                code = _CODE.search(str(error))
+                if code is None:
+                    raise
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(self.folder)) from error
 
     def damage(self, step: int, only: Mapping[str, Any] | None = None) -> str:
         """What is wrong with a step, see `affinage.checkpoint.seal.damage`; "" if it is what was saved as this step."""
@@ -166,11 +179,13 @@ class CheckpointStore:
             UserError: if it is damaged.
         """
         if found := self._damage_seen_by_first(step, abstract):
-            others = ", ".join(str(other) for other in self.steps() if other != step)
+            others = ", ".join(f"@{other}" for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} is damaged: {found}",
                 where=str(self.folder),
-                fix=f"Take one of the others: {others}." if others else "There is no other.",
+                fix=f"Name one of the others ({others}), or remove it and run its recipe, which goes on from there."
+                if others
+                else "There is no other.",
             )
         return self._load(step, abstract)
 
@@ -226,17 +241,20 @@ class CheckpointStore:
                     remove(path)
 
     def restore_params(self, step: int | None, abstract: PyTree) -> PyTree:
-        """Only the parameters of a training state; of the newest readable step if `step` is None.
+        """Only the parameters of a training state; of the newest step if `step` is None.
+
+        Whoever uses or publishes a model is told where that is damaged, and is not given an older one.
 
         Raises:
-            UserError: if there is no checkpoint.
+            UserError: if there is no checkpoint, or it is damaged.
         """
-        if step is not None:
-            return self.restore(step, {"params": abstract})["params"]
-        newest = self.restore_newest({"params": abstract})
-        if newest is None:
-            raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
-        return newest[1]["params"]
+        if step is None:
+            share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))
+            steps = share("checkpoints", self.steps())
+            if not steps:
+                raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
+            step = int(steps[-1])
+        return self.restore(step, {"params": abstract})["params"]
 
     def meta(self, step: int) -> dict[str, Any]:
         """The facts that were saved with a step."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -64,6 +65,9 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
     if as_json:
         print(json.dumps(found, indent=1))
         return
+    _say_which(training, runs)
+    if not found:
+        print("no checkpoint yet", file=sys.stderr)
     for each in found:
         said = (each["saved"] or "damaged") if each["complete"] else CUT_OFF
         print(f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {said}")
@@ -128,6 +132,8 @@ def diff(
 def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Read every file of one checkpoint, or of all of a training, and compare it with what was written.
 
+    Of a run it is the last training.
+
     The exit status is 2 if one is damaged, or none is complete. `sha256sum -c SHA256SUMS` in its folder does the same
     without affinage.
 
@@ -149,6 +155,7 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:
+        _say_which(checkpoint, runs)
         for number, said in found.items():
             print(f"{number:>10,}  {said or 'whole'}")
         for number in cut_off:
@@ -160,6 +167,16 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
             where=where,
             fix="A training goes on from the newest whole one by itself; copy a damaged one again if it has a copy.",
         )
+
+
+def _say_which(spec: str, runs: Path) -> None:
+    """Where a run of several trainings is named: which of them follows."""
+    from affinage.stages.models import trainings_of
+
+    name = spec.partition("@")[0]
+    trainings = [] if "://" in spec else trainings_of(name, runs)
+    if len(trainings) > 1:
+        print(f"{trainings[0]}, the last training of {name}; others: {', '.join(trainings[1:])}", file=sys.stderr)
 
 
 def _store(spec: str, runs: Path) -> "tuple[CheckpointStore, int | None]":

@@ -2,7 +2,8 @@
 
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -25,7 +26,15 @@ from affinage.cli import (
     sweep,
     talk,
 )
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError, of_the_machine
+from affinage.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_USER_ERROR,
+    Preempted,
+    UserError,
+    UserWarned,
+    of_the_machine,
+)
 from affinage.secrets import masked
 from affinage.stopping import left_when_done, open_standard_streams
 
@@ -88,10 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if arguments is None:
         open_standard_streams()
+        warnings.formatwarning = _one_line(warnings.formatwarning)
         with left_when_done():
             _run(sys.argv[1:])
     else:
         _run(arguments)
+
+
+def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
+    """How Python prints warnings: ours without the place in the code, which tells a user nothing."""
+
+    def shown(message: Warning | str, category: type[Warning], *place: object, **more: object) -> str:
+        if issubclass(category, UserWarned):
+            return f"Warning: {message}\n"
+        return otherwise(message, category, *place, **more)
+
+    return shown
 
 
 def _run(given: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe
+from affinage.stages.store import read_manifest
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -89,7 +90,7 @@ def trained_params(training: Path, graph: "Graph", step: int | None, abstract: A
 
     found = trained_adapters(training, graph, step, replicated(jax.tree.leaves(abstract)[0].sharding.mesh))
     if found is None:
-        return CheckpointStore(checkpoints_of(training, step)).restore_params(step, abstract)
+        return CheckpointStore(checkpoints_of(training, step)).restore_params(_wanted(training, step), abstract)
     adapters, trained = found
     frozen = kept_frozen(training, abstract)
     merge = jax.jit(adapters.merged, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract), donate_argnums=0)
@@ -115,7 +116,15 @@ def trained_adapters(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract_params(adapters, jnp.dtype(facts["precision"]["params"])),
     )
-    return adapters, CheckpointStore(checkpoints_of(training, step)).restore_params(step, abstract)
+    return adapters, CheckpointStore(checkpoints_of(training, step)).restore_params(_wanted(training, step), abstract)
+
+
+def _wanted(training: Path, step: int | None) -> int | None:
+    """The checkpoint that must be read; None for the newest that is there, as long as the training goes on."""
+    summary = training / "summary.json"
+    if step is not None or checkpoints_of(training).name == KEPT or read_manifest(training) is None:
+        return step
+    return int(json.loads(summary.read_text(encoding="utf-8"))["steps"]) if summary.is_file() else None
 
 
 def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:

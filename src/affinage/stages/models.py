@@ -112,6 +112,12 @@ def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
         raise UserError(f"`@{step}` is no checkpoint", where=spec, fix="Write the number of a step, such as @1000.")
     folder = meant(name, runs)
     if folder is None:
+        run, parts = name.rpartition("/")[0], []
+        if run:
+            with contextlib.suppress(UserError):
+                parts = trainings_of(run, runs)
+        if parts:
+            raise UserError(f"there is no model `{name}`", fix=f"There are {', '.join(parts)}.")
         known = sorted(entry.parent.name for entry in runs.glob("*/pretrain")) if runs.is_dir() else []
         hint = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no trained models in {runs}."
         raise UserError(f"there is no model `{name}`", fix=hint)
@@ -143,6 +149,15 @@ def _has_model(folder: Path) -> bool:
 def is_hub_folder(folder: Path) -> bool:
     """Whether it is a model as Hugging Face's libraries load it, such as an export, and none of affinage's."""
     return (folder / HUB_CONFIG).is_file() and not (folder / MODEL).is_file()
+
+
+def trainings_of(name: str, runs: Path) -> list[str]:
+    """How each training of the run `name` is called, the one that `name` alone means first; [] if it is no run."""
+    run = meant(name, runs)
+    there = [] if run is None or is_hub_folder(run) or (run / MODEL).is_file() else TRAININGS
+    return (
+        [f"{name}/{stage}" for stage in there if (run / stage / MODEL).is_file() and stands(run, stage)] if run else []
+    )
 
 
 def _last_training(run: Path) -> Path:

@@ -107,7 +107,7 @@ def _reason(stage: Stage, store: Store, request: Request, before: tuple[Request,
     if damage:
         return f"damaged: {damage}"
     if read_request(store.path(request)):
-        return "interrupted; goes on where it was" if stage.continues else "interrupted; starts anew"
+        return "not finished; goes on where it was" if stage.continues else "not finished; starts anew"
     if before is None:
         return "never ran"
     return "; ".join(_differences(before[0], request)) or "never ran in this store"

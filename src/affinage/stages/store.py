@@ -142,7 +142,11 @@ class Store:
         Raises:
             UserError: another process holds it; the message says which.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # as in /proc
+            fix = "Name another one with --runs."
+            raise UserError("this folder cannot be made", where=str(self.folder), fix=fix) from error
         path = self.folder / ".lock"
         with open(path, "a+", encoding="utf-8") as file:
             try:
