@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 )  # fmt: skip
 def test_every_epoch_has_every_row_once_and_can_be_inverted(rows: int, block: int, window: int, epoch: int):
     order = Shuffle(rows, (0, "x"), block=block, window=window)
-    places = [order.row(position) for position in range(epoch * rows, (epoch + 1) * rows)]
+    places = order.rows_at(np.arange(epoch * rows, (epoch + 1) * rows)).tolist()
     assert sorted(places) == list(range(rows))
     assert [order.position(row, epoch) for row in places] == list(range(epoch * rows, (epoch + 1) * rows))
 
@@ -59,16 +59,26 @@ def test_a_window_needs_its_blocks_only_and_epochs_differ():
         assert len(blocks) <= 5
         first = window % 26 * 40 + window // 26 * 1003
         height = min(40, 1003 - window % 26 * 40)
-        assert {order.row(first + i) // 10 for i in range(height)} == set(blocks)
+        assert set((order.rows_at(np.arange(first, first + height)) // 10).tolist()) == set(blocks)
         assert order.window_of(first) == order.window_of(first + height - 1) == window
-    assert [order.row(i) for i in range(50)] != [order.row(1003 + i) for i in range(50)]
-    assert Shuffle(1003, (1, "x"), block=10, window=4).row(0) != order.row(0)
+    start = np.arange(50)
+    assert (order.rows_at(start) != order.rows_at(1003 + start)).any()
+    assert (Shuffle(1003, (1, "x"), block=10, window=4).rows_at(start) != order.rows_at(start)).any()
+
+
+@given(
+    rows=st.integers(1, 60), positions=st.lists(st.integers(0, 200), min_size=1, max_size=20), block=st.integers(1, 9),
+)  # fmt: skip
+def test_rows_of_positions_are_the_same_asked_one_by_one(rows: int, positions: list[int], block: int):
+    order = Shuffle(rows, (0, "x"), block=block, window=2)
+    one_by_one = [order.rows_at(np.array([position])).item() for position in positions]
+    assert order.rows_at(np.array(positions)).tolist() == one_by_one
 
 
 def test_large_sets_of_blocks_are_inverted_too():
     order = Shuffle(200_000, (0, "x"), block=2, window=3)  # 100,000 blocks: beyond the size that has a table
     for position in (0, 5, 99_999, 199_999):
-        assert order.position(order.row(position), 0) == position
+        assert order.position(order.rows_at(np.array([position])).item(), 0) == position
 
 
 def test_stages_change_at_their_step_and_pools_go_on_where_they_were(folder: Path):
@@ -132,7 +142,9 @@ def test_names_stand_for_sources_languages_and_both():
 def test_a_mixture_draws_by_arithmetic_what_a_walk_would():
     mixture = Mixture(GROUPS, STAGES, BATCH)
     taken: Counter[tuple[str, ...]] = Counter()
-    for row in range(STEPS * BATCH):
-        draw = mixture.draw(row)
-        assert draw.position == taken[draw.pool]
-        taken[draw.pool] += 1
+    for step in range(STEPS):
+        draws = mixture.draws(step * BATCH, BATCH)
+        lines = [(line, draw.pool, at) for draw in draws for line, at in zip(draw.lines, draw.positions, strict=True)]
+        for row, (line, pool, position) in enumerate(sorted(lines)):
+            assert line == row and position == taken[pool]
+            taken[pool] += 1

@@ -1,12 +1,11 @@
 """Batches from packed rows: batch = f(seed, step), for any number of hosts, with no loader state to save or lose."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from affinage.data.ahead import made_ahead
 from affinage.data.batch import Batch, make_batch
 from affinage.data.mixture import Group, Mixture, Pool, Weights
 from affinage.data.pool import PoolRows
@@ -63,13 +62,13 @@ class RowFeed:
 
     def where(self, step: int) -> list[tuple[str, int]]:
         """Folder and row number of every row of the global batch of `step`."""
-        places = []
-        for row in range(step * self.batch_size, (step + 1) * self.batch_size):
-            draw = self.mixture.draw(row)
-            rows = self._pools[draw.pool]
-            folder, in_folder = rows.locate(rows.shuffle.row(draw.position))
-            places.append((draw.pool[folder], in_folder))
-        return places
+        places: dict[int, tuple[str, int]] = {}
+        for pool, lines, positions in self.mixture.draws(step * self.batch_size, self.batch_size):
+            rows = self._pools[pool]
+            for line, row in zip(lines.tolist(), rows.shuffle.rows_at(positions).tolist(), strict=True):
+                folder, in_folder = rows.locate(row)
+                places[line] = (pool[folder], in_folder)
+        return [places[line] for line in range(self.batch_size)]
 
     def steps_of(self, folder: str, row: int, steps: int) -> list[int]:
         """Which of the first `steps` steps draw a row of a folder: the inverse of `where`."""
@@ -95,38 +94,24 @@ class RowFeed:
         if self.batch_size % hosts:
             raise UserError(f"a batch of {self.batch_size} rows does not divide over {hosts} hosts")
         share = self.batch_size // hosts
-        rows = np.arange(host * share, (host + 1) * share)
-        lines: dict[Pool, list[int]] = {}
-        positions: dict[Pool, list[int]] = {}
-        for line, row in enumerate(rows.tolist()):
-            draw = self.mixture.draw(step * self.batch_size + row)
-            lines.setdefault(draw.pool, []).append(line)
-            positions.setdefault(draw.pool, []).append(draw.position)
+        first = host * share
         tokens = np.empty((share, self.context), np.int32)
         mask = np.ones((share, self.context), np.uint8)
-        for pool, at in lines.items():
-            self._pools[pool].read(positions[pool], np.array(at), tokens, mask)
+        for pool, lines, positions in self.mixture.draws(step * self.batch_size + first, share):
+            self._pools[pool].read(positions, lines, tokens, mask)
+        rows = np.arange(first, first + share)
         return make_batch(tokens, mask, rows, next(iter(self._files.values())).marks)
 
     def iterate(
-        self, start_step: int = 0, host: int = 0, hosts: int = 1, *, prefetch: int = 4, threads: int = 2
+        self, start_step: int = 0, host: int = 0, hosts: int = 1, *, prefetch: int = 8, threads: int = 2
     ) -> Iterator[Batch]:
         """Batches from `start_step` on, for ever, `prefetch` of them prepared ahead by `threads` threads.
 
         Closing the iterator, or dropping it, ends the threads.
         """
-        with ThreadPoolExecutor(threads, thread_name_prefix="feed") as pool:
-            ahead: deque[Future[Batch]] = deque()
-            step = start_step
-            try:
-                while True:
-                    while len(ahead) < max(prefetch, 1):
-                        ahead.append(pool.submit(self.batch, step, host, hosts))
-                        step += 1
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+        yield from made_ahead(
+            lambda step: self.batch(step, host, hosts), start_step, ahead=max(prefetch, 1), threads=threads
+        )
 
     def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[Batch]:
         """See `affinage.training.job.DivisibleFeed`."""

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Integer
 
 from affinage.errors import UserError, did_you_mean
 
@@ -26,44 +28,49 @@ Weights = Mapping[str, float]  # of a source, a language, or `<source>.<language
 Pool = tuple[str, ...]  # names of the groups that are shuffled together
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Where one row of training comes from: the row at a position of a pool's endless sequence of epochs."""
+class Draws(NamedTuple):
+    """Rows of training that one pool gives: which ones, and their positions in its endless sequence of epochs."""
 
     pool: Pool
-    position: int
+    lines: Integer[np.ndarray, " n"]  # their places among the rows that were asked for
+    positions: Integer[np.ndarray, " n"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """Pools that take turns in a fixed pattern of `SLOTS` rows, from a row of training on."""
 
     first: int  # row of training, counted over all steps
     pools: tuple[Pool, ...]
-    turns: tuple[int, ...]  # pool of every slot
-    ranks: tuple[int, ...]  # how many slots of the same pool come before, in the pattern
+    turns: Integer[np.ndarray, " SLOTS"]  # pool of every slot
+    ranks: Integer[np.ndarray, " SLOTS"]  # how many slots of the same pool come before, in the pattern
     counts: tuple[int, ...]  # slots of every pool
     begun: tuple[int, ...]  # rows that earlier stages took of every pool
 
-    def draw(self, row: int) -> Draw:
-        """What the row `row` of training is."""
-        turn, slot = divmod(row - self.first, SLOTS)
-        pool = self.turns[slot]
-        return Draw(self.pools[pool], self.begun[pool] + turn * self.counts[pool] + self.ranks[slot])
+    def draws(self, first: int, count: int) -> list[Draws]:
+        """What `count` rows of training are, from the row `first` on."""
+        turns, slots = np.divmod(np.arange(first - self.first, first - self.first + count), SLOTS)
+        pools, ranks = self.turns[slots], self.ranks[slots]
+        found = []
+        for pool in set(pools.tolist()):
+            lines = np.flatnonzero(pools == pool)
+            positions = self.begun[pool] + turns[lines] * self.counts[pool] + ranks[lines]
+            found.append(Draws(self.pools[pool], lines, positions))
+        return found
 
     def taken(self, pool: int, row: int) -> int:
         """Rows taken of a pool before the row `row` of training, in this stage."""
         turn, slot = divmod(row - self.first, SLOTS)
-        return turn * self.counts[pool] + sum(1 for each in self.turns[:slot] if each == pool)
+        return turn * self.counts[pool] + int(np.count_nonzero(self.turns[:slot] == pool))
 
     def row_of(self, pool: int, position: int) -> int:
-        """The row of training that draws a position of a pool's sequence: the inverse of `draw`."""
+        """The row of training that draws a position of a pool's sequence: the inverse of `draws`."""
         turn, rank = divmod(position - self.begun[pool], self.counts[pool])
         return self.first + turn * SLOTS + self._slots[pool][rank]
 
     @cached_property
     def _slots(self) -> list[list[int]]:
-        return [[slot for slot, turn in enumerate(self.turns) if turn == pool] for pool in range(len(self.pools))]
+        return [np.flatnonzero(self.turns == pool).tolist() for pool in range(len(self.pools))]
 
 
 class Mixture:
@@ -96,9 +103,9 @@ class Mixture:
         """All pools of all stages."""
         return list(dict.fromkeys(pool for stage in self.stages for pool in stage.pools))
 
-    def draw(self, row: int) -> Draw:
-        """Where the row `row` of training, counted over all steps, comes from."""
-        return self._stage_at(row).draw(row)
+    def draws(self, first: int, count: int) -> list[Draws]:
+        """Where `count` rows of training of one step come from; `first` is counted over all steps."""
+        return self._stage_at(first).draws(first, count)
 
     def uses(self, pool: Pool, rows: int) -> list[tuple[Stage, int, int, int]]:
         """The stages before the row `rows` of training that draw from a pool: (stage, its number there, from, to)."""
@@ -182,7 +189,7 @@ def refuse_unknown(name: str, known: set[str]) -> None:
     )
 
 
-def _pattern(weights: list[float]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _pattern(weights: list[float]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     """The order in which pools take turns in `SLOTS` rows: pool and rank of every slot, slots of every pool.
 
     A pool's slots are spread evenly. Their numbers are rounded by largest remainder, to at least one.
@@ -195,4 +202,4 @@ def _pattern(weights: list[float]) -> tuple[tuple[int, ...], tuple[int, ...], tu
     pools = np.repeat(np.arange(len(counts)), counts)
     ranks = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort((ranks + 0.5) / counts[pools], kind="stable")
-    return tuple(pools[order].tolist()), tuple(ranks[order].tolist()), tuple(counts.tolist())
+    return pools[order], ranks[order], tuple(counts.tolist())

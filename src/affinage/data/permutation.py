@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 from grain.experimental import index_shuffle
+from jaxtyping import Integer
 
 _ROUNDS = 4  # of the cipher behind index_shuffle; Grain's own default
 # Grain's cipher permutes at least 2**16 numbers and walks on until it meets one that is small enough: 20 microseconds
@@ -17,6 +18,13 @@ def permuted(index: int, size: int, *purpose: int | str) -> int:
     if size < _TABLE_BELOW:
         return int(_table(size, purpose)[index])
     return int(index_shuffle(index, max_index=size - 1, seed=_key(purpose) % 2**32, rounds=_ROUNDS))
+
+
+def all_permuted(indices: Integer[np.ndarray, " n"], size: int, *purpose: int | str) -> Integer[np.ndarray, " n"]:
+    """`permuted` of each of these."""
+    if size < _TABLE_BELOW:
+        return _table(size, purpose)[indices]
+    return np.array([permuted(index, size, *purpose) for index in indices.tolist()], np.int64)
 
 
 def _key(purpose: tuple[int | str, ...]) -> int:

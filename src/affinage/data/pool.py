@@ -31,19 +31,22 @@ class PoolRows:
 
     def read(
         self,
-        positions: Sequence[int],
+        positions: Integer[np.ndarray, " n"],
         at: Integer[np.ndarray, " n"],
         tokens: Integer[np.ndarray, "B S"],
         mask: Integer[np.ndarray, "B S"],
     ) -> None:
         """Copy the rows at positions of the sequence into lines `at` of `tokens`, and what is trained into `mask`."""
-        rows = np.array([self.shuffle.row(position) for position in positions])
+        rows = self.shuffle.rows_at(positions)
         if self._blocks is not None:
             numbers, within = np.divmod(rows, self.shuffle.block)
             self._blocks.begin(numbers.tolist())
-            self._blocks.prepare(self.shuffle, max(positions))
+            self._blocks.prepare(self.shuffle, int(positions.max()))
             for line, number, row in zip(at.tolist(), numbers.tolist(), within.tolist()):
                 tokens[line] = self._blocks.get(number)[row]
+            return
+        if len(self.folders) == 1:
+            self.folders[0].read(rows, tokens, mask, at)
             return
         folders = np.searchsorted(self.starts, rows, side="right") - 1
         for number, files in enumerate(self.folders):

@@ -9,7 +9,10 @@ shuffled before they were packed: what a window adds is company of other places 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from affinage.data.permutation import permuted, unpermuted
+import numpy as np
+from jaxtyping import Integer
+
+from affinage.data.permutation import all_permuted, permuted, unpermuted
 
 BLOCK = 512  # rows; 2 MB of 2,048 tokens in 16 bits, a good size for one request to an object store
 WINDOW = 32  # blocks; 16,384 rows, or 34M tokens of context 2,048, are shuffled among each other
@@ -24,15 +27,24 @@ class Shuffle:
     block: int = BLOCK
     window: int = WINDOW
 
-    def row(self, position: int) -> int:
-        """The row at a position of the endless sequence."""
-        epoch, index = divmod(position, self.rows)
-        window, offset = divmod(index, self.window * self.block)
+    def rows_at(self, positions: Integer[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        """The rows at positions of the endless sequence, in any order."""
+        epochs, indices = np.divmod(positions, self.rows)
+        windows, offsets = np.divmod(indices, self.window * self.block)
+        found = np.empty(len(positions), np.int64)
+        for epoch, window in dict.fromkeys(zip(epochs.tolist(), windows.tolist())):  # of a batch mostly one
+            here = (epochs == epoch) & (windows == window)
+            found[here] = self._rows_of_window(offsets[here], epoch, window)
+        return found
+
+    def _rows_of_window(self, offsets: Integer[np.ndarray, " n"], epoch: int, window: int) -> Integer[np.ndarray, " n"]:
         first, height = self._extent(window)
         if height == self.rows:
-            return permuted(offset, height, *self.purpose, epoch)
-        at, within = divmod(first + permuted(offset, height, *self.purpose, epoch, window), self.block)
-        return self._block(at, epoch) * self.block + within
+            return all_permuted(offsets, height, *self.purpose, epoch)
+        shuffled = first + all_permuted(offsets, height, *self.purpose, epoch, window)
+        places, within = np.divmod(shuffled, self.block)
+        blocks = {at: self._block(at, epoch) for at in set(places.tolist())}
+        return np.array([blocks[at] for at in places.tolist()], np.int64) * self.block + within
 
     def position(self, row: int, epoch: int) -> int:
         """Where a row stands in an epoch: the inverse of `row`."""
