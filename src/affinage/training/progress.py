@@ -53,14 +53,13 @@ class StepDisplay:
 
     def training(self, row: Mapping[str, Any]) -> None:
         """Show a training line."""
-        facts = step_line(row, self._steps)
-        self._bar.facts = facts
-        self._bar.update(self._task, completed=row["step"])
-        now = time.monotonic()
-        last = row["step"] == self._steps
-        if not self._console.is_terminal and (last or now - self._last_line >= _SECONDS_BETWEEN_LINES):
+        now, last = time.monotonic(), row["step"] == self._steps
+        if self._console.is_terminal:
+            self._bar.facts = step_line(row, self._steps)
+            self._bar.update(self._task, completed=row["step"])
+        elif last or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self.say(f"step {row['step']:,}/{self._steps:,}  {facts}")
+            self.say(f"step {row['step']:,}/{self._steps:,}  {step_line(row, self._steps)}")
 
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Show a validation line."""

@@ -4,12 +4,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 
 
 class Readings:
@@ -25,6 +24,7 @@ class Readings:
     def __init__(self, devices: list[jax.Device]) -> None:
         self._devices = devices
         self._is_cpu = devices[0].platform == "cpu"
+        self._cores = os.cpu_count() or 1
         self._load: Callable[[], float] | None = self._processor if self._is_cpu else _gpus(devices)
         self._clock, self._busy = time.perf_counter(), time.process_time()
 
@@ -38,7 +38,8 @@ class Readings:
 
     def _resident(self) -> dict[str, float]:
         try:
-            pages = int(_STATM.read_text().split()[1])
+            with open(_STATM, "rb", buffering=0) as file:
+                pages = int(file.read().split()[1])
         except (OSError, ValueError, IndexError):
             return {}
         return {"memory_gigabytes": round(pages * os.sysconf("SC_PAGE_SIZE") / 1e9, 4)}
@@ -52,7 +53,7 @@ class Readings:
 
     def _processor(self) -> float:
         clock, busy = time.perf_counter(), time.process_time()
-        share = (busy - self._busy) / max(clock - self._clock, 1e-9) / (os.cpu_count() or 1)
+        share = (busy - self._busy) / max(clock - self._clock, 1e-9) / self._cores
         self._clock, self._busy = clock, busy
         return min(share, 1.0)
 

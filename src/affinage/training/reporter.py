@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from affinage.tracking import Trackers
 from affinage.training.health import Health
@@ -40,6 +41,7 @@ class Reporter:
         self._health, self._trackers = health, trackers
         many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
         self._ahead = 0 if many_on_cpu else 2
+        self._is_apart = program.chip.name != "CPU"  # values must be brought from the devices
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._flops = program.flops_per_step
         self._peak = program.peak_flops
@@ -59,8 +61,9 @@ class Reporter:
 
     def training(self, step: int, metrics: Mapping[str, jax.Array], waited: float = 0.0) -> None:
         """Take the metrics of a step that was just dispatched, and the seconds that the next batch was waited for."""
-        if metrics["skipped"].is_ready():  # type: ignore[attr-defined]  # the devices had nothing left to do when the batch came
-            self._ledger.move(max(0.0, waited - self._compute), "compute", "data")
+        late = waited - self._compute
+        if late > 0 and metrics["skipped"].is_ready():  # type: ignore[attr-defined]  # the devices had nothing left to do when the batch came
+            self._ledger.move(late, "compute", "data")
         self._pending.append((step, metrics, waited))
         while len(self._pending) > self._ahead:
             self._finish_oldest()
@@ -98,23 +101,22 @@ class Reporter:
         step, metrics, waited = self._pending.popleft()
         self._waited += waited
         # Waits for the step, too. A sick one has a line of its own whenever it happens.
-        sick = bool(metrics["skipped"]) or bool(metrics.get("spike", 0.0))
+        sick = any(_number(metrics[name]) for name in ("skipped", "spike") if name in metrics)
         self._done = step
         now = time.perf_counter()
         settings = self._program.job.settings
         if step % settings.log_every == 0 or step in (1, settings.steps) or sick:
             self._write(step, metrics, now)
         if sick:
-            self._health.look(step, {name: float(value) for name, value in jax.device_get(dict(metrics)).items()})
+            self._health.look(step, self._numbers(metrics))
 
     def _write(self, step: int, metrics: Mapping[str, jax.Array], now: float) -> None:
-        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
         steps = max(step - self._clock_step, 1)
         per_step, waited = (now - self._clock) / steps, self._waited / steps
         self._clock_step, self._clock, self._waited = step, now, 0.0
         row = {
             "step": step,
-            **values,
+            **self._numbers(metrics),
             self._program.unit: step * self._program.units,
             f"{self._program.unit}_per_second": round(self._program.units / per_step, 1),
             "mfu": None if self._peak is None else self._flops / per_step / self._peak,
@@ -129,3 +131,13 @@ class Reporter:
         self._metrics.write(row)
         self._trackers.log(self._metrics.rows[-1])
         self._program.job.measured(self._metrics.rows[-1])
+
+    def _numbers(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        if self._is_apart:
+            for value in metrics.values():
+                value.copy_to_host_async()  # of all before the first is waited for
+        return {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: jax.Array) -> float:
+    return float(np.asarray(value))  # takes a third of what float(value) does
