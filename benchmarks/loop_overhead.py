@@ -1,12 +1,13 @@
 # ruff: noqa: E402 -- the allocator is told before JAX is imported
 """What the training loop adds to the bare step: feed, metrics, health checks, progress, signals.
 
-    python benchmarks/loop_overhead.py [--quick] [--rounds 5] [--steps 1500]
+    python benchmarks/loop_overhead.py [--quick] [--turns 30] [--steps 200]
 
 A step of about 5 ms on two CPU cores. The bare step runs on one batch that is on the device already, and waits as the
-loop does: once at the end. The loop is `affinage.training.train` on packed rows of a feed, from its second hundred of
-steps to its end, without saves and validation. They take turns; the ratio is of the medians, 1.03 is the goal. On a
-machine with other work only the CPU milliseconds, of all threads, mean something.
+loop does: at the end of its turn. The loop is `affinage.training.train` on packed rows of a feed, without saves and
+validation. They take turns of some hundred steps, within one training: the loop stands while the bare step runs. The
+ratio is of the medians, 1.03 is the goal. On a machine with other work only the CPU milliseconds, of all threads, mean
+something.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import resource
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,7 +38,7 @@ from affinage.recipe.training import PretrainSettings
 from affinage.training import TrainJob, train
 from affinage.training.program import Program
 
-SIZE = Size(width=64, ffn=256, heads=4, layers=2, vocabulary=512, context=64, batch=8)
+SIZE = Size(width=64, ffn=256, heads=4, layers=1, vocabulary=512, context=64, batch=4)
 WARM = 100  # steps that are not timed
 
 
@@ -49,7 +51,7 @@ def write_text(folder: Path, rows: int) -> None:
     write_facts(folder, {"rows": rows, "context": SIZE.context, "files": files})
 
 
-def job_of(folder: Path, rows: Path, steps: int, hook: object = None) -> TrainJob:
+def job_of(folder: Path, rows: Path, steps: int) -> TrainJob:
     settings = {
         "steps": steps,
         "batch": SIZE.batch,
@@ -66,7 +68,6 @@ def job_of(folder: Path, rows: Path, steps: int, hook: object = None) -> TrainJo
         feed=RowFeed(rows, seed=0, batch=SIZE.batch),
         folder=folder,
         name="loop",
-        on_step=() if hook is None else (hook,),
     )
 
 
@@ -76,50 +77,51 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), used.ru_utime + used.ru_stime])
 
 
-def bare(program: Program, step: object, steps: int) -> np.ndarray:
-    """Seconds per step, of the wall and of CPU."""
-    state, batch = program.begin(), program.put(program.batch)
-    for _ in range(WARM):
-        state, metrics = step(state, batch)
-    jax.block_until_ready(metrics)
-    began = clocks()
-    for _ in range(steps - WARM):
-        state, metrics = step(state, batch)
-    jax.block_until_ready(metrics)
-    return (clocks() - began) / (steps - WARM)
+class Turns:
+    """A hook of the loop: times its steps, `steps` at a time, and lets the bare step have its turn after each."""
 
+    def __init__(self, program: Program, steps: int) -> None:
+        self._step, self._steps = program.compile_training(), steps
+        self._state, self._batch = program.begin(), program.put(program.batch)
+        self._begun = clocks()
+        self.looped: list[np.ndarray] = []  # seconds per step, of the wall and of CPU, of each turn
+        self.bare: list[np.ndarray] = []
 
-def looped(folder: Path, rows: Path, steps: int) -> np.ndarray:
-    """Seconds per step, of the wall and of CPU, between two steps that the hook waits for."""
-    times: dict[int, np.ndarray] = {}
+    def __call__(self, step: int, state: object) -> None:
+        if step < WARM or (step - WARM) % self._steps:
+            return
+        jax.block_until_ready(state)
+        if step > WARM:
+            self.looped.append((clocks() - self._begun) / self._steps)
+            self.bare.append(self._bare_turn())
+        else:
+            self._bare_turn()
+        self._begun = clocks()
 
-    def hook(step: int, state: object) -> None:
-        if step in (WARM, steps):
-            jax.block_until_ready(state)
-            times[step] = clocks()
-
-    train(job_of(folder, rows, steps, hook))
-    return (times[steps] - times[WARM]) / (steps - WARM)
+    def _bare_turn(self) -> np.ndarray:
+        begun = clocks()
+        for _ in range(self._steps):
+            self._state, _ = self._step(self._state, self._batch)
+        jax.block_until_ready(self._state)
+        return (clocks() - begun) / self._steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps and rounds")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--quick", action="store_true", help="five turns of 100 steps")
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=200, help="of a turn")
     arguments = parser.parse_args()
-    rounds, steps = (2, 300) if arguments.quick else (arguments.rounds, arguments.steps)
+    turns, steps = (5, 100) if arguments.quick else (arguments.turns, arguments.steps)
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         folder = Path(name)
         write_text(folder / "rows", 4096)
-        job = job_of(folder / "bare", folder / "rows", steps)
+        job = job_of(folder / "loop", folder / "rows", WARM + turns * steps)
         program = Program(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
-        step = program.compile_training()
-        pairs = []
-        for number in range(rounds):
-            pairs.append((looped(folder / f"loop{number}", folder / "rows", steps), bare(program, step, steps)))
+        taken = Turns(program, steps)
+        train(replace(job, on_step=(taken,)))
     results = []
-    medians = 1e3 * np.median(np.array(pairs), axis=0)  # [loop or bare, wall or CPU]
+    medians = 1e3 * np.median([taken.looped, taken.bare], axis=1)  # [loop or bare, wall or CPU]
     for clock, (ours, peer) in zip(("wall", "CPU"), medians.T.tolist(), strict=True):
         name = f"loop against bare step, {clock}"
         results.append({"name": name, "ours": ours, "peer": peer, "unit": "ms/step", "ratio": ours / peer})
