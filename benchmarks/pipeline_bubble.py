@@ -1,16 +1,19 @@
 """The idle share of a pipeline, measured on forced CPU devices, against (P - 1) / (rounds x M + P - 1).
 
-    python benchmarks/pipeline_bubble.py [--quick] [--width 128]
+    python benchmarks/pipeline_bubble.py [--quick] [--case STAGES ROUNDS]... [--width 128]
 
 A device without work computes on what is there, which nothing reads: so a step of M micro-batches of one size costs
 (rounds x M + P - 1) ticks of the processor's time. A line through the costs at several M gives the cost of a
-micro-batch, and what the step costs beyond M of those is the bubble. CPU seconds, so that other work does not count.
+micro-batch, and what the step costs beyond M of those is the bubble: P - 1 ticks, and what a step costs whatever its
+M is. CPU seconds, so that other work does not count. A case compiles a program for each M, which takes about as long as
+its steps; --case, as often as wanted, runs some of them.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,8 +34,8 @@ def model(width: int) -> Graph:
     return parse(graph_of("llama", Size(width, 4 * width, width // 32, 8, 64, CONTEXT, ROWS), scan=True))
 
 
-def seconds(graph: Graph, stages: int, rounds: int, parts: int, repeats: int) -> float:
-    """CPU seconds of a gradient of `parts` micro-batches, the least of `repeats`."""
+def gradient_of(graph: Graph, stages: int, rounds: int, parts: int) -> Callable[[], Any]:
+    """Computes a gradient of `parts` micro-batches."""
     mesh = make_mesh({"pipeline": stages}, jax.devices())
     call = Pipeline(micro_batches=parts, rounds=rounds).adapt(Call(layout=MeshLayout(mesh)))
     shardings = param_shardings(mesh, logical_axes(graph), abstract_params(graph))
@@ -44,33 +47,44 @@ def seconds(graph: Graph, stages: int, rounds: int, parts: int, repeats: int) ->
         return total
 
     gradient = jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, batch).compile()
+    return lambda: jax.block_until_ready(gradient(params, batch))
+
+
+def seconds(gradients: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """CPU seconds of each, the least of `repeats` in which they take turns."""
     taken = []
     for _ in range(repeats + 1):
-        start = time.process_time()
-        jax.block_until_ready(gradient(params, batch))
-        taken.append(time.process_time() - start)
-    return min(taken[1:])
+        ends = [time.process_time()]
+        for gradient in gradients:
+            gradient()
+            ends.append(time.process_time())
+        taken.append(np.diff(ends))
+    return np.min(taken[1:], axis=0).tolist()
 
 
 def main() -> None:
     """Print measured and expected idle shares for each number of micro-batches."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--quick", action="store_true", help="fewer micro-batches and repeats")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, micro-batches and repeats")
+    parser.add_argument(
+        "--case", type=int, nargs=2, action="append", metavar=("STAGES", "ROUNDS"), help="this one only"
+    )
     arguments = parser.parse_args()
     graph, results = model(arguments.width), []
-    parts = (2, 4, 8) if arguments.quick else (4, 8, 16, 32)
-    repeats = 2 if arguments.quick else 5
-    for stages, rounds in ((2, 1), (4, 1)) if arguments.quick else ((2, 1), (4, 1), (4, 2)):
-        counts = [count for count in parts if rounds == 1 or count >= stages]
-        times = [seconds(graph, stages, rounds, count, repeats) for count in counts]
-        slope, _ = np.polyfit(counts, times, 1)
-        for count, taken in zip(counts, times, strict=True):
+    counts, repeats = ((2, 4, 8), 2) if arguments.quick else ((4, 8, 16), 3)
+    cases = [(2, 1), (4, 1)] if arguments.quick else [(2, 1), (2, 2), (4, 1), (4, 2)]
+    for stages, rounds in arguments.case or cases:
+        possible = [count for count in counts if rounds == 1 or count >= stages]
+        times = seconds([gradient_of(graph, stages, rounds, count) for count in possible], repeats)
+        slope, rest = np.polyfit(possible, times, 1)
+        for count, taken in zip(possible, times, strict=True):
             idle, expected = 1 - slope * count / taken, (stages - 1) / (rounds * count + stages - 1)
             name = f"P {stages}, M {count}, rounds {rounds}"
             print(f"{name}: {taken:.3f} CPU s, idle {idle:.1%}, (P-1)/(rounds x M+P-1) {expected:.1%}", flush=True)
             result = {"name": name, "ours": idle, "peer": expected, "unit": "share idle", "ratio": idle / expected}
-            results.append(result)
+            results.append(result | {"cpu_seconds": round(taken, 4)})
+        print(f"P {stages}, rounds {rounds}: {rest * rounds / slope:.2f} ticks without work, P-1 is {stages - 1}")
     print(json.dumps({"benchmark": "pipeline_bubble", "results": results}))
 
 
