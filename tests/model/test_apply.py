@@ -98,6 +98,19 @@ def test_cached_decoding_is_the_full_pass(name):
         np.testing.assert_allclose(new[:, 0], jnp.take_along_axis(full, at[..., None], axis=1)[:, 0], atol=2e-5)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_of_some_tokens_alone_the_logits_are_the_same(name, parts):
+    graph, tokens = GRAPHS[name], random_tokens(4, 11)
+    params = tiny_graphs.random_params(graph)
+    batch = {"tokens": tokens, "positions": jnp.broadcast_to(jnp.arange(11), tokens.shape)}
+    at = jnp.asarray([[0, 3, 10, 10, 21], [7, 21, 11, 20, 0]][:parts], jnp.int32)
+    some, _ = logits(graph, params, batch, at=at)
+    all_of_them, _ = logits(graph, params, batch)
+    expected = jnp.take_along_axis(all_of_them.reshape(parts, -1, all_of_them.shape[-1]), at[:, :, None], axis=1)
+    np.testing.assert_allclose(some, expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 def test_scan_is_unrolled(rate):
     models = [tiny_graphs.llama(scan=s, layers=2, attention={"dropout": rate}, dropout=rate) for s in (True, False)]

@@ -103,9 +103,8 @@ def compiled(graph: Graph, dtype: str) -> tuple[Any, Any]:
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
         # Padding to the right lands in the cache, too, where there is room, and is overwritten before it is looked at.
         empty = init_cache(graph, batch, slots, jnp.dtype(dtype))
-        lazy, cache = logits_of(graph, params, tokens, positions, dtype, empty)
-        last = jnp.take_along_axis(lazy.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        logits = multiply_out(last, lazy.kernel, lazy.softcap)
+        lazy, cache = logits_of(graph, params, tokens, positions, dtype, empty, at=(lengths - 1)[:, None])
+        logits = multiply_out(lazy.hidden[:, 0], lazy.kernel, lazy.softcap)
         seen = None
         if "repetition_penalty" in filters:
             inside = positions < lengths[:, None]

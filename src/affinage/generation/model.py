@@ -74,11 +74,12 @@ def logits_of(
     attention: AttentionImplementation = "auto",
     layout: MeshLayout | None = None,
     segments: Sequence[Array] | None = None,
+    at: Int[Array, "R P"] | None = None,
 ) -> tuple[Logits, Tree | None]:
     """The logits, not yet multiplied out, of rows; and the advanced cache if one is given.
 
     `attention` and `layout`: as of a LoadedModel. With a cache or segments, attention is xla's. `segments`: where rows
-    consist of several, the batch's `segment_ids` and `parents`.
+    consist of several, the batch's `segment_ids` and `parents`. `at`: the tokens whose logits are wanted, see `Call`.
     """
     batch = {"tokens": tokens, "positions": positions}
     if segments is not None:
@@ -88,6 +89,7 @@ def logits_of(
         cache=cache,
         until=graph.logits,
         attention=attention if cache is None else "xla",
+        at=at,
     )
     if layout is not None:
         call = replace(call, layout=layout)

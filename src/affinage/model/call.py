@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from affinage.model.layout import Layout
 from affinage.model.parameter import Axes, Tree
@@ -63,6 +63,9 @@ class Call:
     adapter_dropout: float = 0.0  # of what goes into adapters, where there are any and there is a key
     averages: Any = None  # the state of `graph.averages`, for the nodes that read them
     until: str | None = None  # compute only this node and what it needs; None: everything up to the loss
+    # The places of the tokens whose values are wanted in the end, in the flattened tokens of each of R equal parts of
+    # the rows: of other tokens only what these look at is computed, and values come out as [R, P, ...]. None: all.
+    at: Int[Array, "R P"] | None = None
     attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
     described: bool = False  # traced for a plan, and never run: the platform need not be here

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from jaxtyping import Array, PRNGKeyArray
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from affinage.model.call import Call
 from affinage.model.parameter import Tree
@@ -54,6 +55,14 @@ class Context:
     shared: Tree | None = None  # the parameters of the node that `shares` names
     averages: Tree | None = None  # what the node's `averages` declares, as it stands at this step
     prepared: Any = None  # what `prepare` returned, the same for all layers
+    at: Int[Array, "R P"] | None = None  # of a node that `narrows`, and its last layer: see `Call`
+
+    def narrowed(self, x: Float[Array, "B S *D"]) -> Array:
+        """Of the tokens those at the places that `at` names, [R, P, *D]; all of them where it names none."""
+        if self.at is None:
+            return x
+        parts = x.reshape(len(self.at), -1, *x.shape[2:])
+        return jnp.take_along_axis(parts, self.at.reshape(*self.at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class NodeKind(Settings):
     is_loss: ClassVar[bool] = False
     # Rows may be several sequences that see a beginning together: it looks at no other token, or knows `parents`.
     joins: ClassVar[bool] = False
+    by_token: ClassVar[bool] = False  # what it makes of a token depends on nothing but its inputs' vectors there
+    narrows: ClassVar[bool] = False  # it heeds the context's `at`
     constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
     def complete(self, others: Mapping[str, "NodeKind"]) -> Self:

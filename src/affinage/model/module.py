@@ -177,10 +177,12 @@ def apply_part(
     cache: Tree | None = None if call.cache is None else dict(call.cache)
     metrics: dict[str, tuple[Array, Array]] = {}
     losses: list[Array] = []
+    narrowing = None if call.at is None else graph.narrowing(names)
     for node in graph.nodes:
         if node.name not in names:
             continue
-        result = _apply_node(node, params, values, batch, call)
+        at = call.at if node.name == narrowing else None
+        result = _apply_node(node, params, values, batch, replace(call, at=at))
         values[node.name] = result.value
         losses += [total / jnp.maximum(count, 1.0) for total, count in result.losses.values()]
         for name, (total, count) in result.metrics.items():
@@ -217,6 +219,7 @@ def context_of(node: Node, params: Tree, batch: Mapping[str, Array], call: Call)
         caches=cache if isinstance(cache, tuple) else None,
         shared=params[shared] if shared else None,
         averages=None if call.averages is None else call.averages.get(node.name),
+        at=call.at,
     )
 
 

@@ -39,11 +39,11 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
     if (context.caches if scanned else context.cache) is not None:
         raise ValueError("a cache of a platform that scans layers is of no use where they are not, nor the reverse")
 
-    def body(carry: Carry, layer_params: Tree, layer: Any) -> tuple[Carry, ByProducts]:
+    def body(carry: Carry, layer_params: Tree, layer: Any, at: Array | None = None) -> tuple[Carry, ByProducts]:
         value, cache = carry
         key = None if context.key is None else jax.random.fold_in(context.key, layer)
         place = layer if scanned or cache is None else 0
-        result = node.kind.apply(layer_params, (value,), replace(context, key=key, layer=place, cache=cache))
+        result = node.kind.apply(layer_params, (value,), replace(context, key=key, layer=place, cache=cache, at=at))
         if not isinstance(result, Result):
             result = Result(result)
         return (result.value, result.cache), (result.losses, result.metrics)
@@ -55,12 +55,14 @@ def apply_layers(node: Node, params: Tree, x: Any, context: Context, first: int 
         )
         losses, metrics = jax.tree.map(lambda stacked: stacked.sum(axis=0), layers)
         losses = {name: (total, layers[0][name][1][0]) for name, (total, _) in losses.items()}
-        return Result(value, cache, losses, metrics)
+        return Result(context.narrowed(value), cache, losses, metrics)
     collected: list[ByProducts] = []
     given = context.caches or (None,) * node.layers
     caches: list[Cache] = []
     for layer, (layer_params, own) in enumerate(zip(unstack(params, node.layers), given, strict=True)):
-        (x, cache), products = wrapped((x, own), layer_params, first + layer)
+        # The layers before it compute what the last one looks at.
+        at = context.at if layer == node.layers - 1 else None
+        (x, cache), products = wrapped((x, own), layer_params, first + layer, at)
         caches += [] if cache is None else [cache]
         collected.append(products)
     losses, metrics = jax.tree.map(lambda *values: sum(values), *collected)

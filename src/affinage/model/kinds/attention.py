@@ -122,7 +122,7 @@ class AttentionSettings(Settings):
             out = ring_attention(query, key, value, context, window=self.window, softcap=self.softcap)
         else:
             out = attend(query, key, value, context, dropout=self.dropout, softcap=self.softcap, window=self.window)
-        out = checkpoint_name(jnp.swapaxes(out, 1, 2), "attended")
+        out = context.narrowed(checkpoint_name(jnp.swapaxes(out, 1, 2), "attended"))
         return dense(params["out"], out, context, contracted=2), cache
 
     def _heads(self, params: Tree, x: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:

@@ -28,7 +28,7 @@ def _ffn_or_moe(value: Any) -> str:
 class TransformerBlock(NodeKind):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
-    joins = True
+    joins = narrows = True
 
     attention: AttentionSettings
     ffn: Annotated[
@@ -78,11 +78,13 @@ class TransformerBlock(NodeKind):
         before = constrain(before, ("batch", "sequence", "width"))
         attended, cache = self.attention.apply(params["attention"], before, context, self.norm.eps)
         attended = constrain(attended, ("batch", "residual", "width"))
-        attended = x + drop(attended, self.dropout, context, site=2)
+        attended = context.narrowed(x) + drop(attended, self.dropout, context, site=2)
         if self.placement == "pre":
             before = self._norm(params, "ffn_norm", attended)
         elif self.placement == "post":
             before = attended = self._norm(params, "attention_norm", attended)
+        else:
+            before = context.narrowed(before)
         if self.placement != "parallel":
             before = constrain(before, ("batch", "sequence", "width"))
         fed = self.ffn.apply(params["ffn"], before, context)

@@ -18,7 +18,7 @@ from affinage.model.shape import Shape, expect_sequence, sequence_of
 class Unembed(NodeKind):
     """A logit for every token id, by its own kernel or, tied, by the embedding's (Press and Wolf, 2017)."""
 
-    joins = True
+    joins = by_token = narrows = True
 
     tied: bool | str = False  # the name of the embedding node; true: the only one there is
     vocab: int | None = Field(default=None, ge=2)  # number of token ids; default: the embedding's
@@ -64,7 +64,7 @@ class Unembed(NodeKind):
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Logits:
         kernel = context.shared["embedding"] if context.shared is not None else params["kernel"]
-        hidden = context.call.constrain(inputs[0], ("batch", "sequence", "width"))
+        hidden = context.call.constrain(context.narrowed(inputs[0]), ("batch", "sequence", "width"))
         return Logits(hidden, kernel.astype(context.call.compute_dtype), self.softcap)
 
     @override

@@ -181,6 +181,7 @@ class MoeSettings(Settings):
         weights = jnp.ones(taken.shape[:2], jnp.float32)
         if "tokens" in context.batch:
             _, weights = next_tokens(context.batch["tokens"], context.batch)
+        weights = context.narrowed(weights)
         load = expert_load(routing, weights)
         balance, z = load_balance(load, self.balance_over), router_z(routing, weights)
         count, fullest = jnp.sum(weights), jnp.max(jnp.sum(load.choices, axis=0)) * self.experts / self.top_k

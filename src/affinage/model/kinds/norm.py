@@ -71,7 +71,7 @@ class NormSettings(Settings):
 
 
 class _NormNode(NodeKind):
-    joins = True
+    joins = by_token = True
 
     eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
 
