@@ -35,11 +35,8 @@ def test_a_batch_says_of_every_row_what_it_is_and_what_is_asked(pairs, batch, mu
         count, length = one.tokens.shape
         assert count == multiple or count * length <= batch * CONTEXT * min(1, CONTEXT / length)
         assert len(one.at) == multiple
-        column, of_part = 0, len(one.tokens) // multiple
         for index, packed in enumerate(one.rows):
-            part, number = index // of_part, 0
-            column = 0 if index % of_part == 0 else column
-            before = index % of_part * one.tokens.shape[1]
+            number = 0
             for family in packed:
                 number += 1
                 parent = number
@@ -49,17 +46,39 @@ def test_a_batch_says_of_every_row_what_it_is_and_what_is_asked(pairs, batch, mu
                     assert (one.parents[index, mine] == parent).all()
                     assert one.tokens[index, mine].tolist() == list(row.tokens)
                     assert one.positions[index, mine].tolist() == list(range(len(row.tokens)))
-                    asked = slice(column, column + row.scored - 1 + len(row.candidates))
-                    following = [*row.tokens[len(row.tokens) - row.scored + 1 :], *row.candidates]
-                    assert one.targets[part, asked].tolist() == following
-                    places = list(range(len(row.tokens) - row.scored, len(row.tokens)))
-                    places += places[-1:] * (len(row.candidates) - 1)
-                    at = one.at[part, asked] - before
-                    assert one.positions[index, at].tolist() == places
-                    assert np.isin(at, mine).all()
-                    column = asked.stop
                     seen.append((row.tokens, row.scored))
     assert sorted(seen) == sorted((row.tokens, row.scored) for row in rows)
+
+
+def answer(text: tuple[int, ...], token: int) -> tuple[float, bool]:
+    """Log-probability of a token after a text, and whether it is the most likely one: any function of both."""
+    drawn = hash((text, token)) % 1000
+    return -drawn / 1000, drawn % 7 > 0
+
+
+@given(st.lists(st.tuples(token_lists, token_lists), max_size=25), st.integers(1, 9), st.integers(1, 3))
+def test_every_request_is_answered_by_what_was_asked_after_the_text_that_the_place_sees(pairs, batch, multiple):
+    pairs = [(before, continuation[:CONTEXT]) for before, continuation in pairs]
+    families = find_families(rows_of(pairs), 2 * CONTEXT)
+    answered = {}
+    for one in batches(
+        families, batch * CONTEXT, context=CONTEXT, most=2 * CONTEXT, compile_tokens=50.0, pad=0, multiple=multiple
+    ):
+        values, best = np.zeros(one.at.shape), np.zeros(one.at.shape, bool)
+        count, length = one.tokens.shape
+        for part, column in np.ndindex(*one.at.shape):
+            row, place = divmod(part * (count // multiple) * length + one.at[part, column], length)
+            own = np.isin(one.segments[row], [one.segments[row, place], one.parents[row, place]])
+            text = one.tokens[row][own & (one.positions[row] <= one.positions[row, place])]
+            values[part, column], best[part, column] = answer(tuple(text.tolist()), int(one.targets[part, column]))
+        answered |= dict(one.answers(values, best))
+    for index, (before, continuation) in enumerate(pairs):
+        whole = (before + continuation)[-(CONTEXT + 1) :]
+        start = len(whole) - len(continuation)
+        expected = [answer(tuple(whole[:at]), whole[at]) for at in range(start, len(whole))]
+        value, greedy = answered[index]
+        assert abs(value - sum(one for one, _ in expected)) < 1e-6
+        assert greedy == all(one for _, one in expected)
 
 
 def test_the_length_of_rows_is_the_one_that_leaves_least_padding():

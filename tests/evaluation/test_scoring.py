@@ -1,6 +1,7 @@
 """Scores against the plain definition: the full forward pass, a log-softmax, a sum."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -99,3 +100,9 @@ def test_a_kind_that_looks_at_other_tokens_and_knows_no_parents_scores_the_same(
 
 def test_nothing_to_score_is_no_error():
     assert Scorer(tiny_llama()).score([]) == []
+
+
+def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
+    hidden, kernel = jnp.ones((1, 4, 2)), jnp.asarray([[0.0, 0.0], [1, 1], [1, 1], [0, 0]])
+    _, best = scoring._log_probabilities(kernel, None, hidden, jnp.asarray([[0, 1, 2, 3]]))
+    assert best.tolist() == [[False, True, False, False]]

@@ -27,19 +27,30 @@ class Family:
         """Tokens, those that are shared counted once."""
         return self.shared + sum(len(row.tokens) - self.shared for row in self.rows)
 
-    @property
+    @cached_property
+    def begun(self) -> range:
+        """The shared places after which a shared token is asked: the beginnings of continuations that begin alike."""
+        return range(min(len(row.tokens) - row.scored for row in self.rows), self.shared - 1)
+
+    def own(self, row: Row) -> range:
+        """The other places of a row after which a token is asked, the last one for each of its candidates."""
+        return range(max(len(row.tokens) - row.scored, self.shared - 1), len(row.tokens))
+
+    @cached_property
     def asked(self) -> int:
-        """Number of tokens whose probability is asked."""
-        return sum(row.scored - 1 + len(row.candidates) for row in self.rows)
+        """Number of tokens whose probability is asked: the `begun` ones once, then each row's own."""
+        return len(self.begun) + sum(len(self.own(row)) - 1 + len(row.candidates) for row in self.rows)
 
     def answers(
         self, values: Float[np.ndarray, "P"], best: Bool[np.ndarray, "P"]
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
         """For every request, its place and its answer, from those of the tokens that are asked, in their order."""
-        start = 0
+        start = begun = len(self.begun)
         for row in self.rows:
-            last = start + row.scored - 1
-            total, greedy = float(np.sum(values[start:last], dtype=np.float64)), bool(np.all(best[start:last]))
+            last = start + len(self.own(row)) - 1
+            alike = slice(len(row.tokens) - row.scored - self.begun.start, begun)
+            total = float(np.sum(values[alike], dtype=np.float64) + np.sum(values[start:last], dtype=np.float64))
+            greedy = bool(np.all(best[alike]) and np.all(best[start:last]))
             for column, requests in enumerate(row.requests, last):
                 answer = total + float(values[column]), greedy and bool(best[column])
                 for request in requests:

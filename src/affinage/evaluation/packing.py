@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Batch:
     """Rows of families, padded to one shape.
 
     Attributes:
-        rows: the families that each of the first rows holds; the other rows are padding.
+        rows: the families that each row holds; those without one are padding.
         tokens: of a family those that are shared, then the ends of its rows one after the other, each at the
             `positions` that follow the shared ones.
         segments: a number for what is shared, and for each end.
@@ -90,15 +91,31 @@ def batches(
         # The scores of attention grow with the square of the length.
         fitting = max(1, int(tokens * min(1, context / length)) // (length * multiple)) * multiple
         steps = -(-len(rows) // fitting)
-        together = -(-len(rows) // (steps * multiple)) * multiple  # all batches as full as one another
-        part = together // multiple
-        asked = max(
-            sum(family.asked for row in rows[at : at + part] for family in row) for at in range(0, len(rows), part)
-        )
-        shape = _Shape(together, length, multiple, -(-asked // MULTIPLE) * MULTIPLE)
+        part = -(-len(rows) // (steps * multiple))  # all batches as full as one another
+        parts = _dealt(rows, steps * multiple, part)
+        asked = max(sum(map(_asked, rows_of_part)) for rows_of_part in parts)
+        shape = _Shape(part * multiple, length, multiple, -(-asked // MULTIPLE) * MULTIPLE)
         joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
-        found += [_batch(rows[start : start + together], shape, pad, joined) for start in range(0, len(rows), together)]
+        for start in range(0, len(parts), multiple):
+            together = [row for one in parts[start : start + multiple] for row in [*one, *[[]] * (part - len(one))]]
+            found.append(_batch(together, shape, pad, joined))
     return sorted(found, key=lambda one: -one.tokens.size)
+
+
+def _dealt(rows: Sequence[list[Family]], parts: int, most: int) -> list[list[list[Family]]]:
+    """Rows in parts of `most` or fewer, of each of which about as much is asked: all are padded to the largest."""
+    dealt: list[list[list[Family]]] = [[] for _ in range(parts)]
+    least = [(0, part) for part in range(parts)]
+    for row in sorted(rows, key=_asked, reverse=True):
+        asked, part = heappop(least)
+        dealt[part].append(row)
+        if len(dealt[part]) < most:
+            heappush(least, (asked + _asked(row), part))
+    return dealt
+
+
+def _asked(row: Sequence[Family]) -> int:
+    return sum(family.asked for family in row)
 
 
 def _cheapest(
@@ -182,15 +199,19 @@ def _fill(batch: Batch, index: int, family: Family, start: int, column: int, num
     batch.parents[index, start : start + family.length] = number
     first = start
     start = begun.stop
+    alike = slice(column, column + len(family.begun))
+    batch.at[part, alike] = before + first + np.array(family.begun, np.int32)
+    batch.targets[part, alike] = family.rows[0].tokens[family.begun.start + 1 : shared]
+    column = alike.stop
     for own_number, row in enumerate(family.rows, number + 1):
         count = len(row.tokens)
         own = slice(start, start + count - shared)
         batch.tokens[index, own] = row.tokens[shared:]
         batch.positions[index, own] = np.arange(shared, count)
         batch.segments[index, own] = own_number
-        asked = np.arange(count - row.scored, count)  # of the row, the last one for each of its candidates
+        asked = np.array(family.own(row))
         places = before + np.where(asked < shared, asked + first, asked - shared + start)
-        targets = [*row.tokens[count - row.scored + 1 :], *row.candidates]
+        targets = [*row.tokens[asked[0] + 1 :], *row.candidates]
         columns = slice(column, column + len(targets))
         batch.at[part, columns] = np.append(places, np.repeat(places[-1:], len(row.candidates) - 1))
         batch.targets[part, columns] = targets

@@ -48,11 +48,9 @@ def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, layo
         if joined is not None:
             positions, *segments = joined
         lazy, _ = logits_of(
-            graph, params, tokens, positions, dtype, attention=attention, layout=layout, segments=segments
+            graph, params, tokens, positions, dtype, attention=attention, layout=layout, segments=segments, at=at
         )
-        hidden = lazy.hidden.reshape(len(at), -1, lazy.hidden.shape[-1])
-        hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
-        return _log_probabilities(lazy.kernel, lazy.softcap, hidden, targets)
+        return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets)
 
     return score
 
@@ -72,8 +70,10 @@ def _log_probabilities(
         x, target = inputs
         logits = multiply_out(x, kernel, softcap)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        log_probability = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0] - normaliser
-        return log_probability, target == jnp.argmax(logits, axis=-1)
+        wanted = jnp.take_along_axis(logits, target[:, None], axis=1)
+        # The first of the largest, as argmax says; which costs CPUs almost as much as the product.
+        less_likely = (logits < wanted) | ((logits == wanted) & (jnp.arange(vocabulary)[None] >= target[:, None]))
+        return wanted[:, 0] - normaliser, jnp.all(less_likely, axis=-1)
 
     values, best = one((rows[0], wanted[0])) if blocks == 1 else jax.lax.map(one, (rows, wanted))
     value, is_best = (a.reshape(-1)[:count].reshape(targets.shape) for a in (values, best))
