@@ -1,5 +1,6 @@
 """Which endings start a run again, how often, and what becomes of processes."""
 
+import platform
 import signal
 import subprocess
 import sys
@@ -163,9 +164,11 @@ def test_told_to_stop_it_passes_it_on_and_starts_nothing_again():
     assert said == ["launch: host 0, 1 did not end in time, and is killed"]
 
 
-def test_lines_of_local_hosts_are_marked(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_lines_of_local_hosts_are_marked(system: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("affinage.launch.process._LAST_WORDS", 60.0)  # whoever reads them may be late
     said: list[str] = []
+    monkeypatch.setattr(platform, "system", lambda: system)
     assert supervise(LocalLauncher(2, say=said.append), ["--version"], Restarts(failures=0), say=said.append) == 0
     assert sorted(line.partition(" | ")[0] for line in said) == ["0", "1"] and all("affinage" in line for line in said)
 

@@ -1,17 +1,22 @@
 """Hosts that are processes of this machine."""
 
 import os
+import platform
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
-from affinage.launch.forked import ForkedProcess, Forks
+from affinage.launch.forked import Forks
 from affinage.launch.gang import Ending
-from affinage.launch.process import Say, Watched, of_cpu, reserved_port
+from affinage.launch.process import HostProcess, Say, Watched, of_cpu, reserved_port
+
+Begin = Callable[[Mapping[str, str]], Watched]  # a host with this environment
 
 _LOOK_EVERY = 0.02  # seconds
 _LASTING = 5.0  # seconds in which the next start finds what was imported for the last one
@@ -20,7 +25,7 @@ _LASTING = 5.0  # seconds in which the next start finds what was imported for th
 class LocalLauncher:
     """N processes on this machine, which listen on the loopback address alone.
 
-    They are forked from one that has imported what they need, and waits for the next start.
+    On Linux they are forked from one that has imported what they need, and waits for the next start.
 
     Args:
         hosts: how many.
@@ -35,9 +40,13 @@ class LocalLauncher:
 
     def start(self, command: Sequence[str]) -> "LocalGang":
         """See `affinage.launch.gang.Launcher`."""
+        return LocalGang(self._forked(["-m", "affinage", *command]), self._environment, self.hosts, self._say)
+
+    def _forked(self, words: Sequence[str]) -> Begin:
+        if platform.system() != "Linux":  # a zygote needs its kernel
+            return lambda environment: HostProcess([sys.executable, *words], environment)
         self._folder = self._folder or tempfile.mkdtemp(prefix="affinage-")
-        forks = Forks(Path(self._folder) / "zygote", self._environment, signal.SIGKILL, _LASTING)
-        return LocalGang(forks, ["-m", "affinage", *command], self._environment, self.hosts, self._say)
+        return partial(Forks(Path(self._folder) / "zygote", self._environment, signal.SIGKILL, _LASTING).start, words)
 
     def finish(self) -> None:
         """See `affinage.launch.gang.Launcher`."""
@@ -50,15 +59,13 @@ class LocalLauncher:
 class LocalGang:
     """See `affinage.launch.gang.Gang`. Each process has a session of its own, and dies with this one."""
 
-    def __init__(
-        self, forks: Forks, words: Sequence[str], environment: Mapping[str, str], hosts: int, say: Say
-    ) -> None:
+    def __init__(self, begin: Begin, environment: Mapping[str, str], hosts: int, say: Say) -> None:
         self._port, coordinator = reserved_port()
         place = {**environment, COORDINATOR: coordinator, HOSTS: str(hosts)}
-        self._processes: list[ForkedProcess] = []
+        self._processes: list[Watched] = []
         try:
             for host in range(hosts):
-                self._processes.append(forks.start(words, {**place, HOST: str(host)}))
+                self._processes.append(begin({**place, HOST: str(host)}))
         except BaseException:
             for process in self._processes:
                 process.end()
