@@ -13,7 +13,7 @@ import pytest
 from affinage.errors import UserError
 from affinage.hardware import hosts
 from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
-from affinage.launch.process import start_all
+from affinage.launch.process import HostProcess, start_all
 from affinage.launch.told import Told
 
 TOLD = (signal.SIGTERM,)
@@ -122,14 +122,14 @@ def test_none_is_left_where_not_all_can_be_started(tmp_path: Path):
     file = tmp_path / "process"
     first = ["sh", "-c", f"echo $$ > {file}.part; mv {file}.part {file}; sleep 60"]
 
-    def commands() -> Iterator[tuple[list[str], None]]:
-        yield first, None
+    def begun() -> Iterator[HostProcess]:
+        yield HostProcess(first)
         while not file.exists():
             time.sleep(0.01)
-        yield [str(tmp_path / "nothing")], None
+        yield HostProcess([str(tmp_path / "nothing")])
 
     with pytest.raises(FileNotFoundError):
-        start_all(commands())
+        start_all(begun())
     assert not _runs(int(file.read_text()))
 
 

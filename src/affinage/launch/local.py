@@ -14,7 +14,7 @@ from pathlib import Path
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
 from affinage.launch.forked import Forks
 from affinage.launch.gang import Ending
-from affinage.launch.process import HostProcess, Say, Watched, of_cpu, reserved_port
+from affinage.launch.process import HostProcess, Say, Watched, of_cpu, reserved_port, start_all
 
 Begin = Callable[[Mapping[str, str]], Watched]  # a host with this environment
 
@@ -40,9 +40,9 @@ class LocalLauncher:
 
     def start(self, command: Sequence[str]) -> "LocalGang":
         """See `affinage.launch.gang.Launcher`."""
-        return LocalGang(self._forked(["-m", "affinage", *command]), self._environment, self.hosts, self._say)
+        return LocalGang(self._begin(["-m", "affinage", *command]), self._environment, self.hosts, self._say)
 
-    def _forked(self, words: Sequence[str]) -> Begin:
+    def _begin(self, words: Sequence[str]) -> Begin:
         if platform.system() != "Linux":  # a zygote needs its kernel
             return lambda environment: HostProcess([sys.executable, *words], environment)
         self._folder = self._folder or tempfile.mkdtemp(prefix="affinage-")
@@ -62,14 +62,7 @@ class LocalGang:
     def __init__(self, begin: Begin, environment: Mapping[str, str], hosts: int, say: Say) -> None:
         self._port, coordinator = reserved_port()
         place = {**environment, COORDINATOR: coordinator, HOSTS: str(hosts)}
-        self._processes: list[Watched] = []
-        try:
-            for host in range(hosts):
-                self._processes.append(begin({**place, HOST: str(host)}))
-        except BaseException:
-            for process in self._processes:
-                process.end()
-            raise
+        self._processes = start_all(begin({**place, HOST: str(host)}) for host in range(hosts))
         self._watch = Watch(self._processes, say)
 
     def ended(self, seconds: float) -> list[Ending]:

@@ -148,12 +148,12 @@ class Watched(Protocol):
         ...
 
 
-def start_all(commands: Iterable[tuple[Sequence[str], Mapping[str, str] | None]]) -> list[HostProcess]:
-    """A process for each command and its environment; none is left where one cannot be started."""
-    processes: list[HostProcess] = []
+def start_all(begun: Iterable[Watched]) -> list[Watched]:
+    """The processes, each of which begins when it is taken; none is left where one cannot be started."""
+    processes: list[Watched] = []
     try:
-        for command, environment in commands:
-            processes.append(HostProcess(command, environment))
+        for process in begun:
+            processes.append(process)
     except BaseException:
         for process in processes:
             process.end()

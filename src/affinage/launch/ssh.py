@@ -13,7 +13,7 @@ from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
 from affinage.launch.gang import Ending
 from affinage.launch.local import Watch
-from affinage.launch.process import Say, of_cpu, start_all, status_of_shell
+from affinage.launch.process import HostProcess, Say, of_cpu, start_all, status_of_shell
 from affinage.launch.told import interruptible
 
 PORT = 8476  # where host 0 listens; JAX's own default on pods of TPUs
@@ -151,7 +151,9 @@ class SshGang:
     ) -> None:
         self._ssh, self._addresses, self._folder = ssh, addresses, folder
         # A terminal is asked for so that the end of the connection is the host's; it is not one to draw on.
-        self._processes = start_all(([*ssh, "-tt", address, line], None) for address, line in zip(addresses, lines))
+        self._processes = start_all(
+            HostProcess([*ssh, "-tt", address, line]) for address, line in zip(addresses, lines)
+        )
         self._out_of_sight: set[int] = set()
         self._watch = Watch(self._processes, say, addresses)
 

@@ -154,10 +154,9 @@ def is_hub_folder(folder: Path) -> bool:
 def trainings_of(name: str, runs: Path) -> list[str]:
     """How each training of the run `name` is called, the one that `name` alone means first; [] if it is no run."""
     run = meant(name, runs)
-    there = [] if run is None or is_hub_folder(run) or (run / MODEL).is_file() else TRAININGS
-    return (
-        [f"{name}/{stage}" for stage in there if (run / stage / MODEL).is_file() and stands(run, stage)] if run else []
-    )
+    if run is None or is_hub_folder(run) or (run / MODEL).is_file():
+        return []
+    return [f"{name}/{stage}" for stage in TRAININGS if (run / stage / MODEL).is_file() and stands(run, stage)]
 
 
 def _last_training(run: Path) -> Path:

@@ -183,10 +183,10 @@ def _answers(
     if not lines:
         what, fix = "all of these are conversations, which only a finished model is asked", "Watch others beside them."
         raise UserError(what, where=f"{setting}.tasks", fix=fix)
-    return {task: _right(task, lines[task]) for task in sorted(lines)}
+    return {task: _right(task, lines[task], setting) for task in sorted(lines)}
 
 
-def _right(task: str, lines: Sequence[dict[str, Any]]) -> list[int]:
+def _right(task: str, lines: Sequence[dict[str, Any]], setting: str) -> list[int]:
     """Whether each item was right: by the first filter of a task that has several, as the same answer is one trial."""
     items: dict[Any, dict[str, Any]] = {}
     for line in lines:
@@ -195,7 +195,7 @@ def _right(task: str, lines: Sequence[dict[str, Any]]) -> list[int]:
     if metric is None:
         raise UserError(
             f"{task} does not say of an item whether the answer was right",
-            where="watch.tasks",
+            where=f"{setting}.tasks",
             fix=f"Watch tasks that have one of {', '.join(_YES_OR_NO)}.",
         )
     return [int(items[name][metric] >= 0.5) for name in sorted(items)]
