@@ -3,11 +3,11 @@
 
     python benchmarks/loop_overhead.py [--quick] [--turns 30] [--steps 200]
 
-A step of about 5 ms on two CPU cores. The bare step runs on one batch that is on the device already, and waits as the
-loop does: at the end of its turn. The loop is `affinage.training.train` on packed rows of a feed, without saves and
-validation. They take turns of some hundred steps, within one training: the loop stands while the bare step runs. The
-ratio is of the medians, 1.03 is the goal. On a machine with other work only the CPU milliseconds, of all threads, mean
-something.
+A step of about 5 ms: the batch has as many rows as take that long here. The bare step runs on one batch that is on the
+device already, and waits as the loop does: at the end of its turn. The loop is `affinage.training.train` on packed rows
+of a feed, without saves and validation. They take turns of some hundred steps, within one training: the loop stands
+while the bare step runs. The ratio is of the medians, 1.03 is the goal. On a machine with other work only the CPU
+milliseconds, of all threads, mean something.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from affinage.training import TrainJob, train
 from affinage.training.program import Program
 
 SIZE = Size(width=64, ffn=256, heads=4, layers=1, vocabulary=512, context=64, batch=4)
+STEP = 5e-3  # seconds
 WARM = 100  # steps that are not timed
 
 
@@ -51,10 +52,10 @@ def write_text(folder: Path, rows: int) -> None:
     write_facts(folder, {"rows": rows, "context": SIZE.context, "files": files})
 
 
-def job_of(folder: Path, rows: Path, steps: int) -> TrainJob:
+def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
     settings = {
         "steps": steps,
-        "batch": SIZE.batch,
+        "batch": batch,
         "schedule": {"name": "cosine", "peak": 1e-3, "floor": 1e-4},
         "validate_every": steps,
         "checkpoint": {"every_steps": steps},
@@ -65,7 +66,7 @@ def job_of(folder: Path, rows: Path, steps: int) -> TrainJob:
         settings=PretrainSettings.model_validate(settings),
         mesh={"data": 1},
         seed=0,
-        feed=RowFeed(rows, seed=0, batch=SIZE.batch),
+        feed=RowFeed(rows, seed=0, batch=batch),
         folder=folder,
         name="loop",
     )
@@ -75,6 +76,17 @@ def clocks() -> np.ndarray:
     """Seconds of the wall, and of the process on all cores."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return np.array([time.perf_counter(), used.ru_utime + used.ru_stime])
+
+
+def program_of(job: TrainJob) -> Program:
+    return Program(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
+
+
+def rows_of_a_step(folder: Path, rows: Path) -> int:
+    """How many rows a step of 5 ms has."""
+    turns = Turns(program_of(job_of(folder, rows, 1, SIZE.batch)), WARM)
+    turns.bare_turn()
+    return max(1, round(SIZE.batch * STEP / turns.bare_turn()[0]))
 
 
 class Turns:
@@ -93,12 +105,13 @@ class Turns:
         jax.block_until_ready(state)
         if step > WARM:
             self.looped.append((clocks() - self._begun) / self._steps)
-            self.bare.append(self._bare_turn())
+            self.bare.append(self.bare_turn())
         else:
-            self._bare_turn()
+            self.bare_turn()
         self._begun = clocks()
 
-    def _bare_turn(self) -> np.ndarray:
+    def bare_turn(self) -> np.ndarray:
+        """Seconds per step, of the wall and of CPU."""
         begun = clocks()
         for _ in range(self._steps):
             self._state, _ = self._step(self._state, self._batch)
@@ -116,16 +129,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as name:
         folder = Path(name)
         write_text(folder / "rows", 4096)
-        job = job_of(folder / "loop", folder / "rows", WARM + turns * steps)
-        program = Program(job, make_mesh({"data": 1}, acquire()[:1]), next(job.feed.iterate(0)))
-        taken = Turns(program, steps)
+        batch = rows_of_a_step(folder / "loop", folder / "rows")
+        job = job_of(folder / "loop", folder / "rows", WARM + turns * steps, batch)
+        taken = Turns(program_of(job), steps)
         train(replace(job, on_step=(taken,)))
     results = []
     medians = 1e3 * np.median([taken.looped, taken.bare], axis=1)  # [loop or bare, wall or CPU]
     for clock, (ours, peer) in zip(("wall", "CPU"), medians.T.tolist(), strict=True):
         name = f"loop against bare step, {clock}"
         results.append({"name": name, "ours": ours, "peer": peer, "unit": "ms/step", "ratio": ours / peer})
-        print(f"{clock}: loop {ours:.2f} ms a step, bare {peer:.2f} ms: {ours / peer:.3f}")
+        print(f"{clock}: loop {ours:.2f} ms a step of {batch} rows, bare {peer:.2f} ms: {ours / peer:.3f}")
     print(json.dumps({"benchmark": "loop_overhead", "results": results}))
 
 

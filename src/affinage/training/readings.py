@@ -1,6 +1,7 @@
 """What the machine says of itself: memory, and how busy it is."""
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 
 _STATM = "/proc/self/statm"
+_FRESH = 1.0  # seconds in which nothing is asked again: a share of less time tells little, and lines come faster
 
 
 class Readings:
@@ -27,9 +29,17 @@ class Readings:
         self._cores = os.cpu_count() or 1
         self._load: Callable[[], float] | None = self._processor if self._is_cpu else _gpus(devices)
         self._clock, self._busy = time.perf_counter(), time.process_time()
+        self._found: dict[str, float] = {}
+        self._asked = -math.inf
 
     def read(self) -> dict[str, float]:
-        """The readings by their names."""
+        """The readings by their names, at most a second old."""
+        if time.perf_counter() - self._asked > _FRESH:
+            self._asked = time.perf_counter()
+            self._found = self._read()
+        return self._found
+
+    def _read(self) -> dict[str, float]:
         found = self._resident() if self._is_cpu else self._held()
         if self._load is not None:
             with contextlib.suppress(Exception):  # whatever a driver raises

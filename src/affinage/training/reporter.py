@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from affinage.hardware.hosts import Hosts
 from affinage.tracking import Trackers
 from affinage.training.health import Health
 from affinage.training.ledger import Ledger
@@ -17,14 +18,18 @@ from affinage.training.progress import StepDisplay
 from affinage.training.readings import Readings
 
 _STEPS_BETWEEN_PROBES = 100
+_IN_FLIGHT = 2  # steps, so that the devices never wait for the host
+_IN_FLIGHT_AT_MOST = 16  # where they are so short ...
+_SECONDS_IN_FLIGHT = 0.1  # ... that they take no longer than this together
 
 
 class Reporter:
     """Takes the metrics of every step while they are still being computed, and looks at them a little later.
 
-    At most `ahead` steps are in flight, so that memory and the reaction to signals stay bounded while the devices
-    never wait for the host. On a CPU that plays several devices none is: their collectives can deadlock when two
-    steps share the threads.
+    Few steps are in flight, so that memory and the reaction to signals stay bounded while the devices never wait for
+    the host. Of short ones there are more, half of which are waited for at a time: to wake up for each costs a CPU that
+    computes, too, up to a tenth of steps of 5 ms. Many hosts, which look at the same steps, keep to two. On a CPU that
+    plays several devices none is: their collectives can deadlock when two steps share the threads.
     """
 
     def __init__(
@@ -40,7 +45,8 @@ class Reporter:
         self._program, self._metrics, self._display, self._ledger = program, metrics, display, ledger
         self._health, self._trackers = health, trackers
         many_on_cpu = program.chip.name == "CPU" and program.mesh.size > 1
-        self._ahead = 0 if many_on_cpu else 2
+        self._ahead = 0 if many_on_cpu else _IN_FLIGHT
+        self._adapts = not many_on_cpu and Hosts.current.count == 1
         self._is_apart = program.chip.name != "CPU"  # values must be brought from the devices
         self._pending: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
         self._flops = program.flops_per_step
@@ -58,6 +64,9 @@ class Reporter:
             before = time.perf_counter()
             jax.block_until_ready(metrics)
             self._compute = time.perf_counter() - before
+            if self._adapts:
+                fitting = int(_SECONDS_IN_FLIGHT / self._compute)
+                self._ahead = min(max(fitting, _IN_FLIGHT), _IN_FLIGHT_AT_MOST)
 
     def training(self, step: int, metrics: Mapping[str, jax.Array], waited: float = 0.0) -> None:
         """Take the metrics of a step that was just dispatched, and the seconds that the next batch was waited for."""
@@ -65,8 +74,10 @@ class Reporter:
         if late > 0 and metrics["skipped"].is_ready():  # type: ignore[attr-defined]  # the devices had nothing left to do when the batch came
             self._ledger.move(late, "compute", "data")
         self._pending.append((step, metrics, waited))
-        while len(self._pending) > self._ahead:
-            self._finish_oldest()
+        if len(self._pending) > self._ahead:
+            left = max(self._ahead // 2, min(self._ahead, _IN_FLIGHT))
+            while len(self._pending) > left:
+                self._finish_oldest()
 
     def drain(self) -> None:
         """Wait for all steps in flight and write their lines."""
