@@ -16,6 +16,8 @@ from affinage.evaluation.families import Family, cost
 # Tokens of a row that short families are put into. Which of them leaves little padding depends on the families: of
 # those of 50 tokens 192 hold three, and 256 five.
 _ROOMS = range(128, 577, 64)
+# Where no more than one in so many of a row's tokens is asked, the last layer's attention computes these alone.
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Batch:
         segments: a number for what is shared, and for each end.
         parents: of an end the number of what its family shares; of other tokens that of their own segment.
         at: of each of R equal parts of the rows, the places in its flattened `tokens` after which a probability is
-            asked.
+            asked. Where these are few, a part is a row.
         targets: the tokens whose probability is asked.
         joined: a row of this length may be more than one sequence, or longer than one.
     """
@@ -94,7 +96,10 @@ def batches(
         part = -(-len(rows) // (steps * multiple))  # all batches as full as one another
         parts = _dealt(rows, steps * multiple, part)
         asked = max(sum(map(_asked, rows_of_part)) for rows_of_part in parts)
-        shape = _Shape(part * multiple, length, multiple, -(-asked // MULTIPLE) * MULTIPLE)
+        shape = _Shape(part * multiple, length, multiple, _padded(asked))
+        of_a_row = _padded(max(map(_asked, rows)))
+        if _FEW * of_a_row <= length:  # row by row
+            shape = shape._replace(parts=shape.rows, asked=of_a_row)
         joined = length > context or any(len(row) > 1 or len(row[0].rows) > 1 for row in rows)
         for start in range(0, len(parts), multiple):
             together = [row for one in parts[start : start + multiple] for row in [*one, *[[]] * (part - len(one))]]
@@ -112,6 +117,10 @@ def _dealt(rows: Sequence[list[Family]], parts: int, most: int) -> list[list[lis
         if len(dealt[part]) < most:
             heappush(least, (asked + _asked(row), part))
     return dealt
+
+
+def _padded(asked: int) -> int:
+    return -(-asked // MULTIPLE) * MULTIPLE
 
 
 def _asked(row: Sequence[Family]) -> int:

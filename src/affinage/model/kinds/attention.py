@@ -1,6 +1,7 @@
 """Multi-head self-attention with grouped queries, rotary positions, packed documents and a KV cache."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -105,10 +106,16 @@ class AttentionSettings(Settings):
         self, params: Tree, x: Float[Array, "B S D"], context: Context, eps: float
     ) -> tuple[Float[Array, "B S D"], Mapping[str, Array] | None]:
         """The attended values, and the advanced cache where there is one."""
+        few = self._asks_few(x, context)
+        asking = context.narrowed(x) if few else x
         query, key, value = (
             checkpoint_name(heads, name)
-            for heads, name in zip(self._heads(params, x, context, eps), ("query", "key", "value"), strict=True)
+            for heads, name in zip(self._heads(params, x, asking, context, eps), ("query", "key", "value"), strict=True)
         )
+        if few:
+            mask = context.prepared["mask"]
+            mask = context.narrowed(jnp.broadcast_to(mask, (len(x), *mask.shape[1:])))
+            context = replace(context, at=None, prepared={**context.prepared, "mask": mask})
         cache = context.cache
         if cache is not None:
             cache = _write(cache, key, value, context)
@@ -125,9 +132,15 @@ class AttentionSettings(Settings):
         out = context.narrowed(checkpoint_name(jnp.swapaxes(out, 1, 2), "attended"))
         return dense(params["out"], out, context, contracted=2), cache
 
-    def _heads(self, params: Tree, x: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
-        """Query [B, H, S, Dh], key and value [B, K, S, Dh], positions already in them."""
-        query, key, value = (dense(params[name], x, context) for name in ("query", "key", "value"))
+    def _asks_few(self, x: Float[Array, "B S D"], context: Context) -> bool:
+        """Whether so few tokens are wanted, row by row, that it pays to compute no other query: blocks spare half."""
+        at, rings = context.at, context.call.rings
+        return at is not None and not rings and len(at) == len(x) and 4 * at.shape[1] <= x.shape[1]
+
+    def _heads(self, params: Tree, x: Array, asking: Array, context: Context, eps: float) -> tuple[Array, Array, Array]:
+        """Query [B, H, Q, Dh] of those that ask, key and value [B, K, S, Dh], positions already in them."""
+        query = dense(params["query"], asking, context)
+        key, value = (dense(params[name], x, context) for name in ("key", "value"))
         if self.qk_norm:
             norm = NormSettings(kind="rms", eps=eps)
             query, key = norm.apply(params["query_norm"], query), norm.apply(params["key_norm"], key)
@@ -135,7 +148,10 @@ class AttentionSettings(Settings):
         if self.rope:
             positions, on_cpu = context.prepared["positions"], context.call.platform == "cpu"
             tables = rotary_tables(self.rope, positions, query.shape[-1], stored=on_cpu)
-            query, key = rotate(query, tables), rotate(key, tables)
+            key = rotate(key, tables)
+            if asking is not x:
+                tables = rotary_tables(self.rope, context.narrowed(positions), query.shape[-1], stored=on_cpu)
+            query = rotate(query, tables)
         constrain = context.call.constrain
         query = constrain(query, ("batch", "heads", "sequence", "head_dim"))
         # Where sequences are split and no ring passes them on, this gathers the keys and values of the whole row.

@@ -28,7 +28,7 @@ def attend(
 ) -> Float[Array, "B H S D"]:
     """Values weighted by the softmax of scaled scores; every implementation honours the mask or refuses.
 
-    Without a cache no mask may show a later key to a query.
+    Without a cache, and with as many queries as keys, no mask may show a later key to a query.
 
     `context.prepared` has the mask bool [b, S, T] of all that a query sees, and the segments int32 [B, S] or None.
     """
@@ -44,8 +44,9 @@ def attend(
         softcap=softcap,
         described=context.call.described,
     )
-    # The kernels know segments, but none that all the others see.
-    chosen = "xla" if "parents" in context.batch else choose(context.call.attention, need)
+    # The kernels know segments, but none that all the others see, and no rows of which few tokens ask.
+    few = length < key.shape[2]
+    chosen = "xla" if few or "parents" in context.batch else choose(context.call.attention, need)
     if chosen == "cudnn" and need.described:
         chosen = "splash"  # which keeps the same values; cuDNN's cannot be traced where there is no GPU
     if chosen != "xla":
@@ -56,7 +57,7 @@ def attend(
         out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
         # Outside of training, whose steps have a key; and where rows are not continued, no query sees a later key.
-        in_blocks = context.call.platform == "cpu" and context.key is None and context.cache is None
+        in_blocks = context.call.platform == "cpu" and context.key is None and context.cache is None and not few
         out = attention(grouped, key, value, mask, in_blocks)
     return out.reshape(batch, heads, length, width)
 
