@@ -45,7 +45,7 @@ def attend(
         described=context.call.described,
     )
     # The kernels know segments, but none that all the others see, and no rows of which few tokens ask.
-    few = length < key.shape[2]
+    few = context.cache is None and length < key.shape[2]
     chosen = "xla" if few or "parents" in context.batch else choose(context.call.attention, need)
     if chosen == "cudnn" and need.described:
         chosen = "splash"  # which keeps the same values; cuDNN's cannot be traced where there is no GPU
