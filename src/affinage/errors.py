@@ -44,10 +44,14 @@ class UserWarned(UserWarning):
     """What a user should know of, and nothing has to be done about; the command line prints it as one line."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The question whether the user meant the one of `known` that is nearest to `word`; "" where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"Did you mean `{near[0]}`?" if near else ""
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """The question whether the user meant the one of `known` that is nearest to `word`; "" where none is near.
+
+    Where `most` is more, the next ones are named, too.
+    """
+    near = [f"`{each}`" for each in difflib.get_close_matches(word, list(known), n=most)]
+    others = f" Or {', '.join(near[1:])}?" if near[1:] else ""
+    return f"Did you mean {near[0]}?{others}" if near else ""
 
 
 def of_the_machine(error: Exception) -> UserError | None:

@@ -19,8 +19,7 @@ from affinage.cli.options import (
     TargetArgument,
     Walking,
     is_recipe,
-    recorded,
-    run_folder,
+    made_with,
 )
 from affinage.cli.run import walk
 from affinage.cli.terminal import screen
@@ -94,19 +93,22 @@ def evaluate(
                 _show(json.loads((folder / stage / "results.json").read_text(encoding="utf-8")))
         return
     if not chosen:
-        as_made = recorded(run_folder(target, runs)).get("evaluate") or {}
+        as_made = made_with(target, runs).get("evaluate") or {}
         given = {name: as_made[name] for name in _SETTINGS if as_made.get(name) is not None} | given
         chosen = given.get("tasks", [])
     if not chosen:
         raise UserError("no task was named", fix="For example: --tasks julian, or --task my_task.yaml")
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
+    from affinage.evaluation.tasks import check_names
     from affinage.hardware.devices import prepare
     from affinage.hardware.joining import joined
 
+    worlds = _world_of(target, runs)
+    check_names(chosen, worlds, given.get("data_dir"), where="--tasks")
     prepare()
     with joined() as hosts, hosts.all_at_work():
-        results = _evaluate_model(target, Opening(mesh, context, runs), chosen, given)
+        results = _evaluate_model(target, Opening(mesh, context, runs), chosen, given, worlds)
         hosts.meet("the end of the evaluation")
     if not hosts.first:
         return
@@ -116,19 +118,28 @@ def evaluate(
         _show(results)
 
 
-def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: dict[str, Any]) -> dict[str, Any]:
+def _world_of(target: str, runs: Path) -> dict[str, Path]:
+    """The benchmarks of the pocket world that a model was trained on, by its name; {} of a model of no such world."""
+    from affinage.recipe.data import POCKET_WORLD
+    from affinage.stages.models import locate_model, made_from
+
+    world = made_from(locate_model(target, runs)[0], "world")
+    return {POCKET_WORLD: world / "tasks"} if world else {}
+
+
+def _evaluate_model(
+    target: str, opening: Opening, tasks: list[str], settings: dict[str, Any], worlds: dict[str, Path]
+) -> dict[str, Any]:
     from affinage.evaluation.run import evaluate
     from affinage.hardware.hosts import Hosts
-    from affinage.recipe.data import POCKET_WORLD
     from affinage.stages.judged import state_of
-    from affinage.stages.models import is_chat, locate_model, made_from
+    from affinage.stages.models import is_chat, locate_model
     from affinage.stages.seen import seen_by
 
     training, _ = locate_model(target, opening.runs)
     folder = folder_of(target, opening.runs)
     state = state_of(target, opening.runs)
     model = opened(target, opening, sets_aside=True)
-    world = made_from(training, "world")
     lines: list[str] = []
     with Working(target) as working:
         results = evaluate(
@@ -137,7 +148,7 @@ def _evaluate_model(target: str, opening: Opening, tasks: list[str], settings: d
             folder=folder if Hosts.current.first else None,
             state=state,
             keep=folder / "answers.jsonl",
-            task_folders={POCKET_WORLD: world / "tasks"} if world else {},
+            task_folders=worlds,
             chat=is_chat(training),
             seen=seen_by(training) if settings.get("contamination", True) else None,
             progress=working.progressed,

@@ -174,3 +174,9 @@ def recorded(run: Path | None) -> dict[str, Any]:
         fix = "Run its recipe again: what is complete is kept, and this file is written anew."
         raise UserError("this file of the run is damaged", where=str(file), fix=fix) from error
     return settings if isinstance(settings, dict) else {}
+
+
+def made_with(word: str, runs: Path) -> dict[str, Any]:
+    """The settings of the run that is called so, or that has the training that is; none of other models."""
+    named = run_folder(word.partition("@")[0], runs)
+    return recorded(named) or recorded(None if named is None else named.parent)

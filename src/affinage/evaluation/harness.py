@@ -19,9 +19,10 @@ import tqdm
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.tasks import TaskManager
 
-from affinage.errors import UserError, did_you_mean
-from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS
+from affinage.errors import UserError
+from affinage.evaluation.benchmarks import BENCHMARKS
 from affinage.evaluation.item_files import DEFINITIONS
+from affinage.evaluation.known import unknown_task
 
 _PATIENCE = 5.0  # seconds, for the hub to say that it is there
 _LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
@@ -82,12 +83,7 @@ def task_manager(named: Sequence[str]) -> TaskManager:
     manager = TaskManager()
     for name in named:
         if name not in manager.all_tasks:
-            groups = f"Groups are {', '.join(GROUPS)}; `lm-eval ls tasks` lists the names of the harness."
-            raise UserError(
-                f"lm-evaluation-harness knows no task {name!r}, and there is no such file or folder",
-                where="evaluate.tasks",
-                fix=f"{did_you_mean(name, manager.all_tasks)} {groups}".lstrip(),
-            )
+            raise unknown_task(name, manager.all_tasks, "evaluate.tasks")
     return manager
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
-from affinage.evaluation.item_files import on_file, read_json_lines
+from affinage.evaluation.known import harness_names, unknown_task
 from affinage.recipe.data import POCKET_WORLD
 
 CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models
@@ -41,6 +41,15 @@ def is_chat(task: Mapping[str, Any]) -> bool:
     return task.get("output_type") == "generate_until" or CHAT_TAG in ([tags] if isinstance(tags, str) else tags)
 
 
+@dataclass(frozen=True)
+class _Meant:
+    """What a name stands for: a benchmark over a file of `items`, the task files of a `place`, or a name alone."""
+
+    name: str
+    items: Path | None = None
+    place: Path | None = None
+
+
 def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None) -> TaskSet:
     """Look up task names.
 
@@ -53,16 +62,50 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
 
     Raises UserError for files that are missing, unreadable, or contain `!function` (nothing loaded here may run code).
     """
+    local: dict[str, dict[str, Any]] = {}
+    named: list[str] = []
+    found, missing = _meant(names, folders, data_dir)
+    for one in found:
+        if one.items is not None:
+            from affinage.evaluation.item_files import on_file  # with the harness: seconds
+
+            local.setdefault(one.name, on_file(one.name, one.items))
+        elif one.place is not None:
+            for task in _read_all(one.place):
+                local.setdefault(task["task"], task)
+        else:
+            named.append(one.name)
+    return TaskSet(tuple(local.values()), tuple(named), tuple(missing))
+
+
+def check_names(
+    names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None = None, *, where: str
+) -> None:
+    """See in a second that the names can be looked up, before anything large is imported or loaded.
+
+    The arguments are those of `find_tasks`, and `where` says in messages who gave the names. Raises UserError for one
+    that is no file and stands nowhere in the harness's files, and where `find_tasks` would for want of a file.
+    """
+    found, _ = _meant(names, folders, data_dir)
+    for one in found:
+        by_name = one.items is None and one.place is None and one.name not in BENCHMARKS
+        if by_name and one.name not in harness_names():
+            raise unknown_task(one.name, harness_names(), where)
+
+
+def _meant(
+    names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None
+) -> tuple[list[_Meant], list[str]]:
+    """What each of the names stands for, and the members of groups of which the folder of items has no file."""
     items = None if data_dir is None else Path(data_dir).expanduser()
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir")
-    local: dict[str, dict[str, Any]] = {}
-    named: list[str] = []
+    found: list[_Meant] = []
     chosen, missing = names_of(names, items)
     for name in chosen:
         file = BENCHMARKS[name].file_in(items) if items is not None and name in BENCHMARKS else None
         if file is not None:
-            local.setdefault(name, on_file(name, file))
+            found.append(_Meant(name, items=file))
             continue
         if (name == POCKET_WORLD or name in POCKET_TASKS) and POCKET_WORLD not in folders:
             raise UserError(
@@ -72,13 +115,12 @@ def find_tasks(names: Sequence[str], folders: Mapping[str, Path], data_dir: str 
             )
         place = folders[POCKET_WORLD] / f"{name}.yaml" if name in POCKET_TASKS else folders.get(name, Path(name))
         if name in folders or name in POCKET_TASKS or place.exists():
-            for task in _read_all(place):
-                local.setdefault(task["task"], task)
+            found.append(_Meant(name, place=place))
         elif place.suffix in {".yaml", ".yml"} or "/" in name:
             raise UserError("there is no such task file or folder", where=name)
         else:
-            named.append(name)
-    return TaskSet(tuple(local.values()), tuple(named), tuple(missing))
+            found.append(_Meant(name))
+    return found, missing
 
 
 def _read_all(place: Path) -> list[dict[str, Any]]:
@@ -119,6 +161,8 @@ def _with_local_data(task: dict[str, Any], file: Path) -> dict[str, Any]:
     kwargs["data_files"] = _absolute(kwargs["data_files"], file)
     task = {**task, "dataset_kwargs": kwargs}
     if task.get("dataset_path") == "json":
+        from affinage.evaluation.item_files import read_json_lines
+
         # In memory: `datasets` would write an Arrow copy into its cache, and take longer for it than the model takes.
         task["custom_dataset"] = read_json_lines
     return task
