@@ -39,7 +39,7 @@ def run(affinage: Said, tmp_path: Path) -> Callable[..., None]:
 def test_answers_of_a_run_that_was_trained_again_are_told_with_how_to_have_new_ones(
     run: Callable[..., None], affinage: Said, tmp_path: Path
 ):
-    runs, task = str(tmp_path / "runs"), str(tmp_path / "task" / "sums.yaml")
+    runs = str(tmp_path / "runs")
 
     def compared(*names: str) -> list[dict]:
         status, out, _ = affinage("compare", *names, "--runs", runs, "--json")
@@ -50,7 +50,8 @@ def test_answers_of_a_run_that_was_trained_again_are_told_with_how_to_have_new_o
     shutil.copytree(tmp_path / "runs" / "tiny" / "evaluate-base" / "items", tmp_path / "other" / "items")
     other = str(tmp_path / "other")
     assert not any("judged_before" in one for one in compared("tiny", other))
-    assert affinage("eval", "tiny/pretrain", "--runs", runs, "--task", task)[0] == 0
+    assert not any("judged_before" in one for one in compared("tiny/pretrain", other)), "what its own stage has"
+    assert affinage("eval", "tiny/pretrain", "--runs", runs)[0] == 0, "the benchmarks are its recipe's"
     assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
 
     run("train", 4)
@@ -66,6 +67,25 @@ def test_answers_of_a_run_that_was_trained_again_are_told_with_how_to_have_new_o
     assert not any("judged_before" in one for one in compared("tiny", other))
     run("run", 4)
     assert not any("judged_before" in one for one in compared("tiny/evaluate-base", other))
+
+
+def test_who_has_no_answers_is_told_how_to_have_ones_that_can_be_compared(affinage: Said, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run, tasks in (("one", ["exam.yaml"]), ("two", ["exam.yaml"]), ("bare", [])):
+        (tmp_path / "runs" / run / "pretrain").mkdir(parents=True)
+        (tmp_path / "runs" / run / "recipe.json").write_text(json.dumps({"name": run, "evaluate": {"tasks": tasks}}))
+    (tmp_path / "answers" / "items").mkdir(parents=True)
+    (tmp_path / "answers" / "items" / "boolq.jsonl").write_text("")
+
+    def told(*names: str) -> str:
+        status, _, said = affinage("compare", *names)
+        assert status == 2 and "julian" not in said
+        return " ".join(said.split())
+
+    assert "affinage eval one; affinage eval two" in told("one", "two")
+    assert told("one/pretrain", "two").endswith("Make them: affinage eval one/pretrain")
+    assert told("bare/pretrain", "answers").endswith("affinage eval bare/pretrain --tasks boolq")
+    assert told("bare/pretrain", "one").endswith("affinage eval bare/pretrain --tasks exam.yaml")
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

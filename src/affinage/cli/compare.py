@@ -1,15 +1,16 @@
 """The verb `compare`: runs and models beside each other."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from affinage.cli import completion
 from affinage.cli.judge import folder_of
-from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, made_with
 from affinage.cli.terminal import screen
 from affinage.errors import UserError
 
@@ -54,7 +55,7 @@ def compare(
         raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
     from affinage.report.comparison import comparison
 
-    found = comparison([_entrant(name, runs) for name in names])
+    found = comparison([_entrant(name, names, runs) for name in names])
     if html is not None:
         from affinage.report.comparison_page import render_comparison
         from affinage.report.page import write_page
@@ -68,7 +69,7 @@ def compare(
         typer.echo(f"\nThe page is in {html}.")
 
 
-def _entrant(name: str, runs: Path) -> "Entrant":
+def _entrant(name: str, names: Sequence[str], runs: Path) -> "Entrant":
     """What is known of what is called so; raises UserError if there is neither a run nor a model that was judged."""
     from affinage.report.comparison import entrant
     from affinage.stages.judged import judged
@@ -76,8 +77,34 @@ def _entrant(name: str, runs: Path) -> "Entrant":
     found = judged(name, runs, folder_of(name, runs))
     run = next((place for place in (Path(name), runs / name) if (place / "recipe.json").is_file()), None)
     if run is None and found is None:
-        raise UserError(f"there are no results of `{name}`", fix=f"Make them: affinage eval {name} --tasks julian")
+        raise UserError(f"there are no results of `{name}`", fix=f"Make them: {_judging(name, names, runs)}")
     return entrant(name, run, None if found is None else found.folder, anew="" if found is None else found.anew)
+
+
+def _judging(name: str, names: Sequence[str], runs: Path) -> str:
+    """The command that judges a model on what its run's recipe evaluates, or else on what others here answered."""
+    from affinage.evaluation.benchmarks import BENCHMARKS
+    from affinage.evaluation.result_folder import ITEMS
+    from affinage.stages.judged import judged
+
+    if _asked_by_recipe(name, runs).get("tasks"):
+        return f"affinage eval {name}"
+    for other in names:
+        found, asked = judged(other, runs, folder_of(other, runs)), _asked_by_recipe(other, runs)
+        answered = [] if found is None else sorted(file.stem for file in (found.folder / ITEMS).glob("*.jsonl"))
+        # Others than these may be of files, which a recipe names and results do not.
+        tasks = answered if answered and all(task in BENCHMARKS for task in answered) else asked.get("tasks")
+        if tasks:
+            items = f" --data-dir {asked['data_dir']}" if asked.get("data_dir") else ""
+            return f"affinage eval {name} --tasks {','.join(tasks)}{items}"
+    return f"affinage eval {name} --tasks julian (its items are on the hub), or --task my_task.yaml"
+
+
+def _asked_by_recipe(name: str, runs: Path) -> dict[str, Any]:
+    """What the recipe of a run, or of a model's run, has under `evaluate`."""
+    with contextlib.suppress(UserError):  # a damaged file is told by what needs it
+        return made_with(name, runs).get("evaluate") or {}
+    return {}
 
 
 def _show(found: "Comparison") -> None:

@@ -105,7 +105,7 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
         raise UserError(
             "these two have no item of a benchmark in common",
             where=f"{a.folder}, {b.folder}",
-            fix="Evaluate both on the same task and data.",
+            fix=f"Evaluate both on the same task and data; they have {', '.join(a.tasks)}, and {', '.join(b.tasks)}.",
         )
     return differences
 

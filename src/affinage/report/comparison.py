@@ -10,6 +10,7 @@ from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import Facts, collect_facts
+from affinage.report.reading import mapping
 from affinage.report.summary import verdict
 
 _NAMES = ("name", "description", "report")  # settings that change nothing of what is compared
@@ -118,11 +119,18 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     paired = tuple(_paired(entrants))
     if not (quantities or settings or any(pair.differences for pair in paired)):
         places = ", ".join(one.name for one in entrants)
-        fix = "Run their recipes, or judge them: affinage eval MODEL --tasks julian"
+        commands = dict.fromkeys(map(_judging, entrants))
+        fix = f"Run their recipes, or judge them: {'; '.join(commands)}"
         raise UserError(
             "there is nothing to compare: no training, no results, the same settings", where=places, fix=fix
         )
     return Comparison(tuple(entrants), settings, paired, quantities)
+
+
+def _judging(one: Entrant) -> str:
+    """The command that judges it, with the tasks where its recipe does not say what it evaluates."""
+    tasks = mapping(one.facts.recipe.get("evaluate")).get("tasks")
+    return f"affinage eval {one.name}" + ("" if tasks else " --tasks TASK")
 
 
 def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:

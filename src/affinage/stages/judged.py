@@ -39,8 +39,10 @@ def judged(name: str, runs: Path, kept: Path) -> Judged | None:
             run = place.parent
             return Judged(place, "" if stage_is_current(run, place.name) else _command_of(run))
     found = [Judged(kept, _kept_anew(kept, name, runs))] if _has_answers(kept) else []
-    for run in places:
-        stage = next((stage for stage in reversed(_STAGES) if _has_answers(run / stage)), None)
+    for place in places:
+        # A training is called by the folder beside that of its answers, a run stands for its last one.
+        run, stages = (place.parent, [JUDGED[place.name]]) if place.name in JUDGED else (place, [*reversed(_STAGES)])
+        stage = next((stage for stage in stages if _has_answers(run / stage)), None)
         if stage is not None:
             found.append(Judged(run / stage, "" if stage_is_current(run, stage) else _command_of(run)))
     return next((one for one in found if not one.anew), found[0] if found else None)
