@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from affinage.hub.adapter import adapter_tensors, write_adapter
@@ -113,14 +113,17 @@ def test_loss_gradients_and_one_update(adapted, peft_model):
 
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(adapted, tmp_path):
     ours, adapters, params = adapted
-    write_adapter(tmp_path / "adapter", adapters, jax.device_get(params))
+    in_transformers(ours).save_pretrained(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", adapters, jax.device_get(params), base=str(tmp_path / "base"))
     read = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "adapter").eval()
+    by_itself = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     merged = adapters.merged(ours.params, params)
     plain = in_transformers(ours)
     plain.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(merged), ours.graph).items()})
     ids = torch.tensor(batch()["tokens"], dtype=torch.long)
     with torch.no_grad():
         with_adapter, of_merged, of_base = read(ids).logits, plain(ids).logits, in_transformers(ours)(ids).logits
+        torch.testing.assert_close(by_itself(ids).logits, with_adapter)
         by_peft = read.merge_and_unload()(ids).logits
     scale = of_merged.abs().max().item()
     assert (with_adapter - of_base).abs().max() > 0.1 * scale

@@ -28,7 +28,7 @@ SFT = ["sft={sources: [pocket-world], steps: 1, batch: 4, schedule: {peak: 1.0e-
 def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
     export(tiny_llama(), folder / "hub", facts=CardFacts(licence="apache-2.0"))
-    import_model(folder / "hub", folder / "model", "tiny")
+    import_model(folder / "hub", folder / "model", "tiny", origin=str(folder / "hub"))
     return folder / "model"
 
 
@@ -64,6 +64,15 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     with pytest.raises(SystemExit):
         main(["export", "tiny", "--runs", str(tmp_path), "--to", str(tmp_path / "again")])
     assert (tmp_path / "again/README.md").read_text() == card, "one card, whichever verb writes it"
+
+
+def test_adapters_name_the_model_that_was_imported(imported, tmp_path):
+    run(imported, tmp_path, "data=null", "pretrain=null", "export=null", *SFT, "sft.lora={rank: 2}")
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "tiny", "--runs", str(tmp_path), "--adapter", "--to", str(tmp_path / "adapter")])
+    assert ended.value.code == 0
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(imported.parent / "hub")
 
 
 def requests(recipe: Path, runs: Path) -> dict[str, str]:

@@ -159,7 +159,7 @@ def test_a_held_reference_says_what_was_written_down(runs: Path):
             assert told[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
 
 
-def test_adapters_on_the_road(runs: Path, tmp_path: Path):
+def test_adapters_on_the_road(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Fine-tuned, and then taught preferences on top of that, with adapters; what is used has them in its weights.
 
     In a chat template that is not ChatML, which goes the same way.
@@ -191,8 +191,19 @@ def test_adapters_on_the_road(runs: Path, tmp_path: Path):
     _, shown = next(show_examples(rows, tokenizer, 1))
     assert shown.plain.startswith("<|user|>\n") and shown.plain.count("<|im_end|>⟧") == shown.plain.count("⟦") > 0
 
-    with pytest.raises(SystemExit) as ended:
-        main(["export", "adapted", "--runs", str(runs), "--adapter", "--to", str(tmp_path / "adapter")])
-    assert ended.value.code == 0
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    def adapter(model: str, *words: str) -> tuple[dict, str]:
+        to = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}"
+        with pytest.raises(SystemExit) as ended:
+            main(["export", model, "--runs", str(runs), "--adapter", "--to", str(to), *words])
+        assert ended.value.code == 0
+        return json.loads((to / "adapter_config.json").read_text()), capsys.readouterr().out
+
+    said, told = adapter("adapted")
     assert (said["r"], said["target_modules"]) == (2, ["q_proj"])
+    assert said["base_model_name_or_path"] is None
+    assert f"affinage export {runs / 'adapted/sft'} --to" in told and "PeftModel" in told
+    assert adapter("adapted", "--base", "me/base")[0]["base_model_name_or_path"] == "me/base"
+    assert adapter("adapted/sft")[0]["base_model_name_or_path"] is None
+    run(runs, "name=plain", "sft=null", "dpo=null")  # of the same pretraining, which it exports
+    said, told = adapter("adapted/sft")
+    assert said["base_model_name_or_path"] == str(runs / "plain/export/model") and "AutoPeftModel" in told

@@ -54,7 +54,9 @@ def import_(
     from affinage.stages.imports import import_model
 
     with Working(f"taking in {source}"):
-        found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens)
+        at = Path(source).expanduser()
+        origin = os.path.abspath(at) if at.is_dir() else source
+        found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
     typer.echo(
         f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
         f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
@@ -77,6 +79,10 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="MODEL only: the LoRA adapters it trained alone, as PEFT reads them.")
     ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER_OR_HUB_ID", help="With --adapter: where PEFT finds the model that it belongs on."),
+    ] = None,
     check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers makes of it.")] = False,
     push: Annotated[
         str | None, typer.Option(metavar="REPO_ID", help="Then upload it to the Hugging Face Hub; needs HF_TOKEN.")
@@ -94,8 +100,10 @@ def export(
     affinage export quickstart/sft --adapter --to my_adapter
     """
     if adapter:
-        _write_adapter(target, runs, to, check or push is not None)
+        _write_adapter(target, runs, to, base, check or push is not None)
         return
+    if base is not None:
+        raise UserError("--base goes with --adapter", where="--base", fix="Leave it out for a whole model.")
     offline = "HF_HUB_OFFLINE" in os.environ
     if is_recipe(target, runs):
         settings = ["export={verify: true}" if check else "export={}"]
@@ -149,16 +157,27 @@ def _card(target: str, runs: Path, licence: str) -> "CardFacts":
     return card_facts(collect_facts(run, results), licence)
 
 
-def _write_adapter(target: str, runs: Path, to: Path | None, more: bool) -> None:
+def _write_adapter(target: str, runs: Path, to: Path | None, base: str | None, more: bool) -> None:
     if to is None or more or is_recipe(target, runs):
         fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
         raise UserError("--adapter goes with a MODEL and --to alone", where=target, fix=fix)
     _must_be_new(to)
     from affinage.hub.adapter import write_adapter
+    from affinage.stages.adapter_base import adapter_base
     from affinage.stages.models import open_adapters
 
-    files = write_adapter(to, *open_adapters(target, runs))
+    found = adapter_base(target, runs)
+    place = base or found.place
+    files = write_adapter(to, *open_adapters(target, runs), base=place)
     typer.echo(f"The adapter is in {to}: {sum(files.values()) / 1e6:,.1f} MB.")
+    if place:
+        typer.echo(f'It belongs on {place}; both: peft.AutoPeftModelForCausalLM.from_pretrained("{to}")')
+        return
+    model = found.model or "the imported model that its recipe begins with"
+    typer.echo(f"It belongs on {model}, which has to be exported, too:")
+    typer.echo(f"  affinage export {found.model or 'MODEL'} --to my_base")
+    typer.echo(f'  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("my_base"), "{to}")')
+    typer.echo("Written with --base my_base, it says so itself.")
 
 
 def _exported(target: str, runs: Path, *, anew: bool) -> Path:

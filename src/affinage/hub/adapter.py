@@ -27,7 +27,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         folder: made if it is not there.
         adapters: of which model, and with which settings.
         params: A and B.
-        base: name of the base's repository, for PEFT to find it by itself.
+        base: the base's repository or exported folder, by which PEFT finds it; "" where there is none yet.
 
     Returns:
         {file: bytes}.
@@ -50,7 +50,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base or None,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,

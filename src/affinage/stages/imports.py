@@ -48,7 +48,9 @@ pretrain:
 """
 
 
-def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = False) -> dict[str, Any]:
+def import_model(
+    source: Path, folder: Path, name: str, *, chat_tokens: bool = False, origin: str = ""
+) -> dict[str, Any]:
     """Write `folder` from a folder of the Hugging Face Hub; it appears whole or not at all.
 
     Args:
@@ -56,6 +58,7 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
         folder: where to write; must not be there.
         name: what the recipe is called.
         chat_tokens: give the vocabulary those of ChatML's tokens that it lacks; their embeddings begin at the mean.
+        origin: the repository or the folder where Hugging Face's libraries find it; written down unless it gets tokens.
 
     Raises:
         UserError: what is in `source` cannot be honoured exactly.
@@ -71,6 +74,7 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
+    added: tuple[int, ...] = ()
     if chat_tokens and isinstance(tokenizer, HubTokenizer):
         added = tokenizer.add_chat_tokens()
         graph, params = with_ids(model.graph, model.params, added)
@@ -85,6 +89,7 @@ def import_model(source: Path, folder: Path, name: str, *, chat_tokens: bool = F
         "imported": {
             "sha256": {"weights": model.digest, "tokenizer": _digest(partial / TOKENIZER)},
             "chat": system_prompt is not None or template is not None,
+            **({"from": origin} if origin and not added else {}),
         },
     }
     if template is not None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from affinage.model import Adapters, Graph
 
 MODEL = "model.json"  # beside the checkpoints: what one must know to load them
+BEGUN_WITH = "begun_with"  # in it: where Hugging Face's libraries find the imported model that a training began with
 KEPT = "kept"  # checkpoints in place of the training's own
 TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is a result of its own
 
@@ -35,6 +36,17 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
             fix="Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER",
         )
     return folder
+
+
+def origin_of(imported: Path) -> str:
+    """Where Hugging Face's libraries find the model that was imported: a repository, or a folder; "" if unknown."""
+    return str(_facts(imported)["imported"].get("from", ""))
+
+
+def begun_with(training: Path) -> str:
+    """The same of the imported model that a training began with; "" also for a folder that is there no more."""
+    origin = str(_facts(training).get(BEGUN_WITH, ""))
+    return "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
 
 
 def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:

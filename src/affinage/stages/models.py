@@ -86,7 +86,9 @@ def export_of(training: Path, run: Path) -> Path | None:
     export, trained = read_request(run / "export"), read_request(training)
     if export is None or trained is None or read_manifest(run / "export") is None:
         return None
-    return run / "export" / "model" if export[0].inputs.get(trained[0].stage) == trained[1] else None
+    last = next((name for name in TRAININGS if name in export[0].inputs), None)  # the one that is exported
+    same = last == trained[0].stage and export[0].inputs.get(last) == trained[1]
+    return run / "export" / "model" if same else None
 
 
 def results_of(training: Path, run: Path) -> dict[str, Path]:

@@ -15,11 +15,13 @@ from affinage.recipe.tuning import TuningSettings
 from affinage.stages.extension import extended
 from affinage.stages.in_loop import InLoop
 from affinage.stages.initial import (
+    BEGUN_WITH,
     MODEL,
     chat_template_of,
     checkpoints_of,
     initial_folder,
     initial_params,
+    origin_of,
     trained_params,
 )
 from affinage.stages.stage import StageContext, Summary
@@ -142,6 +144,14 @@ def _imported(context: StageContext, graph: "Graph") -> Callable[[Any], Any] | N
     """The weights that the recipe begins with; None for random ones."""
     folder = initial_folder(context.loaded)
     return None if folder is None else initial_params(folder, graph)
+
+
+def _begun_with(context: StageContext) -> dict[str, str]:
+    """Where others find the imported model that a training begins with, as far as that is known."""
+    first = not {"pretrain", "sft"} & context.inputs.keys()
+    folder = initial_folder(context.loaded) if first else None
+    origin = "" if folder is None else origin_of(folder)
+    return {BEGUN_WITH: origin} if origin else {}
 
 
 def graph_of(context: StageContext, tokenizer: "Tokenizer") -> "Graph":
@@ -323,7 +333,8 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
     begun = None if extension is None else Extension(*extension)
     job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.measured)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
-    told = {"graph": graph.to_dict(), **facts} | ({"lora": lora.model_dump(mode="json")} if lora else {})
+    told = {"graph": graph.to_dict(), **facts, **_begun_with(context)}
+    told |= {"lora": lora.model_dump(mode="json")} if lora else {}
     if Hosts.current.first:
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     summary = train(job)
