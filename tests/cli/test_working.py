@@ -36,3 +36,10 @@ def test_it_shows_nothing_in_a_pipe(capsys):
     with Working("reading") as working:
         working.progressed("50%")
     assert capsys.readouterr() == ("", "")
+
+
+def test_or_a_line_for_each_new_thing(capsys):
+    with Working("reading", lines=True) as working:
+        for what in ("a.txt", "10 of 90 rows", "30 of 90 rows", "the end"):
+            working.progressed(what)
+    assert capsys.readouterr() == ("", "reading: a.txt\nreading: 10 of 90 rows\nreading: the end\n")

@@ -144,5 +144,7 @@ def test_the_verb_prints_a_table_and_json(capsys):
     assert "to paste into the recipe" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["plan", *words, "--json"])
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "searching: the ways to split" in said.err and "searching: the fastest that fit of" in said.err
+    told = json.loads(said.out)
     assert len(told["best"]) == 2 and told["best"][0]["plan"]["fits"]

@@ -33,8 +33,8 @@ def search_and_show(
     from affinage.planning.plan import training_settings
     from affinage.planning.search import search
 
-    with Working("searching"):
-        found = search(loaded.recipe, graph, where, count)
+    with Working("searching", lines=True) as working:
+        found = search(loaded.recipe, graph, where, count, working.progressed)
     section, _, _ = training_settings(loaded.recipe)
     if not as_json:
         ways = f"{found.candidates:,} ways to split it, in full: {found.estimated}"

@@ -1,6 +1,7 @@
 """A line that moves while a verb is at work."""
 
 import re
+import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,22 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _COUNTED = re.compile(r"([\d,]+) of ([\d,]+)")
+_NUMBER = re.compile(r"[\d,.]+")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
 _SURE = 2.0  # seconds before what is left is told
 
 
 class Working:
-    """What is done, for how long, and how long yet: on a terminal, in standard error; elsewhere nothing.
+    """What is done, for how long, and how long yet: on a terminal, in standard error; elsewhere nothing, or `lines`.
 
     Use it as a context manager. What is left follows from the share that `progressed` is told in words ("30 of 90
-    choices", "45%"); where that falls, something new has begun.
+    choices", "45%"); where that falls, something new has begun. With `lines`, where there is no terminal each new thing
+    is a line of standard error, in words, whatever the numbers among them.
     """
 
-    def __init__(self, name: str, console: "Console | None" = None) -> None:
-        self._name, self._console = name, console
+    def __init__(self, name: str, console: "Console | None" = None, *, lines: bool = False) -> None:
+        self._name, self._console, self._lines = name, console, lines
+        self._told = ""
         self._shown: Any = None
         self._left = Left()
 
@@ -52,6 +56,9 @@ class Working:
         if self._shown is not None:
             told = f"{self._name}: {what}" + ("" if left is None else f", {duration(left)} left")
             self._shown.update(self._task, description=told)
+        elif self._lines and (words := _NUMBER.sub("", what)) != self._told:
+            self._told = words
+            print(f"{self._name}: {what}", file=sys.stderr, flush=True)
 
 
 class Left:

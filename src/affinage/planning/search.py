@@ -6,7 +6,7 @@ Stages of a pipeline are an axis of the mesh like the others.
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +100,9 @@ class Found:
     estimated: int
 
 
-def search(recipe: Recipe, graph: Graph, where: Slice, count: int = 3) -> Found:
+def search(
+    recipe: Recipe, graph: Graph, where: Slice, count: int = 3, progress: Callable[[str], None] = lambda _: None
+) -> Found:
     """The `count` fastest settings that fit, by the estimate.
 
     Candidates are looked at in the order of a time that they cannot stay below, the most promising ones closer, until
@@ -108,6 +110,7 @@ def search(recipe: Recipe, graph: Graph, where: Slice, count: int = 3) -> Found:
     save 2 %, twice the micro-batches 1 %; equals are put in order by what recomputes less and has the simpler mesh.
 
     A sharding table of the recipe's is kept, and so are the rounds and micro-batches of its pipeline.
+    `progress` is told in words what is being done.
 
     Raises:
         UserError: where nothing fits, and for settings that go with no way to split.
@@ -116,7 +119,9 @@ def search(recipe: Recipe, graph: Graph, where: Slice, count: int = 3) -> Found:
     whole = settings.model_copy(update={"micro_batches": 1})
     check_update(frozen_of(graph, settings), whole, in_stages=False)  # what no candidate could change
     where = measured(where)
+    progress(f"the ways to split {recipe.name} over {where.name}")
     tried = list(_candidates(recipe, graph, where))
+    progress(f"the fastest that fit of {len(tried):,} ways")
     estimated = 0
     for share in (NEARLY_FULL, 1.0):
         best, looked = _best(recipe, graph, where, tried, share, count)
