@@ -1,5 +1,6 @@
 """How the verbs that use a model open it: over which devices, with which context, and how it is made to choose."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_a_model_over_a_mesh_is_scored_the_same(affinage, tmp_path):
     [
         (["chat", "theirs", "hello", "--mesh", "tensor=8"], "does not divide over tensor = 8"),
         (["serve", "ours", "--mesh", "tensor=8"], "does not divide over tensor = 8"),
-        (["eval", "ours", "--task", "sums.yaml", "--mesh", "fsdp=16"], "fsdp 16 makes 16 devices, but there are 8"),
+        (["eval", "ours", "--tasks", "boolq", "--mesh", "fsdp=16"], "fsdp 16 makes 16 devices, but there are 8"),
         (["generate", "theirs", "x", "--mesh", "rows=2"], "unknown mesh axis 'rows'"),
         (["generate", "theirs", "x", "--mesh", "tensor"], "--mesh: `tensor` is no mesh"),
         (["generate", "theirs", "x", "--mesh", "tensor=2,tensor=4"], "is no mesh"),
@@ -142,3 +143,16 @@ def test_a_text_ends_before_what_it_is_to_end_before(affinage, folder):
     assert said("--stop", "never said", "--stop", stop) == cut
     first = PROMPTS[:1]
     assert api.generate(model, first, 12, stop=stop) == api.generate(model, first, 12, stop=[stop]) == [cut]
+
+
+def test_a_prompt_is_piped_in_or_given_and_nobody_waits_for_one(affinage, monkeypatch):
+    def piped(text: str, terminal: bool = False) -> tuple[int, str, str]:
+        given = io.StringIO(text)
+        monkeypatch.setattr(given, "isatty", lambda: terminal)
+        monkeypatch.setattr("sys.stdin", given)
+        return affinage("generate", "theirs", "--tokens", "4")
+
+    assert piped(f"{PROMPTS[1]}\n") == affinage("generate", "theirs", PROMPTS[1], "--tokens", "4")
+    for nothing in (piped(""), piped("\n"), piped("never read", terminal=True)):
+        status, out, said = nothing
+        assert (status, out) == (2, "") and said.startswith("Error: no prompt was given")

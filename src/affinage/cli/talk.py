@@ -12,6 +12,7 @@ import typer
 
 from affinage.cli.opening import Opening, opened
 from affinage.cli.options import JsonOption, LangOption, ModelArgument, sharing
+from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.chat import Language
@@ -62,7 +63,7 @@ def add_to(app: typer.Typer) -> None:
 @sharing(choosing=Choosing, opening=Opening)
 def generate(
     model: ModelArgument,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Default: standard input.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Or through a pipe.")] = None,
     tokens: Tokens = 64,
     as_json: JsonOption = False,
     *,
@@ -71,12 +72,12 @@ def generate(
 ) -> None:
     """Let a model continue texts.
 
-    Example: affinage generate quickstart "The capital of France" "La monnaie du Japon"
+    Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
     """
+    texts = prompts or [_piped()]
     from affinage.api import prompt_tokens
     from affinage.generation.decode import Generator
 
-    texts = prompts or [sys.stdin.read()]
     loaded = opened(model, opening)
     request = choosing.request(tokens)
     rows = [prompt_tokens(text, loaded) for text in texts]
@@ -85,6 +86,17 @@ def generate(
             print(json.dumps({"prompt": text, "text": result.text, "ended_by": result.ended_by}, ensure_ascii=False))
         else:
             print(text + result.text)
+
+
+def _piped() -> str:
+    """What a pipe or a file gives, without the end of its last line; nobody is made to wait for what is not typed."""
+    fix = 'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
+    if sys.stdin.isatty():
+        raise UserError("no prompt was given", fix=fix)
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise UserError("no prompt was given, and standard input is empty", fix=fix)
+    return text
 
 
 @sharing(choosing=Choosing, opening=Opening)
