@@ -98,8 +98,9 @@ def test_dry_run_as_json(tmp_path):
         (
             ["train", "quickstart", "--set", "model.nodes.blocks.attention.heads=5"],
             2,
-            "does not divide into 5 heads",
+            "with --set model.nodes.blocks.attention.heads=5: node `blocks` (transformer_block): width 128",
         ),
+        (["graph", "quickstart", "--set", "model.nodes.embed.width=99"], 2, "with --set model.nodes.embed.width=99: "),
         (["train", "quickstart", "--set", "model.nodes.embed.vocab=99"], 2, "the tokenizer will have 3072 pieces"),
         (["train", "quickstart", "--set", "pretrain.mixture={pocket-wrld: 1}"], 2, "Did you mean `pocket-world`?"),
         (["data", "quickstart", "--set", "rows.url=nowhere://x"], 2, "Protocol not known: nowhere"),

@@ -17,7 +17,7 @@ class Value(NamedTuple):
 
     path: Path
     value: Any  # a word, number, list or empty mapping
-    origin: str  # `file:line`, `--set key` or `default`
+    origin: str  # `file:line`, `--set key` or `default`; of a short mapping also what was set within it
     base: Any  # what the recipe's base has there; `value` itself where it agrees, or where there is no base
     meaning: str  # the comment beside the setting
 

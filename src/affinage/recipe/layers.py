@@ -10,6 +10,8 @@ from affinage.errors import UserError, did_you_mean
 from affinage.recipe import marked_yaml
 
 PathTuple = marked_yaml.Path
+_NODES = ("model", "nodes")
+_SHOWN = 80  # characters of an override, in messages
 
 
 @dataclass
@@ -19,14 +21,33 @@ class Layers:
     value: dict[str, Any] = field(default_factory=dict)
     origins: dict[PathTuple, str] = field(default_factory=dict)
     base: Path | None = None  # the recipe that the file itself starts from
+    given: dict[str, str] = field(default_factory=dict)  # `--set key` -> as it was given, with the value
 
     def locate(self, path: Sequence[str | int]) -> str:
-        """Say where `path`, or the nearest thing around it that was written down, comes from."""
-        for length in range(len(path), -1, -1):
-            origin = self.origins.get(tuple(path[:length]))
-            if origin is not None:
-                return origin
-        return ""
+        """Say where `path`, or the nearest thing around it that was written down, comes from.
+
+        Of a mapping, also what was set within it on the command line: whatever is wrong with it may come from there.
+        """
+        written = next((n for n in range(len(path), -1, -1) if tuple(path[:n]) in self.origins), None)
+        if written is None:
+            return ""
+        origin = self.origins[tuple(path[:written])]
+        changed = [] if origin in self.given else self._set_within(tuple(path))
+        if changed and written < len(path):
+            return ", ".join(changed)
+        return f"{origin}, with {', '.join(changed)}" if changed else origin
+
+    def _set_within(self, path: PathTuple) -> list[str]:
+        """The overrides that lie within a mapping; of a node of the model, within any: it takes what others give."""
+        value: Any = self.value
+        for key in path:
+            known = (isinstance(value, dict) and key in value) or (isinstance(value, list) and key in range(len(value)))
+            value = value[key] if known else None
+        if not path or not isinstance(value, dict):
+            return []
+        around = _NODES if path[:-1] == _NODES else path
+        found = [origin for known, origin in self.origins.items() if known[: len(around)] == around]
+        return [self.given[origin] for origin in dict.fromkeys(found) if origin in self.given]
 
     def put(self, path: PathTuple, value: Any, origins: dict[PathTuple, str]) -> None:
         """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
@@ -101,6 +122,8 @@ def put_override(layers: Layers, override: str) -> None:
         raise UserError("`base` can only be given in the file", where=shown)
     path = _existing(layers.value, dotted.split("."), shown)
     layers.put(path, marked_yaml.parse(text, shown).value, {path: shown})
+    whole = f"{shown}={text.strip()}"
+    layers.given[shown] = whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
 
 
 def _existing(value: Any, keys: list[str], shown: str) -> PathTuple:
