@@ -68,7 +68,9 @@ MISTAKES = [
     ("name: small", "name: small\nmesh: {data: all}", "r.yaml:2", "must be a whole number, or one of: auto", ""),
     ("name: small", "name: small\nreport: {language: de}", "r.yaml:2", "must be one of: en, fr", ""),
     ("name: small", "name: small\nname: large", "r.yaml:2", "`name` is given twice, here and in line 1", "Keep one"),
-    ("name: small", "name: small\nrows: 3", "r.yaml:2", "`rows` is `3`, and must be a mapping of settings", ""),
+    ("name: small", "name: small\nrows: 3", "r.yaml:2", "a mapping of settings", "For example: rows: {context: 2048}"),
+    ("name: small", "name: small\ndpo: {lora: true}", "r.yaml:2", "`dpo.lora` is `true`", "lora: {rank: 16}"),
+    ("  schedule:\n    peak: 1e-3\n    floor: 1e-4", "  schedule: x", "r.yaml:12", "`x`", "Settings here: name, peak"),
     ("name: small", "name: !!python/name:os.system x", "r.yaml:1", "is not allowed", ""),
     ("name: small", "name: &a [*a]", "r.yaml:1", "this alias contains itself", ""),
     ("  batch: 8", "\tbatch: 8", "r.yaml:11", "not valid YAML", "Indent with spaces"),
@@ -123,6 +125,22 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write):
     assert (merged.recipe.pretrain.batch, merged.recipe.pretrain.schedule.floor) == (8, 1e-4), "mappings merge"
     assert merged.locate(("pretrain", "schedule", "peak")) == "--set pretrain"
     assert merged.locate(("pretrain", "schedule", "floor")) == "r.yaml:14"
+
+
+def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write):
+    path = write(GOOD)
+    with pytest.raises(UserError) as refused:
+        load_recipe(path, ["pretrain.micro_batches=3", "data.split.validation=0.5"])
+    assert refused.value.where == "r.yaml:9, with --set pretrain.micro_batches=3"
+    loaded = load_recipe(path, ["pretrain.steps=5", "model.nodes.other.kind=x", "rows.context=64"])
+    assert loaded.locate(("pretrain", "batch")) == "r.yaml:11", "a value has a place of its own"
+    assert loaded.locate(("rows",)) == "--set rows.context=64"
+    given = "--set model.nodes.other.kind=x"
+    assert loaded.locate(("model", "nodes", "embed")) == f"r.yaml:5, with {given}", "a node takes what others give"
+    assert loaded.locate(("model", "nodes", "other")) == given
+    assert loaded.locate(("data", "sources", 1)) == "r.yaml:7"
+    within = load_recipe(path, ["data.sources.1.language=en"])
+    assert within.locate(("data", "sources", 1)) == "r.yaml:7, with --set data.sources.1.language=en"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from affinage.errors import UserError, did_you_mean
 from affinage.recipe.settings import Settings
+from affinage.recipe.yaml_text import as_yaml
 
 _WANTED = {  # pydantic's error types that mean "another kind of value is needed here"
     "int": "a whole number",
@@ -127,7 +128,8 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
         return path, f"`{dotted}` is {given}, and must be a whole number", ""
     wanted = _WANTED.get(kind.partition("_")[0])
     if wanted is not None:
-        return path, f"`{dotted}` is {given}, and must be {wanted}", ""
+        example = _example(settings_at(model, loc), path) if kind.startswith("model") else ""
+        return path, f"`{dotted}` is {given}, and must be {wanted}", example
     return path, f"`{dotted}` is {given}: {details['msg']}", ""
 
 
@@ -152,6 +154,18 @@ def _needed(model: type[Settings], loc: Sequence[str | int]) -> str:
     annotation = parent.model_fields[str(loc[-1])].annotation if parent else None
     names = {int: "a whole number", float: "a number", str: "a name"}
     return f"with {names[annotation]}" if annotation in names else ""
+
+
+def _example(settings: type[Settings] | None, path: Sequence[str | int]) -> str:
+    """What a section may look like: one setting with its default; where it needs some, their names."""
+    if settings is None:
+        return ""
+    fields = settings.model_fields
+    plain = [(key, field.default) for key, field in fields.items() if isinstance(field.default, int | float | str)]
+    key, value = next(((key, value) for key, value in plain if value != ""), ("", ""))
+    if not key or any(field.is_required() for field in fields.values()) or not isinstance(path[-1], str):
+        return f"Settings here: {', '.join(fields)}."
+    return f"For example: {path[-1]}: {{{key}: {as_yaml(value)}}}"
 
 
 def _keys(model: type[Settings], loc: Sequence[str | int]) -> list[str]:
