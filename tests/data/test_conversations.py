@@ -200,7 +200,7 @@ def test_files_may_be_compressed_and_folders_or_globs(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{broken", "not JSON"),
+        ("{broken", "not JSON: .* at character 2"),
         ("[1]", "not a JSON object"),
         ('{"text": "x"}', "no conversation"),
         ('{"messages": []}', "without messages"),
@@ -214,7 +214,7 @@ def test_a_bad_line_is_refused_by_number(tmp_path: Path, line: str, complaint: s
     path.write_text(json.dumps(SHAPES[0]) + "\n\n" + line + "\n")
     with pytest.raises(UserError, match=complaint) as error:
         list(read(str(path)))
-    assert error.value.where == f"{path}:3"
+    assert error.value.where == f"{path}:3" and "line 1" not in str(error.value)
 
 
 def test_missing_and_damaged_files_are_refused(tmp_path: Path):

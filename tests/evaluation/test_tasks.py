@@ -69,9 +69,13 @@ def test_what_cannot_be_used_is_said(tmp_path, content, message):
 def test_a_missing_path_is_not_taken_for_a_name(tmp_path):
     with pytest.raises(UserError, match="no such task file"):
         find_tasks([str(tmp_path / "absent.yaml")], {})
-    (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(UserError, match="not JSON Lines"):
+
+
+def test_a_broken_line_of_items_is_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n\n{"a" 2}\n')
+    with pytest.raises(UserError, match="not JSON Lines: Expecting ':' delimiter at character 6") as refused:
         read_json_lines(data_files={"test": [str(tmp_path / "bad.jsonl")]})
+    assert refused.value.where == f"{tmp_path / 'bad.jsonl'}:3"
 
 
 def test_a_task_file_reaches_no_object_of_python_and_fetches_no_program(tmp_path: Path):

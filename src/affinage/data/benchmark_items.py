@@ -10,6 +10,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from affinage.data.foreign_json import of_a_line
 from affinage.errors import UserError
 
 
@@ -37,7 +38,7 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
             yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
     except (OSError, EOFError, ValueError, pa.ArrowException) as error:
         where = f"data.decontaminate.against, {path}" + (f" after item {number}" if number else "")
-        raise UserError(f"the benchmark's items cannot be read: {error}", where=where) from error
+        raise UserError(f"the benchmark's items cannot be read: {of_a_line(error)}", where=where) from error
 
 
 def kind_of_items(path: str, where: str = "data.decontaminate.against") -> str:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from affinage.data.conversation_shapes import Conversation, conversation
 from affinage.data.file_kinds import kind_of
+from affinage.data.foreign_json import of_a_line
 from affinage.data.hub_datasets import DatasetPart, parts_of, rows_of
 from affinage.data.opening import SourceFile, damage_told, open_plain, open_stored
 from affinage.data.records import DamagedFile
@@ -19,6 +20,8 @@ from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, is_
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
+
+_ONE_OBJECT = "A line is one JSON object, {...}: neither a part of one nor a list of them."
 
 Line = tuple[str, str, Mapping[str, Any] | UserError]  # where it is, its name, what it says
 
@@ -123,7 +126,7 @@ def _parsed(line: bytes, where: str) -> Mapping[str, Any] | UserError:
     except UnicodeDecodeError as error:
         return UserError(f"this line is damaged: it is not UTF-8 ({error.reason})", where=where)
     except (ValueError, RecursionError) as error:
-        return UserError(f"this line is not JSON: {error}", where=where)
+        return UserError(f"this line is not JSON: {of_a_line(error)}", where=where, fix=_ONE_OBJECT)
     if not isinstance(item, dict):
-        return UserError("this line is not a JSON object", where=where, fix="a conversation is an object")
+        return UserError("this line is not a JSON object", where=where, fix=_ONE_OBJECT)
     return item

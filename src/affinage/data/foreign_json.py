@@ -20,3 +20,10 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"this is not a JSON object but a {type(value).__name__}", where=str(path))
     return value
+
+
+def of_a_line(error: Exception) -> str:
+    """What is wrong with one line of JSON, and where in it: the decoder would call any line the first."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos + 1}"
+    return str(error)

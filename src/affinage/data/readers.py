@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from affinage.data import records
 from affinage.data.file_kinds import kind_of
+from affinage.data.foreign_json import of_a_line
 from affinage.data.gutenberg import chapters
 from affinage.data.opening import CHUNK_BYTES, SourceFile, damage_told, open_plain, open_stored
 from affinage.data.records import BadRecord, Record, needed_columns, record_of
@@ -114,7 +115,7 @@ def _parse_line(line: bytes, place: str, settings: SourceSettings) -> Record | B
     except UnicodeDecodeError as error:
         return BadRecord(place, "not UTF-8", f"{error.reason} at byte {error.start}", _glimpse(line, error.start))
     except (ValueError, RecursionError) as error:
-        return BadRecord(place, "not JSON", str(error), _glimpse(line, 0))
+        return BadRecord(place, "not JSON", of_a_line(error), _glimpse(line, 0))
     if not isinstance(fields, dict):
         return BadRecord(place, "not a JSON object", f"a {type(fields).__name__}", _glimpse(line, 0))
     return record_of(fields, place, settings)

@@ -10,6 +10,7 @@ import datasets
 import lm_eval.tasks
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from affinage.data.foreign_json import of_a_line
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS
 
@@ -58,10 +59,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-        # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError, EOFError, RecursionError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(f"is not JSON Lines: {error}", where=str(path)) from error
+    rows = []
+    # Not splitlines: JSON strings may hold U+2028 and other characters that it takes for ends of lines.
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if line.strip():
+                rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"is not JSON Lines: {of_a_line(error)}", where=f"{path}:{number}") from error
+    return rows
 
 
 def _published(benchmark: str, row: dict[str, Any], number: int, paths: Iterable[str]) -> dict[str, Any]:
