@@ -112,7 +112,7 @@ def find(
 ) -> None:
     """Say which documents hold a text, and which training steps read it.
 
-    Example: affinage data find quickstart "the capital of"
+    Example: affinage data find quickstart "the currency of Japan"
     """
     from affinage.stages.lineage import last_seen, lost_at, reasons_of
 
