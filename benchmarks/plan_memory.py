@@ -26,6 +26,7 @@ from affinage.planning.plan import make_plan, planned_graph
 from affinage.recipe.load import load_recipe
 
 DROP = "model.nodes.blocks.attention.dropout=0"
+DROPLESS = "model.nodes.blocks.ffn.capacity_factor=null"  # some four minutes of compilation each
 BLOCK = "parallel.remat=block"
 CHARACTERS = ("model.nodes.embed.vocab=65", "model.nodes.logits.vocab=65")
 
@@ -48,6 +49,9 @@ CASES = (
     Case("novels", "v4-8", ("mesh.data=4", "pretrain.batch=1024")),
     Case("moe-small", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
     Case("moe-small", "v4-8", ("mesh={data: 1, expert: 4}", "pretrain.batch=4096")),
+    Case("moe-small", "v4-8", (DROPLESS, "mesh.data=4", "pretrain.batch=4096")),
+    Case("moe-small", "v4-8", (DROPLESS, "mesh={data: 1, expert: 4}", "pretrain.batch=4096")),
+    Case("moe-small", "v4-16", (DROPLESS, "mesh={data: 1, expert: 8}", "pretrain.batch=4096")),
     Case("moe-small-dense", "v4-8", ("mesh.data=4", "pretrain.batch=4096")),
     Case("fax-124m", "v4-16"),
     Case("fax-350m", "v4-32"),

@@ -96,6 +96,25 @@ def test_rows_that_a_tpu_gathers_and_nothing_multiplies_are_kept_in_whole_lanes(
     assert kept(False, "gpu") == kept(True, "gpu")
 
 
+def test_products_of_groups_of_rows_are_a_kernel_on_a_tpu():
+    layers, groups = 5, 4
+
+    def layer(x, w):
+        y = jax.lax.ragged_dot(jnp.tanh(x), w, jnp.full((groups,), N // groups))
+        return x + y, y  # which the loop keeps
+
+    def function(w, x):
+        return jax.lax.scan(layer, x, w)[1] * 2
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((layers, groups, M, M), (N, M))]
+    held = {name: measure(trace(function, *arrays), {}, name).held for name in ("tpu", "gpu")}
+    # Rows of 64 numbers are filled up to 128 where it reads and writes them; what it reads is made before it, and what
+    # it makes is float32 until it is read.
+    assert held["tpu"]["activations"] == layers * N * 128 * 2
+    assert held["tpu"]["working"] == N * 128 * (2 + 4)
+    assert held["gpu"]["activations"] == layers * N * M * 2
+
+
 def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_each_turn():
     layers = 5
 

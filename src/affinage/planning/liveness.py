@@ -40,7 +40,7 @@ _WRAPPERS |= {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", 
 _REWRITINGS = frozenset("convert_element_type reshape transpose squeeze broadcast_in_dim copy".split())
 
 # A TPU's kernel finds its rows filled up to a multiple of it. XLA turns its own arrays so that none is, but for rows
-# that it gathers, unless a product reads them.
+# that it gathers, unless a product reads them. Products of groups of rows are such a kernel, too.
 _LANES = 128
 
 Padded = frozenset[tuple[int, ...]]
@@ -122,6 +122,8 @@ class _Program:
                 results = self._scan(equation, arguments)
             elif name == "optimization_barrier":
                 results = self._held(equation, arguments, narrow)
+            elif name == "ragged_dot_general" and self.lanes:
+                results = [self._by_kernel(equation, arguments)]
             elif name == "device_put" and any(map(_on_host, (*equation.invars, *equation.outvars))):
                 results = self._carried_over(equation, arguments)
             else:
@@ -147,6 +149,24 @@ class _Program:
         if name == "convert_element_type":
             arguments[0].narrowed = size
         return _Value(size * share, "weights", False, _roots(arguments), share)
+
+    def _by_kernel(self, product: Any, arguments: Sequence[_Value]) -> _Value:
+        """A product of groups of rows: its kernel reads what is stored, and writes float32 for its readers."""
+        read = []
+        for atom, value in zip(product.invars, arguments, strict=True):
+            if _are_rows(atom) and (not value.stored or value.kind == "argument"):
+                copy = _Value(size := _bytes(atom, self.padded), read=size)
+                self.steps.append(_Step(value.roots(), (copy,)))
+                value = copy
+            read.append(value)
+        (variable,) = product.outvars
+        result = written = self._result(variable.aval, _bytes(variable), product.primitive.name, arguments)
+        if _are_rows(variable):
+            whole = _bytes(variable, self.padded)
+            written = _Value(size := whole * 4 / variable.aval.dtype.itemsize, read=size)
+            result = _Value(whole, stored=False, sources=frozenset({written}))
+        self.steps.append(_Step(_roots(read), (written,)))
+        return result
 
     def _others(self, equation: Any) -> float:
         """Bytes of a product that is the gradient of a weight, of which this device keeps only its part of the sum."""
@@ -328,14 +348,21 @@ def _row(gather: Any) -> int:
     return width if others and width > 1 and gather.params["slice_sizes"][-1] == width else 0
 
 
+def _are_rows(atom: Any) -> bool:
+    """Whether what a product of groups reads or writes has rows of tokens, not a matrix for every group."""
+    return len(atom.aval.shape) == 2
+
+
 def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
-    """The last two dimensions of what hand-written kernels read and write."""
+    """The last two dimensions of what kernels read and write."""
     found: set[tuple[int, ...]] = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
             shapes = [aval.shape for aval in avals]
             found |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
+        elif equation.primitive.name == "ragged_dot_general":
+            found |= {atom.aval.shape for atom in (*equation.invars, *equation.outvars) if _are_rows(atom)}
         else:
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
                 found |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
