@@ -72,6 +72,25 @@ def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, what, f
     assert fix in refused.value.fix
 
 
+@pytest.mark.parametrize("variable", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_of_a_gpu_it_may_take_the_share_that_jax_takes(variable, monkeypatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert find_slice("h100x8").chip.memory_per_device == 60 * GiB
+    monkeypatch.setenv(variable, "0.9")
+    assert find_slice("h100x8").chip.memory_per_device == 72 * GiB
+    monkeypatch.setenv(variable, "most")
+    with pytest.raises(UserError, match="`most` is no share"):
+        find_slice("h100x8")
+
+
+@pytest.mark.parametrize(("name", "both_ways"), [("v5e-4", 400), ("v5p-8", 1200), ("v6e-4", 800), ("tpu7x-8", 1200)])
+def test_links_of_a_chip_carry_what_its_maker_says(name, both_ways):
+    """GB/s in both directions together: the table of cloud.google.com/tpu/docs/tpu7x, for v5e that of /v5e."""
+    chip = find_slice(name).chip
+    assert 2 * chip.links * chip.link_bandwidth == both_ways * 1e9
+
+
 def test_every_compared_slice_has_a_price_that_says_it_was_not_looked_up():
     for found in compared():
         assert found.chip.price, found.name

@@ -150,7 +150,8 @@ CHIPS: tuple[Chip, ...] = (
         price=4.2,
         price_source=_TPU_PRICES,
     ),
-    # TPU v6e: cloud.google.com/tpu/docs/v6e: 3,584 Gbit/s per chip over 4 links.
+    # TPU v6e and TPU7x: cloud.google.com/tpu/docs/tpu7x: 800 and 1,200 GB/s per chip, both directions together, over
+    # 4 and 6 links. A chip of TPU7x is two devices.
     Chip(
         "TPU v6e",
         r"TPU v6 lite|TPU v6e",
@@ -160,14 +161,13 @@ CHIPS: tuple[Chip, ...] = (
         32 * GiB,
         1640e9,
         4,
-        112e9,
+        100e9,
         usable_bytes=int(31.25 * GiB),
         achievable=0.6,
         network_bandwidth=12.5e9,
         price=2.7,
         price_source=_TPU_PRICES,
     ),
-    # TPU7x (Ironwood): cloud.google.com/tpu/docs/tpu7x: 9,600 Gbit/s per chip over 6 links; two devices per chip.
     Chip(
         "TPU7x",
         r"TPU7x?",
@@ -177,7 +177,7 @@ CHIPS: tuple[Chip, ...] = (
         192 * GiB,
         7380e9,
         6,
-        200e9,
+        100e9,
         usable_bytes=int(94.75 * GiB),
         achievable=0.6,
         network_bandwidth=12.5e9,

@@ -93,13 +93,13 @@ def remat_for_devices(
 
 
 def present(devices: Sequence["jax.Device"]) -> Chip:
-    """The chip of these devices, with the memory that they say they have where the table does not know it."""
+    """The chip of these devices, with the memory that they say a program may take where the table does not know it."""
     first = devices[0]
     if first.platform == "cpu":
         here = [device for device in devices if device.process_index == first.process_index]
         return dataclasses.replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
     known = chip(first.device_kind)
-    if known.memory_per_device is None:
-        told = first.memory_stats() or {}
-        return dataclasses.replace(known, usable_bytes=told.get("bytes_limit"))
+    if known.memory_per_device is None or first.platform == "gpu":
+        told = (first.memory_stats() or {}).get("bytes_limit")
+        return known if told is None else dataclasses.replace(known, usable_bytes=told)
     return known
