@@ -14,7 +14,7 @@ from affinage.hardware.slices import find_slice
 from affinage.model.activations import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.plan import make_plan, planned_graph
-from affinage.planning.search import Candidate, _candidates, _order, search
+from affinage.planning.search import Candidate, _candidates, _needs_more, _order, search
 from affinage.recipe.load import load_recipe
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
@@ -77,6 +77,27 @@ def test_nothing_is_proposed_that_does_not_fit_and_smaller_devices_get_smaller_s
         assert candidate.micro_batches > 1 or candidate.remat != "none"
 
 
+def test_what_is_left_out_unseen_needs_no_less_than_what_did_not_fit(monkeypatch):
+    """Little is kept of few rows here, and the gradients of a micro-batch are nearly all that it needs."""
+    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 4)
+    monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "dots", "block", "full"))
+    wide = ["model.nodes.embed.width=1024", "model.nodes.blocks.ffn.width=4096"]
+    loaded = load_recipe(SMALL, ["rows.context=32", "pretrain.batch=4", *wide])
+    where, graph, needed = find_slice("v5e-1"), planned_graph(loaded), {}
+    for one in _candidates(loaded.recipe, graph, where):
+        needed[one.candidate] = make_plan(one.candidate.put_into(loaded.recipe), graph, where).memory.total
+    pairs = [(one, other) for one in needed for other in needed if _needs_more(one, other)]
+    assert len(pairs) > 100
+    for one, other in pairs:
+        assert needed[one] >= needed[other], (one, other)
+
+
+def test_a_slice_that_nothing_divides_over_is_said():
+    with pytest.raises(UserError, match="no mesh of v4-8 divides small"):
+        odd = ["pretrain.batch=3", "rows.context=33", "model.nodes.blocks.repeat=3"]
+        found("v4-8", *odd, "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999")
+
+
 def test_ties_are_decided_the_same_way_every_time():
     first, second = (found("v4-8", *TINY)[2] for _ in range(2))
     assert [c for c, _ in first.best] == [c for c, _ in second.best]
@@ -124,7 +145,9 @@ def test_what_the_settings_forbid_is_left_out():
 
 
 def test_a_model_that_fits_nowhere_is_said():
-    with pytest.raises(UserError, match="nothing fits"):
+    with pytest.raises(
+        UserError, match="nothing fits: weights and moments of small alone are more than a device of v5e-1"
+    ):
         found("v5e-1", "model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64")
 
 

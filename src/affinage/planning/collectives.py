@@ -19,6 +19,7 @@ from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen
 
 _TENSOR_SUMS = 4  # of a block's activations in a step: two forward, two backward (Shoeybi et al., 2019)
+_EXCHANGES = 4  # of experts' buffers: there and back, forward and backward
 
 Seconds = dict[str, float]  # by mesh axis
 
@@ -52,18 +53,33 @@ def collectives(
     if node.repeat is not None:
         residual = split.local_rows * split.local_context * split.graph.shapes[node.name].width * width
         layers = split.local_graph[node.name].layers / split.stages
+        # To compute a layer again takes its first sum, unless `dots` keeps it, and both ways of an exchange.
+        remat = split.parallel.remat
         if sizes["tensor"] > 1:
-            exposed["tensor"] = parts * layers * _TENSOR_SUMS * links["tensor"].all_reduce(residual)
+            times = _TENSOR_SUMS + (remat not in ("none", "dots"))
+            exposed["tensor"] = parts * layers * times * links["tensor"].all_reduce(residual)
         experts = getattr(node.kind, "ffn", None)
         if sizes["expert"] > 1 and isinstance(experts, MoeSettings):
             whole = residual * sent(experts, split.context, sizes["expert"]) * sizes["expert"]
-            exposed["expert"] = parts * layers * 4 * links["expert"].all_to_all(whole)
+            times = _EXCHANGES + 2 * (remat != "none")
+            exposed["expert"] = parts * layers * times * links["expert"].all_to_all(whole)
         if sizes["context"] > 1:
-            whole = 2 * residual * sizes["context"]  # keys and values
+            whole = _keys_and_values(split, node, width) * sizes["context"]
             exposed["context"] = parts * layers * 3 * links["context"].all_gather(whole)
         if sizes[STAGES] > 1:
-            exposed[STAGES] = 2 * parts * links[STAGES].permute(residual)
+            # Once round for every part and round, forward and backward; the bubble has the ticks without work.
+            times = parts * split.pipeline_parts * split.parallel.pipeline_rounds
+            exposed[STAGES] = 2 * times * links[STAGES].permute(residual / split.pipeline_parts)
     return hidden, exposed
+
+
+def _keys_and_values(split: Split, node: Node, width: int) -> float:
+    """Bytes of those that a device makes in a layer, of numbers of `width` bytes; of grouped queries they are fewer."""
+    attention = getattr(split.local_graph[node.name].kind, "attention", None)
+    if attention is None:
+        return 0.0
+    head = attention.head_width(split.graph.shapes[node.name].width)
+    return 2.0 * split.local_rows * split.local_context * attention.groups_of * head * width
 
 
 def _sums_of_gradients(

@@ -128,8 +128,13 @@ def search(
         estimated += looked
         if best:
             return Found(tuple(best), len(tried), estimated)
+    what = f"nothing fits: none of {len(tried)} ways to split {recipe.name} over {where.name}"
+    if not tried:
+        what = f"nothing fits: weights and moments of {recipe.name} alone are more than a device of {where.name} holds"
+        if next(_candidates(recipe, graph, where, fitting=False), None) is None:
+            what = f"no mesh of {where.name} divides {recipe.name}: its batch, its context, its layers or its heads"
     raise UserError(
-        f"nothing fits: none of {len(tried)} ways to split {recipe.name} over {where.name}",
+        what,
         where="--search",
         fix="Take more or larger devices, or a smaller model; `affinage plan --which` compares slices.",
     )
@@ -198,13 +203,15 @@ def _needs_more(candidate: Candidate, refused: Candidate) -> bool:
     return (
         candidate.mesh == refused.mesh
         and candidate.micro_batches <= refused.micro_batches
+        # Only the gradients of several parts are summed up in arrays of their own.
+        and (candidate.micro_batches > 1 or refused.micro_batches == 1)
         and REMATS.index(candidate.remat) <= REMATS.index(refused.remat)
         and MOMENTS.index(candidate.moments) <= MOMENTS.index(refused.moments)
     )
 
 
-def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
-    """Those that divide, and whose weights and moments alone do not fill a device."""
+def _candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = True) -> Iterator[_Tried]:
+    """Those that divide, and, if `fitting`, whose weights and moments alone do not fill a device."""
     _, settings, context = training_settings(recipe)
     if all(name != "tokens" for name, _ in graph.inputs):
         context = 1
@@ -220,7 +227,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice) -> Iterator[_Tried]:
                 wires(where, sizes)
             except UserError:
                 continue
-            if state > capacity:
+            if fitting and state > capacity:
                 continue
             for remat in REMATS:
                 candidate = Candidate(mesh, parts, remat, moments)
