@@ -166,7 +166,7 @@ def show_comparison(found: list[Any], as_json: bool) -> None:
         table.add_row(
             made.where.name,
             str(made.where.chips),
-            "yes" if made.fits else "no",
+            "nearly" if made.nearly_full else "yes" if made.fits else "no",
             memory_text(made.memory.total),
             memory_text(made.capacity),
             f"{made.time.seconds:.3g} s",
@@ -178,6 +178,14 @@ def show_comparison(found: list[Any], as_json: bool) -> None:
         )
     console = screen()
     console.print(table, markup=False)
+    if any(made.nearly_full for made in plans):
+        console.print(
+            "nearly: it takes more than 90 % of what it may; the estimate can be off by as much", markup=False
+        )
+    tokens = [made.facts.tokens for made in plans]
+    if len(set(tokens)) > 1:
+        text = f"Rows are given per device: in all, {min(tokens):,} to {max(tokens):,} tokens. Compare the last cost."
+        console.print(text, markup=False)
     for source in dict.fromkeys(made.price_source for made in plans):
         chips = ", ".join(dict.fromkeys(made.where.chip.name for made in plans if made.price_source == source))
         console.print(f"Cost of {chips}: {source or 'hardware.price of the recipe'}", markup=False)

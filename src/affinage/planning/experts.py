@@ -8,7 +8,10 @@ from jaxtyping import Array
 from typing_extensions import override
 
 from affinage.model import Graph
+from affinage.model.kinds.dense import dense_flops
+from affinage.model.kinds.ffn import GATED
 from affinage.model.kinds.moe import MoeSettings
+from affinage.model.node import Node
 from affinage.model.parameter import Axes, Tree, map_parameters
 from affinage.parallel.layout import MeshLayout
 
@@ -49,6 +52,23 @@ def sent(experts: MoeSettings, length: int, owners: int) -> float:
     if experts.capacity_factor is None:  # nothing is dropped, so there is room for all choices at every owner
         return owners * experts.top_k
     return experts.experts * experts.capacity(length) / length
+
+
+def is_dropless(node: Node) -> bool:
+    """Whether it has experts without a capacity."""
+    experts = getattr(node.kind, "ffn", None)
+    return isinstance(experts, MoeSettings) and experts.capacity_factor is None
+
+
+def on_nothing(graph: Graph, node: Node, rows: int, length: int, platform: str) -> int:
+    """Operations of a forward pass on empty slots: on CPUs an expert without a capacity has one for every token."""
+    experts = getattr(node.kind, "ffn", None)
+    if platform != "cpu" or not is_dropless(node):
+        return 0
+    assert isinstance(experts, MoeSettings)
+    products = 3 if experts.activation in GATED else 2
+    empty = rows * length * (experts.experts - experts.top_k)
+    return node.layers * products * dense_flops(graph.shapes[node.name].width, experts.width, empty)
 
 
 @dataclass(frozen=True, eq=False)

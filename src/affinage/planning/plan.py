@@ -16,8 +16,10 @@ from affinage.model.preferred import preference_graph
 from affinage.parallel.mesh import axis_sizes
 from affinage.parallel.sharding import table_with
 from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
+from affinage.planning.experts import is_dropless
 from affinage.planning.local import Split, lay_out
 from affinage.planning.memory import Memory, step_memory
+from affinage.planning.remedy import remedy
 from affinage.planning.roofline import StepTime, step_time
 from affinage.planning.settle import Choice, choose_remat
 from affinage.recipe.load import LoadedRecipe
@@ -76,6 +78,11 @@ class Plan:
         return self.memory.total <= self.capacity
 
     @property
+    def nearly_full(self) -> bool:
+        """Whether it fits by less than estimates are off now and then."""
+        return self.fits and self.memory.total > NEARLY_FULL * self.capacity
+
+    @property
     def seconds(self) -> float:
         """Of all steps; validation, checkpoints and compilation are not in it."""
         return self.time.seconds * self.settings.steps
@@ -107,8 +114,8 @@ class Plan:
         found = []
         if not self.fits:
             missing = (self.memory.total - self.capacity) / GiB
-            found.append(f"does not fit: {missing:.2f} GiB too much; {self.remedy}")
-        elif self.memory.total > NEARLY_FULL * self.capacity:
+            found.append(f"does not fit: {missing:.2f} GiB too much; {remedy(self)}")
+        elif self.nearly_full:
             found.append("nearly full: let the compiler say whether it fits, with --compile")
         # A GPU's kernel is taken only by name, and then refuses what it cannot do.
         dropping = self._attention_with_dropout() if self.where.platform == "tpu" else []
@@ -117,6 +124,11 @@ class Plan:
             found.append(
                 f"dropout of attention in `{dropping[0]}` keeps the chip's own kernel from being used: all "
                 f"pairs of positions are computed and kept. See what `--set {setting}` does to this plan"
+            )
+        if self.where.platform == "gpu" and any(map(is_dropless, self.split.graph.nodes)):
+            found.append(
+                "planned is what experts without a capacity have to multiply; on GPUs XLA may fill their groups up "
+                "with zeros, which takes as many times longer as there are experts: a `capacity_factor` avoids that"
             )
         if self._attention_by_name():
             found.append(
@@ -149,21 +161,6 @@ class Plan:
     def _attention_with_dropout(self) -> list[str]:
         kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}
         return [name for name, attention in kinds.items() if attention is not None and attention.dropout > 0]
-
-    @property
-    def remedy(self) -> str:
-        """What would make it fit."""
-        memory, split = self.memory, self.split
-        if memory.state > self.capacity / 2 and split.sizes["data"] > 1:
-            return "split the weights: `mesh: {fsdp: auto}`"
-        if split.local_rows > 1:
-            transient, room = memory.transient, self.capacity - memory.total
-            parts = [n for n in range(1, split.rows + 1) if split.rows % (n * split.row_parts) == 0]
-            enough = [n for n in parts if transient * (1 - split.micro_batches / n) >= -room]
-            if enough:
-                rows = split.rows // enough[0] // split.row_parts
-                return f"`micro_batches: {enough[0]}` would fit, with {rows} rows at a time on a device"
-        return "take more or larger devices, or split the layers with `mesh: {tensor: ...}`"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""

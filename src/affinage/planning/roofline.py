@@ -26,6 +26,7 @@ from affinage.model.repeat import apply_node
 from affinage.parallel.mesh import AXES
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.collectives import collectives, weights_of
+from affinage.planning.experts import on_nothing
 from affinage.planning.liveness import measure, trace
 from affinage.planning.local import Split
 from affinage.planning.memory import Memory, call_of
@@ -136,6 +137,7 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         shared = node.repeat or (getattr(node.kind, "vocab", None) and STAGES in split.table["vocab"])
         devices = split.devices // (1 if shared else split.stages)
         once = cost.flops if done.kernel else cost.flops_all_pairs
+        once += on_nothing(split.graph, node, split.rows, split.context, where.platform)
         flops = (done.passes * once + held.adapted_flops(node, split.rows, split.context)) / devices
         moved, ahead = done.moved, done.forward
         if node.repeat is not None and split.stages > 1:
@@ -238,15 +240,26 @@ def _products(jaxpr: Any) -> float:
     """Multiplications and additions of a program's matrix products; kernels' are not known."""
     total = 0.0
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2.0 * equation.outvars[0].aval.size * math.prod(left[axis] for axis in contracted)
+        if equation.primitive.name in ("dot_general", "ragged_dot_general"):
+            total += _multiplied(equation)
         elif equation.primitive.name != "pallas_call":
             turns = equation.params["length"] if equation.primitive.name == "scan" else 1
             inner = jax.extend.core.jaxprs_in_params(equation.params)
             total += turns * sum(_products(getattr(one, "jaxpr", one)) for one in inner)
     return total
+
+
+def _multiplied(product: Any) -> float:
+    numbers, groups = product.params.get("dimension_numbers"), 1
+    left = product.invars[0].aval.shape
+    if numbers is None:
+        ragged = product.params["ragged_dot_dimension_numbers"]
+        numbers = ragged.dot_dimension_numbers
+        (contracted, _), _ = numbers
+        if set(ragged.lhs_ragged_dimensions) & set(contracted):  # each group has its part of them
+            groups = product.invars[2].aval.shape[-1]
+    (contracted, _), _ = numbers
+    return 2.0 * product.outvars[0].aval.size * math.prod(left[axis] for axis in contracted) / groups
 
 
 def _forward(node: Node, call: Call, held: Frozen, moving: Any, fixed: Any, arrays: Any, key: Any) -> Any:
