@@ -1,5 +1,6 @@
 """`affinage plan` as its user sees it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from affinage.cli import main
+from affinage.cli.plan_tables import show_comparison
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
@@ -242,6 +244,28 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     plans = [entry for entry in found if not isinstance(entry, tuple)]
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) > 20
+
+
+def test_what_is_nearly_full_and_what_trains_on_other_tokens_is_told(capsys):
+    rows = ("pretrain.batch=null", "pretrain.batch_per_device=16")
+    small, large = (plan_of(SMALL, name, *rows) for name in ("v4-8", "v4-16"))
+    chip = dataclasses.replace(small.where.chip, usable_bytes=int(small.memory.total / 0.95))
+    full = dataclasses.replace(small, where=dataclasses.replace(small.where, chip=chip))
+    show_comparison([full, large], as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:3]] == ["nearly", "yes"]
+    assert f"{100 * 64 * 512:,} to {100 * 128 * 512:,} tokens" in " ".join(lines)
+    show_comparison([large, large], as_json=False)
+    assert "per device" not in (told := capsys.readouterr().out) and "nearly" not in told
+
+
+def test_experts_without_a_capacity_are_told_of_on_gpus():
+    experts = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256, capacity_factor: %s}"
+    warned = [
+        any("capacity_factor" in warning for warning in plan_of(SMALL, name, experts % capacity).warnings)
+        for name, capacity in (("h100x4", "null"), ("h100x4", "2.0"), ("v4-8", "null"))
+    ]
+    assert warned == [True, False, False]
 
 
 def test_a_model_of_images_is_planned_too():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from affinage.hardware.slices import find_slice
 from affinage.model import Call
 from affinage.model.remat import with_remat
 from affinage.planning.plan import make_plan, planned_graph
-from affinage.planning.settle import _LADDER, ROOM, choose_remat
+from affinage.planning.settle import _LADDER, ROOM, choose_remat, present
 from affinage.recipe.load import load_recipe
 from affinage.recipe.parallel import RematSettings
 
@@ -68,6 +69,14 @@ def test_products_that_were_kept_are_not_done_again():
     assert none == pytest.approx(dots, rel=1e-3) and dots < block < full
     # All of the forward pass but its last product, and in `full` all of it a second time.
     assert 3.5 < 3 * block / none < 4 and full - block == pytest.approx(none / 3, rel=1e-3)
+
+
+def test_what_jax_was_given_of_a_gpu_is_what_there_is():
+    given = 50 * 2**30
+    gpu = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": given}
+    )
+    assert present([gpu]).memory_per_device == given
 
 
 def test_the_program_asks_for_a_choice():

@@ -362,7 +362,8 @@ def _rows_of_kernels(jaxpr: Jaxpr) -> Padded:
             shapes = [aval.shape for aval in avals]
             found |= {shape[-2:] for shape in shapes if len(shape) > 2 and shape[-1] % _LANES}
         elif equation.primitive.name == "ragged_dot_general":
-            found |= {atom.aval.shape for atom in (*equation.invars, *equation.outvars) if _are_rows(atom)}
+            atoms: list[Any] = [*equation.invars, *equation.outvars]
+            found |= {atom.aval.shape for atom in atoms if _are_rows(atom)}
         else:
             for inner in jax.extend.core.jaxprs_in_params(equation.params):
                 found |= _rows_of_kernels(getattr(inner, "jaxpr", inner))
