@@ -4,7 +4,7 @@ import contextlib
 import os
 import shlex
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from affinage.cli.options import RUNS, ForceOption, ProfileOption, RecipeArgumen
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
+    from affinage.hardware.slices import Slice
     from affinage.launch import Launcher
     from affinage.recipe.load import LoadedRecipe
 
@@ -75,7 +76,7 @@ def launch(
 
     All hosts must see the same folder of runs, unless they are on this machine.
 
-    Example: affinage launch quickstart --hosts 2 --devices 4
+    Example: affinage launch quickstart --hosts 2 --devices 4 --set mesh.data=auto
 
     affinage launch my.yaml --on ssh --machines a,b,c,d --runs /mnt/shared/runs
     """
@@ -92,16 +93,36 @@ def launch(
     with contextlib.ExitStack() as cleanup:
         if on == "local":
             launcher = _local(hosts, devices)
+            _check_mesh(loaded, until, launcher.hosts, devices)
         elif on == "ray":
+            if least is None:
+                _check_mesh(loaded, until, _given(hosts), devices)
             launcher = cleanup.enter_context(_ray(hosts, address, least, devices, files_of(loaded)))
         elif on == "ssh":
             launcher = _over_ssh(machines, hosts, by_ssh)
+            _check_mesh(loaded, until, launcher.hosts, devices)
         else:
-            launcher = cleanup.enter_context(_rented(loaded, by_ssh, keep))
+            where = _slice_of(loaded)
+            _check_mesh(loaded, until, where.hosts, devices or where.devices // where.hosts)
+            launcher = cleanup.enter_context(_rented(loaded, where, by_ssh, keep))
         status = supervise(
             launcher, words, Restarts(preemptions=preemptions, failures=failures), grace=grace, say=_Lines()
         )
     raise typer.Exit(status)
+
+
+def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, hosts: int, devices: int | None) -> None:
+    """Refuse a mesh that cannot be of all devices, where it is known how many each host has and that they train."""
+    trainings = [name for name in ("pretrain", "sft", "dpo") if getattr(loaded.recipe, name) is not None]
+    if devices is None or not trainings or (until and not set(until) & set(trainings)):
+        return
+    from affinage.recipe.mesh import axis_sizes
+
+    try:
+        axis_sizes({str(axis): size for axis, size in loaded.recipe.mesh.items()}, hosts * devices, hosts)
+    except UserError as error:
+        said = f"{error.what} (hosts: {hosts}, devices of each: {devices})"
+        raise UserError(said, where=loaded.locate(("mesh",)), fix=error.fix) from error
 
 
 class _BySsh(NamedTuple):
@@ -152,11 +173,9 @@ def _over_ssh(machines: str, hosts: int | None, how: _BySsh) -> "Launcher":
     )
 
 
-@contextlib.contextmanager
-def _rented(loaded: "LoadedRecipe", how: _BySsh, keep: bool) -> "Iterator[Launcher]":
-    from affinage.hardware.cloud import CloudSlice
+def _slice_of(loaded: "LoadedRecipe") -> "Slice":
+    """What the recipe says is to be rented."""
     from affinage.hardware.slices import find_slice
-    from affinage.launch.rented import RentedLauncher
 
     settings = loaded.recipe.hardware
     if settings.slice is None or settings.cloud is None:
@@ -165,11 +184,19 @@ def _rented(loaded: "LoadedRecipe", how: _BySsh, keep: bool) -> "Iterator[Launch
             where="hardware",
             fix="For example: hardware: {slice: v4-32, cloud: {project: my-project, zone: us-central2-b, spot: true}}",
         )
-    where = find_slice(settings.slice)
-    slice = CloudSlice(
-        f"affinage-{loaded.recipe.name.lower().replace('.', '-').replace('_', '-')}", where, settings.cloud, _Lines()
-    )
-    outside = settings.cloud.external_addresses
+    return find_slice(settings.slice)
+
+
+@contextlib.contextmanager
+def _rented(loaded: "LoadedRecipe", where: "Slice", how: _BySsh, keep: bool) -> "Iterator[Launcher]":
+    from affinage.hardware.cloud import CloudSlice
+    from affinage.launch.rented import RentedLauncher
+
+    cloud = loaded.recipe.hardware.cloud
+    assert cloud is not None  # `_slice_of` has looked
+    name = loaded.recipe.name.lower().replace(".", "-").replace("_", "-")
+    slice = CloudSlice(f"affinage-{name}", where, cloud, _Lines())
+    outside = cloud.external_addresses
     try:
         yield RentedLauncher(slice, where.hosts, lambda found: _over_ssh(",".join(found), None, how), outside)
     finally:

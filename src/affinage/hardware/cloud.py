@@ -81,7 +81,7 @@ class CloudSlice:
             raise UserError(
                 f"{slice.name} is not a TPU slice, and only those can be rented by name",
                 where="hardware.slice",
-                fix="Rent the machines yourself, then name them: affinage launch RECIPE --hosts a,b,c",
+                fix="Rent the machines yourself, then name them: affinage launch RECIPE --on ssh --machines a,b,c",
             )
         self.name, self._slice, self._settings = name, slice, settings
         self._say, self._pause = say, pause
