@@ -62,6 +62,29 @@ def test_two_by_two_by_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(runs, capsys) == told
 
 
+def test_without_benchmarks_the_table_has_the_runs_and_their_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = tmp_path / "runs"
+    others = [
+        "evaluate=null",
+        "sft=null",
+        "data.split.validation=0.2",
+        "sweep={pretrain.schedule.peak: [1.0e-3, 1.0e-2]}",
+    ]
+    settings = [*(each for each in SETTINGS if not each.startswith("sft.")), *others]
+    words = [word for each in settings for word in ("--set", each)]
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", TINY, "--runs", str(runs), *words])
+    table = [line.split() for line in capsys.readouterr().out.partition("--- 2 of 2")[2].splitlines()]
+    assert ended.value.code == 0 and ["run", "tiny-001", "tiny-002"] in table
+    told = json.loads((runs / "tiny" / "sweep.json").read_text())
+    of_each = [json.loads((runs / name / "pretrain/summary.json").read_text()) for name in ("tiny-001", "tiny-002")]
+    for name in of_each[0]["validation"]:
+        losses = [summary["validation"][name]["loss"] for summary in of_each]
+        assert [point["losses"][f"pretrain loss, {name}"] for point in told] == losses
+        assert ["pretrain", "loss,", name, *(f"{loss:.4f}" for loss in losses)] in table
+        assert losses[0] != losses[1]
+
+
 def test_a_command_after_it_in_the_same_process_prints_where_it_always_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

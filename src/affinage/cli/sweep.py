@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from affinage.stages.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
+TRAININGS = ("dpo", "sft", "pretrain")  # the last that a point has
 JUDGED = ("evaluate-dpo", "evaluate-sft", "evaluate-base")  # the last model that a point has
 
 
@@ -29,6 +30,8 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Run every combination of the settings in a recipe's `sweep`; what they have in common is made once.
+
+    A table at the end has a column for each run: its name, its settings, the losses of its last training, its scores.
 
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
@@ -48,9 +51,14 @@ def sweep(
             screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
             _run(point, Runs(runs))
     told = [
-        {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings, "scores": scores}
+        {
+            "point": point.number,
+            "run": point.loaded.recipe.name,
+            "settings": point.settings,
+            "losses": losses_of(runs / point.loaded.recipe.name),
+            "scores": scores_of(runs / point.loaded.recipe.name),
+        }
         for point in found
-        for scores in [scores_of(runs / point.loaded.recipe.name)]
     ]
     folder = runs / found[0].loaded.recipe.name.rpartition("-")[0]
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +113,20 @@ def _show_plan(found: "list[Point]", runs: Any, *, as_json: bool) -> None:
         screen().print(f"   would run {made}; shares {shared}", highlight=False, markup=False)
 
 
+def losses_of(run: Path) -> dict[str, float | None]:
+    """Of the last training of a run, by what it is of: on each validation set, or on its batches where it has none."""
+    from affinage.stages.store import read_manifest
+
+    for stage in TRAININGS:
+        manifest = read_manifest(run / stage)
+        if manifest is not None:
+            summary = manifest["summary"]
+            held_out = {name: facts["loss"] for name, facts in (summary["validation"] or {}).items()}
+            found = held_out or {"training": summary["final_loss"]}
+            return {f"{stage} loss, {name}": loss for name, loss in found.items()}
+    return {}
+
+
 def scores_of(run: Path) -> dict[str, dict[str, Any]]:
     """Of the last model that was judged in a run: {task: {metric, value, stderr, chance}}, its headline metrics."""
     from affinage.report.evaluations import read_evaluation
@@ -129,14 +151,21 @@ def _show_scores(told: list[dict[str, Any]]) -> None:
     table.add_column("")
     for one in told:
         table.add_column(str(one["point"]), justify="right")
+    table.add_row("run", *(one["run"] for one in told))
     for key in told[0]["settings"]:
         table.add_row(key, *(_value(one["settings"][key]) for one in told), style="bold")
+    for name in dict.fromkeys(name for one in told for name in one["losses"]):
+        table.add_row(name, *(_loss(one["losses"].get(name)) for one in told))
     for task in dict.fromkeys(task for one in told for task in one["scores"]):
         first = next(one["scores"][task] for one in told if task in one["scores"])
         table.add_row(f"{task} {first['metric']}", *(_score(one["scores"].get(task)) for one in told))
     console = screen()
     console.print()
     console.print(table, highlight=False, markup=False)
+
+
+def _loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"
 
 
 def _score(score: dict[str, Any] | None) -> str:
