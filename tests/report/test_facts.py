@@ -10,7 +10,9 @@ from synthetic_run import build_run, write_json
 
 from affinage.report import collect_facts, render
 from affinage.report.cleaning import ThresholdCost, Thresholds
+from affinage.report.comparison import Entrant, comparison
 from affinage.report.differences import differences
+from affinage.report.summary import verdict
 
 anything = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
@@ -60,6 +62,37 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert headline == ["acc"] * 6
     assert facts.finished and facts.finished.year == 2026
     assert facts.seconds == pytest.approx(sum(stage.seconds or 0 for stage in facts.stages))
+
+
+def test_the_time_in_which_a_training_was_stopped_is_told_apart(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    undisturbed = collect_facts(run)
+    for name in ("summary.json", "manifest.json"):
+        told = json.loads((run / "pretrain" / name).read_text())
+        accounts = (told if name == "summary.json" else told["summary"])["seconds"]
+        accounts |= {"paused": 7200.0, "total": accounts["total"] + 7200.0}
+        if name == "manifest.json":
+            told["seconds"] = 5.0  # of the last start
+        write_json(run / "pretrain" / name, told)
+    facts = collect_facts(run)
+    pretrain, before = facts.training("pretrain"), undisturbed.training("pretrain")
+    assert pretrain and before and pretrain.worked == pytest.approx(94.2) == before.worked
+    assert next(stage.seconds for stage in facts.stages if stage.name == "pretrain") == pytest.approx(94.2)
+    assert verdict(facts, "en") == verdict(undisturbed, "en") and "in 3 min 08 s" in _spaced(verdict(facts, "en"))
+    found = comparison([Entrant(each.name, each) for each in (undisturbed, facts)])
+    assert found.quantities["training_seconds"] == pytest.approx((188.4, 188.4))
+    assert "stopped 2 h 00 min" in _spaced(render(facts))
+
+
+def _spaced(text: str) -> str:
+    return text.replace("\u202f", " ").replace("\xa0", " ")
+
+
+def test_a_run_takes_as_long_whoever_asks_before_or_after_its_report(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    before = collect_facts(run)
+    write_json(run / "report" / "manifest.json", {"stage": "report", "seconds": 3.0, "started": 1})
+    assert collect_facts(run) == before
 
 
 def test_any_stage_may_be_absent(tmp_path: Path) -> None:

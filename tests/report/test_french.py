@@ -115,7 +115,7 @@ def test_details_of_reasons(detail, french):
 
 def test_one_line_says_the_same_in_head_and_card(facts):
     line = verdict(facts, "fr")
-    assert line.startswith("Un modèle de 1,44\u202fM paramètres, entraîné sur") and "\n" not in line
+    assert line.startswith("Un modèle de 1,44\u202fM paramètres, préentraîné sur") and "\n" not in line
     assert line in render(facts, "fr")
     told = card_facts(facts, "apache-2.0")
     assert told.summary == verdict(facts, "en", timed=False)

@@ -32,7 +32,7 @@ def report(runs, tmp_path, monkeypatch, capsys):
 def test_one_line_and_the_file(report, runs):
     status, out, _ = report()
     line, place = out.splitlines()
-    assert status == 0 and line.startswith("A model of 1.44M parameters, trained on 61.4k tokens and fine-tuned")
+    assert status == 0 and line.startswith("A model of 1.44M parameters, pretrained on 61.4k tokens and fine-tuned")
     assert place == f"The report is in {runs / 'synthetic' / 'report.html'}."
     assert line in (runs / "synthetic" / "report.html").read_text()
 

@@ -169,7 +169,7 @@ def _quantities(one: Entrant) -> dict[str, Any]:
     first = trainings[0] if trainings else None
     if first is None:
         return {}
-    seconds = sum(training.seconds.get("total", 0.0) for training in trainings) or None
+    seconds = sum(training.worked or 0.0 for training in trainings) or None
     flops = [t.flops_per_step * t.steps for t in trainings if t.flops_per_step and t.steps]
     found = {
         "parameters": first.parameters,

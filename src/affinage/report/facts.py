@@ -12,7 +12,7 @@ from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.neighbours import NearDuplicate, near_duplicates
 from affinage.report.probes import Probe, read_probe
 from affinage.report.reading import json_file, listing, mapping, mappings, number, string, whole
-from affinage.report.trainings import Training, read_training
+from affinage.report.trainings import Training, read_accounts, read_training, worked
 
 FLOW = ("collect", "clean", "deduplicate", "decontaminate", "split")
 ORDER = (
@@ -34,11 +34,15 @@ ORDER = (
     "evaluate-dpo",
     "export",
 )
+REPORT = "report"  # is about the others, and written before it is known what it took itself
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run as its manifest records it. `files` maps paths to bytes; `seal` hashes all their hashes."""
+    """One stage of the run as its manifest records it. `files` maps paths to bytes; `seal` hashes all their hashes.
+
+    `seconds` are those of the start that completed it; of a training that was stopped, of all its starts.
+    """
 
     name: str
     key: str
@@ -197,7 +201,7 @@ class Facts:
 
 
 def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -> Facts:
-    """Reads a run folder (`runs/<name>`, one folder per stage, each with its manifest.json).
+    """Reads a run folder (`runs/<name>`, one folder per stage, each with its manifest.json) but for its report.
 
     Args:
         run_folder: of the run.
@@ -251,7 +255,7 @@ def _folders(run_folder: Path) -> dict[str, Path]:
 
 def _stages(folders: Mapping[str, Path]) -> list[Stage]:
     read = ((name, json_file(folder / "manifest.json")) for name, folder in folders.items())
-    found = [_stage(name, manifest) for name, manifest in read if manifest]
+    found = [_stage(name, manifest) for name, manifest in read if manifest and name != REPORT]
     rank = {name: i for i, name in enumerate(ORDER)}
     return sorted(found, key=lambda stage: (rank.get(stage.name, len(rank)), stage.name))
 
@@ -263,13 +267,18 @@ def _stage(folder_name: str, manifest: Mapping[str, Any]) -> Stage:
         name=string(manifest.get("stage"), folder_name),
         key=string(manifest.get("key")),
         started=_moment(manifest.get("started")),
-        seconds=number(manifest.get("seconds")),
+        seconds=_seconds(manifest),
         settings=mapping(manifest.get("settings")),
         summary=mapping(manifest.get("summary")),
         files={path: whole(entry.get("bytes")) or 0 for path, entry in files.items()},
         seal=hashlib.sha256(lines.encode()).hexdigest() if files else "",
         versions=mapping(manifest.get("versions")),
     )
+
+
+def _seconds(manifest: Mapping[str, Any]) -> float | None:
+    last, all_starts = number(manifest.get("seconds")), worked(read_accounts(mapping(manifest.get("summary"))))
+    return max((each for each in (last, all_starts) if each is not None), default=None)
 
 
 def _moment(value: Any) -> datetime | None:

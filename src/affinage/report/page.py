@@ -189,23 +189,22 @@ def _losses(facts: Facts, words: dict[str, str], quantities: Quantities) -> list
     """What time went to that was no step, of which the prediction knows nothing."""
     rows = []
     for training in facts.trainings:
-        total = training.seconds.get("total")
         for account in ("compile", "data", "validation", "save", "restore", "lost", "idle"):
             spent = training.seconds.get(account)
-            if total and spent and spent >= _TOLD:
+            if training.worked and spent and spent >= _TOLD:
                 rows.append(
                     {
                         "stage": words[training.name],
                         "part": words[f"time_{account}"].format(time="").strip(),
                         "seconds": quantities.duration(spent),
-                        "share": quantities.percent(spent / total),
+                        "share": quantities.percent(spent / training.worked),
                     }
                 )
     return rows
 
 
 def _time_parts(training: Training, words: dict[str, str], quantities: Quantities) -> str:
-    accounts = ("compute", "compile", "data", "validation", "save", "restore", "lost", "idle")
+    accounts = ("compute", "compile", "data", "validation", "save", "restore", "lost", "paused", "idle")
     spent = [(account, training.seconds.get(account, 0.0)) for account in accounts]
     return ", ".join(words[f"time_{account}"].format(time=quantities.duration(s)) for account, s in spent if s >= _TOLD)
 

@@ -11,6 +11,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "verdict_tuned": ("A given model of {parameters} parameters", "Un modèle existant de {parameters} paramètres"),
     "verdict_data": ("Text made ready for training", "Du texte préparé pour l’entraînement"),
     "verdict_tokens": ("trained on {tokens} tokens", "entraîné sur {tokens} tokens"),
+    "verdict_pretrained": ("pretrained on {tokens} tokens", "préentraîné sur {tokens} tokens"),
     "verdict_images": ("shown {images} images", "à qui {images} images ont été montrées"),
     "looks_caption": (
         "Benchmarks while it was trained, ± one standard error; bold: worse than at an earlier step (McNemar’s test)",
@@ -54,7 +55,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "reproduce": ("To reproduce", "Pour reproduire"),
     "finished": ("Last stage started {date} UTC", "Dernière étape commencée le {date} UTC"),
     "parameters": ("Parameters", "Paramètres"),
-    "tokens_trained": ("Tokens trained on", "Tokens d’entraînement"),
+    "tokens_trained": ("Tokens of pretraining", "Tokens du préentraînement"),
     "images_seen": ("Images seen", "Images vues"),
     "epochs": ("{epochs} epochs of {unique}", "{epochs} époques de {unique}"),
     "whole_run": ("Whole run", "Durée totale"),
@@ -247,6 +248,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "time_compute": ("steps {time}", "pas {time}"),
     "time_data": ("waiting for data {time}", "attente des données {time}"),
     "time_lost": ("lost in kills {time}", "perdu dans des arrêts {time}"),
+    "time_paused": ("stopped {time}", "arrêté {time}"),
     "time_idle": ("idle {time}", "inactif {time}"),
     "time_validation": ("validation {time}", "validation {time}"),
     "time_save": ("saving {time}", "sauvegardes {time}"),
@@ -391,8 +393,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "versions": ("Versions", "Versions"),
     "stages": ("Stages", "Étapes"),
     "stages_lead": (
-        "A key stands for settings, inputs and code; a seal hashes the SHA-256 of all files that the stage wrote.",
-        "Une clé désigne réglages, entrées et code ; un sceau hache les SHA-256 de tous les fichiers de l’étape.",
+        "A key stands for settings, inputs and code; a seal hashes the SHA-256 of all files that the stage wrote. "
+        "What the report itself takes is not counted.",
+        "Une clé désigne réglages, entrées et code ; un sceau hache les SHA-256 de tous les fichiers de l’étape. "
+        "La durée du rapport lui-même n’est pas comptée.",
     ),
     "stages_caption": ("Stages of the run", "Étapes de l’exécution"),
     "group_data": ("data", "données"),

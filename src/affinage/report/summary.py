@@ -42,7 +42,8 @@ def _made(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
         if pretrain.images:
             taught = [words["verdict_images"].format(images=quantities.short(pretrain.images))]
         else:
-            taught = [words["verdict_tokens"].format(tokens=quantities.short(pretrain.tokens))]
+            trained = "verdict_tokens" if len(facts.trainings) == 1 else "verdict_pretrained"
+            taught = [words[trained].format(tokens=quantities.short(pretrain.tokens))]
     elif facts.trainings:
         parameters = quantities.short(facts.trainings[-1].parameters)
         opening, taught = words["verdict_tuned"].format(parameters=parameters), []
@@ -54,7 +55,7 @@ def _made(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
 
 def _spent(facts: Facts, words: dict[str, str], quantities: Quantities) -> list[str]:
     """How long the trainings took, and on what; of a run without them, all its stages."""
-    trained = [training.seconds["total"] for training in facts.trainings if "total" in training.seconds]
+    trained = [training.worked for training in facts.trainings if training.worked is not None]
     seconds = sum(trained) if trained else facts.seconds
     devices = next((training.devices for training in facts.trainings if training.devices), "")
     return [
@@ -95,7 +96,7 @@ def headlines(
         note = words["over_tasks"].format(model=name, count=len(scores))
         found.append(Headline(words["mean_score"], quantities.percent(sum(scores) / len(scores)), note))
     if facts.seconds is not None:
-        training = sum(t.seconds.get("total", 0.0) for t in facts.trainings)
+        training = sum(t.worked or 0.0 for t in facts.trainings)
         note = words["of_which_training"].format(time=quantities.duration(training)) if training else ""
         found.append(Headline(words["whole_run"], quantities.duration(facts.seconds), note))
     return found

@@ -89,9 +89,20 @@ class Training:
     broken_steps: tuple[int, ...]  # steps whose loss was not a finite number
 
     @property
+    def worked(self) -> float | None:
+        """Seconds from its first start to its end, without those between two starts."""
+        return worked(self.seconds)
+
+    @property
     def loss_kind(self) -> str:
         """What its loss is of, as the words of axes begin: tokens, pairs of answers, or images."""
         return "image_loss" if self.images else "pair_loss" if self.name == "dpo" else "loss"
+
+
+def worked(accounts: Mapping[str, float]) -> float | None:
+    """Of a training's accounts, see `affinage.training.ledger`: all but the time in which it was stopped."""
+    total = accounts.get("total")
+    return None if total is None else total - accounts.get("paused", 0.0)
 
 
 def read_training(
@@ -115,9 +126,7 @@ def read_training(
         tokens=whole(summary.get("tokens")),
         images=whole(summary.get("images")),
         steps=whole(summary.get("steps")),
-        seconds={
-            k: v for k, v in ((k, number(v)) for k, v in mapping(summary.get("seconds")).items()) if v is not None
-        },
+        seconds=read_accounts(summary),
         tokens_per_second=number(summary.get("tokens_per_second")),
         mfu=number(summary.get("mfu")),
         first_loss=number(summary.get("first_loss")),
@@ -142,6 +151,12 @@ def read_training(
         ended=string(summary.get("ended")),
         broken_steps=tuple(broken),
     )
+
+
+def read_accounts(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Where the seconds of a training went; nothing of another stage's summary."""
+    found = ((name, number(seconds)) for name, seconds in mapping(summary.get("seconds")).items())
+    return {name: seconds for name, seconds in found if seconds is not None}
 
 
 def _look(entry: Mapping[str, Any]) -> Look:

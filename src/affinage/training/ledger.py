@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# lost: work that was done and not saved, before a kill or a rewind. idle: between two starts, and what is none of the
-# others, such as opening files.
-ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost", "idle")
+# lost: work that was done and not saved, before a kill or a rewind. paused: between two starts. idle: what is none of
+# the others, such as opening files.
+ACCOUNTS = ("compute", "compile", "data", "validation", "save", "restore", "lost", "paused", "idle")
 
 
 class Ledger:
@@ -124,4 +124,4 @@ class LifeSign:
         if self.before is not None:
             last = min(self.before, self._now)
             ledger.book("lost", max(0.0, last - (self.began if saved is None else saved)))
-            ledger.book("idle", self._now - last)
+            ledger.book("paused", self._now - last)
