@@ -75,7 +75,7 @@ def test_export_writes_the_model_of_the_run_and_runs_nothing(trained, capsys):
 def test_what_the_run_exported_itself_is_verified_where_it_is(trained, capsys):
     store, request = put("export", 1, pretrain=trained)
     export(open_model("quickstart", Path("runs")), store.path(request) / "model", facts=FACTS)
-    store.finish(request, {}, started=0, seconds=0)
+    store.finish(request, {}, started=0, clock=0)
     assert affinage("export", "quickstart", "--verify") == 0
     said = capsys.readouterr().out
     assert "The model is in runs/quickstart/export/model." in said

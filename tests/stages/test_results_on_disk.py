@@ -23,7 +23,7 @@ REQUEST = Request(
 
 
 def finish(store: Store, request: Request = REQUEST) -> None:
-    store.finish(request, {"documents": 3}, started=time.time(), seconds=1.0)
+    store.finish(request, {"documents": 3}, started=time.time(), clock=time.monotonic())
 
 
 def test_a_result_is_there_once_its_manifest_is(tmp_path):
@@ -93,7 +93,7 @@ for round in range(10_000):
             (folder / name).write_bytes(bytes(50_000))
             if round == 0 and name == "b":
                 print("ready", flush=True)
-        store.finish(request, {}, started=time.time(), seconds=0)
+        store.finish(request, {}, started=time.time(), clock=time.monotonic())
         if round % 2:
             store.discard(request)
 """

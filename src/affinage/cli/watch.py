@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +32,6 @@ class Watch:
         self.seconds: dict[str, float] = {}  # of the stages that ran
         self._console = screen()
         self._status: Working | None = None
-        self._began = 0.0
         self._name = ""
 
     def __enter__(self) -> "Watch":
@@ -46,7 +44,7 @@ class Watch:
 
     def began(self, step: "Step", folder: Path) -> None:
         """A stage starts. Trainings show their own progress, and only one thing can be live on a terminal."""
-        self._name, self._began = step.stage.name, time.monotonic()
+        self._name = step.stage.name
         if step.reason != "never ran":
             self._line(self._name, _escaped(step.reason))
         if self._console.is_terminal and not step.stage.live:
@@ -64,7 +62,7 @@ class Watch:
     def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
         """A stage is complete."""
         self._clear()
-        self.seconds[self._name] = time.monotonic() - self._began
+        self.seconds[self._name] = manifest["seconds"]
         said = ", ".join(headline(manifest["summary"])) or "done"
         self._line(self._name, f"{said}  [dim]{duration(self.seconds[self._name])}[/dim]")
 

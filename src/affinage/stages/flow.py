@@ -199,7 +199,7 @@ class Flow:
                 stage.before(context, anew=step.reason.startswith("forced"))
             with _all_hosts(step) if stage.together else contextlib.nullcontext():
                 summary = stage.work(context)
-            manifest = store.finish(step.request, summary, started=started, seconds=time.monotonic() - clock)
+            manifest = store.finish(step.request, summary, started=started, clock=clock)
         watcher.ended(step, manifest)
 
     @contextlib.contextmanager

@@ -83,7 +83,7 @@ def _once(runs: "Items", read: list[Path], look: "partial[Occurrences]") -> "Occ
     started, clock = time.time(), time.monotonic()
     found: Occurrences = look(runs)
     with contextlib.suppress(OSError):  # it is not ours to write to, or somebody else writes the same
-        _keep(store, request, found, started, time.monotonic() - clock)
+        _keep(store, request, found, started, clock)
     return found
 
 
@@ -112,9 +112,9 @@ def _kept(store: Store, request: Request) -> "Occurrences | None":
     return Occurrences(manifest["summary"]["texts"], np.load(folder / _COUNTS, allow_pickle=False))
 
 
-def _keep(store: Store, request: Request, found: "Occurrences", started: float, seconds: float) -> None:
+def _keep(store: Store, request: Request, found: "Occurrences", started: float, clock: float) -> None:
     from affinage.data.atomic import write_array
 
     folder = store.begin(request, anew=False)
     write_array(folder / _COUNTS, found.with_run)
-    store.finish(request, {"texts": found.texts}, started=started, seconds=seconds)
+    store.finish(request, {"texts": found.texts}, started=started, clock=clock)

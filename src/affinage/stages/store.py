@@ -113,8 +113,11 @@ class Store:
             folder.rename(doomed)
             shutil.rmtree(doomed)
 
-    def finish(self, request: Request, summary: dict[str, Any], *, started: float, seconds: float) -> dict[str, Any]:
-        """Write the manifest, which makes the folder a result. Returns it."""
+    def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
+        """Write the manifest, which makes the folder a result. Returns it.
+
+        The work began at `started`, in seconds since 1970, when `time.monotonic()` was `clock`.
+        """
         folder = self.path(request)
         written = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
         names = sorted(name for name in written if name != MANIFEST)
@@ -128,7 +131,7 @@ class Store:
             "key": request.key,
             "files": dict(zip(names, facts, strict=True)),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
-            "seconds": round(seconds, 3),
+            "seconds": round(time.monotonic() - clock, 3),
             "summary": summary,
             "versions": versions(),
         }
