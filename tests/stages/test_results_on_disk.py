@@ -1,4 +1,4 @@
-"""Results: complete or not there, whatever kills the process; and a store that two processes cannot write to."""
+"""Results: complete or not there, whatever kills the process."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from affinage.cli.program import main
-from affinage.errors import UserError
 from affinage.stages.store import Request, Store, link, read_manifest, read_request
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -87,15 +86,14 @@ from affinage.stages.store import Request, Store
 store = Store(Path(sys.argv[1]))
 for round in range(10_000):
     request = Request("s", {"round": round}, {}, {}, {})
-    with store.lock("writer"):
-        folder = store.begin(request, anew=True)
-        for name in "abc":
-            (folder / name).write_bytes(bytes(50_000))
-            if round == 0 and name == "b":
-                print("ready", flush=True)
-        store.finish(request, {}, started=time.time(), clock=time.monotonic())
-        if round % 2:
-            store.discard(request)
+    folder = store.begin(request, anew=True)
+    for name in "abc":
+        (folder / name).write_bytes(bytes(50_000))
+        if round == 0 and name == "b":
+            print("ready", flush=True)
+    store.finish(request, {}, started=time.time(), clock=time.monotonic())
+    if round % 2:
+        store.discard(request)
 """
 
 
@@ -117,31 +115,8 @@ def test_killed_at_any_moment_a_manifest_never_names_what_is_not_there(tmp_path,
         if read_manifest(folder):
             assert not store.damage(request[0]), "complete"
             assert (folder / "c").read_bytes() == bytes(50_000)
-    with store.lock("the next one"):
-        assert not list(tmp_path.glob(".discarded-*")), "half-deleted results are swept away"
-
-
-HOLDER = """
-import subprocess, sys, time
-from pathlib import Path
-from affinage.stages.store import Store
-with Store(Path(sys.argv[1])).lock("affinage run slow"):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_two_processes_cannot_write_to_one_store(tmp_path):
-    process = start(HOLDER, str(tmp_path))
-    with pytest.raises(UserError) as caught, Store(tmp_path).lock("me"):
-        pass
-    assert f"`affinage run slow` (process {process.pid}" in str(caught.value)
-    assert "--runs" in str(caught.value)
-    process.kill()
-    process.wait()
-    with Store(tmp_path).lock("me"):
-        pass  # a killed process holds nothing
+    store.sweep()
+    assert not list(tmp_path.glob(".discarded-*")), "half-deleted results are swept away"
 
 
 FULL = """

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,8 @@ from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import load_plugins
-from affinage.stages.plan import Step, needed, plan
+from affinage.stages.locks import Locks, Taken, taken
+from affinage.stages.plan import ELSEWHERE, Step, needed, plan
 from affinage.stages.same_folder import check_same_folder
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import Request, Store, link, versions, write_json
@@ -105,7 +107,7 @@ class Flow:
         """Make what is missing; returns the steps that ran. Of many hosts, the others call `follow`.
 
         Raises:
-            UserError: also if another process writes to the same store.
+            UserError: also if another process is at the same run.
         """
         Hosts.current.share(_GIVEN, self._given())
         try:
@@ -149,34 +151,61 @@ class Flow:
         if all(step.complete and store.is_complete(step.request) for step in steps):
             self._note(steps)
             return []
-        with store.lock(f"affinage, recipe {self.loaded.recipe.name}"):
-            steps = self.plan()  # again: the process that had the store may have done the work
-            for step in reversed(steps):
-                if step.reason.startswith("forced"):
-                    store.discard(step.request)
+        ran = []
+        with Locks(store.folder, f"affinage, recipe {self.loaded.recipe.name}") as locks:
+            self._begin_alone(locks)
+            take = partial(taken, locks, store, _tell)
+            steps = self.plan()  # again: what another process was at may be done
+            self._discard([step for step in reversed(steps) if step.reason.startswith("forced")], locks)
             self._note(steps)
             self._copy([step for step in steps if step.complete])
             requests = {step.stage.name: step.request for step in steps}
             if all(step.complete for step in steps):
-                self._bring(tuple(requests), requests, looked_at=True)
+                self._bring(tuple(requests), requests, take, looked_at=True)
                 self._note(steps)
             for step in steps:
-                if not step.complete:
-                    # A report reads what all the others say of themselves.
-                    self._bring(step.stage.inputs, requests, looked_at=bool(step.stage.shows))
-                    self._note(steps)
-                    self._make(step, watcher)
-                    self._link(step)
-                    if self._remote is not None:
-                        self._remote.copy(step.request)
+                if step.reason == ELSEWHERE:
+                    continue
+                with take(step.request) as mine:
+                    if mine:
+                        # A report reads what all the others say of themselves.
+                        self._bring(step.stage.inputs, requests, take, looked_at=bool(step.stage.shows))
+                        self._note(steps)
+                        self._make(step, watcher)
+                        ran.append(step)
+                self._link(step)
+                if mine and self._remote is not None:
+                    self._remote.copy(step.request)
             if self._remote is not None and (failure := self._remote.wait()):
                 _tell(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
-        return [step for step in steps if not step.complete]
+        return ran
 
-    def _bring(self, stages: Collection[str], requests: Mapping[str, Request], *, looked_at: bool) -> None:
+    def _begin_alone(self, locks: Locks) -> None:
+        """Refuse a second process at the same run, whose folder has one link for each stage."""
+        run = f"{self.loaded.recipe.name}.run"
+        if not locks.write(run):
+            raise UserError(
+                f"{locks.holder(run)} is at this run",
+                where=str(self.folder),
+                fix="Wait until it is done, or make another run of it: --set name=NAME.",
+            )
+        self.runs.store.sweep()
+
+    def _discard(self, steps: Sequence[Step], locks: Locks) -> None:
+        for step in steps:
+            name = self.runs.store.path(step.request).name
+            if not locks.write(name):
+                raise UserError(
+                    f"{locks.holder(name)} uses the result of {step.stage.name} that is to be made anew",
+                    where="--force",
+                    fix="Wait until it is done, or give this run a folder of its own with --runs.",
+                )
+            self.runs.store.discard(step.request)
+
+    def _bring(self, stages: Collection[str], requests: Mapping[str, Request], take: Taken, *, looked_at: bool) -> None:
         """Copy from the recipe's `remote` what is there and not here."""
         if self._remote is not None:
-            self._remote.bring(stages, requests, _tell, looked_at=looked_at)
+            self._remote.bring(stages, requests, _tell, take, looked_at=looked_at)
 
     def _copy(self, steps: Sequence[Step]) -> None:
         """Copy to the recipe's `remote` what is here and not there."""

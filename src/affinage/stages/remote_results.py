@@ -3,6 +3,7 @@
 A result is there once its manifest is, which comes last, and is taken only if every file has the hash that it says.
 """
 
+import contextlib
 import json
 import queue
 import shutil
@@ -45,6 +46,7 @@ class RemoteResults:
         stages: Collection[str],
         requests: Mapping[str, Request],
         say: Callable[[str], None],
+        taken: Callable[[Request], contextlib.AbstractContextManager[bool]],
         *,
         looked_at: bool = False,
     ) -> None:
@@ -54,6 +56,7 @@ class RemoteResults:
             stages: whose results are read.
             requests: of all stages, by name.
             say: told what is copied.
+            taken: inside, a result is nobody else's to write; it tells whether it is still missing.
             looked_at: they are only looked at, which does not need the whole of large ones.
         """
         left, brought = [(name, not looked_at or name not in _LARGE) for name in stages], set()
@@ -64,8 +67,9 @@ class RemoteResults:
             brought.add(name)
             request = requests[name]
             if not self._store.is_complete(request) and (whole or read_manifest(self._store.path(request)) is None):
-                with reached("remote", _FIX):
-                    self._fetch(request, say, whole=whole)
+                with taken(request) as missing, reached("remote", _FIX):
+                    if missing:
+                        self._fetch(request, say, whole=whole)
             left += [(other, other not in _LARGE) for other in request.inputs]
 
     def _fetch(self, request: Request, say: Callable[[str], None], *, whole: bool) -> None:

@@ -7,7 +7,6 @@ names. Deleting a result is one rename, so a half-deleted one cannot be mistaken
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import affinage
-from affinage.errors import UserError
 
 MANIFEST = "manifest.json"
 REQUEST = "request.json"
@@ -67,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of results. Many recipes may share it; one process at a time writes to it."""
+    """A folder of results. Many recipes may share it; which process may write a result `stages.locks` says."""
 
     folder: Path
 
@@ -111,7 +109,7 @@ class Store:
         if folder.exists():
             doomed = self.folder / f".discarded-{folder.name}-{time.time_ns()}"
             folder.rename(doomed)
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
     def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
         """Write the manifest, which makes the folder a result. Returns it.
@@ -138,40 +136,10 @@ class Store:
         write_json(folder / MANIFEST, manifest)
         return manifest
 
-    @contextlib.contextmanager
-    def lock(self, who: str) -> Iterator[None]:
-        """Hold the store for this process.
-
-        Raises:
-            UserError: another process holds it; the message says which.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError as error:  # as in /proc
-            fix = "Name another one with --runs."
-            raise UserError("this folder cannot be made", where=str(self.folder), fix=fix) from error
-        path = self.folder / ".lock"
-        with open(path, "a+", encoding="utf-8") as file:
-            try:
-                # A POSIX lock, not flock: child processes do not inherit it, so one that outlives us does not hold it.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise UserError(
-                    f"{holder} is writing to these results",
-                    where=str(self.folder),
-                    fix="Wait until it is done, or give this run a folder of its own with --runs.",
-                ) from None
-            file.truncate(0)
-            file.write(f"`{who}` (process {os.getpid()} on {platform.node()}, since {time.strftime('%H:%M:%S')})")
-            file.flush()
-            for doomed in self.folder.glob(".discarded-*"):
-                shutil.rmtree(doomed, ignore_errors=True)
-            try:
-                yield
-            finally:
-                file.truncate(0)
+    def sweep(self) -> None:
+        """Remove what processes that were killed have left of results that they discarded."""
+        for doomed in self.folder.glob(".discarded-*"):
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,121 @@
+"""Runs that share a folder: what both need is made once, and nothing is taken from under the other."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from affinage.errors import UserError
+from affinage.recipe.load import load_recipe
+from affinage.stages.flow import Flow, Runs
+from affinage.stages.stage import Stage, StageContext
+
+# A road of two stages: what the first makes is the same for all names, and the second is each recipe's own.
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_runs_beside_each_other import flow, Silent
+flow(sys.argv[2], held_in=sys.argv[3]).run(Silent())
+print("done", flush=True)
+"""
+
+
+class Silent:
+    def began(self, step, folder): ...
+    def progressed(self, what): ...
+    def measured(self, row): ...
+    def ended(self, step, manifest): ...
+
+
+def shared(context: StageContext) -> dict:
+    return _made(context)
+
+
+def own(context: StageContext) -> dict:
+    assert (context.inputs["shared"] / "text").read_text() == "shared"
+    return _made(context)
+
+
+def _made(context: StageContext) -> dict:
+    stage = context.folder.name.partition("-")[0]
+    with open("made.log", "a") as log:
+        log.write(f"{stage} of {context.recipe.name}\n")
+    if os.environ.get("HELD_IN") == stage:
+        child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        print("ready", flush=True)
+        input()
+        child.kill()
+    (context.folder / "text").write_text(stage)
+    return {}
+
+
+def flow(name: str, held_in: str = "", force: tuple[str, ...] = ()) -> Flow:
+    os.environ["HELD_IN"] = held_in
+    road = [Stage("shared", shared, {}), Stage("own", own, {"name": name}, ("shared",))]
+    return Flow(load_recipe("r.yaml", [f"name={name}"]), Runs(Path("runs")), road, force=force)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a run in a process of its own, which waits inside of a stage."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HELD_IN", "")
+    Path("r.yaml").write_text("name: r\nmodel: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}\n")
+    running = []
+
+    def process(name: str, held_in: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", RUN, str(Path(__file__).parent), name, held_in]
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout.readline() == "ready\n"
+        return running[-1]
+
+    yield process
+    for each in running:
+        each.kill()
+        each.communicate()
+
+
+def made() -> list[str]:
+    return Path("made.log").read_text().splitlines()
+
+
+def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start, monkeypatch):
+    first, said = start("a", "shared"), []
+
+    def tell(line: str) -> None:
+        said.append(line)
+        first.stdin.write("\n")
+        first.stdin.flush()
+
+    monkeypatch.setattr("affinage.stages.flow._tell", tell)
+    assert [step.stage.name for step in flow("b").run(Silent())] == ["own"]
+    assert len(said) == 1 and f"shared: waits for `affinage, recipe a` (process {first.pid} on" in said[0]
+    assert first.stdout.readline() == "done\n"
+    assert sorted(made()) == ["own of a", "own of b", "shared of a"]
+    assert os.path.samefile("runs/a/shared", "runs/b/shared")
+
+
+def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refused(start):
+    first = start("a", "own")
+    assert [step.stage.name for step in flow("b").run(Silent())] == ["own"]
+    with pytest.raises(UserError) as refused:
+        flow("a").run(Silent())
+    assert f"`affinage, recipe a` (process {first.pid}" in str(refused.value) and "runs/a" in str(refused.value)
+    with pytest.raises(UserError, match="another run uses the result of shared"):
+        flow("b", force=("shared",)).run(Silent())
+    assert made() == ["shared of a", "own of a", "own of b"]
+
+    first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing
+    first.wait()
+    assert [step.stage.name for step in flow("a").run(Silent())] == ["own"]
+    assert len(flow("b", force=("shared",)).run(Silent())) == 2
+
+
+def test_what_a_killed_run_was_making_is_made_by_whoever_waited(start, monkeypatch):
+    first = start("a", "shared")
+    monkeypatch.setattr("affinage.stages.flow._tell", lambda line: first.kill())
+    assert [step.stage.name for step in flow("b").run(Silent())] == ["shared", "own"]
