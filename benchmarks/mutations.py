@@ -118,8 +118,8 @@ MUTATIONS = [
     Mutation(
         "the gradient is not clipped",
         "src/affinage/training/optimizer.py",
-        "optax.clip_by_global_norm(settings.clip_norm)",
-        "optax.clip_by_global_norm(1e9)",
+        "_clipped_to(settings.clip_norm)",
+        "_clipped_to(1e9)",
         "tests/training/test_optimizer.py",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 
@@ -50,6 +51,39 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
     for name, parameter in theirs.items():
         # torch divides by norm + 1e-6, Optax by the norm: a relative 1e-6 per clipped step.
         np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("given", [True, False])
+def test_every_optimizer_gets_the_gradient_that_optax_clips(name: str, moments: str, given: bool):
+    params = {k: jnp.ones(v) for k, v in SHAPES.items()}
+    weights = Weights(DECAYED, MATRICES)
+    ours = make_optimizer(OptimizerSettings(name=name, moments=moments, clip_norm=2.0), weights)
+    unclipped = make_optimizer(OptimizerSettings(name=name, moments=moments, clip_norm=1e30), weights)
+    clip, (state, expected) = optax.clip_by_global_norm(2.0), (ours.init(params), unclipped.init(params))
+    for scale in (0.01, 3.0, 0.02, 1e20):
+        grads = jax.tree.map(lambda p, s=scale: s * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
+        norm = {"norm": optax.tree.norm(grads)} if given else {}
+        direction, state = ours.update(grads, state, params, **norm)
+        wanted, expected = unclipped.update(clip.update(grads, optax.EmptyState())[0], expected, params)
+        for got, same in zip(jax.tree.leaves((direction, state)), jax.tree.leaves((wanted, expected)), strict=True):
+            at = 1e-2 if moments == "bfloat16" else 1e-5
+            np.testing.assert_allclose(got.astype(jnp.float32), same.astype(jnp.float32), rtol=at, atol=at * 0.1)
+
+
+def test_a_part_of_the_gradient_is_clipped_by_the_norm_of_all():
+    params, optimizer = (
+        {"weight": jnp.zeros((2,))},
+        make_optimizer(
+            OptimizerSettings(name="lion", b1=0.0, b2=0.0, weight_decay=0.0, clip_norm=1.0),
+            Weights({"weight": True}, {"weight": None}),
+        ),
+    )
+    grads = {"weight": jnp.array([0.3, 0.4])}
+    for norm, momentum in ((0.9, [0.3, 0.4]), (10.0, [0.03, 0.04])):
+        _, state = optimizer.update(grads, optimizer.init(params), params, norm=jnp.float32(norm))
+        np.testing.assert_allclose(state[1].mu["weight"], momentum, rtol=1e-6)
 
 
 def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():

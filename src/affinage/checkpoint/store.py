@@ -297,6 +297,7 @@ def _memory_given_back() -> Iterator[None]:
     """
 
     def give() -> None:
+        give_back_freed_memory()
         while not done.wait(_GIVE_EVERY):
             give_back_freed_memory()
 

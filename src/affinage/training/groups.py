@@ -263,9 +263,8 @@ class GroupedTraining:
     def _move(
         self, index: int, state: TrainState, grads: PyTree, targets: Array, loss: Array, grad_norm: Array
     ) -> tuple[TrainState, dict[str, Array]]:
-        # The optimizer's own clipping sees this stage's gradient only, and finds it short enough.
-        scale = jnp.minimum(1.0, self.settings.optimizer.clip_norm / grad_norm) / jnp.maximum(targets, 1.0)
-        return self._updates[index](state, jax.tree.map(lambda g: g * scale, grads), loss, grad_norm)
+        mean = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
+        return self._updates[index](state, mean, loss, grad_norm)  # the norm over all stages, by which each is clipped
 
 
 def _sum_of_squares(grads: PyTree) -> Array:

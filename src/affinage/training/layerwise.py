@@ -166,7 +166,7 @@ class _Layerwise:
             optimizer = make_optimizer(self.settings.optimizer, _weights(self.graph, tuple(params)))
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(targets, 1.0), grads)
             norm = optax.tree.norm(grads)
-            direction, new_state = optimizer.update(grads, opt_state, params)
+            direction, new_state = optimizer.update(grads, opt_state, params, norm=norm)
             moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, params, direction)
             new = stored_like(params, moved, jax.random.fold_in(key, number) if rounds else None)
             good = healthy & jnp.isfinite(norm)

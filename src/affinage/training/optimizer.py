@@ -118,9 +118,10 @@ def _map_matrices(function: Callable[[Any], Any], matrices: PyTree) -> PyTree:
     return jax.tree.map(function, matrices, is_leaf=lambda leaf: leaf is None or isinstance(leaf, tuple))
 
 
-def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
+def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformationExtraArgs:
     """Gradient of the mean loss -> direction; the weights then move by minus the learning rate times it.
 
+    Its update takes `norm`, the global norm, from whoever has it already or sees only a part of the gradient.
     The learning rate stays outside, because it follows the step of the run and not the number of updates that were
     applied. Clipping, moments and decay are computed in float32, whatever dtype weights and moments are stored in.
 
@@ -133,10 +134,27 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
-        optax.clip_by_global_norm(settings.clip_norm),
+        _clipped_to(settings.clip_norm),
         _stored_in(jnp.dtype(settings.moments), chosen.direction(settings, weights)),
         optax.add_decayed_weights(settings.weight_decay, weights.decayed),
     )
+
+
+def _clipped_to(longest: float) -> optax.GradientTransformationExtraArgs:
+    """The gradient, scaled down to a global norm of `longest` where its own is larger.
+
+    `optax.clip_by_global_norm` up to rounding. That divides, and selects one of two gradients in every place: XLA keeps
+    both until the update ends. A product with one number goes into whatever reads the gradient.
+    """
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree | None = None, *, norm: jax.Array | None = None, **_: Any
+    ) -> tuple[PyTree, PyTree]:
+        norm = optax.tree.norm(grads) if norm is None else norm
+        scale = jnp.where(norm < longest, 1.0, longest / norm)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def map_like_params(

@@ -96,7 +96,7 @@ class Program:
         return self.job.strategy or strategy_for(self.mesh, self.job.parallel)
 
     @cached_property
-    def optimizer(self) -> optax.GradientTransformation:
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The job's optimizer."""
         return optimizer_of(self.held, self.job.settings)
 
@@ -235,13 +235,13 @@ class Program:
         return self.strategy.adapt(with_remat(self.call, self.job.parallel.remat))
 
 
-def optimizer_of(held: Frozen, settings: TrainSettings) -> optax.GradientTransformation:
+def optimizer_of(held: Frozen, settings: TrainSettings) -> optax.GradientTransformationExtraArgs:
     """The optimizer that these settings name, for the weights that are trained."""
     return make_optimizer(settings.optimizer, Weights(decayed(held.trained), matrices(held.trained)))
 
 
 def step_of(
-    held: Frozen, optimizer: optax.GradientTransformation, settings: TrainSettings, call: Call, seed: int
+    held: Frozen, optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, call: Call, seed: int
 ) -> Step:
     """The training step that these settings ask for: what a run compiles, and what a plan traces."""
     if settings.update == "layerwise":

@@ -28,7 +28,7 @@ Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, cou
 
 def make_train_step(
     held: Frozen,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     *,
     call: Call,
@@ -86,9 +86,10 @@ def make_train_step(
         key = random_key(seed, Purpose.DROPOUT, state.step)
         grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches)
         _, targets = sums["loss"]
-        grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
         means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
-        grad_norm = optax.tree.norm(grads)
+        # Of the sum, not of the mean: XLA would write the mean out before it has the norm.
+        grad_norm = optax.tree.norm(grads) / jnp.maximum(targets, 1.0)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(targets, 1.0), grads)
         new, report = update(state, grads, means["loss"], grad_norm)
         return new, {**means, **report, "targets": targets}
 
@@ -105,7 +106,7 @@ Update = Callable[[TrainState, PyTree, Float[Array, ""], Float[Array, ""]], tupl
 
 def make_update(
     graph: Graph,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     *,
     seed: int,
@@ -128,7 +129,7 @@ def make_update(
         state: TrainState, grads: PyTree, loss: Float[Array, ""], grad_norm: Float[Array, ""]
     ) -> tuple[TrainState, Metrics]:
         rate = jnp.asarray(schedule(state.step), jnp.float32)
-        direction, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        direction, opt_state = optimizer.update(grads, state.opt_state, state.params, norm=grad_norm)
         moved = jax.tree.map(lambda p, d: p.astype(jnp.float32) - rate * d, state.params, direction)
         rounding = random_key(seed, Purpose.ROUNDING, state.step) if stochastic_rounding else None
         params = stored_like(state.params, moved, rounding)
@@ -138,7 +139,7 @@ def make_update(
         chosen, before, moving = _choose(healthy, params, state.params), state.opt_state, healthy
         if weights_first:
             chosen, grads, before, moving = _after(chosen, (grads, before, healthy))
-            _, opt_state = optimizer.update(grads, before, state.params)
+            _, opt_state = optimizer.update(grads, before, state.params, norm=grad_norm)
         new = TrainState(
             state.step + 1,
             chosen,
