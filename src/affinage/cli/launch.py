@@ -113,7 +113,7 @@ def launch(
 
 def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, hosts: int, devices: int | None) -> None:
     """Refuse a mesh that cannot be of all devices, where it is known how many each host has and that they train."""
-    trainings = [name for name in ("pretrain", "sft", "dpo") if getattr(loaded.recipe, name) is not None]
+    trainings = loaded.recipe.trainings
     if devices is None or not trainings or (until and not set(until) & set(trainings)):
         return
     from affinage.recipe.mesh import axis_sizes

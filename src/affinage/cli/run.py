@@ -153,8 +153,8 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 
     loaded = load(recipe, how.overrides)
     if how.profile is not None:
-        trainings = [name for name in ("pretrain", "sft", "dpo") if getattr(loaded.recipe, name) is not None]
-        loaded = load(recipe, [*(how.overrides or ()), *(f"{name}.profile={how.profile}" for name in trainings)])
+        profiled = (f"{name}.profile={how.profile}" for name in loaded.recipe.trainings)
+        loaded = load(recipe, [*(how.overrides or ()), *profiled])
     road = road_of(loaded, write_report)
     if not road:
         raise UserError(

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from affinage.stages.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
-TRAININGS = ("dpo", "sft", "pretrain")  # the last that a point has
-JUDGED = ("evaluate-dpo", "evaluate-sft", "evaluate-base")  # the last model that a point has
 
 
 def add_to(app: typer.Typer) -> None:
@@ -115,6 +113,7 @@ def _show_plan(found: "list[Point]", runs: Any, *, as_json: bool) -> None:
 
 def losses_of(run: Path) -> dict[str, float | None]:
     """Of the last training of a run, by what it is of: on each validation set, or on its batches where it has none."""
+    from affinage.stages.models import TRAININGS
     from affinage.stages.store import read_manifest
 
     for stage in TRAININGS:
@@ -130,9 +129,10 @@ def losses_of(run: Path) -> dict[str, float | None]:
 def scores_of(run: Path) -> dict[str, dict[str, Any]]:
     """Of the last model that was judged in a run: {task: {metric, value, stderr, chance}}, its headline metrics."""
     from affinage.report.evaluations import read_evaluation
+    from affinage.stages.models import JUDGED, TRAININGS
     from affinage.stages.store import read_manifest
 
-    for stage in JUDGED:
+    for stage in (JUDGED[training] for training in TRAININGS):
         manifest = read_manifest(run / stage)
         if manifest is not None:
             judged = read_evaluation(stage, run / stage, manifest["summary"])

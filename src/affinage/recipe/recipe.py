@@ -102,6 +102,11 @@ class Recipe(Settings):
         return self
 
     @property
+    def trainings(self) -> list[str]:
+        """The sections of its trainings, in their order."""
+        return [name for name in ("pretrain", "sft", "dpo") if getattr(self, name) is not None]
+
+    @property
     def chat_system_prompt(self) -> str:
         """What the chat model is told where a conversation has no system message."""
         if self.dpo is not None and self.dpo.system_prompt is not None:
