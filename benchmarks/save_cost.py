@@ -129,15 +129,22 @@ class Feed:
 
 def work(mode: str, loop: str, size: Size, saves: int, folder: Path) -> dict[str, Any]:
     """The loop, in this process."""
+    from affinage.hardware.collector import what_lives_is_left_alone
     from affinage.hardware.devices import prepare
 
     prepare()
+    state, move = begin(loop, size, 100 + 2 * saves, folder)
+    with what_lives_is_left_alone():  # as the loop does
+        return measured(mode, state, move, saves, folder)
+
+
+def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict[str, Any]:
+    """What steps and saves take, by fact."""
     import jax
 
     from affinage.hardware.allocator import give_back_freed_memory
     from affinage.recipe.training import CheckpointSettings
 
-    state, move = begin(loop, size, 100 + 2 * saves, folder)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
     def advance(count: int) -> None:

@@ -3,8 +3,10 @@
 import dataclasses
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +174,28 @@ def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
     for _ in range(20):
         current = change(current)
     jax.block_until_ready(current)
+    store.wait()
+    assert_same(store.restore(1, abstract(where)), state(1, where))
+
+
+def test_a_save_returns_before_orbax_has_begun_and_keeps_the_state_of_then(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
+    where = sharding("fsdp", 8)
+    change = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    let_it_begin, begin = threading.Event(), CheckpointStore._begin
+
+    def late(self: CheckpointStore, *arguments: Any) -> Any:
+        assert let_it_begin.wait(60)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "_begin", late)
+    current = state(1, where)
+    store.save(1, current, {})
+    for _ in range(3):
+        current = change(current)
+    jax.block_until_ready(current)
+    let_it_begin.set()
     store.wait()
     assert_same(store.restore(1, abstract(where)), state(1, where))
 

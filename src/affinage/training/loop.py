@@ -14,6 +14,7 @@ from affinage.checkpoint.mirror import Mirror
 from affinage.checkpoint.store import seconds_at_most
 from affinage.errors import Preempted, UserError
 from affinage.hardware.allocator import give_back_freed_memory
+from affinage.hardware.collector import what_lives_is_left_alone
 from affinage.hardware.devices import acquire
 from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
@@ -131,6 +132,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 
         # ---- the steps ----
+        cleanup.enter_context(what_lives_is_left_alone())
         give_back_freed_memory()  # what the beginning has left
         cleanup.enter_context(ledger.account("compute"))
         rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)

@@ -1,0 +1,33 @@
+"""Full collections leave alone what was there before, and only as long as they are told to."""
+
+import gc
+import weakref
+
+import pytest
+
+from affinage.hardware.collector import what_lives_is_left_alone
+
+
+class Knot:
+    """Holds itself, so that only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_made_inside_is_freed_and_what_was_there_before_after_it():
+    before = Knot()
+    with what_lives_is_left_alone():
+        seen, made = weakref.ref(before), weakref.ref(Knot())
+        del before
+        gc.collect()
+        assert made() is None, "what is made inside is collected"
+        assert seen() is not None, "what was there before is not even looked at"
+    gc.collect()
+    assert seen() is None, "afterwards everything is collected again"
+
+
+def test_an_error_inside_ends_it_too():
+    with pytest.raises(ValueError), what_lives_is_left_alone():
+        raise ValueError
+    assert gc.get_freeze_count() == 0
