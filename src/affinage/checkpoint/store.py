@@ -117,7 +117,8 @@ class CheckpointStore:
         if hosts.first and os.path.lexists(target):
             remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
-        held = hold(dict(state))
+        # Of many hosts Orbax gathers words by their devices first, which must not meet those of the next step.
+        held = hold(dict(state)) if hosts.count == 1 else None
         begun = self._orbax.submit(self._begin, target, held or dict(state), {"step": step, "facts": dict(meta)})
         self._running = self._orbax.submit(self._finish, begun, target)
         if held is None and begun.exception() is not None:  # until Orbax has what it needs of the arrays
