@@ -1,6 +1,8 @@
 """Chat templates of Hugging Face tokenizers against transformers' own rendering, and in hostile hands."""
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -214,6 +216,20 @@ def test_a_pair_that_is_cut_stays_two_documents(tmp_path: Path):
     files.read(np.array([0]), tokens, mask)
     batch = make_batch(tokens, mask, np.zeros(1), files.marks)
     assert np.bincount(batch["segment_ids"][0]).tolist() == [100, 100]
+
+
+def test_conversations_that_several_threads_encode_do_not_mix():
+    tokenizer = ours("qwen")
+    asked = [[{"role": "user", "content": f"{number} + 7 user Paris" * number}] for number in range(1, 9)]
+    wanted = [encode_prompt(each, tokenizer, "") for each in asked]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as many clients of a server do it by their number
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            told = list(threads.map(lambda number: encode_prompt(asked[number % 8], tokenizer, ""), range(2000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert told == wanted * 250
 
 
 def test_generation_stops_at_the_templates_end_of_a_turn():

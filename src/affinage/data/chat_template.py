@@ -5,6 +5,7 @@ control token stays text, and there is no clock (`strftime_now`), because rows m
 """
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class ChatTemplate:
         self._marks: Marks | None = None
         self._ends: tuple[int, ...] | None = None
         self._environment = _Sandbox()
+        self._one_at_a_time = threading.Lock()  # the sandbox counts and keeps what the rendering under way makes
         try:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -58,16 +60,18 @@ class ChatTemplate:
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text, and the parts of it in {% generation %} blocks."""
         told = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
-        self._environment.begin()
         try:
-            pieces = self._template.generate(
-                messages=told,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
-            self._environment.collect(pieces)
+            with self._one_at_a_time:
+                self._environment.begin()
+                pieces = self._template.generate(
+                    messages=told,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.special_tokens,
+                )
+                self._environment.collect(pieces)
+                return "".join(self._environment.pieces), list(self._environment.spans)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             roles = ", ".join(message["role"] for message in told)
             raise UserError(
@@ -77,7 +81,6 @@ class ChatTemplate:
             ) from error
         except (RecursionError, MemoryError) as error:
             raise UserError("the chat template does not come to an end", where=_WHERE) from error
-        return "".join(self._environment.pieces), list(self._environment.spans)
 
     def encode(
         self, messages: Sequence[Message], tokenizer: "Tokenizer", *, trained_from: int = 0

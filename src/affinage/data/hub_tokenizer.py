@@ -85,6 +85,7 @@ class HubTokenizer(Tokenizer):
         lacking = [piece for piece in (IM_START, IM_END) if self._fast.token_to_id(piece) is None]
         self._fast.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in lacking])
         del self.vocabulary  # it has grown
+        self.__dict__.pop("_reading_special", None)
         added = [token for piece in lacking if (token := self._fast.token_to_id(piece)) is not None]
         if any(token < before for token in added):
             raise UserError("its ids have gaps, so none can be added", where=str(self._folder / FILE))
@@ -119,10 +120,14 @@ class HubTokenizer(Tokenizer):
         """As transformers encodes it; piece by piece only where a shield stands in the text."""
         if any(shielded_piece(piece) in text for piece in self.controls):
             return super().encode_rendered(text)
-        self._fast.encode_special_tokens = False
-        encoded = self._fast.encode(text, add_special_tokens=False)
-        self._fast.encode_special_tokens = True
+        encoded = self._reading_special.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
+
+    @cached_property
+    def _reading_special(self) -> FastTokenizer:
+        """One of its own that takes what spells a special token for it: to switch `_fast` to and fro is seen by other
+        threads, in which a server encodes."""
+        return FastTokenizer.from_str(self._fast.to_str())  # files do not say `encode_special_tokens`
 
     def _characters(self, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
         offsets: list[tuple[int, int]] = self._fast.encode(text, add_special_tokens=False).offsets
