@@ -156,3 +156,15 @@ def test_a_prompt_is_piped_in_or_given_and_nobody_waits_for_one(affinage, monkey
     for nothing in (piped(""), piped("\n"), piped("never read", terminal=True)):
         status, out, said = nothing
         assert (status, out) == (2, "") and said.startswith("Error: no prompt was given")
+
+
+def test_what_is_no_text_is_a_mistake_and_no_defect(affinage, monkeypatch):
+    latin = "été".encode("latin-1")
+    argument = latin.decode("utf-8", "surrogateescape")  # as Python gives the words of a command line
+    said = [affinage(verb, "theirs", argument, "--tokens", "4") for verb in ("generate", "chat")]
+    said.append(affinage("chat", "theirs", "Where?", "--system", argument, "--tokens", "4"))
+    for verb in ("generate", "chat"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(latin + b"\n"), "utf-8"))
+        said.append(affinage(verb, "theirs", "--tokens", "4"))
+    for status, _, error in said:
+        assert status == 2 and "this is not UTF-8" in error

@@ -218,6 +218,14 @@ def test_a_pair_that_is_cut_stays_two_documents(tmp_path: Path):
     assert np.bincount(batch["segment_ids"][0]).tolist() == [100, 100]
 
 
+def test_half_a_surrogate_pair_is_read_as_a_replacement_character():
+    tokenizer = ours("qwen")
+    for broken, mended in (("a\ud83d b", "a\ufffd b"), ("\udc00", "\ufffd")):
+        assert tokenizer.encode(broken) == tokenizer.encode(mended) == tokenizer.encode_batch([broken])[0]
+        talk = [[{"role": "user", "content": text}] for text in (broken, mended)]
+        assert encode_prompt(talk[0], tokenizer, "") == encode_prompt(talk[1], tokenizer, "")
+
+
 def test_conversations_that_several_threads_encode_do_not_mix():
     tokenizer = ours("qwen")
     asked = [[{"role": "user", "content": f"{number} + 7 user Paris" * number}] for number in range(1, 9)]

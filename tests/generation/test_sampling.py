@@ -106,6 +106,12 @@ def test_filters_never_exclude_every_token():
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
+def test_more_than_any_vocabulary_is_all_of_it():
+    logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
+    drawn = [draw(logits, Sampling(1.0, top_k), np.arange(5), np.zeros(5)) for top_k in (50, 2**40)]
+    np.testing.assert_array_equal(*drawn)
+
+
 def test_changing_a_value_compiles_nothing_again():
     compiled = jax.jit(choose, static_argnames="filters")
     rows = jnp.zeros(1, jnp.int32)

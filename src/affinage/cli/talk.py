@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,7 +75,7 @@ def generate(
 
     Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
     """
-    texts = prompts or [_piped()]
+    texts = _as_text(prompts or []) or [_piped()]
     from affinage.api import prompt_tokens
     from affinage.generation.decode import Generator
 
@@ -93,10 +94,32 @@ def _piped() -> str:
     fix = 'For example: affinage generate MODEL "La monnaie du Japon", or echo "La monnaie" | affinage generate MODEL'
     if sys.stdin.isatty():
         raise UserError("no prompt was given", fix=fix)
-    text = sys.stdin.read().removesuffix("\n")
+    with _read_as_text():
+        text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise UserError("no prompt was given, and standard input is empty", fix=fix)
     return text
+
+
+@contextlib.contextmanager
+def _read_as_text() -> Iterator[None]:
+    """Inside, standard input is read: what is no text there is a mistake of whoever gives it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        fix = "If it is Latin-1: iconv -f latin1 -t utf-8 FILE | affinage ..."
+        raise UserError(f"this is not UTF-8: {error}", where="standard input", fix=fix) from error
+
+
+def _as_text(words: Sequence[str]) -> list[str]:
+    """Arguments as they were given. Raises UserError for one in another encoding than the terminal's."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            shown = word.encode(errors="replace").decode()
+            raise UserError("this is not UTF-8", where=f"`{shown}`", fix="Save it as UTF-8, then try again.") from error
+    return list(words)
 
 
 @sharing(choosing=Choosing, opening=Opening)
@@ -119,17 +142,19 @@ def chat(
     from affinage.generation.chat import ChatSession, converse, greeting
     from affinage.generation.decode import Generator
 
+    asked = _as_text(question or [])
+    _as_text([system or ""])
     language = lang or _language()
     session = ChatSession(Generator(opened(model, opening)), choosing.request(tokens))
     _warn_of_a_base_model(model, opening.runs, language)
     if system is not None:
         session.set_system(system)
-    if not question:
+    if not asked:
         if sys.stdin.isatty():
             print(greeting(session, language), file=sys.stderr)
         converse(session, _read_line, _write, language)
         return
-    for text in question:
+    for text in asked:
         session.reset()
         for piece in session.reply(text):
             _write(piece)
@@ -158,7 +183,8 @@ def _read_line() -> str | None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  input() uses it once it is there
     try:
-        return input("> " if terminal else "")
+        with _read_as_text():
+            return input("> " if terminal else "")
     except (EOFError, KeyboardInterrupt):
         if terminal:
             _write("\n")

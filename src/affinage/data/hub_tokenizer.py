@@ -13,6 +13,7 @@ from affinage.data import special_tokens
 from affinage.data.atomic import write_atomically
 from affinage.data.chat import opens
 from affinage.data.foreign_json import read_object
+from affinage.data.records import encodable
 from affinage.data.special_tokens import CONTROL_PIECES, Marks, shielded_piece
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -120,7 +121,7 @@ class HubTokenizer(Tokenizer):
         """As transformers encodes it; piece by piece only where a shield stands in the text."""
         if any(shielded_piece(piece) in text for piece in self.controls):
             return super().encode_rendered(text)
-        encoded = self._reading_special.encode(text, add_special_tokens=False)
+        encoded = self._reading_special.encode(encodable(text), add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
     @cached_property
@@ -130,7 +131,7 @@ class HubTokenizer(Tokenizer):
         return FastTokenizer.from_str(self._fast.to_str())  # files do not say `encode_special_tokens`
 
     def _characters(self, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
-        offsets: list[tuple[int, int]] = self._fast.encode(text, add_special_tokens=False).offsets
+        offsets: list[tuple[int, int]] = self._fast.encode(encodable(text), add_special_tokens=False).offsets
         return offsets
 
     @property
@@ -205,7 +206,7 @@ class HubTokenizer(Tokenizer):
 
     def encode_message(self, role: str, content: str) -> tuple[list[int], int]:
         """Ids of `{role}\\n{content}` as one text, as transformers encodes it, and how many are not the content's."""
-        encoded = self._fast.encode(f"{role}\n{content}", add_special_tokens=False)
+        encoded = self._fast.encode(f"{role}\n{encodable(content)}", add_special_tokens=False)
         return encoded.ids, sum(end <= len(role) + 1 for _, end in encoded.offsets)
 
     def _named(self, key: str) -> int | None:
@@ -217,13 +218,14 @@ class HubTokenizer(Tokenizer):
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Ids of raw text, with nothing put before it."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        """Ids of raw text, with nothing put before it; half a surrogate pair is read as U+FFFD."""
+        ids: list[int] = self._fast.encode(encodable(text), add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of every text."""
-        return [encoded.ids for encoded in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+        plain = list(map(encodable, texts))
+        return [encoded.ids for encoded in self._fast.encode_batch(plain, add_special_tokens=False)]
 
     def id_to_piece(self, token: int) -> str:
         """How its vocabulary spells one id."""
@@ -239,6 +241,7 @@ class HubTokenizer(Tokenizer):
 
         Of tokens that share a character, the first one has all its bytes.
         """
+        text = encodable(text)
         ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
         ends[-1:] = [len(text)] if ends else []
         bytes_before = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int64)

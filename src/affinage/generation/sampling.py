@@ -42,7 +42,7 @@ class Sampling:
                 raise UserError(
                     f"{name} = {getattr(self, name)} is out of range",
                     where="sampling",
-                    fix="temperature, top_k >= 0; 0 < top_p <= 1; 0 <= min_p <= 1; repetition_penalty > 0",
+                    fix="temperature, top_k >= 0; 0 < top_p <= 1; 0 <= min_p <= 1; repetition_penalty > 0; 0 <= seed < 2**32",
                 )
 
     @property
@@ -78,7 +78,7 @@ def knobs(sampling: Sampling) -> Knobs:
     """The values of `sampling` as scalars for the compiled step."""
     return Knobs(
         jnp.float32(sampling.temperature),
-        jnp.int32(sampling.top_k),
+        jnp.int32(min(sampling.top_k, 2**31 - 1)),  # no vocabulary is larger
         jnp.float32(sampling.top_p),
         jnp.float32(sampling.min_p),
         jnp.float32(sampling.repetition_penalty),
