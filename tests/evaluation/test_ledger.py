@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
-from affinage.generation.decode import Generator
+from affinage.generation.decode import Generator, Request
 from tiny_models import tiny_llama
 
 PAIRS = [([2, 270 + n], [280, 290 + n]) for n in range(40)]
@@ -61,6 +61,20 @@ def test_greedy_texts_are_kept_too_and_a_stop_in_the_middle_costs_what_was_not_w
     began.clear()
     JaxLM(tiny_llama(), batch=2, ledger=left).generate_until(asked(drawn, words[:2]))
     assert len(left) == 5, "what is drawn is not kept"
+
+
+def test_a_text_is_not_taken_from_where_it_was_to_end_otherwise(tmp_path, monkeypatch):
+    def said() -> str:
+        asked = Instance("generate_until", {}, ("two plus seven is", {"max_gen_toks": 12}), 0)
+        ledger = Ledger(tmp_path / "a", "tiny")
+        lm = JaxLM(model, ledger=ledger)
+        return lm.generate_until([asked])[0]
+
+    model = tiny_llama()
+    before = said()
+    third = Generator(model).generate([JaxLM(model).tok_encode("two plus seven is")], Request(12))[0].tokens[2]
+    monkeypatch.setattr(type(model.tokenizer), "_stops", (third,))  # as of a folder whose eos_token was mended
+    assert len(said()) < len(before)
 
 
 def test_a_line_cut_off_is_forgotten_and_what_follows_is_whole(tmp_path):

@@ -214,6 +214,7 @@ class JaxLM(TemplateLM):
                 min_p=float(kwargs.get("min_p") or 0.0),
                 repetition_penalty=float(kwargs.get("repetition_penalty", 1.0)),
             ),
+            stop_ids=self.model.tokenizer.stops,  # said, so that the ledger tells them from those it had before
             stop_strings=strings,
         )
 
