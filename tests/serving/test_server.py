@@ -105,6 +105,8 @@ def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI):
     ):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             create(model="tiny", messages=MESSAGES, **wrong)
+    with pytest.raises(openai.BadRequestError, match="at most 4 choices"):  # two at once, and two that wait
+        create(model="tiny", messages=MESSAGES, n=5)
     with pytest.raises(openai.BadRequestError, match="message 2 is a system message"):
         create(model="tiny", messages=MESSAGES[::-1])
     with pytest.raises(openai.BadRequestError, match="there is no token 999999"):
@@ -141,6 +143,8 @@ def test_only_those_who_know_the_token_may_ask(served: Running):
         assert ask(chat, body, Content_Type="application/json", **allowed)[0] == 400
     nan = json.dumps({"messages": MESSAGES, "temperature": float("nan")}).encode()
     assert ask(chat, nan, Content_Type="application/json", **allowed)[0] == 400
+    unpacked = ask(chat, b"{}", Content_Type="application/json", Content_Encoding="gzip", **allowed)
+    assert unpacked[0] == 400 and "cannot be read" in unpacked[1]["error"]["message"]
     assert ask(f"{served.url}/v1/nothing", **allowed)[0] == 404
 
 

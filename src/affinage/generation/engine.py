@@ -94,6 +94,11 @@ class Engine:
             self._changed.notify()
 
     @property
+    def most(self) -> int:
+        """Tickets that can be submitted together where nobody else has any; of more it is always full."""
+        return self._batch + self._queue
+
+    @property
     def active(self) -> int:
         """Rows that are being generated."""
         return sum(row is not None for row in self._rows)

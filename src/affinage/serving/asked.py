@@ -149,6 +149,8 @@ async def read(request: web.Request, kind: type[_Kind]) -> _Kind:
         json.dumps(body, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
+    except web.RequestPayloadError as error:  # not compressed as its headers say, for example
+        raise Refused(400, f"the body cannot be read: {error}") from error
     if isinstance(body, dict):
         for name, nothing in _UNSUPPORTED.items():
             if body.get(name) not in nothing:

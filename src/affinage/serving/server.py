@@ -54,6 +54,7 @@ class Server:
         self, model: LoadedModel, engine: Engine, *, token: str | None = None, limits: Limits | None = None
     ) -> None:
         self._model, self._engine, self._limits = model, engine, limits or Limits()
+        self._most_choices = min(self._limits.choices, engine.most)  # of more, to try again would never help
         self._token = None if token is None else token.encode()
         self._created = int(time.time())
         self._open = 0
@@ -134,8 +135,8 @@ class Server:
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
         asked = await read(request, AskedText)
-        if len(asked.prompts) > self._limits.choices:
-            raise Refused(400, f"at most {self._limits.choices} prompts at once", param="prompt")
+        if len(asked.prompts) > self._most_choices:
+            raise Refused(400, f"at most {self._most_choices} prompts at once", param="prompt")
         prompts = await asyncio.to_thread(lambda: [self._tokens(prompt) for prompt in asked.prompts])
         return await self._answer(request, asked, prompts, chat=False)
 
@@ -184,8 +185,8 @@ class Server:
         if longest > room:
             what = f"the prompt has {longest:,} tokens; this model takes at most {room:,}"
             raise Refused(400, what, code="context_length_exceeded", param="messages" if chat else "prompt")
-        if len(prompts) * asked.n > self._limits.choices:
-            raise Refused(400, f"at most {self._limits.choices} choices in all", param="n")
+        if len(prompts) * asked.n > self._most_choices:
+            raise Refused(400, f"at most {self._most_choices} choices in all", param="n")
         reply = Reply(self._model.name, chat, sum(map(len, prompts)))
         rows = [(prompt, index) for prompt in prompts for index in range(asked.n)]
         async with self._tickets(rows, asked) as news:
