@@ -226,6 +226,17 @@ def test_half_a_surrogate_pair_is_read_as_a_replacement_character():
         assert encode_prompt(talk[0], tokenizer, "") == encode_prompt(talk[1], tokenizer, "")
 
 
+@pytest.mark.parametrize("form", ["qwen", "mistral"])  # byte-level BPE, and byte fallback
+def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
+    tokenizer = ours(form)
+    text = "Ça coûte 5 € : naïf 🧀, 日本語."
+    ids = tokenizer.encode(text)
+    assert any("\ufffd" in tokenizer.decode([token]) for token in ids)
+    decoded = tokenizer.decode(ids)
+    assert decoded.strip() == text  # one of them puts a space before it
+    assert tokenizer.piece_bytes[ids].sum() == len(decoded.encode())
+
+
 def test_conversations_that_several_threads_encode_do_not_mix():
     tokenizer = ours("qwen")
     asked = [[{"role": "user", "content": f"{number} + 7 user Paris" * number}] for number in range(1, 9)]

@@ -1,12 +1,13 @@
 """The tokenizer of a model from elsewhere: a tokenizer.json of Hugging Face's `tokenizers`, with ids of its own."""
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from affinage.data import special_tokens
@@ -15,7 +16,7 @@ from affinage.data.chat import opens
 from affinage.data.foreign_json import read_object
 from affinage.data.records import encodable
 from affinage.data.special_tokens import CONTROL_PIECES, Marks, shielded_piece
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.errors import UserError
 
 FILE = "tokenizer.json"
@@ -23,6 +24,7 @@ CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"  # where transformers 5 writes it
 IM_START, IM_END = CONTROL_PIECES[special_tokens.IM_START], CONTROL_PIECES[special_tokens.IM_END]
 _ANCHOR = "a"
+_BYTE, _BYTE_LEVEL = re.compile("<0x[0-9A-F]{2}>"), frozenset(pre_tokenizers.ByteLevel.alphabet())
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -233,8 +235,17 @@ class HubTokenizer(Tokenizer):
 
     @property
     def piece_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of what each id alone decodes to, int64 [vocabulary]; 0 for special tokens."""
-        return np.array([len(self.decode([token]).encode()) for token in range(self.vocabulary)], np.int64)
+        """UTF-8 bytes of text that each id stands for, int64 [vocabulary]; 0 for special tokens."""
+        return np.array([self._bytes_of(token) for token in range(self.vocabulary)], np.int64)
+
+    def _bytes_of(self, token: int) -> int:
+        text, piece = self.decode([token]), self.id_to_piece(token)
+        if REPLACEMENT in text:  # parts of characters, of each of which decoding makes three bytes
+            if _BYTE.fullmatch(piece):
+                return 1
+            if _BYTE_LEVEL.issuperset(piece):  # byte-level BPE spells every byte as a character
+                return len(piece)
+        return len(text.encode())
 
     def byte_lengths(self, text: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """UTF-8 bytes that each id of `encode(text)` stands for, int64 [len(ids)]; they sum to the text's bytes.

@@ -42,7 +42,8 @@ class Sampling:
                 raise UserError(
                     f"{name} = {getattr(self, name)} is out of range",
                     where="sampling",
-                    fix="temperature, top_k >= 0; 0 < top_p <= 1; 0 <= min_p <= 1; repetition_penalty > 0; 0 <= seed < 2**32",
+                    fix="temperature, top_k >= 0; 0 < top_p <= 1; 0 <= min_p <= 1; repetition_penalty > 0; "
+                    "0 <= seed < 2**32",
                 )
 
     @property
