@@ -15,8 +15,9 @@ from affinage.model import Call, init_params
 from affinage.recipe.training import HealthSettings
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
-from affinage.training.health import Health
-from affinage.training.spikes import LossWindow
+from affinage.training.health import Health, Incurable
+from affinage.training.progress import step_line
+from affinage.training.spikes import LossWindow, judged
 
 
 class SickFeed(tiny.RandomFeed):
@@ -163,6 +164,26 @@ def test_too_many_among_the_last_steps_stop_it_too(tmp_path: Path):
     with pytest.raises(UserError, match="2 updates within 5 steps"):
         train(job(tmp_path, SickFeed(not_finite=(3, 9, 12)), every=99, most=2, within=5))
     assert [event["done"] for event in events(tmp_path)] == ["skipped", "skipped", "stopped"]
+
+
+@pytest.mark.parametrize("sick", ["loss", "gradient"])
+def test_what_is_not_finite_is_no_spike_and_stops_a_run_that_notes_spikes_only(tmp_path: Path, sick: str):
+    settings, window = HealthSettings(window=8, on_spike="note"), LossWindow.empty(8)
+    for loss in np.linspace(3.0, 2.9, 8, dtype=np.float32):
+        window = window.with_loss(loss)
+    loss, norm = (jnp.inf, 1.0) if sick == "loss" else (9.0, jnp.inf)
+    _, sound, told = judged(window, jnp.float32(loss), settings)
+    assert bool(sound) == (sick == "gradient") and bool(told["spike"]) == (sick == "gradient")
+    metrics = {"skipped": 1.0, "loss": loss, "grad_norm": norm, **{name: float(told[name]) for name in told}}
+    health = Health(settings, tmp_path, 0, {})
+    health.look(10, metrics)
+    assert [(event["cause"], event["done"]) for event in events(tmp_path)] == [("not finite", "skipped")]
+    row = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+    row |= {"step": 10, "learning_rate": 0.1, "tokens": 1, "tokens_per_second": 1.0, "mfu": None}
+    assert "loss or gradient not finite" in step_line(row, steps=10)
+    health.look(11, metrics)
+    with pytest.raises(Incurable):
+        health.look(12, metrics)
 
 
 @pytest.mark.parametrize("policy", ["note", "skip", "rewind"])

@@ -1,6 +1,7 @@
 """What a run knows of its sick steps: which updates were left out, where it went back, and when it must stop."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,8 +69,10 @@ class Health:
         self.spikes += spike
         if self.rewind_from is not None or not (spike or skipped):
             return
-        cause = "spike" if spike else "not finite"
-        policy = self._settings.on_spike if spike else self._settings.on_non_finite
+        # A loss that stands out is often one whose gradient overflows: that is no spike to be noted only.
+        finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        cause = "spike" if spike and finite else "not finite"
+        policy = self._settings.on_spike if cause == "spike" else self._settings.on_non_finite
         shown = {name: metrics.get(name) for name in ("loss", "loss_z", "grad_norm", "learning_rate")}
         self._seen = {"step": step, "cause": cause, **shown}
         if policy == "note":

@@ -82,7 +82,8 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     parts.append(f"grad {_number(row['grad_norm'], '.2f')}")
     parts.append(f"lr {row['learning_rate']:.2e}")
     if row.get("skipped"):
-        parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if row.get('spike') else 'loss or gradient not finite'}")
+        spike = row.get("spike") and row["grad_norm"] is not None
+        parts.append(f"UPDATE SKIPPED: {'a spike of the loss' if spike else 'loss or gradient not finite'}")
     if speed and row["step"] < steps:
         parts.append(f"ETA {duration((steps - row['step']) * row[unit] / row['step'] / speed)}")
     return "  ".join(parts)

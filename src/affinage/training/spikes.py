@@ -57,6 +57,6 @@ def judged(
     if window is None or health is None:
         return window, sound, {}
     score = window.score(loss)
-    spike = score > health.spike_deviations
+    spike = sound & (score > health.spike_deviations)
     told = {"loss_z": jnp.where(jnp.isfinite(score), score, 0.0), "spike": spike.astype(jnp.float32)}
     return window.with_loss(loss), sound if health.on_spike == "note" else sound & ~spike, told
