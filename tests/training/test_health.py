@@ -12,7 +12,9 @@ import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import UserError
 from affinage.model import Call, init_params
-from affinage.recipe.training import HealthSettings
+from affinage.model.preferred import preference_graph
+from affinage.recipe.training import HealthSettings, TrainSettings
+from affinage.recipe.tuning import DpoSettings
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
 from affinage.training.health import Health, Incurable
@@ -158,6 +160,17 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
     assert "first: the value of loss" in str(stopped.value) and "document 7" in str(stopped.value)
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["step"] == 7 and found["learning_rate"] > 0 and set(found["gradient_norms"]) >= {"embed", "blocks"}
+
+
+def test_a_training_on_preferences_with_a_held_reference_is_diagnosed_too(tmp_path: Path):
+    common = tiny.settings(5, health={"most_in_a_row": 2}).model_dump(include=set(TrainSettings.model_fields))
+    chosen = DpoSettings.model_validate({**common, "sources": ["none"], "reference": "held"})
+    graph = preference_graph(tiny.graph(layers=1), chosen, documents=2)
+    feed = SickFeed(not_finite=(2, 3))
+    with pytest.raises(UserError, match="2 updates in a row"):
+        train(TrainJob(graph=graph, settings=chosen, mesh={"data": 1}, seed=1, feed=feed, folder=tmp_path))
+    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert found["step"] == 3 and found["first"] == "the value of answer_log_probabilities"
 
 
 def test_too_many_among_the_last_steps_stop_it_too(tmp_path: Path):

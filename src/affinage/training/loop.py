@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import refuse_changes
 from affinage.checkpoint.mirror import Mirror
@@ -296,11 +298,13 @@ def _go_back(
 def _diagnosed(program: Program, state: TrainState, end: Incurable) -> UserError:
     """What the user is told when too many updates were left out; also in diagnosis.json."""
     job = program.job
-    batch = next(program.batches(end.step - 1))
-    whole = program.held.whole(state.params, state.frozen)
+    held, call = program.held, program.call
+    batch = program.put_share(next(program.batches(end.step - 1)))
+    if held.reference:
+        batch = jax.jit(lambda frozen, batch: held.with_reference(frozen, batch, call))(state.frozen, batch)
     found = {
         "step": end.step,
-        **diagnose(job.graph, program.call, whole, state.averages, program.put_share(batch)),
+        **diagnose(job.graph, call, held.whole(state.params, state.frozen), state.averages, batch),
         "learning_rate": program.learning_rate(end.step),
         "documents": None if job.documents is None else job.documents(end.step),
     }
