@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Health:
     Args:
         settings: policies and limits.
         folder: of the run; None: nothing is written, as on all hosts but the first.
-        start: the step it goes on from; later lines of the file are dropped.
+        start: the step it goes on from; later lines of the file are dropped, unless `facts` know of them.
         facts: of the checkpoint that it goes on from; {} at the beginning.
         documents: what the batch of a step, counted from 1, was made of.
         say: is told in a line what is done about a sick step that the run goes back from, or no longer does.
@@ -41,7 +41,7 @@ class Health:
         self._settings, self._documents, self._say = settings, documents, say
         self._path = None if folder is None else folder / FILE
         if self._path is not None:
-            _cut(self._path, start)
+            _cut(self._path, start, facts.get("rewinds", []))
         self.sick: list[int] = list(facts.get("sick", []))  # the latest steps whose update was left out
         self.left_out: list[int] = list(facts.get("left_out", []))  # steps whose batch is not trained on
         self.rewinds: list[list[int]] = list(facts.get("rewinds", []))  # [seen at, back to]
@@ -147,17 +147,21 @@ class Incurable(Exception):
         )
 
 
-def _cut(path: Path, start: int) -> None:
+def _cut(path: Path, start: int, rewinds: Sequence[Sequence[int]]) -> None:
+    """Drop the lines of later steps, but not those of `rewinds`, whose sick step is after where they went back to."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if _step(line) <= start]
+    known = {(seen_at, f"rewound to {to}") for seen_at, to in rewinds}
+    kept = [line for line in lines if (seen := _seen(line))[0] <= start or seen in known]
     if len(kept) < len(lines):
         part = path.with_suffix(".part")
         part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(part, path)
 
 
-def _step(line: str) -> int:
+def _seen(line: str) -> tuple[int, str]:
+    """The step of a line, and what was done."""
     try:
-        return int(json.loads(line)["step"])
+        event = json.loads(line)
+        return int(event["step"]), str(event["done"])
     except (ValueError, KeyError, TypeError):
-        return 2**62  # the line that a kill cut in two
+        return 2**62, ""  # the line that a kill cut in two
