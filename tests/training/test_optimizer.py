@@ -53,6 +53,25 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
         np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("factored", [8, 128])
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_for_weights_in_bfloat16_everything_is_computed_as_for_the_same_numbers_in_float32(name: str, factored: int):
+    own = {"smallest_factored": factored} if name == "adafactor" else {}
+    settings = OptimizerSettings(name=name, weight_decay=0.3, settings=own)
+    optimizer = make_optimizer(settings, Weights(DECAYED, MATRICES))
+    draw = np.random.default_rng(1)
+    short = {k: jnp.asarray(draw.normal(size=v), jnp.bfloat16) for k, v in SHAPES.items()}
+    ends = []
+    for params in (short, jax.tree.map(lambda p: p.astype(jnp.float32), short)):
+        state = optimizer.init(params)
+        for grads in _gradients(3):
+            direction, state = optimizer.update(grads, state, params)
+        ends.append((direction, state))
+    for ours, expected in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+        assert ours.dtype == expected.dtype
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("given", [True, False])

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -136,7 +137,8 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     return optax.chain(
         _clipped_to(settings.clip_norm),
         _stored_in(jnp.dtype(settings.moments), chosen.direction(settings, weights)),
-        optax.add_decayed_weights(settings.weight_decay, weights.decayed),
+        # A number of Python's would be multiplied in the weights' own dtype.
+        optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed),
     )
 
 
@@ -193,11 +195,16 @@ def _stored_in(dtype: jnp.dtype, inner: optax.GradientTransformation) -> optax.G
     def cast(state: PyTree, params: PyTree, to: jnp.dtype) -> PyTree:
         return map_like_params(lambda leaf, _: leaf.astype(to), state, params, others=lambda leaf: leaf)
 
+    def in_float32(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.astype(float32), tree)
+
     def init(params: PyTree) -> PyTree:
-        return cast(inner.init(params), params, dtype)
+        return cast(inner.init(in_float32(params)), params, dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        grads = jax.tree.map(lambda g: g.astype(float32), grads)
+        grads = in_float32(grads)
+        # Optax's Adafactor rounds its moments, the factored ones too, to the dtype of the weights that it is given.
+        params = None if params is None else in_float32(params)
         updates, state = inner.update(grads, cast(state, grads, float32), params)
         return updates, cast(state, grads, dtype)
 
