@@ -136,8 +136,19 @@ def test_another_tail_is_one_run_of_the_same_pieces(rows: Path, first: Path, tmp
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, r'"from_step": 0, "weights": \{"all": 1.0\}'),
         ({}, 7, "no checkpoint of step 7; kept are 5, 10"),
         ({"steps": BORDER}, BORDER, "it has made 10 of the 10 steps"),
+        (
+            {"optimizer": {"name": "lion"}, "checkpoint": {"accept_changes": ["optimizer"]}},
+            BORDER,
+            r"step 10 does not fit: opt_state\.1\.nu\..* was saved as \[.*\], and is not there here",
+        ),
+        (
+            {"health": {"window": 16}, "checkpoint": {"accept_changes": ["health"]}},
+            BORDER,
+            r"step 10 does not fit: window.losses was saved as \[128\], and is \[16\] here",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
 def test_what_an_extension_may_not_change_is_refused(
     rows: Path, first: Path, tmp_path: Path, changes: dict, step: int, said: str
 ):

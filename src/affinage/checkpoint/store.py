@@ -182,7 +182,7 @@ class CheckpointStore:
             abstract: trees of `jax.ShapeDtypeStruct` with shardings; only the names given are read.
 
         Raises:
-            UserError: if it is damaged.
+            UserError: if it is damaged, or what was saved is not what is asked for.
         """
         if found := self._damage_seen_by_first(step, abstract):
             others = ", ".join(f"@{other}" for other in self.steps() if other != step)
@@ -193,7 +193,30 @@ class CheckpointStore:
                 if others
                 else "There is no other.",
             )
-        return self._load(step, abstract)
+        try:
+            return self._load(step, abstract)
+        except Exception as error:
+            misfit = self._misfit(step, abstract)
+            if not misfit:
+                raise
+            fix = "Undo the change of the settings that it comes from; a checkpoint is of one model and one optimizer."
+            raise UserError(
+                f"the checkpoint of step {step} does not fit: {misfit}", where=str(self.folder), fix=fix
+            ) from error
+
+    def _misfit(self, step: int, abstract: Mapping[str, PyTree]) -> str:
+        """The first array that was saved in another shape than it is asked for, or is on one side only; "" if none."""
+        try:
+            saved = self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step)).metadata
+        except Exception:  # whatever Orbax makes of it: it is something else that is wrong
+            return ""
+        for name, tree in abstract.items():
+            there, wanted = _shapes(saved.get(name)), _shapes(tree)
+            for path in sorted(there.keys() | wanted.keys()):
+                if there.get(path) != wanted.get(path):
+                    told = [str(list(of[path])) if path in of else "not there" for of in (there, wanted)]
+                    return f"{'.'.join(filter(None, (name, path)))} was saved as {told[0]}, and is {told[1]} here"
+        return ""
 
     def restore_newest(
         self,
@@ -228,7 +251,7 @@ class CheckpointStore:
                 try:
                     return step, self._load(step, abstract), meta
                 except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
-                    reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+                    reason = self._misfit(step, abstract) or _first_line(error)
             self._unreadable.add(step)
             _warn(step, reason)
         if not steps:
@@ -236,7 +259,8 @@ class CheckpointStore:
         raise UserError(
             f"none of the checkpoints {steps} can be restored; the last one says: {reason}",
             where=str(self.folder),
-            fix="If the model was changed, give the run another name; otherwise remove the folder to start again.",
+            fix="If the model, the optimizer or another setting of it was changed, undo that, or give the run another "
+            "name; otherwise remove the folder to start again.",
         )
 
     def forget_after(self, step: int) -> None:
@@ -318,6 +342,20 @@ def _memory_given_back() -> Iterator[None]:
         if giving.ident is not None:
             giving.join()
         give_back_freed_memory()
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """Shapes by path; a name of a field and the same key of a mapping are alike."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def _warn(step: int, reason: str) -> None:
