@@ -99,4 +99,6 @@ def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():
     assert "profile" in Walking.__dataclass_fields__
     with pytest.raises(ValueError, match="pattern"):
         tiny.settings(8, profile="5 to 6")
+    with pytest.raises(ValueError, match="say 20-25"):
+        tiny.settings(8, profile="25-20")
     assert tiny.settings(8, profile=20).traced == (20, 20) and tiny.settings(8, profile="20-25").traced == (20, 25)

@@ -169,6 +169,13 @@ class TrainSettings(Settings):
             raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
         return self
 
+    @model_validator(mode="after")
+    def _steps_to_trace(self) -> "TrainSettings":
+        if self.traced is not None and self.traced[0] > self.traced[1]:
+            first, last = self.traced
+            raise ValueError(f"`profile: {self.profile}` ends before it begins; say {last}-{first}")
+        return self
+
 
 class MixtureSettings(Settings):
     """Shares of rows that hold from a step on."""
