@@ -58,6 +58,8 @@ MISTAKES = [
     ("steps: 1_000", "steps: 1.5", "r.yaml:10", "`pretrain.steps` is `1.5`, and must be a whole number", ""),
     ("steps: 1_000", "steps: 0", "r.yaml:10", "`pretrain.steps` is `0`, and must be at least 1", ""),
     ("peak: 1e-3", "peak: -1", "r.yaml:13", "`pretrain.schedule.peak` is `-1`, and must be more than 0", ""),
+    ("jaccard: 0.9", "jaccard: true", "r.yaml:8", "`data.deduplicate.jaccard` is `true`, and must be a number", ""),
+    ("steps: 1_000", "steps: true", "r.yaml:10", "`pretrain.steps` is `true`, and must be a whole number", ""),
     ("jaccard: 0.9", "jaccard: [1]", "r.yaml:8", "`data.deduplicate.jaccard` is a list, and must be a number", ""),
     ("language: fr", "langage: fr", "r.yaml:7", "`data.sources.1.langage` is not a setting", "`language`"),
     ("name: small", "name: a/b", "r.yaml:1", "`name` is `a/b`, and may hold letters", ""),
