@@ -23,6 +23,7 @@ def test_what_is_not_said_is_as_in_julian_s_recipe():
         ({"optimizer": {"b2": 0.98}, "schedule": {"peak": 1e-3, "floor": 0}}, (32, 0, 1e-3, 0.01)),
         ({"batch_per_device": 4, "optimizer": {"weight_decay": 0.2}}, (None, 2, 2e-5, 0.2)),
         ({"batch": 8, "steps": 20_000}, (8, 1000, 2e-5, 0.01)),
+        ({"steps": 2e1}, (32, 2, 2e-5, 0.01)),
     ],
 )
 def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expected: tuple):

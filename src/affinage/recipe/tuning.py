@@ -147,8 +147,9 @@ class SftSettings(TuningSettings):
         told = dict(value)
         if told.get("batch") is None and told.get("batch_per_device") is None:
             told["batch"] = JULIAN_BATCH
-        if told.get("schedule") is None and isinstance(told.get("steps"), int):
-            warmup = min(JULIAN_WARMUP, told["steps"] // 10)
+        steps = told.get("steps")
+        if told.get("schedule") is None and isinstance(steps, int | float) and float(steps).is_integer():  # 1e3, too
+            warmup = min(JULIAN_WARMUP, int(steps) // 10)
             told["schedule"] = JULIAN_SCHEDULE.model_copy(update={"warmup_steps": warmup})
         return told
 
