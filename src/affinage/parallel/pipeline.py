@@ -98,15 +98,18 @@ class Pipeline(Spmd):
         parts = self.parts(len(x), layout)
         by_stage = jax.tree.map(lambda w: w.reshape(rounds, stages, -1, *w.shape[1:]), params)
         rows = {name: _split(array, parts) for name, array in context.batch.items()}
-        inputs = layout.constrain(_split(x, parts), (None, "batch", "residual", "width"))
+        # XLA:CPU ends the process over the gradient of the inputs, a sum over the stages, where that is in bfloat16.
+        passed = jnp.dtype(jnp.float32) if context.call.platform == "cpu" else x.dtype
+        inputs = layout.constrain(_split(x.astype(passed), parts), (None, "batch", "residual", "width"))
         key = None if context.key is None else jax.random.key_data(context.key)
 
-        def stage(weights: PyTree, x: Array, rows: Mapping[str, Array], number: Array, key: Array | None) -> Result:
+        def stage(weights: PyTree, given: Array, rows: Mapping[str, Array], number: Array, key: Array | None) -> Result:
             layers = node.layers // (stages * rounds)
             inner = replace(context, batch=rows, key=None if key is None else jax.random.wrap_key_data(key))
-            inner = replace(inner, prepared=node.kind.prepare((x,), inner))
-            x = layout.constrain(x, ("batch", "residual", "width"))
-            return apply_layers(replace(node, repeat=layers), weights, x, inner, number * layers)
+            own = layout.constrain(given.astype(x.dtype), ("batch", "residual", "width"))
+            inner = replace(inner, prepared=node.kind.prepare((own,), inner))
+            result = apply_layers(replace(node, repeat=layers), weights, own, inner, number * layers)
+            return replace(result, value=result.value.astype(passed))
 
         run = jax.shard_map(
             _schedule(stage, stages, rounds, parts),
@@ -116,7 +119,7 @@ class Pipeline(Spmd):
             axis_names={AXIS},
         )
         values, losses, metrics = run(by_stage, inputs, rows, key)
-        y = jnp.swapaxes(values[0], 0, 1).reshape(x.shape)
+        y = jnp.swapaxes(values[0], 0, 1).reshape(x.shape).astype(x.dtype)
         return Result(layout.constrain(y, ("batch", "residual", "width")), losses=losses, metrics=metrics)
 
 
