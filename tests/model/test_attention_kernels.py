@@ -18,6 +18,7 @@ from affinage.model import Call, apply, init_cache, parse
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import splash_attention
+from affinage.model.kinds.attention_masks import causal_mask
 from affinage.model.kinds.attention_products import plain_attention
 from affinage.parallel import MeshLayout, make_mesh
 
@@ -47,6 +48,20 @@ def plain(query, key, value, segments, *, window=None, softcap=None):
     grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
     out = plain_attention(grouped, key, value, mask, Context(Call(), {}), dropout=0.0, softcap=softcap)
     return out.reshape(query.shape)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 20, 33, 64])
+def test_blocks_of_a_mask_are_those_of_all_pairs(window):
+    mask = causal_mask(64, window)
+    before = np.arange(64)[:, None] - np.arange(64)
+    every = (before >= 0) & (before < (window or 64))
+    for size in (1, 8, 16, 64):
+        for rows, columns in np.ndindex(64 // size, 64 // size):
+            block = np.s_[rows * size : (rows + 1) * size, columns * size : (columns + 1) * size]
+            np.testing.assert_array_equal(mask[block], every[block])
+    np.testing.assert_array_equal(mask[:, 3:4], every[:, 3:4])
+    assert mask == causal_mask(64, window) and hash(mask) == hash(causal_mask(64, window))
+    assert mask != causal_mask(64, 7)
 
 
 def same(found, expected):

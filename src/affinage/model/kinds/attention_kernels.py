@@ -25,18 +25,19 @@ def splash_attention(
     What is filled up comes after every token, where causality hides it. `interpret` computes what the kernel would, on
     any platform, slowly.
     """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas for TPUs takes a second to import
+    # Pallas for TPUs takes a second to import.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    from affinage.model.kinds.attention_masks import causal_mask
 
     heads, length = query.shape[1:3]
     whole = -(-length // _LANES) * _LANES
     fill = ((0, 0), (0, 0), (0, whole - length), (0, 0))
     scaled = (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
     query, key, value = (jnp.pad(array, fill) for array in (scaled, key, value))
-    shape = (whole, whole)
-    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     size = next(size for size in _BLOCKS if whole % size == 0)
     kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
+        splash.MultiHeadMask([causal_mask(whole, window)] * heads),
         block_sizes=splash.BlockSizes(size, size, size, size, size, size, size, size),
         attn_logits_soft_cap=softcap,
         head_shards=1,
