@@ -17,7 +17,7 @@ from affinage.planning.part import Part, part_of
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
-from affinage.training.program import compute_dtype, optimizer_of, step_of
+from affinage.training.program import optimizer_of, step_of
 from affinage.training.state import TrainState, abstract_state
 
 
@@ -97,10 +97,9 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
     )
 
 
-def call_of(settings: TrainSettings, parallel: ParallelSettings, chip: Chip, platform: str) -> Call:
-    """How training applies the model on this chip, which need not be here."""
-    dtype = compute_dtype(settings.precision, chip)
-    call = Call(compute_dtype=dtype, platform=platform, described=True, attention=settings.attention)
+def call_of(settings: TrainSettings, parallel: ParallelSettings, dtype: str, platform: str) -> Call:
+    """How training applies the model in a dtype on a platform, which need not be here."""
+    call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, described=True, attention=settings.attention)
     return with_remat(call, parallel.remat)
 
 
@@ -118,7 +117,7 @@ def _traced_step(part: Part) -> Traced:
     whole = frozen_of(graph, settings)
     optimizer = optimizer_of(whole, settings)
     layout = part.layout
-    call = replace(call_of(settings, part.parallel, part.chip, part.platform), layout=layout)
+    call = replace(call_of(settings, part.parallel, part.dtype, part.platform), layout=layout)
     if part.stages > 1:
         pipeline = Pipeline({}, part.parallel.pipeline_micro_batches, part.parallel.pipeline_rounds)
         call = pipeline.adapt(call)

@@ -15,6 +15,7 @@ from affinage.planning.experts import OwnersLayout, of_one_owner
 from affinage.planning.local import Split
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
+from affinage.training.program import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Part:
         parallel_text: JSON of what is recomputed.
         rows: of a micro-batch.
         context: tokens of a row.
-        chip: that computes it.
+        dtype: that matrices are multiplied in; of a chip nothing else is in its program.
         platform: that it is compiled for.
         stages: of a pipeline; `rows` and the model are those of all of them.
         owners: devices that the experts lie on.
@@ -40,7 +41,7 @@ class Part:
     parallel_text: str
     rows: int
     context: int
-    chip: Chip
+    dtype: str
     platform: str
     stages: int = 1
     owners: int = 1
@@ -81,7 +82,7 @@ def part_of(split: Split, settings: TrainSettings, chip: Chip, platform: str) ->
         parallel_text=ParallelSettings(**asked).model_dump_json(),
         rows=split.local_rows,
         context=split.local_context,
-        chip=chip,
+        dtype=str(compute_dtype(settings.precision, chip)),
         platform=platform,
         stages=split.stages,
         owners=split.owners,

@@ -34,6 +34,7 @@ from affinage.planning.part import Part, part_of
 from affinage.planning.wires import wires
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
+from affinage.training.program import compute_dtype
 
 MEMORY_ACHIEVABLE = 0.8
 HOST_BANDWIDTH = 15e9  # bytes/s between a chip and its host's memory, by PCIe ("How to Scale Your Model", ch. 2)
@@ -121,7 +122,7 @@ def _bandwidth(where: Slice) -> float:
 
 def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[str, "_Work"], update: float) -> StepTime:
     chip = where.chip
-    call = call_of(settings, split.parallel, chip, where.platform)
+    call = call_of(settings, split.parallel, str(compute_dtype(settings.precision, chip)), where.platform)
     datasheet = chip.flops_per_device or chip.float32_flops  # a processor's is measured
     assert datasheet is not None
     peak = datasheet * chip.achievable
@@ -193,7 +194,7 @@ def _work(split: Split, settings: TrainSettings, where: Slice) -> Mapping[str, _
 def _work_of(part: Part) -> Mapping[str, _Work]:
     graph = part.graph
     held = frozen_of(graph, part.settings)
-    call = held.call(call_of(part.settings, part.parallel, part.chip, part.platform))
+    call = held.call(call_of(part.settings, part.parallel, part.dtype, part.platform))
     layout = replace(part, stages=1).layout  # a node by itself is in no pipeline
     call, traced = replace(call, layout=layout), partial(trace, axes=layout.axes)
     arrays = batch_shapes(graph, part.rows, part.context)
