@@ -53,3 +53,17 @@ def test_a_model_is_not_looked_at_for_a_task_that_nobody_knows(tmp_path: Path):
     ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=os.environ, timeout=300)
     assert ended.returncode == 2 and "--tasks: lm-evaluation-harness knows no task 'nosuchtask'" in ended.stderr
     assert ended.stdout.strip() == "[]"
+
+
+def test_what_an_evaluation_imports_is_not_torch(warm_python: list[str]):
+    code = """
+import sys
+import affinage.evaluation.run
+from affinage.evaluation.harness import tamed_harness
+from lm_eval.api.registry import get_metric
+with tamed_harness():
+    assert get_metric("a/program", hf_evaluate_metric=True) is None
+print(sorted({"torch", "transformers", "evaluate"} & set(sys.modules)))
+"""
+    ended = subprocess.run([*warm_python, "-c", code], capture_output=True, text=True, timeout=300)
+    assert ended.stdout.splitlines()[-1:] == ["[]"], ended.stderr

@@ -105,7 +105,6 @@ def test_bits_per_byte_stand_beside_those_of_the_compressors():
     assert 0.5 < measured["model"] < 100
 
 
-@pytest.mark.slow  # the harness reads all its task files
 def test_an_unknown_name_is_refused_with_a_hint():
     with pytest.raises(UserError, match="no task 'no-such-task'"):
         evaluate(tiny_llama(), ["no-such-task"])

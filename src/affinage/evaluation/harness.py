@@ -2,14 +2,15 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partialmethod
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import datasets
-import evaluate
 import huggingface_hub
 import jinja2
 import lm_eval.api.metrics
@@ -22,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS
 from affinage.evaluation.item_files import DEFINITIONS
-from affinage.evaluation.known import unknown_task
+from affinage.evaluation.known import harness_names, unknown_task
 
 _PATIENCE = 5.0  # seconds, for the hub to say that it is there
 _LOGGERS = ("lm_eval", "datasets", "evaluate", "fsspec", "filelock", "urllib3", "huggingface_hub")
@@ -48,7 +49,7 @@ def tamed_harness() -> Iterator[None]:
         environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         environment.filters |= lm_eval.utils.env.filters
         stack.enter_context(patch.object(lm_eval.utils, "env", environment))
-        stack.enter_context(patch.object(evaluate, "load", _refuse_metric))
+        stack.enter_context(_no_other_metrics())
         # It compiles a task's Jinja templates anew for every item, which takes longer than scoring does.
         compiled = lru_cache(maxsize=256)(lm_eval.utils.env.from_string)
         stack.enter_context(patch.object(lm_eval.utils.env, "from_string", compiled))
@@ -56,6 +57,20 @@ def tamed_harness() -> Iterator[None]:
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)
         yield
+
+
+@contextmanager
+def _no_other_metrics() -> Iterator[None]:
+    """What imports the library of metrics gets one that has none; it would import transformers and torch, 4 to 6 s."""
+    before, empty = sys.modules.get("evaluate"), ModuleType("evaluate")
+    empty.load = _refuse_metric  # type: ignore[attr-defined]
+    sys.modules["evaluate"] = empty
+    try:
+        yield
+    finally:
+        del sys.modules["evaluate"]
+        if before is not None:
+            sys.modules["evaluate"] = before
 
 
 def _refuse_metric(name: str, *_: Any, **__: Any) -> Any:
@@ -80,8 +95,11 @@ def task_manager(named: Sequence[str]) -> TaskManager:
     known = [DEFINITIONS / BENCHMARKS[name].definition for name in named if name in BENCHMARKS]
     if len(known) == len(named):
         return TaskManager(include_path=sorted({str(file.parent) for file in known}), include_defaults=False)
-    manager = TaskManager()
     for name in named:
+        if name not in harness_names():
+            raise unknown_task(name, harness_names(), "evaluate.tasks")
+    manager = TaskManager()
+    for name in named:  # some of those words are no names
         if name not in manager.all_tasks:
             raise unknown_task(name, manager.all_tasks, "evaluate.tasks")
     return manager
