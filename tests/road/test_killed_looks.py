@@ -14,6 +14,7 @@ import pytest
 from affinage.checkpoint import CheckpointStore
 from choice_task import sums, write_task
 
+QUICK = "--xla_backend_optimization_level=0"  # much is compiled, and little computed
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.yaml"
 # The program itself, with answers on disk as they come; it kills itself after the first batch of its look number DIE.
 PROGRAM = """
@@ -40,7 +41,7 @@ main()
 """
 
 
-def run(runs: Path, task: Path, die: int) -> int:
+def run(python: list[str], runs: Path, task: Path, die: int) -> int:
     settings = [
         "data.sources=[{path: pocket-world, megabytes: 0.05}]",
         "tokenizer.vocabulary=400",
@@ -53,8 +54,8 @@ def run(runs: Path, task: Path, die: int) -> int:
         f"sft.watch={{tasks: ['{task}'], every_steps: 2, items: 12, batch: 4, when_worse: keep}}",
     ]
     words = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-c", PROGRAM, "sft", str(RECIPE), "--runs", str(runs), *words]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "DIE": str(die)}
+    command = [*python, "-c", PROGRAM, "sft", str(RECIPE), "--runs", str(runs), *words]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, "DIE": str(die)}
     return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=550).returncode
 
 
@@ -73,18 +74,18 @@ def found(runs: Path) -> tuple[list[dict], dict, list[np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_a_kill_within_a_look_changes_no_score_and_no_weight(tmp_path: Path):
+def test_a_kill_within_a_look_changes_no_score_and_no_weight(tmp_path: Path, warm_python: list[str]):
     task = write_task(tmp_path, "sums", sums(30, unsure=" or so"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run(whole, task, die=0) == 0
+    assert run([sys.executable], whole, task, die=0) == 0
 
-    assert run(killed, task, die=2) == -signal.SIGKILL  # while the model of step 4 is scored
+    assert run(warm_python, killed, task, die=2) == -signal.SIGKILL  # while the model of step 4 is scored
     (answers,) = killed.glob("store/pretrain-*/benchmarks.jsonl")
     kept = answers.read_text()
     assert 0 < len(kept.splitlines()) - 1 < 24 and not list(killed.glob("store/sft-*"))
-    assert run(killed, task, die=4) == -signal.SIGKILL  # while fine-tuning is watched
+    assert run(warm_python, killed, task, die=4) == -signal.SIGKILL  # while fine-tuning is watched
     assert list(killed.glob("store/sft-*")) and not list(killed.glob("store/sft-*/manifest.json"))
-    assert run(killed, task, die=0) == 0
+    assert run(warm_python, killed, task, die=0) == 0
 
     (looks, watched, weights), (looks_killed, watched_killed, weights_killed) = found(whole), found(killed)
     assert [look["step"] for look in looks] == [0, 4, 8] and [look["step"] for look in watched["looks"]] == [0, 2, 4]

@@ -12,6 +12,7 @@ import pytest
 from affinage.errors import EXIT_PREEMPTED
 from choice_task import sums, write_task
 
+QUICK = "--xla_backend_optimization_level=0"  # much is compiled, and little computed
 TESTS = Path(__file__).parents[1]
 # The program itself, which gets a signal in the run of the point POINT: in a phase of its training, or between two
 # batches of its evaluation.
@@ -42,7 +43,9 @@ main()
 GRID = {"sft.base_step": [4, 8], "sft.steps": [4, 6]}
 
 
-def sweep(runs: Path, task: Path, point: int = 0, phase: str = "step", number: str = "SIGKILL") -> int:
+def sweep(
+    python: list[str], runs: Path, task: Path, point: int = 0, phase: str = "step", number: str = "SIGKILL"
+) -> int:
     training = "batch: 4, schedule: {peak: 1.0e-3, floor: 0}"
     settings = [
         "data.sources=[{path: pocket-world, megabytes: 0.05}]",
@@ -59,8 +62,8 @@ def sweep(runs: Path, task: Path, point: int = 0, phase: str = "step", number: s
     paths = os.pathsep.join([str(TESTS / "training"), *filter(None, [os.environ.get("PYTHONPATH")])])
     told = {"PYTHONPATH": paths, "POINT": str(point), "PHASE": phase, "SIGNAL": number}
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "sweep", str(recipe), "--runs", str(runs), *words],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **told},
+        [*python, "-c", PROGRAM, "sweep", str(recipe), "--runs", str(runs), *words],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, **told},
         capture_output=True,
         check=False,
         timeout=550,
@@ -78,10 +81,10 @@ def of(stage: str, found: dict[str, int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_goes_on_to_the_same_table_and_repeats_no_finished_run(tmp_path: Path):
+def test_a_stopped_sweep_goes_on_to_the_same_table_and_repeats_no_finished_run(tmp_path: Path, warm_python: list[str]):
     task = write_task(tmp_path, "sums", sums(30, unsure=" or so"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert sweep(whole, task) == 0
+    assert sweep([sys.executable], whole, task) == 0
 
     moments = [
         (2, "step", "SIGTERM", 1),
@@ -90,13 +93,13 @@ def test_a_stopped_sweep_goes_on_to_the_same_table_and_repeats_no_finished_run(t
     ]
     before: dict[str, int] = {}
     for point, phase, number, tuned in moments:
-        status = sweep(killed, task, point, phase, number)
+        status = sweep(warm_python, killed, task, point, phase, number)
         assert status == (-signal.SIGKILL if number == "SIGKILL" else EXIT_PREEMPTED), (point, phase)
         now = results(killed)
         assert of("evaluate-sft", now) == tuned and now.items() >= before.items(), (point, phase)
         assert not (killed / "tiny" / "sweep.json").exists()
         before = now
-    assert sweep(killed, task) == 0
+    assert sweep(warm_python, killed, task) == 0
 
     table = (killed / "tiny" / "sweep.json").read_text()
     assert table == (whole / "tiny" / "sweep.json").read_text() and len(json.loads(table)) == 4
