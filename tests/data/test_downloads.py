@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -143,6 +144,28 @@ def test_no_network(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot download .*nowhere.invalid") as error:
         cached("http://nowhere.invalid/a.jsonl")
     assert "Is there a network?" in error.value.fix
+
+
+@pytest.mark.parametrize("answer", [b"", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
+def test_a_server_that_hangs_up_before_it_answers_is_asked_again(tmp_path, monkeypatch, answer):
+    monkeypatch.setenv("AFFINAGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(downloads, "_PAUSE", 0.001)
+    asked = []
+
+    def serve(listening):
+        while len(asked) < downloads._ATTEMPTS:
+            connection, _ = listening.accept()
+            asked.append(connection.recv(10_000))
+            connection.sendall(answer)
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, args=(listening,), daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/lines.jsonl"
+        with pytest.raises(UserError, match="cannot download") as error:
+            cached(url)
+    assert len(asked) == downloads._ATTEMPTS
+    assert "disk" not in str(error.value) and not cached_path(url).exists()
 
 
 def test_from_an_object_store(tmp_path, monkeypatch):

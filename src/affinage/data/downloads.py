@@ -4,9 +4,11 @@ import base64
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import json
 import netrc
 import os
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +26,7 @@ _ATTEMPTS = 4  # in a row that bring nothing
 _PAUSE = 1.0  # seconds before the second attempt; doubled each time
 _TIMEOUT = 30.0  # seconds without a byte
 _CHUNK_BYTES = 1 << 20
+_BROKEN_OFF = (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)  # by who answers, or the way
 
 
 class _Unreachable(Exception):
@@ -89,8 +92,10 @@ def _fetch_all(url: str, path: Path, part: Path) -> None:
         try:
             total = _fetch_more(url, path, part)
             size = part.stat().st_size
-            if total is None or size == total:
+            if size == total or (total is None and size):
                 return
+            if total is None:
+                raise _Unreachable("the server sent nothing")
             if size > total:
                 part.unlink()
                 raise _Unreachable(f"{size} bytes came of a file of {total}")
@@ -142,6 +147,8 @@ def _from_http(url: str, path: Path, part: Path) -> int | None:
         ) from None
     except urllib.error.URLError as error:
         raise _Unreachable(f"{error.reason}") from None
+    except _BROKEN_OFF as error:
+        raise _Unreachable(f"the connection broke: {str(error).strip() or type(error).__name__}") from None
 
 
 def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
