@@ -15,6 +15,7 @@ from affinage.data.hub_datasets import DatasetPart, parts_of, rows_of
 from affinage.data.opening import SourceFile, damage_told, open_plain, open_stored
 from affinage.data.records import DamagedFile
 from affinage.data.sources import find
+from affinage.data.table_rows import rows_of_batch
 from affinage.errors import UserError
 from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, is_url, location
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
@@ -109,9 +110,10 @@ def _lines(part: SourceFile | DatasetPart, settings: SourceSettings, where: str)
         with open_stored(part) as raw:
             number = 0
             for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
-                for row in batch.to_pylist():
+                for row in rows_of_batch(batch):
                     number += 1
-                    yield f"{where}:{number}", f"{part.name}:{number}", row
+                    place, name = f"{where}:{number}", f"{part.name}:{number}"
+                    yield place, name, _not_utf8(row, place) if isinstance(row, UnicodeDecodeError) else row
     else:
         with open_plain(part) as stream:
             for number, line in enumerate(stream, 1):
@@ -124,9 +126,13 @@ def _parsed(line: bytes, where: str) -> Mapping[str, Any] | UserError:
     try:
         item = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return UserError(f"this line is damaged: it is not UTF-8 ({error.reason})", where=where)
+        return _not_utf8(error, where)
     except (ValueError, RecursionError) as error:
         return UserError(f"this line is not JSON: {of_a_line(error)}", where=where, fix=_ONE_OBJECT)
     if not isinstance(item, dict):
         return UserError("this line is not a JSON object", where=where, fix=_ONE_OBJECT)
     return item
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str) -> UserError:
+    return UserError(f"this line is damaged: it is not UTF-8 ({error.reason})", where=where)

@@ -40,7 +40,7 @@ def conversation(item: Item, shape: str, *, where: str, name: str) -> Conversati
     if told and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, text_message({"role": "system", "content": told}, where))
     check_messages(messages, where=where)
-    return Conversation(str(item.get("id") or name), messages)
+    return Conversation(encodable(str(item.get("id") or name)), messages)
 
 
 def _messages(item: Item, shape: str, where: str) -> list[Any]:

@@ -20,6 +20,7 @@ from affinage.data.records import DamagedFile
 
 CHUNK_BYTES = 1 << 16  # read at once; of a damaged file, the readable bytes of the last chunk are lost
 _ZSTD_BYTES = 1 << 8
+_ZSTD_WINDOW = 1 << 31  # bytes; what `zstd --long=31` writes, as many published dumps are
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class _ZstdReader(io.RawIOBase):
                     raise EOFError("the last zstd frame has no end")
                 return 0
             if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
             self._ready = memoryview(self._frame.decompress(chunk))
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data + self._compressed, None

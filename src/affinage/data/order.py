@@ -20,4 +20,9 @@ def shuffle_keys(names: Iterable[str], seed: int, purpose: str) -> np.ndarray:
 def document_keys(batch: pa.RecordBatch, seed: int, purpose: str) -> np.ndarray:
     """The shuffle keys of documents, uint64 [n]; an id is unique within its source only, so both count."""
     pairs = zip(batch.column("source").to_pylist(), batch.column("id").to_pylist())
-    return shuffle_keys([f"{source}/{name}" for source, name in pairs], seed, purpose)
+    return shuffle_keys([document_name(source, name) for source, name in pairs], seed, purpose)
+
+
+def document_name(source: str, id: str) -> str:
+    """What no other document is called."""
+    return f"{source}/{id}"

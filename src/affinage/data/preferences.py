@@ -10,6 +10,7 @@ from typing import Any
 from affinage.data.chat import Message, check_messages, conversation_marks, cut_document, encode_document
 from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
+from affinage.data.records import encodable
 from affinage.data.row_files import find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows
@@ -94,7 +95,7 @@ def _pair(item: Mapping[str, Any], *, where: str, name: str) -> Pair:
         raise UserError("a pair without a prompt", where=where, fix=f"it needs {_SHAPES}")
     for answer in (chosen, rejected):
         check_messages([*prompt, *answer], where=where)
-    return Pair(str(item.get("id") or name), prompt, chosen, rejected)
+    return Pair(encodable(str(item.get("id") or name)), prompt, chosen, rejected)
 
 
 def _prompt(item: Mapping[str, Any], where: str) -> list[Message] | None:

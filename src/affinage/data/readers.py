@@ -15,6 +15,7 @@ from affinage.data.foreign_json import of_a_line
 from affinage.data.gutenberg import chapters
 from affinage.data.opening import CHUNK_BYTES, SourceFile, damage_told, open_plain, open_stored
 from affinage.data.records import BadRecord, Record, needed_columns, record_of
+from affinage.data.table_rows import rows_of_batch
 from affinage.data.warc import read_warc
 from affinage.data.wikipedia import read_dump
 from affinage.errors import UserError
@@ -85,6 +86,7 @@ def _codec(stated: bytes) -> str:
     """The codec of a stated charset; old books that state ASCII are in Windows' Latin letters."""
     try:
         name = codecs.lookup(stated.decode("ascii", "replace")).name
+        b"a".decode(name, "replace")  # there are codecs of other things than text
     except LookupError:
         return "cp1252"
     return "cp1252" if name in ("ascii", "iso8859-1") else name
@@ -138,6 +140,10 @@ def _read_table(file: SourceFile, settings: SourceSettings) -> Records:
         columns = [name for name in names if name in needed_columns(settings)]
         number = 0
         for batch in table.iter_batches(batch_size=256, columns=columns):
-            for row in batch.to_pylist():
+            for row in rows_of_batch(batch):
                 number += 1
-                yield record_of(row, f"{file.name}#{number}", settings)
+                place = f"{file.name}#{number}"
+                if isinstance(row, UnicodeDecodeError):
+                    yield BadRecord(place, "not UTF-8", f"{row.reason} in a text", _glimpse(row.object, row.start))
+                else:
+                    yield record_of(row, place, settings)

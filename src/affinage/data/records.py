@@ -57,7 +57,8 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
             return BadRecord(place, NOT_ASKED_FOR, f"{key} is {value!r}")
     text = look_up(fields, settings.text_key)
     if text is _MISSING:
-        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {', '.join(map(str, fields))}")
+        there = encodable(", ".join(map(str, fields)))
+        return BadRecord(place, "no text key", f"no {settings.text_key!r} among the keys {there}")
     if not isinstance(text, str):
         kind = type(text).__name__
         return BadRecord(place, "text is not a string", f"{settings.text_key!r} is {kind}", str(text)[:200])

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 
 from affinage.data.documents import document_files, row_groups
 from affinage.data.finished import Finished
-from affinage.data.order import document_keys
+from affinage.data.order import document_keys, document_name, shuffle_keys
 
 _TASK = "renamed"
+_PURPOSE = "identity"  # of the keys by which ids are compared
 _SAMPLES = 5
 
 _Plan = dict[str, dict[str, str]]  # file: row: new id
@@ -22,8 +23,9 @@ _Plan = dict[str, dict[str, str]]  # file: row: new id
 def rename_repeated(folder: Path) -> dict[str, Any]:
     """Give the second and every later document of an id the id `<id>@2`, `<id>@3`, ... and count them by source.
 
-    The names follow the order of the documents. Memory is 8 bytes a document, and the names of the repeated ones. A
-    call that was interrupted is finished by the next, if its notes are still there.
+    The names follow the order of the documents; one that another document has is passed over. Memory is 8 bytes a
+    document, and the names of the repeated ones. A call that was interrupted is finished by the next, if its notes are
+    still there.
     """
     finished = Finished(folder)
     plan = finished.get(_TASK) or _plan(folder)
@@ -36,7 +38,7 @@ def rename_repeated(folder: Path) -> dict[str, Any]:
 
 def _plan(folder: Path) -> dict[str, Any]:
     batches = [(path, group) for path in document_files(folder) for group in row_groups(path)]
-    keys = [document_keys(group.read(["id", "source"]), 0, "identity") for _, group in batches]
+    keys = [document_keys(group.read(["id", "source"]), 0, _PURPOSE) for _, group in batches]
     empty: dict[str, Any] = {"documents": 0, "by_source": {}, "samples": [], "files": {}}
     if not keys:
         return empty
@@ -55,12 +57,21 @@ def _plan(folder: Path) -> dict[str, Any]:
             id, source = (batch.column(name)[row].as_py() for name in ("id", "source"))
             seen[source, id] += 1
             if seen[source, id] > 1:
-                files[path.name][str(rows[path] + row)] = f"{id}@{seen[source, id]}"
+                while _is_taken(new := f"{id}@{seen[source, id]}", source, found):
+                    seen[source, id] += 1
+                files[path.name][str(rows[path] + row)] = new
                 sources[source] += 1
                 if len(samples) < _SAMPLES and id not in samples:
                     samples.append(id)
         rows[path] += group.rows
     return {"documents": sources.total(), "by_source": dict(sources), "samples": samples, "files": dict(files)}
+
+
+def _is_taken(id: str, source: str, keys: np.ndarray) -> bool:
+    """Whether a document has this id; `keys` are those of all documents, ascending."""
+    key = shuffle_keys([document_name(source, id)], 0, _PURPOSE)[0]
+    place = int(np.searchsorted(keys, key))
+    return place < keys.size and bool(keys[place] == key)
 
 
 def _rename(path: Path, ids: dict[int, str]) -> None:

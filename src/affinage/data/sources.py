@@ -16,7 +16,7 @@ from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_folder, is_on_hub, location
+from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_folder, is_on_hub, location, printable
 
 _IN_PLACE = ("file", "memory", "local")  # protocols of what is on this machine
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol: what affinage calls the packages for it
@@ -127,7 +127,8 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
     if not filesystem.exists(path) and fsspec.core.has_magic(path):
         matches = filesystem.glob(path, detail=True)
         base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
-        found = {file: info for file, info in matches.items() if info["type"] == "file"}
+        # A link to a file has a type of its own, and is as good as the file.
+        found = {file: info for file, info in matches.items() if info["type"] == "file" or filesystem.isfile(file)}
     elif filesystem.isdir(path):
         base = path.rstrip("/")
         found = filesystem.find(base, detail=True)
@@ -155,7 +156,7 @@ def _sort_out(
     files: list[SourceFile] = []
     unreadable: list[str] = []
     for path in sorted(found):
-        name = path.removeprefix(base).lstrip("/")
+        name = printable(path.removeprefix(base).lstrip("/"))
         if any(part.startswith(".") for part in PurePosixPath(name).parts):
             continue
         if kind_of(name, code=source.kind == "code"):

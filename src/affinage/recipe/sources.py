@@ -114,3 +114,8 @@ def is_url(path: str) -> bool:
 def is_folder(dataset: str) -> bool:
     """Whether a dataset is a folder: the Hub's names are `name` or `owner/name`, everything else is a path."""
     return dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
+
+
+def printable(path: str) -> str:
+    """A path as text: bytes in it that are not UTF-8, as old archives have them, are spelled (caf\\xe9.txt)."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

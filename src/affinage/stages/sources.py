@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from affinage.recipe.data import POCKET_WORLD
+from affinage.recipe.sources import printable
 
 # What is more than this is told apart by size and time of change: a plan must not take longer than that.
 _READ_WHOLE = 256_000_000  # bytes of one source: a fraction of a second
@@ -27,6 +28,7 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         full = path if not root or "://" in path or os.path.isabs(path) else f"{root.rstrip('/')}/{path}"
+        full = full.removeprefix("file://").removeprefix("local://")  # on this machine, however it is written
         if path == POCKET_WORLD:
             continue
         if "://" in full:
@@ -34,7 +36,7 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
             continue
         files = _files(os.path.expanduser(full))
         few = len(files) <= _READ_FILES and sum(file.stat().st_size for file in files) <= _READ_WHOLE
-        found |= {str(file): _fingerprint(file, by_content=few) for file in files}
+        found |= {printable(str(file)): _fingerprint(file, by_content=few) for file in files}
     return found
 
 
