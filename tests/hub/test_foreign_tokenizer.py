@@ -117,7 +117,7 @@ def test_text_comes_back_and_its_bytes_are_counted_once(tokenizers, text):
     tokenizer = tokenizers["bytes"]
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and not set(ids) & {tokenizer.eos}
-    assert tokenizer.byte_lengths(text, ids).sum() == len(text.encode())
+    assert tokenizer.byte_lengths(text, ids).sum() == len(text.encode()) == tokenizer.piece_bytes[ids].sum()
     assert (tokenizer.byte_lengths(text, ids) >= 0).all() and len(tokenizer.byte_lengths(text, ids)) == len(ids)
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from affinage.data.documents import row_groups
 from affinage.data.order import document_keys
 from affinage.data.row_files import file_safe
-from affinage.data.spool import Stream, mapped
+from affinage.data.spool import EXTRA, Stream, mapped
 from affinage.data.tokenizer import Tokenizer
 
 UNDETERMINED = "und"  # ISO 639 for a language that is not known
@@ -42,7 +42,7 @@ class EncodeTask:
 def encode_file(task: EncodeTask) -> None:
     """Write the tokens of a file of documents, `<s> text </s>` each, by group; nothing if that has been done.
 
-    A group is `<source>.<language>`: `<group>.tokens`, `<group>.extra` (with `byte_lengths`, uint8) and
+    A group is `<source>.<language>`: `<group>.tokens`, `<group>.extra` (with `byte_lengths`, uint32) and
     `<group>.parquet` with id, source, url, key (of the shuffled order), length in tokens and bytes of each document.
     """
     done = task.folder / task.path.stem
@@ -89,7 +89,7 @@ def _encoded(
                 of_text = tokenizer.byte_lengths(texts[i], flat[start:end])
                 if not before:
                     of_text[:1] = 0  # there is nothing that the first token could be predicted from
-                extra = np.pad(of_text, (len(before), len(after))).astype(np.uint8)
+                extra = np.pad(of_text, (len(before), len(after))).astype(EXTRA)
             line = (ids[i], source, urls[i] or "", keys[chosen.start + i], len(tokens), len(texts[i].encode()))
             facts = {"source": source, "language": language}
             yield group_name(source, language), facts, {"tokens": tokens, "extra": extra, "line": line}
@@ -169,7 +169,7 @@ def read_group(folders: Sequence[Path], group: str, dtype: type[np.generic]) -> 
     extra = [path.with_name(f"{group}.extra") for path in here]
     stream = Stream(
         tokens=tuple(mapped(path.with_name(f"{group}.tokens"), dtype) for path in here),
-        extra=tuple(mapped(path, np.uint8) for path in extra if path.is_file()),
+        extra=tuple(mapped(path, EXTRA) for path in extra if path.is_file()),
         files=files[order],
         sources=sources[order],
         keys=keys[order],

@@ -25,7 +25,7 @@ from affinage.data.lineage import DOCUMENTS, spans, write_lineage
 from affinage.data.packing import Layout, end_to_end, whole_where_they_fit
 from affinage.data.row_files import FACTS, shard_name, told_marks, write_facts
 from affinage.data.shards import ShardFolder
-from affinage.data.spool import Stream
+from affinage.data.spool import EXTRA, Stream
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.data import RowsSettings
@@ -165,7 +165,7 @@ class _Writer:
         files = self._write_shards(place, layout, stream, max(1, min(shards, layout.rows)), f"{part}/{name}")
         if stream.extra:
             # Position 0 of a row is never predicted: it is <s>, or was predicted by the row before.
-            lengths = layout.blocks(stream.read_extra, 0, layout.rows, context, np.uint8)
+            lengths = layout.blocks(stream.read_extra, 0, layout.rows, context, EXTRA)
             predicted = np.concatenate([block[:, 1:].sum(axis=1, dtype=np.int64) for block in lengths])
             write_array(folder / "bytes.npy", predicted)
         write_lineage(folder / DOCUMENTS, spans(layout, stream.names))

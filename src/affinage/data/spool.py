@@ -11,13 +11,14 @@ import pyarrow as pa
 from jaxtyping import Integer
 
 _DOCUMENTS_PER_CHUNK = 65_536
+EXTRA = np.uint32  # of what goes beside tokens: a token may stand for hundreds of bytes, such as a run of spaces
 
 
 @dataclass
 class Spool:
     """Token sequences with their shuffle keys and where they came from, appended in any order.
 
-    Tokens go to `path`; with `extra`, a byte per token goes beside them (what it means is up to the caller). In
+    Tokens go to `path`; with `extra`, a number per token goes beside them (what it means is up to the caller). In
     memory remain about 24 bytes and the names of every document.
     """
 
@@ -68,7 +69,7 @@ class Spool:
         self._file.write(tokens.astype(self.dtype, copy=False).data.cast("B"))
         if self._extra_file is not None:
             assert extra is not None and len(extra) == len(tokens)
-            self._extra_file.write(extra.astype(np.uint8).data)
+            self._extra_file.write(extra.astype(EXTRA).data)
         self._keys.append(key)
         self._lengths.append(len(tokens))
         self._names.append(names)
@@ -94,7 +95,7 @@ class Spool:
         order = np.argsort(keys, kind="stable")
         return Stream(
             tokens=(mapped(self.path, self.dtype),),
-            extra=(mapped(self._extra_path, np.uint8),) if self.extra else (),
+            extra=(mapped(self._extra_path, EXTRA),) if self.extra else (),
             files=np.zeros(len(order), np.int32),
             sources=(np.cumsum(lengths) - lengths)[order],
             keys=keys[order],
@@ -141,7 +142,7 @@ class Stream:
         return self._piece(self.tokens, document, start, stop)
 
     def read_extra(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The extra bytes of tokens [start, stop) of a document."""
+        """The extra numbers of tokens [start, stop) of a document."""
         return self._piece(self.extra, document, start, stop)
 
     def forget(self) -> None:

@@ -19,7 +19,7 @@ from affinage.data.order import shuffle_keys
 from affinage.data.packing import Read, best_fit, in_bins
 from affinage.data.row_files import told_marks, write_facts, write_rows
 from affinage.data.special_tokens import Marks
-from affinage.data.spool import Spool, Stream
+from affinage.data.spool import EXTRA, Spool, Stream
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
@@ -183,10 +183,10 @@ def _write_part(
 
     write = functools.partial(write_rows, folder, rows=layout.rows, context=context, shards=1)
     files = write(blocks(stream.read, stream.dtype, marks.pad), dtype=stream.dtype)
-    masks = (np.minimum(extra, 1) for extra in blocks(stream.read_extra, np.uint8))
+    masks = (np.minimum(extra, 1) for extra in blocks(stream.read_extra, EXTRA))
     files |= write(masks, dtype=np.uint8, kind="mask")
     trained, text_bytes = 0, []
-    for extra in blocks(stream.read_extra, np.uint8):
+    for extra in blocks(stream.read_extra, EXTRA):
         trained += int(np.count_nonzero(extra))
         text_bytes.append((extra - np.minimum(extra, 1)).sum(axis=1, dtype=np.int64))
     write_array(folder / "bytes.npy", np.concatenate(text_bytes))
