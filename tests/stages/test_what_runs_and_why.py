@@ -7,6 +7,8 @@ import pytest
 
 from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe, load_recipe
+from affinage.stages import results
+from affinage.stages.code import code_of
 from affinage.stages.flow import Flow, Runs
 from affinage.stages.plan import plan
 from affinage.stages.road import road_of
@@ -230,3 +232,8 @@ def test_sections_left_out_have_no_stages(load):
     assert names == ["collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain"]
     assert "deduplicate" not in [stage.name for stage in road_of(load("data.deduplicate=null"))]
     assert road_of(load("data=null"), write_text) == []
+
+
+def test_another_way_to_judge_judges_anew():
+    for work in (results.evaluate_base, results.evaluate_sft, results.evaluate_dpo):
+        assert {"evaluation/run.py", "evaluation/tasks.py", "generation/model.py"} <= code_of(work).keys()

@@ -1,6 +1,7 @@
 """The work of the stages that judge and release what was trained."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,17 +22,23 @@ _VERIFIED = 10  # validation documents of each source and language that `verify`
 
 def evaluate_base(context: StageContext) -> Summary:
     """Judge the pretrained model."""
-    return _evaluate(context, "pretrain")
+    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
+
+    return _evaluate(context, "pretrain", evaluate)
 
 
 def evaluate_sft(context: StageContext) -> Summary:
     """Judge the chat model."""
-    return _evaluate(context, "sft")
+    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
+
+    return _evaluate(context, "sft", evaluate)
 
 
 def evaluate_dpo(context: StageContext) -> Summary:
     """Judge the chat model after it has learned from preferences."""
-    return _evaluate(context, "dpo")
+    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
+
+    return _evaluate(context, "dpo", evaluate)
 
 
 def export(context: StageContext) -> Summary:
@@ -73,8 +80,7 @@ def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":
     return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding)
 
 
-def _evaluate(context: StageContext, training: str) -> Summary:
-    from affinage.evaluation.run import evaluate
+def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summary]) -> Summary:
     from affinage.stages.samples import answers, continuations
 
     recipe, inputs = context.recipe, context.inputs
