@@ -2,6 +2,8 @@
 
 import difflib
 import errno
+import os
+import re
 from collections.abc import Iterable
 
 from affinage.secrets import masked
@@ -19,6 +21,9 @@ _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "The disk or its network failed: look there first."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: `ulimit -n 65536` lets more be."),
 }
+_NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+_TOLD_BY_RUST = ("SafetensorError",)
 
 
 class UserError(Exception):
@@ -56,10 +61,24 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
 
 def of_the_machine(error: Exception) -> UserError | None:
     """What to tell of an error of files that is no defect of ours; None for every other error."""
-    if not isinstance(error, OSError) or error.errno not in _OF_THE_MACHINE:
+    number = errno_of(error)
+    if number not in _OF_THE_MACHINE:
         return None
-    what = (error.strerror or str(error)).lower()
-    return UserError(what, where=str(error.filename or ""), fix=_OF_THE_MACHINE[error.errno])
+    told = isinstance(error, OSError) and error.errno == number
+    what = (
+        (error.strerror or str(error)).lower() if told and isinstance(error, OSError) else os.strerror(number).lower()
+    )
+    return UserError(what, where=str(getattr(error, "filename", None) or ""), fix=_OF_THE_MACHINE[number])
+
+
+def errno_of(error: BaseException) -> int:
+    """The number of an error of files, also where a library tells it in words alone; 0 for every other error."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    if isinstance(error, OSError) and _NUMPY_HAS_NO_ROOM.fullmatch(str(error)):
+        return errno.ENOSPC
+    in_words = _OF_RUST.search(str(error)) if type(error).__name__ in _TOLD_BY_RUST else None
+    return int(in_words[1]) if in_words else 0
 
 
 class Preempted(Exception):

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from affinage.data.compiled import kernel
 from affinage.data.exchange import read_part
 from affinage.data.minhash import jaccard
-from affinage.data.signatures import NAMES, Corpus
+from affinage.data.signatures import NAMES, Corpus, mapped_anew
 
 MAX_COMPARED = 256  # kept texts of one bucket that a text is compared with, the nearest in size first
 FOUND = np.dtype([("document", np.int64), ("kept", np.int64), ("similarity", np.float64)])
@@ -66,7 +66,7 @@ def _laid_out(lists: pa.ChunkedArray, total: int, task: Batch) -> np.ndarray:
     if total <= task.room:
         out = np.empty(total, np.uint64)
     else:
-        out = np.lib.format.open_memmap(task.path.with_suffix(".sets.npy"), "w+", np.uint64, (total,))
+        out = mapped_anew(task.path.with_suffix(".sets.npy"), np.uint64, total)
     at = 0
     for chunk in lists.chunks:
         values = chunk.flatten().to_numpy()

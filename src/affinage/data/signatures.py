@@ -1,5 +1,7 @@
 """Signatures of all documents in files, one per shard, so that a band can be read without the others."""
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +62,7 @@ class Corpus:
 
     def per_document(self, name: str, dtype: type, fill: int | None = None) -> np.ndarray:
         """A new array on disk with a value for every document, `fill` or its number."""
-        array = np.lib.format.open_memmap(self.folder / f"{name}.npy", "w+", dtype, (max(self.size, 1),))
+        array = mapped_anew(self.folder / f"{name}.npy", dtype, max(self.size, 1))
         for start in range(0, self.size, CHUNK):
             stop = min(start + CHUNK, self.size)
             array[start:stop] = np.arange(start, stop) if fill is None else fill
@@ -97,6 +99,23 @@ def _sign_shard(task: _Task) -> None:
         parts.append(np.vstack([found.content, numbers, found.keys]))
     nothing = np.zeros((FIRST_BAND + task.settings.bands, 0), np.uint64)
     np.save(task.path, np.concatenate([nothing, *parts], axis=1))
+
+
+def mapped_anew(path: Path, dtype: type, size: int) -> np.ndarray:
+    """A new .npy file of `size` numbers as an array that is written where it is changed.
+
+    Its room is taken at once: where a disk is full when a mapped page is written, the process would be killed by a
+    signal (SIGBUS), without a word.
+    """
+    array: np.ndarray = np.lib.format.open_memmap(path, "w+", dtype, (size,))
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems that cannot
+                    raise
+    return array
 
 
 def ranges(documents: int, memory: int, workers: int) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import rich
 
-from affinage.errors import UserError
+from affinage.errors import UserError, errno_of
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import load_plugins
@@ -294,11 +294,12 @@ def _told_full_disk(folder: Path) -> Iterator[None]:
     """Say in one message that there is no room to write."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except Exception as error:
+        number = errno_of(error)
+        if number not in _NO_ROOM:
             raise
         raise UserError(
-            f"there is no room to write here: {error.strerror or error}",
+            f"there is no room to write here: {os.strerror(number)}",
             where=str(folder),
             fix="Free some space, or use another disk with --runs. What is complete is kept; run again to go on.",
         ) from error
