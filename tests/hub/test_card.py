@@ -35,3 +35,12 @@ def test_numbers_and_headings_are_of_the_language():
 def test_what_is_not_known_is_left_out():
     text = card(CardFacts(licence="mit"))
     assert "license: mit" in text and "## Scores" not in text and "## Training" not in text and "None" not in text
+
+
+def test_the_example_spells_what_a_text_begins_with_only_if_the_tokenizer_does_not_put_it_there():
+    base = {"parameters": 1, "context": 8, "chat": False}
+    assert 'tokenizer("<s>The"' in model_card("m", FACTS, **base) and "begins with <s>" in model_card(
+        "m", FACTS, **base
+    )
+    foreign = model_card("m", FACTS, **base, opening="")
+    assert 'tokenizer("The"' in foreign and "<s>" not in foreign

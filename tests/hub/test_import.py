@@ -182,6 +182,12 @@ def test_tensors_without_a_place_and_missing_ones_are_named(tmp_path):
     save_file(tensors, file)
     with pytest.raises(UserError, match=r"no tensor 'model\.norm\.weight'"):
         read_hub_folder(tmp_path / "m")
+    index = tmp_path / "m/model.safetensors.index.json"
+    named = dict.fromkeys([*tensors, "model.norm.weight"], file.name)
+    index.write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(UserError, match=r"the tensor 'model\.norm\.weight' cannot be read"):
+        read_hub_folder(tmp_path / "m")
+    index.unlink()
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(UserError, match="not a whole safetensors file"):
         read_hub_folder(tmp_path / "m")

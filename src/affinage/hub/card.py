@@ -67,8 +67,11 @@ class CardFacts:
     )  # label ("base", "sft") -> {"tasks": {task: {"metrics": {metric: {"value", "stderr"}}}}}
 
 
-def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, chat: bool) -> str:
-    """README.md of a released model, with metadata for the Hugging Face Hub; the scores in it are the last results."""
+def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, chat: bool, opening: str = "<s>") -> str:
+    """README.md of a released model, with metadata for the Hugging Face Hub; the scores in it are the last results.
+
+    `opening`: what a text begins with that the tokenizer does not put before it by itself.
+    """
     words = _WORDS[facts.language]
     what = words["model"].format(parameters=_shown(parameters, facts), context=_shown(context, facts))
     sources = (
@@ -84,7 +87,7 @@ def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, ch
         facts.description + "\n" if facts.description else "",
         facts.summary + "\n" if facts.summary else "",
         what + (f" {words['chat']}" if chat else "") + "\n",
-        f"## {words['use']}\n\n" + (_CHAT_EXAMPLE if chat else _BASE_EXAMPLE).format(name=name) + "\n",
+        f"## {words['use']}\n\n" + _example(name, chat, opening) + "\n",
         _scores(facts, words),
         _table(words["text"], heads, sources),
         _table(words["training"], ("", ""), training),
@@ -101,7 +104,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForCausalLM.from_pretrained("{name}")
-inputs = tokenizer("<s>The", return_tensors="pt")  # in training, every text begins with <s>
+inputs = tokenizer("{opening}The", return_tensors="pt"){note}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```"""
 
@@ -115,6 +118,13 @@ messages = [{{"role": "user", "content": "Hello"}}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```"""
+
+
+def _example(name: str, chat: bool, opening: str) -> str:
+    if chat:
+        return _CHAT_EXAMPLE.format(name=name)
+    note = f"  # in training, every text begins with {opening}" if opening else ""
+    return _BASE_EXAMPLE.format(name=name, opening=opening, note=note)
 
 
 def _metadata(name: str, facts: CardFacts, chat: bool) -> ModelCardData:

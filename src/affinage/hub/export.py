@@ -61,7 +61,8 @@ def export(
         model.tokenizer, partial, context=model.context, chat=chat, system_prompt=model.system_prompt if chat else ""
     )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    card = model_card(model.name, facts, parameters=parameters, context=model.context, chat=chat)
+    opening = tokenizer.id_to_piece(tokenizer.bos) if tokenizer.fixed_ids else ""  # others say it in tokenizer.json
+    card = model_card(model.name, facts, parameters=parameters, context=model.context, chat=chat, opening=opening)
     write_atomically(partial / "README.md", card.encode())
     _replace(partial, folder)
     files = sorted(path for path in folder.iterdir() if path.is_file())

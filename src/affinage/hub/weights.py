@@ -28,8 +28,12 @@ class HubWeights(Mapping[str, NDArray[Any]]):
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         self._read.add(name)
-        with _opened(self._folder / self._files[name]) as file:
-            tensor: NDArray[Any] = file.get_tensor(name)
+        path = self._folder / self._files[name]
+        with _opened(path) as file:
+            try:
+                tensor: NDArray[Any] = file.get_tensor(name)
+            except SafetensorError as error:  # such as an index that names another file
+                raise UserError(f"the tensor {name!r} cannot be read: {error}", where=str(path)) from error
         return tensor
 
     def __contains__(self, name: object) -> bool:

@@ -1,9 +1,12 @@
 """The facts of a run that its model card tells: those of the report, in fewer words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from affinage.hub.card import CardFacts
+from affinage.recipe.sources import SourceSettings
 from affinage.report.evaluations import Evaluation
 from affinage.report.facts import Facts, Flow
 from affinage.report.reading import listing, mapping, mappings, string
@@ -37,11 +40,26 @@ def card_facts(facts: Facts, licence: str) -> CardFacts:
 
 
 def _sources(flow: Flow, data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    licences = {string(one.get("name")): string(one.get("licence")) for one in mappings(data.get("sources"))}
+    licences = _licences(mappings(data.get("sources")))
     return [
         {"name": one.name, "licence": licences.get(one.name, ""), "documents": one.documents, "bytes": one.bytes}
         for one in flow.sources
     ]
+
+
+def _licences(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The licence that a recipe states of each of its sources, by the names that documents have for them."""
+    found: dict[str, str] = {}
+    for one in sources:
+        try:
+            title = SourceSettings.model_validate(dict(one)).title
+        except ValidationError:  # of another version
+            title = string(one.get("name"))
+        name, number = title, 2
+        while name in found:
+            name, number = f"{title}-{number}", number + 1
+        found[name] = string(one.get("licence"))
+    return found
 
 
 def _results(evaluation: Evaluation) -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""What a model card says of the run: a licence for each source, however the recipe names it."""
+
+import json
+
+from affinage.report import collect_facts
+from affinage.report.card import card_facts
+
+
+def test_a_source_without_a_name_has_its_licence(tmp_path):
+    sources = [
+        {"path": "books/novels.jsonl", "licence": "cc0-1.0"},
+        {"path": "other/novels.txt", "licence": "cc-by-4.0"},
+        {"path": "web/", "name": "pages", "licence": "odc-by"},
+        {"path": "of another version", "unknown": 1, "name": "old", "licence": "mit"},
+    ]
+    names = ("novels", "novels-2", "pages", "old")
+    summary = {"by_source": {name: {"documents": 1, "bytes": 10 - k} for k, name in enumerate(names)}}
+    (tmp_path / "split").mkdir()
+    (tmp_path / "split" / "manifest.json").write_text(json.dumps({"stage": "split", "summary": summary}))
+    (tmp_path / "recipe.json").write_text(json.dumps({"name": "x", "data": {"sources": sources}}))
+    told = card_facts(collect_facts(tmp_path), "mit").sources
+    assert [(one["name"], one["licence"]) for one in told] == list(
+        zip(names, ("cc0-1.0", "cc-by-4.0", "odc-by", "mit"))
+    )
