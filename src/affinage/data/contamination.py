@@ -29,6 +29,7 @@ class Contamination:
     # Items that only runs in more than `boilerplate` texts tell of: copied that often, or an idiom of many texts.
     common: frozenset[tuple[str, str]] = frozenset()
     boilerplate: int = DecontaminateSettings().boilerplate
+    ngram: int = DecontaminateSettings().ngram  # words in a row that were looked for
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def contamination(runs: Items, found: Iterable[Occurrences], settings: Decontami
         texts=sum(one.texts for one in looked),
         common=_items_of(runs, ~few) - standing,
         boilerplate=settings.boilerplate,
+        ngram=settings.ngram,
     )
 
 

@@ -21,7 +21,7 @@ def contamination_of(
         items: of every task the harness's samples; an item has the number of its place in the task.
 
     Returns:
-        {texts: how many were looked through, boilerplate: as decontamination's, tasks: {task: {items, too_short,
+        {texts: how many were looked through, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short,
         found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: of which every run of words
         that stands in the text is in more than `boilerplate` texts; the scores are without these, too. too_short is of
         all the task's items; metrics that are no mean over items are left out.
@@ -46,7 +46,7 @@ def contamination_of(
                 if (without := _without(asked, metric, score["value"], {*mine, *common})) is not None
             },
         }
-    return {"texts": found.texts, "boilerplate": found.boilerplate, "tasks": told}
+    return {"texts": found.texts, "boilerplate": found.boilerplate, "ngram": found.ngram, "tasks": told}
 
 
 def _without(

@@ -102,6 +102,7 @@ class Evaluation:
     items_per_second: float | None
     looked_through: int | None  # texts that were looked through for the items
     boilerplate: int | None  # what is in more texts than this is `common`
+    ngram: int | None  # words in a row that they were looked for by
     contaminated: tuple[Contaminated, ...]
 
     def score(self, task: str, metric: str) -> Score | None:
@@ -126,6 +127,7 @@ def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) 
         items_per_second=number(results.get("items_per_second")),
         looked_through=whole(mapping(results.get("contamination")).get("texts")),
         boilerplate=whole(mapping(results.get("contamination")).get("boilerplate")),
+        ngram=whole(mapping(results.get("contamination")).get("ngram")),
         contaminated=tuple(_contaminated(results)),
     )
 

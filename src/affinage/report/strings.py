@@ -300,9 +300,9 @@ _WORDS: dict[str, tuple[str, str]] = {
     "scores_caption": ("All metrics, value ± standard error", "Toutes les mesures, valeur ± erreur type"),
     "seen": ("Items in the training text", "Questions présentes dans le texte d’entraînement"),
     "seen_lead": (
-        "{texts} texts that the {model} was trained on were looked through for runs of 13 words of each question. "
+        "{texts} texts that the {model} was trained on were looked through for runs of {ngram} words of each question. "
         "{count} questions stand in them.",
-        "{texts} textes d’entraînement du {model} ont été parcourus à la recherche de suites de 13 mots de chaque "
+        "{texts} textes d’entraînement du {model} ont été parcourus à la recherche de suites de {ngram} mots de chaque "
         "question. {count} questions s’y trouvent.",
     ),
     "seen_found": ("found", "trouvées"),

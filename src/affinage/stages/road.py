@@ -250,6 +250,11 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
         asked = {"pretrain": prompts, "sft": questions, "dpo": questions}
         judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention", "data_dir"})
         local = fingerprints(task_files(local_tasks(recipe))) | _item_files(recipe) | plugins
+        decontaminate = recipe.data.decontaminate if recipe.data else None
+        looked: dict[str, Any] = {}
+        if recipe.evaluate.contamination and decontaminate is not None and not looked_for(recipe):
+            # How items are looked for in the text; otherwise the text was made by the same settings.
+            looked["data"] = {"decontaminate": _json(decontaminate, "ngram", "min_words", "boilerplate")}
         read = (
             "tokenizer",
             *_if(POCKET_WORLD in _tasks(recipe), "world"),
@@ -261,7 +266,7 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
             Stage(
                 names[model],
                 works[model],
-                {"evaluate": judged, "report": asked[model]},
+                {"evaluate": judged, "report": asked[model], **looked},
                 (model, *read),
                 local,
                 continues=True,
