@@ -12,6 +12,7 @@ from affinage.data.collect import collect
 from affinage.data.conversation_files import read_conversations
 from affinage.data.documents import read_documents
 from affinage.recipe.data import DataSettings
+from affinage.recipe.sources import SourceSettings, location
 from affinage.recipe.tuning import ConversationSettings
 from affinage.stages.sources import fingerprints
 
@@ -39,6 +40,20 @@ def test_a_glob_finds_links_as_it_finds_files(tmp_path):
     (tmp_path / "snapshot" / "b.txt").write_text("another text")
     _, rows = run(tmp_path, str(tmp_path / "snapshot" / "*.txt"))
     assert [row["id"] for row in rows] == ["a.txt", "b.txt"]
+
+
+def test_a_folder_is_read_through_links_to_folders_once(tmp_path):
+    (tmp_path / "disk" / "wiki").mkdir(parents=True)
+    (tmp_path / "disk" / "wiki" / "b.txt").write_text("far away")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.txt").write_text("near")
+    (folder / "wiki").symlink_to(tmp_path / "disk" / "wiki")
+    (tmp_path / "disk" / "wiki" / "back").symlink_to(folder)
+    (folder / "itself").symlink_to(folder)
+    summary, rows = run(tmp_path, str(folder))
+    assert [row["id"] for row in rows] == ["a.txt", "wiki/b.txt"] and summary["removed"] == {}
+    assert list(fingerprints([str(folder)])) == [str(folder / "a.txt"), str(folder / "wiki" / "b.txt")]
 
 
 def test_names_that_are_not_utf8(tmp_path):
@@ -104,3 +119,11 @@ def test_a_file_url_is_known_by_its_content(tmp_path):
     before = fingerprints([f"file://{tmp_path}/a.txt"])
     (tmp_path / "a.txt").write_text("two")
     assert fingerprints([f"file://{tmp_path}/a.txt"]) != before
+
+
+def test_a_file_url_is_of_this_machine(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    url = f"file://{tmp_path}/c.jsonl"
+    (found,) = read_conversations(ConversationSettings(path=url))
+    assert found.messages[1]["content"] == "c"
+    assert location(SourceSettings(path=url), "/elsewhere", "") == url, "it is no relative path"

@@ -12,7 +12,7 @@ from affinage.data.signatures import mapped_anew
 SAVES = {
     "numpy": "import numpy; numpy.save(sys.argv[1], numpy.zeros(100_000))",
     "safetensors": "import numpy, safetensors.numpy as s; s.save_file({'a': numpy.zeros(100_000)}, sys.argv[1])",
-    "pyarrow": "import pyarrow as p, pyarrow.parquet as q; q.write_table(p.table({'a': [os.urandom(2**18)]}), sys.argv[1])",
+    "pyarrow": "import pyarrow as p, pyarrow.parquet as q; q.write_table(p.table({'a': [*range(10**5)]}), sys.argv[1])",
 }
 LIMITED = """
 import os, resource, signal, sys

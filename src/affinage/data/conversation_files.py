@@ -17,7 +17,7 @@ from affinage.data.records import DamagedFile
 from affinage.data.sources import find
 from affinage.data.table_rows import rows_of_batch
 from affinage.errors import UserError
-from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, is_url, location
+from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, location
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
@@ -65,7 +65,7 @@ def parts(settings: SourceSettings, place: str, where: str = "") -> list[SourceF
     mirrored = settings.is_remote and place != settings.dataset
     if settings.dataset and not mirrored:
         return parts_of(place, settings, where, of_text=False)
-    if not is_url(place) and not Path(place).exists() and not glob.glob(place, recursive=True):
+    if "://" not in place and not Path(place).exists() and not glob.glob(place, recursive=True):
         fix = "Relative paths start from `root` if it is set, else from the working directory."
         raise UserError(f"there is no `{place}`", where=where or place, fix=fix)
     files, _ = find(place, settings, where or place)

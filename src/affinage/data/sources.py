@@ -1,5 +1,6 @@
 """From the `sources` of a recipe to the files, or the parts of datasets, that hold their documents."""
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -131,13 +132,25 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
         found = {file: info for file, info in matches.items() if info["type"] == "file" or filesystem.isfile(file)}
     elif filesystem.isdir(path):
         base = path.rstrip("/")
-        found = filesystem.find(base, detail=True)
+        found = _all_in(filesystem, base)
     elif filesystem.exists(path):
         base = path.rstrip("/").rpartition("/")[0]
         found = {path: filesystem.info(path)}
     else:
         return [], []
     return _sort_out(filesystem, base, found, source, fetched)
+
+
+def _all_in(filesystem: Any, folder: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """All files below a folder, those behind links to folders too; a link to a folder that it is in leads nowhere."""
+    found: dict[str, Any] = filesystem.find(folder, detail=True)
+    above = (*above, os.path.realpath(folder))
+    for path in [path for path, info in found.items() if info.get("islink")]:
+        if filesystem.isdir(path):
+            del found[path]
+            if not any(f"{one}/".startswith(f"{os.path.realpath(path)}/") for one in above):
+                found |= _all_in(filesystem, path, above)
+    return found
 
 
 def _web_file(url: str, source: SourceSettings) -> SourceFile:

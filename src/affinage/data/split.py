@@ -92,15 +92,19 @@ def split(
 def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dict[RowGroup, np.ndarray]:
     """For every row group which of its documents are for validation, bool."""
     share, separator = settings.validation, settings.group_separator
-    columns = [_with_group_ids(group.read(["id", "source", "language"]), separator) for group in groups]
-    if not columns or share == 0:
+    if not groups or share == 0:
         return {group: np.zeros(group.rows, bool) for group in groups}
-    keys = np.concatenate([document_keys(batch, seed, "validation") for batch in columns])
-    names = pa.Table.from_batches(columns).select(["source", "language"])
-    both = pc.binary_join_element_wise(names["source"], names["language"], "\n").combine_chunks()
-    group_of = both.dictionary_encode().indices.to_numpy()
+    keys_of, number_of = [], []  # of every document 12 bytes; its id may be as long as an address
+    numbers: dict[str, int] = {}  # of every source and language
+    for group in groups:
+        batch = _with_group_ids(group.read(["id", "source", "language"]), separator)
+        keys_of.append(document_keys(batch, seed, "validation"))
+        both = pc.binary_join_element_wise(batch["source"], batch["language"], "\n").dictionary_encode()
+        names = [numbers.setdefault(name, len(numbers)) for name in both.dictionary.to_pylist()]
+        number_of.append(np.array(names, np.int32)[both.indices.to_numpy()])
+    keys, group_of = np.concatenate(keys_of), np.concatenate(number_of)
     chosen = np.zeros(keys.size, bool)
-    for number in range(group_of.max() + 1):
+    for number in range(len(numbers)):
         members = np.flatnonzero(group_of == number)
         different = np.unique(keys[members]).size
         count = max(round(share * members.size), 1 if different >= A_FEW else 0)

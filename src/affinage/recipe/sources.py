@@ -85,7 +85,7 @@ def location(source: SourceSettings, root: str, mirror: str) -> str:
     if mirror and source.is_remote:
         return f"{os.path.expanduser(mirror).rstrip('/')}/{source.title}"
     place = os.path.expanduser(source.path or source.dataset)
-    if source.is_remote or not root or os.path.isabs(place) or is_url(place):
+    if source.is_remote or not root or os.path.isabs(place) or "://" in place:
         return place
     return f"{os.path.expanduser(root).rstrip('/')}/{place}"
 

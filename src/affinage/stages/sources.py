@@ -3,7 +3,7 @@
 import glob
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
@@ -68,9 +68,19 @@ def _files(path: str) -> list[Path]:
     matches = [Path(path)] if Path(path).exists() else [Path(match) for match in glob.glob(path, recursive=True)]
     files: list[Path] = []
     for match in sorted(matches):
-        inside = sorted(match.rglob("*")) if match.is_dir() else [match]
+        inside = sorted(_all_in(match)) if match.is_dir() else [match]
         files += [file for file in inside if file.is_file() and not _is_hidden(file.relative_to(match))]
     return files
+
+
+def _all_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """All files below a folder, as the stages read them: also behind links to folders, if these do not lead back."""
+    above = (*above, os.path.realpath(folder))
+    for entry in folder.iterdir():
+        if not entry.is_dir():
+            yield entry
+        elif not any(f"{one}/".startswith(f"{os.path.realpath(entry)}/") for one in above):
+            yield from _all_in(entry, above)
 
 
 def _fingerprint(file: Path, *, by_content: bool) -> str:
