@@ -12,6 +12,7 @@ from affinage.report import collect_facts, render
 from affinage.report.cleaning import ThresholdCost, Thresholds
 from affinage.report.comparison import Entrant, comparison
 from affinage.report.differences import differences
+from affinage.report.sections import funnel
 from affinage.report.summary import verdict
 
 anything = st.recursive(
@@ -173,3 +174,27 @@ def test_of_the_thresholds_those_near_the_ones_in_use_are_shown():
     assert shown(0.8) == [0.7, 0.75, 0.8, 0.85, 0.9]
     assert {0.5, 0.9} <= set(shown(0.5, 0.9)) and len(shown(0.5, 0.9)) == 5
     assert shown(0.95) == [0.75, 0.8, 0.85, 0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {
+            "documents_in": 10,
+            "documents_out": 10,
+            "validation_documents": 10,
+            "bytes_in": 90,
+            "bytes_out": 81,
+            "validation_bytes": 9,
+        },
+        {"documents_in": 10, "documents_out": 12, "removed": {"too short": 8}, "bytes_in": 90, "bytes_out": 80},
+    ],
+    ids=["tails are held out", "long documents are split"],
+)
+def test_no_bar_of_the_funnel_is_longer_than_its_place(tmp_path: Path, summary: dict) -> None:
+    (tmp_path / "split").mkdir()
+    write_json(tmp_path / "split" / "manifest.json", {"stage": "split", "summary": summary})
+    (step,) = funnel(collect_facts(tmp_path).flows)
+    lost = sum(width for _, width in step.documents_lost)
+    assert step.documents_kept + step.documents_held_out + lost == pytest.approx(100)
+    assert step.bytes_kept + step.bytes_held_out + step.bytes_lost == pytest.approx(100)

@@ -54,8 +54,8 @@ class FunnelStep:
 
 def funnel(flows: Sequence[Flow]) -> list[FunnelStep]:
     """Bars of the data stages on one scale."""
-    documents = max((max(f.documents_in or 0, f.documents_out or 0) for f in flows), default=0) or 1
-    size = max((max(f.bytes_in or 0, f.bytes_out or 0) for f in flows), default=0) or 1
+    documents = max((max(f.documents_in or 0, _accounted(f)) for f in flows), default=0) or 1
+    size = max((max(f.bytes_in or 0, (f.bytes_out or 0) + f.held_out_bytes) for f in flows), default=0) or 1
     return [
         FunnelStep(
             flow=flow,
@@ -69,6 +69,11 @@ def funnel(flows: Sequence[Flow]) -> list[FunnelStep]:
         )
         for flow in flows
     ]
+
+
+def _accounted(flow: Flow) -> int:
+    """Documents after a stage, wherever they are: more than before where long ones are split, or tails held out."""
+    return (flow.documents_out or 0) + flow.held_out_documents + sum(removal.count for removal in flow.removals)
 
 
 def shares_of(shares: Sequence[Share]) -> list[tuple[Share, float | None]]:
