@@ -58,4 +58,5 @@ def write_array(path: Path, array: np.ndarray) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON to `path`, or nothing."""
-    write_atomically(path, json.dumps(value, ensure_ascii=False, indent=2).encode() + b"\n")
+    text = json.dumps(value, ensure_ascii=False, indent=2)
+    write_atomically(path, text.encode(errors="backslashreplace") + b"\n")  # JSON spells half a surrogate pair so

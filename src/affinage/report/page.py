@@ -59,7 +59,7 @@ def write_report(run_folder: Path, out: Path, language: str | None = None) -> di
 
 def write_page(page: str, out: Path) -> int:
     """Writes a page, whole or not at all. Returns its bytes."""
-    content = page.encode()
+    content = page.encode(errors="replace")
     part = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def export(context: StageContext) -> Summary:
         from affinage.hub.verify import verify
 
         context.progress("comparing with transformers")
-        texts = [text for some in _validation_texts(inputs.get("split")).values() for text in some[:_VERIFIED]]
+        texts = [text for some in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in some]
         summary["verified"] = verify(folder, model, texts)
     return summary
 
@@ -115,8 +115,8 @@ def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summ
     return results
 
 
-def _validation_texts(split: Path | None) -> dict[str, list[str]]:
-    """The documents that were never trained on, per source and language; none where there is no text."""
+def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
+    """The documents that were never trained on, per source and language, at most `most`; none where there is no text."""
     from affinage.data.documents import read_documents
 
     if split is None:
@@ -125,5 +125,7 @@ def _validation_texts(split: Path | None) -> dict[str, list[str]]:
     for batch in read_documents(split / "validation"):
         columns = [batch.column(name).to_pylist() for name in ("source", "language", "text")]
         for source, language, text in zip(*columns):
-            texts[f"{source}.{language}"].append(text)
+            some = texts[f"{source}.{language}"]
+            if most is None or len(some) < most:
+                some.append(text)
     return dict(texts)

@@ -184,7 +184,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that after a crash it is either the old one or the new one, whole."""
     text = json.dumps(value, indent=1, ensure_ascii=False, default=_plain)
     temporary = path.with_name(f".{path.name}.part")  # the same name each time: a kill leaves one at most
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:  # as JSON spells half a character
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
