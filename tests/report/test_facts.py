@@ -12,7 +12,7 @@ from affinage.report import collect_facts, render
 from affinage.report.cleaning import ThresholdCost, Thresholds
 from affinage.report.comparison import Entrant, comparison
 from affinage.report.differences import differences
-from affinage.report.sections import funnel
+from affinage.report.sections import epochs, funnel
 from affinage.report.summary import verdict
 
 anything = st.recursive(
@@ -198,3 +198,15 @@ def test_no_bar_of_the_funnel_is_longer_than_its_place(tmp_path: Path, summary: 
     lost = sum(width for _, width in step.documents_lost)
     assert step.documents_kept + step.documents_held_out + lost == pytest.approx(100)
     assert step.bytes_kept + step.bytes_held_out + step.bytes_lost == pytest.approx(100)
+
+
+def test_rows_that_are_half_padding_are_read_once_in_an_epoch(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    manifest = json.loads((run / "rows" / "manifest.json").read_text())
+    train = manifest["summary"]["train"]
+    before = epochs(collect_facts(run))
+    train["tokens"] //= 2
+    write_json(run / "rows" / "manifest.json", manifest)
+    pretrain = collect_facts(run).training("pretrain")
+    assert pretrain and pretrain.tokens
+    assert epochs(collect_facts(run)) == before == pytest.approx(pretrain.tokens / (train["rows"] * 128))

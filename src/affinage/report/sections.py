@@ -126,11 +126,13 @@ def graph(facts: Facts) -> GraphFacts:
 
 
 def epochs(facts: Facts) -> float | None:
-    """How often pretraining read the training set."""
+    """How often pretraining read the training set: rows for rows, as the tokens it read are those of padding too."""
     pretrain = facts.training("pretrain")
     if pretrain and pretrain.images and facts.images:
         return pretrain.images / facts.images
-    tokens = facts.rows.train.tokens if facts.rows else None
+    rows = facts.rows
+    slots = (rows.train.rows or 0) * (rows.context or 0) if rows else 0
+    tokens = slots or (rows.train.tokens if rows else None)
     return pretrain.tokens / tokens if pretrain and pretrain.tokens and tokens else None
 
 

@@ -116,7 +116,7 @@ def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summ
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
-    """The documents that were never trained on, per source and language, at most `most`; none where there is no text."""
+    """Documents that were never trained on, per source and language, at most `most`; none where there is no text."""
     from affinage.data.documents import read_documents
 
     if split is None:
