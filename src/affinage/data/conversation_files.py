@@ -110,10 +110,10 @@ def _lines(part: SourceFile | DatasetPart, settings: SourceSettings, where: str)
         with open_stored(part) as raw:
             number = 0
             for batch in pq.ParquetFile(raw).iter_batches(batch_size=256):
-                for row in rows_of_batch(batch):
+                for found in rows_of_batch(batch):
                     number += 1
                     place, name = f"{where}:{number}", f"{part.name}:{number}"
-                    yield place, name, _not_utf8(row, place) if isinstance(row, UnicodeDecodeError) else row
+                    yield place, name, _not_utf8(found, place) if isinstance(found, UnicodeDecodeError) else found
     else:
         with open_plain(part) as stream:
             for number, line in enumerate(stream, 1):
