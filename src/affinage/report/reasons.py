@@ -35,6 +35,7 @@ _FRENCH = {
     "not asked for": "non demandé",
     "not UTF-8": "pas en UTF-8",
     "not HTML": "pas du HTML",
+    "unknown compression": "compression inconnue",
     "not XML": "pas du XML",
     "not JSON": "pas du JSON",
     "not a JSON object": "pas un objet JSON",
