@@ -10,7 +10,7 @@ from affinage.cli import main
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.model.kinds.ffn import PLAIN
-from affinage.planning.compiled import compile_on, compile_step, out_of_memory
+from affinage.planning.compiled import collectives_in, compile_on, compile_step, loops_of, out_of_memory
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.recipe import plugins
 from affinage.recipe.load import load_recipe
@@ -49,6 +49,32 @@ def test_so_it_is_with_stages_and_with_several_slices(name, overrides):
     verdict = compile_on(SMALL, overrides, find_slice(name))
     assert verdict.fits
     assert estimate(name, *overrides) == pytest.approx(verdict.peak_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_over_data_in_every_micro_batch_unless_an_option_takes_the_layers_out():
+    """Layers' matrices, their norms, and the embedding; with the option the embedding alone."""
+    pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
+    settings = "mesh={data: 4}", "model.nodes.blocks.repeat=4", "pretrain.micro_batches=4"
+    option = "xla_while_loop_all_reduce_dus_code_motion_max_size_bytes"  # not in libtpu 0.0.42
+    asked = (), (f"parallel.xla_flags={{{option}: 1000000000000}}",)
+    found = [compile_on(SMALL, [*settings, *more], find_slice("v4-8")) for more in asked]
+    assert [each.looped for each in found] == [{"all-reduce": 3}, {"all-reduce": 1}]
+
+
+def test_a_collective_in_a_loop_is_told_from_one_behind_it():
+    program = "\n\n".join(
+        [
+            "HloModule step",
+            "%added (a: f32[], b: f32[]) -> f32[] {\n  ROOT %c = f32[] add(%a, %b)\n}",
+            "%inner (x: f32[4]) -> f32[4] {\n  %r = f32[4]{0} all-reduce(%x), to_apply=%added\n}",
+            "%outer (x: f32[4]) -> f32[4] {\n  %w = f32[4]{0} while(%x), condition=%until, body=%inner\n}",
+            "ENTRY %main (x: f32[4]) -> f32[4] {\n  %w = f32[4]{0} while(%x), condition=%until, body=%outer\n"
+            "  %r = f32[4]{0} all-reduce(%w), to_apply=%added\n}",
+        ]
+    )
+    assert collectives_in(program) == {"all-reduce": 2}
+    assert collectives_in(loops_of(program)) == {"all-reduce": 1}
 
 
 @pytest.mark.slow

@@ -96,8 +96,11 @@ def _verdict_lines(made: "Plan", verdict: "Verdict") -> list[str]:
     if not verdict.fits:
         needed = f" It would need {memory_text(verdict.peak_bytes)}." if verdict.peak_bytes else ""
         return [f"compiler: does not fit, after {verdict.seconds:.0f} s.{needed}", f"  {verdict.message}"]
-    found = verdict.collectives
-    counts = "could not be read" if found is None else ", ".join(f"{n} {name}" for name, n in found.items()) or "none"
+    found, looped = verdict.collectives, verdict.looped or {}
+    each = [
+        f"{n} {name}" + (f" ({looped[name]} in loops)" if name in looped else "") for name, n in (found or {}).items()
+    ]
+    counts = "could not be read" if found is None else ", ".join(each) or "none"
     return [
         f"compiler: fits, {memory_text(verdict.peak_bytes)} after {verdict.seconds:.0f} s; "
         f"the estimate is {made.memory.total / verdict.peak_bytes - 1:+.1%} off",

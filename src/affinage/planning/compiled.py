@@ -27,6 +27,9 @@ from affinage.recipe.plugins import load_plugins
 
 _NOTHING = "The estimate needs nothing: leave out --compile."
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(")
+_BODY = re.compile(r" body=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:body|calls|to_apply)=%?([\w.\-]+)")
 # CompileTimeHbmOom has two forms: of the temporaries alone, or of everything.
 _NEEDED = re.compile(r"(?:required[^()]*\(|Used |needs )([\d.]+)([KMGT])(?:\)| of)")
 _AVAILABLE = re.compile(r"available HBM \(([\d.]+)([KMGT])\)|of ([\d.]+)([KMGT]) hbm")
@@ -44,6 +47,7 @@ class Verdict:
         temporary_bytes: beside them.
         host_bytes: offloaded to the host's memory.
         collectives: names and how often they stand in the program, those of a loop once; None where it is not known.
+        looped: of these, the ones that stand in a loop, over layers or micro-batches.
         seconds: the compilation took.
         message: of the compiler, where it refused.
     """
@@ -54,6 +58,7 @@ class Verdict:
     temporary_bytes: int = 0
     host_bytes: int = 0
     collectives: dict[str, int] | None = None
+    looped: dict[str, int] | None = None
     seconds: float = 0.0
     message: str = ""
 
@@ -116,6 +121,10 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
     memory = compiled.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     room = where.chip.memory_per_device
+    try:
+        text = compiled.as_text()
+    except RuntimeError:  # this JAX cannot read the program that a newer libtpu made
+        text = None
     # Only a TPU's compiler refuses by itself.
     return Verdict(
         fits=where.platform == "tpu" or room is None or peak <= room,
@@ -123,17 +132,27 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
-        collectives=_collectives(compiled),
+        collectives=None if text is None else collectives_in(text),
+        looped=None if text is None else collectives_in(loops_of(text)),
         seconds=time.monotonic() - start,
     )
 
 
-def _collectives(compiled: Any) -> dict[str, int] | None:
-    """None where this JAX cannot read the program that a newer libtpu made."""
-    try:
-        return dict(collections.Counter(_COLLECTIVE.findall(compiled.as_text())))
-    except RuntimeError:
-        return None
+def collectives_in(text: str) -> dict[str, int]:
+    """Names of the collectives that stand in a compiled program, or in a part of one, and how many."""
+    return dict(collections.Counter(_COLLECTIVE.findall(text)))
+
+
+def loops_of(text: str) -> str:
+    """Of a compiled program what its loops do, with what that calls."""
+    computations = {found[1]: block for block in text.split("\n\n") if (found := _COMPUTATION.match(block))}
+    inside: set[str] = set()
+    reached = set(_BODY.findall(text))
+    while reached:
+        inside |= reached
+        called = (_CALLED.findall(computations.get(name, "")) for name in reached)
+        reached = {name for names in called for name in names} - inside
+    return "\n".join(computations.get(name, "") for name in sorted(inside))
 
 
 def out_of_memory(message: str, seconds: float = 0.0) -> Verdict:
