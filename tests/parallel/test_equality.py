@@ -72,10 +72,11 @@ def test_accumulated_experts_over_their_axis(capacity_factor: float | None):
     [
         ({"pipeline": 4}, {"pipeline_micro_batches": 2}, {}),  # fewer micro-batches than stages
         ({"pipeline": 2}, {"pipeline_rounds": 2, "pipeline_micro_batches": 4}, {}),
+        ({"pipeline": 2}, {"pipeline_rounds": 2, "remat": "dots"}, {}),
         ({"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
         ({"pipeline": 2, "tensor": 2}, {"sharding": {"vocab": ["tensor", "pipeline"]}}, {}),
     ],
-    ids=["few", "rounds", "three-axes", "vocabulary-over-stages"],
+    ids=["few", "rounds", "rounds-computed-again", "three-axes", "vocabulary-over-stages"],
 )
 def test_pipelines(sizes: dict, parallel: dict, more: dict):
     meshes.assert_same_as_on_one_device(meshes.program(MOE, sizes, parallel=parallel, **more), 20)

@@ -153,3 +153,20 @@ def test_a_stage_keeps_its_layers_inputs_in_every_tick(stages, rounds, parts):
     # Of 8 layers more, what 16 positions more cost: the weights' part is not in it.
     longer, shorter = (kept(16, context) - kept(8, context) for context in (32, 16))
     assert longer - shorter == ticks * more_layers * rows * 16 * 32 * 2
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_the_weights_of_a_round_are_not_kept_in_every_tick(remat):
+    wide = {**BLOCK, "ffn": {"kind": "swiglu", "width": 2048}}
+    graph = parse({**GRAPH, "nodes": {**GRAPH["nodes"], "blocks": wide}})
+
+    def of_four_more_micro_batches(rounds):
+        held = []
+        for parts in (4, 8):
+            chosen = settings(batch=parts)
+            parallel = ParallelSettings(remat=remat, pipeline_rounds=rounds, pipeline_micro_batches=parts)
+            split = lay_out(graph, chosen, {"pipeline": 2}, 4, 2, parallel)
+            held.append(step_memory(split, chosen, named("TPU v4"), "tpu").transient)
+        return held[1] - held[0]
+
+    assert of_four_more_micro_batches(2) < 1.1 * of_four_more_micro_batches(1)

@@ -69,7 +69,7 @@ class Call:
     attention: AttentionImplementation = "auto"  # see `affinage.model.kinds.attention_choice`
     platform: str = field(default_factory=jax.default_backend)  # what is compiled for: "cpu", "gpu" or "tpu"
     described: bool = False  # traced for a plan, and never run: the platform need not be here
-    remat: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # wraps each layer; e.g. jax.checkpoint
+    remat: Callable[..., Any] | None = None  # what of each layer is kept: a policy of `jax.checkpoint`; None: all
     remat_nodes: bool = False  # keep of every node its inputs alone, and compute the rest again in the backward pass
     layout: Layout = field(default_factory=Layout)  # how arrays lie on the devices
     ring_attention: bool = False  # where the layout splits sequences: pass keys around instead of gathering them

@@ -1,9 +1,7 @@
 """What the backward pass computes again, as the model is applied."""
 
 from dataclasses import replace
-from functools import partial
 
-import jax
 from jax import checkpoint_policies as policies
 
 from affinage.errors import UserError
@@ -27,13 +25,13 @@ def with_remat(call: Call, remat: RematChoice) -> Call:
     if remat == "none":
         return call
     if remat == "dots":
-        return replace(call, remat=partial(jax.checkpoint, policy=policies.dots_with_no_batch_dims_saveable))
+        return replace(call, remat=policies.dots_with_no_batch_dims_saveable)
     if remat == "block":
-        return replace(call, remat=jax.checkpoint)
+        return replace(call, remat=policies.nothing_saveable)
     if remat == "full":
-        return replace(call, remat=jax.checkpoint, remat_nodes=True)
+        return replace(call, remat=policies.nothing_saveable, remat_nodes=True)
     if not remat.offload:
-        return replace(call, remat=partial(jax.checkpoint, policy=policies.save_only_these_names(*remat.keep)))
+        return replace(call, remat=policies.save_only_these_names(*remat.keep))
     if call.platform == "cpu":
         raise UserError(
             "a CPU has no other memory to offload activations to",
@@ -46,4 +44,4 @@ def with_remat(call: Call, remat: RematChoice) -> Call:
         offload_src="device",
         offload_dst="pinned_host",
     )
-    return replace(call, remat=partial(jax.checkpoint, policy=policy))
+    return replace(call, remat=policy)

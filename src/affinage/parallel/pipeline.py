@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -112,7 +114,7 @@ class Pipeline(Spmd):
             return replace(result, value=result.value.astype(passed))
 
         run = jax.shard_map(
-            _schedule(stage, stages, rounds, parts),
+            _schedule(stage, stages, rounds, parts, context.call.remat),
             mesh=layout.mesh,
             in_specs=(PartitionSpec(None, AXIS), PartitionSpec(), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(AXIS), PartitionSpec(), PartitionSpec()),
@@ -123,7 +125,9 @@ class Pipeline(Spmd):
         return Result(layout.constrain(y, ("batch", "residual", "width")), losses=losses, metrics=metrics)
 
 
-def _schedule(stage: Callable[..., Result], stages: int, rounds: int, parts: int) -> Callable[..., Any]:
+def _schedule(
+    stage: Callable[..., Result], stages: int, rounds: int, parts: int, remat: Callable[..., Any] | None
+) -> Callable[..., Any]:
     """What one device does: a tick is one stage on one micro-batch.
 
     In tick t device i is at its (t - i)-th piece of work, micro-batch (t - i) mod M of round (t - i) div M; before the
@@ -134,6 +138,15 @@ def _schedule(stage: Callable[..., Result], stages: int, rounds: int, parts: int
 
     def device(weights: PyTree, inputs: Array, rows: Mapping[str, Array], key: Array | None) -> Any:
         here = jax.lax.axis_index(AXIS)
+        weights = jax.tree.map(lambda w: w[:, 0], weights)
+
+        def work_on(round_: Array, weights: PyTree, x: Array, rows: Mapping[str, Array], key: Array | None) -> Any:
+            own = jax.tree.map(lambda w: _at(w, round_), weights)
+            result = stage(own, x, rows, round_ * stages + here, key)
+            return result.value, result.losses, result.metrics
+
+        if rounds > 1:  # of one round the weights are the same in every tick, and kept once
+            work_on = jax.checkpoint(work_on, prevent_cse=False, policy=_without_weights(weights, remat))
 
         def tick(carry: tuple[Array, Array], time: Array) -> tuple[tuple[Array, Array], Any]:
             arrived, waiting = carry
@@ -142,15 +155,13 @@ def _schedule(stage: Callable[..., Result], stages: int, rounds: int, parts: int
             round_, part = piece // parts, piece % parts
             waiting = _put(waiting, arrived, (time - stages) % parts, (here == 0) & (time >= stages))
             x = jnp.where(here == 0, _at(waiting, part), arrived)
-            own = jax.tree.map(lambda w: _at(w[:, 0], round_), weights)
-            result = stage(
-                own, x, {name: _at(array, part) for name, array in rows.items()}, round_ * stages + here, key
-            )
+            own_rows = {name: _at(array, part) for name, array in rows.items()}
+            value, losses, metrics = work_on(round_, weights, x, own_rows, key)
             # A loss counts its tokens once, not in every layer.
             first = busy & (here == 0) & (round_ == 0)
-            losses = {name: (_if(busy, total), _if(first, count)) for name, (total, count) in result.losses.items()}
-            metrics = jax.tree.map(lambda value: _if(busy, value), result.metrics)
-            return (jax.lax.ppermute(result.value, AXIS, ring), waiting), (losses, metrics)
+            losses = {name: (_if(busy, total), _if(first, count)) for name, (total, count) in losses.items()}
+            metrics = jax.tree.map(lambda metric: _if(busy, metric), metrics)
+            return (jax.lax.ppermute(value, AXIS, ring), waiting), (losses, metrics)
 
         inputs = jax.lax.pcast(inputs, (AXIS,), to="varying")
         ticks = work + stages - 1
@@ -160,6 +171,28 @@ def _schedule(stage: Callable[..., Result], stages: int, rounds: int, parts: int
         return done[None], losses, metrics
 
     return device
+
+
+def _without_weights(weights: PyTree, remat: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Keeps of a tick for the backward pass what its layers keep anyway, but not the weights [R, L, ...] of its round.
+
+    They are cut out, by layers too, and cast: left to itself, JAX would keep that of every tick, which comes to the
+    weights of a stage once for every micro-batch.
+    """
+    if remat is not None:
+        return partial(_with_block_inputs, remat)
+    shapes = [w.shape for w in jax.tree.leaves(weights)]
+    pieces = {piece for of in shapes for piece in (of, (1, *of[1:]), of[1:], (1, *of[2:]), of[2:])}
+    cuts = {lax.dynamic_slice_p, lax.slice_p, lax.split_p, lax.squeeze_p}
+    forms = {lax.reshape_p, lax.broadcast_in_dim_p, lax.transpose_p, lax.convert_element_type_p}
+    return lambda primitive, *inputs, **_: primitive not in cuts | forms or inputs[0].shape not in pieces
+
+
+def _with_block_inputs(remat: Callable[..., Any], primitive: Any, *inputs: Any, **parameters: Any) -> Any:
+    """What `remat` keeps, and what every layer begins with: of two policies the outer one holds for what is inside."""
+    choice = remat(primitive, *inputs, **parameters)
+    offloaded = hasattr(choice, "dst")  # to the host's memory
+    return True if parameters.get("name") == "block_input" and not offloaded else choice
 
 
 def _check_layers(node: Node, stages: int, rounds: int) -> None:
