@@ -110,10 +110,15 @@ def test_what_is_computed_again_is_sent_again():
         assert sent == pytest.approx([sent[0] * times / 4 for times in again])
 
 
-def test_stages_pass_their_rows_on_once_for_every_round():
+def test_stages_pass_their_rows_on_once_for_every_round_and_weights_go_to_the_stages_of_several():
     settings = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
-    once, twice = (blocks_of(*settings, f"parallel.pipeline_rounds={rounds}") for rounds in (1, 2))
-    assert twice.axes["pipeline"] == pytest.approx(2 * once.axes["pipeline"])
+    once, twice, four = (blocks_of(*settings, f"parallel.pipeline_rounds={rounds}").axes for rounds in (1, 2, 4))
+    assert four["pipeline"] - twice["pipeline"] == pytest.approx(2 * once["pipeline"])
+    parts = parameters_in(plan_of(SMALL, "v4-8", *settings).split.graph.parameters["blocks"])
+    link = wires(find_slice("v4-8"), dict.fromkeys(AXES, 1) | {"pipeline": 2, "fsdp": 2})["pipeline"]
+    # Float32 weights, half of them on each of two devices that hold the same layers, and as many gradients.
+    weights = 2 * link.all_to_all(sum(part.size for part in parts) * 4 / 2)
+    assert twice["pipeline"] - 2 * once["pipeline"] == pytest.approx(weights, rel=1e-2)
 
 
 def test_gradients_are_summed_where_weights_are_copied():

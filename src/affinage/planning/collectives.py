@@ -70,6 +70,11 @@ def collectives(
             # Once round for every part and round, forward and backward; the bubble has the ticks without work.
             times = parts * split.pipeline_parts * split.parallel.pipeline_rounds
             exposed[STAGES] = 2 * times * links[STAGES].permute(residual / split.pipeline_parts)
+            if split.parallel.pipeline_rounds > 1:
+                # Weights lie in the order of the layers: they go to the stages of their rounds, and gradients back.
+                sent_each = jnp.dtype(settings.precision.params).itemsize * split.stages / sizes["fsdp"]
+                for numbers in (weights, trained):
+                    exposed[STAGES] += parts * links[STAGES].all_to_all(numbers * sent_each)
     return hidden, exposed
 
 
