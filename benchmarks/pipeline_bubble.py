@@ -1,3 +1,4 @@
+# ruff: noqa: E402 -- the allocator and the core are chosen before JAX is imported
 """The idle share of a pipeline, measured on forced CPU devices, against (P - 1) / (rounds x M + P - 1).
 
     python benchmarks/pipeline_bubble.py [--quick] [--case STAGES ROUNDS]... [--width 128]
@@ -5,19 +6,25 @@
 A device without work computes on what is there, which nothing reads: so a step of M micro-batches of one size costs
 (rounds x M + P - 1) ticks of the processor's time. A line through the costs at several M gives the cost of a
 micro-batch, and what the step costs beyond M of those is the bubble: P - 1 ticks, and what a step costs whatever its
-M is. CPU seconds, so that other work does not count. A case compiles a program for each M, which takes about as long as
-its steps; --case, as often as wanted, runs some of them.
+M is. CPU seconds, so that other work does not count, on one core, as two of them slow each other down by more than
+the ticks that several rounds save. A case compiles a program for each M; --case, as often as wanted, runs some of them.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+from affinage.hardware.devices import prepare
+
+prepare()  # a step keeps its memory, as a training's does: pages given back and taken anew cost a quarter of the time
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 import jax
 import numpy as np
@@ -50,16 +57,14 @@ def gradient_of(graph: Graph, stages: int, rounds: int, parts: int) -> Callable[
     return lambda: jax.block_until_ready(gradient(params, batch))
 
 
-def seconds(gradients: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """CPU seconds of each, the least of `repeats` in which they take turns."""
+def seconds(gradient: Callable[[], Any], repeats: int) -> float:
+    """CPU seconds of a gradient, the least of `repeats` one after the other: in turns, each would find cold memory."""
     taken = []
     for _ in range(repeats + 1):
-        ends = [time.process_time()]
-        for gradient in gradients:
-            gradient()
-            ends.append(time.process_time())
-        taken.append(np.diff(ends))
-    return np.min(taken[1:], axis=0).tolist()
+        start = time.process_time()
+        gradient()
+        taken.append(time.process_time() - start)
+    return min(taken[1:])
 
 
 def main() -> None:
@@ -76,7 +81,7 @@ def main() -> None:
     cases = [(2, 1), (4, 1)] if arguments.quick else [(2, 1), (2, 2), (4, 1), (4, 2)]
     for stages, rounds in arguments.case or cases:
         possible = [count for count in counts if rounds == 1 or count >= stages]
-        times = seconds([gradient_of(graph, stages, rounds, count) for count in possible], repeats)
+        times = [seconds(gradient_of(graph, stages, rounds, count), repeats) for count in possible]
         slope, rest = np.polyfit(possible, times, 1)
         for count, taken in zip(possible, times, strict=True):
             idle, expected = 1 - slope * count / taken, (stages - 1) / (rounds * count + stages - 1)
