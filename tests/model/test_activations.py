@@ -1,7 +1,5 @@
 """Bytes kept for the backward pass, to the byte what differentiating the whole graph hands over."""
 
-from functools import partial
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -61,18 +59,15 @@ def kept(graph, remat):
 
 
 def saved(*names):
-    return partial(jax.checkpoint, policy=policies.save_only_these_names(*names))
+    return policies.save_only_these_names(*names)
 
 
 def offloaded(saved, away):
-    return partial(
-        jax.checkpoint,
-        policy=policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=saved,
-            names_which_can_be_offloaded=away,
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=away,
+        offload_src="device",
+        offload_dst="pinned_host",
     )
 
 
@@ -86,9 +81,9 @@ MODELS = {
 # A recipe's setting, and what JAX is told by hand.
 REMATS = {
     "none": ("none", {}),
-    "dots": ("dots", {"remat": partial(jax.checkpoint, policy=policies.dots_with_no_batch_dims_saveable)}),
-    "block": ("block", {"remat": jax.checkpoint}),
-    "full": ("full", {"remat": jax.checkpoint, "remat_nodes": True}),
+    "dots": ("dots", {"remat": policies.dots_with_no_batch_dims_saveable}),
+    "block": ("block", {"remat": policies.nothing_saveable}),
+    "full": ("full", {"remat": policies.nothing_saveable, "remat_nodes": True}),
     "kept": (RematSettings(keep=("attended", "ffn_up")), {"remat": saved("attended", "ffn_up")}),
     "away": (
         RematSettings(keep=("query",), offload=("block_input", "ffn_hidden")),
