@@ -23,23 +23,6 @@ import socket
 import sys
 import types
 
-# What `affinage run` imports up to its report. None of it starts a thread or asks for a device.
-MODULES = (
-    "jax",
-    "orbax.checkpoint.experimental.v1",
-    "affinage.api",
-    "affinage.cli.program",
-    "affinage.cli.watch",
-    "affinage.stages.flow",
-    "affinage.stages.foresight",
-    "affinage.stages.trainings",
-    "affinage.data.feed",
-    "affinage.data.validation_rows",
-    "affinage.evaluation.run",
-    "affinage.training",
-    "numba",
-    "tokenizers",
-)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -132,12 +115,13 @@ def _run(order: dict, imported: dict[str, str]) -> None:
 
 def _main(at: str) -> None:
     from affinage.hardware.devices import prepare
+    from affinage.launch.forked import OF_A_HOST
     from affinage.stopping import reserve_last_word
 
     reserve_last_word()
     before = dict(os.environ)
     prepare()
-    for name in MODULES:
+    for name in (*OF_A_HOST, "affinage.evaluation.run"):  # none of them starts a thread or asks for a device
         importlib.import_module(name)
     # Where compiled programs are kept follows from each program's own environment.
     imported = {k: v for k, v in os.environ.items() if before.get(k) != v and k != "JAX_COMPILATION_CACHE_DIR"}

@@ -64,11 +64,12 @@ def of_the_machine(error: Exception) -> UserError | None:
     number = errno_of(error)
     if number not in _OF_THE_MACHINE:
         return None
-    told = isinstance(error, OSError) and error.errno == number
-    what = (
-        (error.strerror or str(error)).lower() if told and isinstance(error, OSError) else os.strerror(number).lower()
+    told = error.strerror if isinstance(error, OSError) else None
+    return UserError(
+        (told or os.strerror(number)).lower(),
+        where=str(getattr(error, "filename", None) or ""),
+        fix=_OF_THE_MACHINE[number],
     )
-    return UserError(what, where=str(getattr(error, "filename", None) or ""), fix=_OF_THE_MACHINE[number])
 
 
 def errno_of(error: BaseException) -> int:

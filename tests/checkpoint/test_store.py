@@ -166,14 +166,18 @@ def test_starting_from_nothing_never_hides_that_all_are_damaged(store: Checkpoin
         store.restore_newest(abstract(sharding("fsdp", 1)))
 
 
-def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
-    where = sharding("fsdp", 8)
+def save_and_donate(store: CheckpointStore, where: NamedSharding) -> None:
     change = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     current = state(1, where)
     store.save(1, current, {})
     for _ in range(20):
         current = change(current)
     jax.block_until_ready(current)
+
+
+def test_arrays_may_be_donated_while_they_are_saved(store: CheckpointStore):
+    where = sharding("fsdp", 8)
+    save_and_donate(store, where)
     store.wait()
     assert_same(store.restore(1, abstract(where)), state(1, where))
 
@@ -182,7 +186,6 @@ def test_a_save_returns_before_orbax_has_begun_and_keeps_the_state_of_then(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     where = sharding("fsdp", 8)
-    change = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     let_it_begin, begin = threading.Event(), CheckpointStore._begin
 
     def late(self: CheckpointStore, *arguments: Any) -> Any:
@@ -190,11 +193,7 @@ def test_a_save_returns_before_orbax_has_begun_and_keeps_the_state_of_then(
         return begin(self, *arguments)
 
     monkeypatch.setattr(CheckpointStore, "_begin", late)
-    current = state(1, where)
-    store.save(1, current, {})
-    for _ in range(3):
-        current = change(current)
-    jax.block_until_ready(current)
+    save_and_donate(store, where)
     let_it_begin.set()
     store.wait()
     assert_same(store.restore(1, abstract(where)), state(1, where))

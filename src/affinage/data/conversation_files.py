@@ -17,7 +17,7 @@ from affinage.data.records import DamagedFile
 from affinage.data.sources import find
 from affinage.data.table_rows import rows_of_batch
 from affinage.errors import UserError
-from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, location
+from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, location, unique
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
@@ -82,9 +82,7 @@ def located(settings: TuningSettings, world_folder: Path | None, file: str) -> I
     """
     taken: set[str] = set()
     for index, source in enumerate(settings.sources):
-        name, number = source.title, 2
-        while name in taken:
-            name, number = f"{source.title}-{number}", number + 1
+        name = unique(source.title, taken)
         taken.add(name)
         if source.path != POCKET_WORLD:
             yield location(source.as_source(), settings.root, settings.mirror), name, index

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +16,16 @@ from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_folder, is_on_hub, location, printable
+from affinage.recipe.sources import (
+    POCKET_WORLD,
+    SourceSettings,
+    is_folder,
+    is_on_hub,
+    leads_back,
+    location,
+    printable,
+    unique,
+)
 
 _IN_PLACE = ("file", "memory", "local")  # protocols of what is on this machine
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol: what affinage calls the packages for it
@@ -45,7 +53,7 @@ def resolve(settings: DataSettings, world_folder: Path | None) -> list[ResolvedS
     resolved: list[ResolvedSource] = []
     for position, source in enumerate(settings.sources):
         where = f"data.sources[{position}]"
-        name = _unique(source.title, {other.name for other in resolved})
+        name = unique(source.title, {other.name for other in resolved})
         if source.dataset and (is_folder(source.dataset) or is_on_hub(source, settings.mirror)):
             place = location(source, settings.root, settings.mirror)
             found = ResolvedSource(source, name, where, tuple(parts_of(place, source, where)))
@@ -78,13 +86,6 @@ def _sampled(found: ResolvedSource, settings: DataSettings) -> ResolvedSource:
     chosen = sorted(sorted(range(len(keys)), key=lambda k: int(keys[k]))[: int(count)])
     share = min(1.0, settings.sample * len(found.parts) / count)
     return replace(found, parts=tuple(found.parts[k] for k in chosen), sample=share)
-
-
-def _unique(name: str, taken: Iterable[str]) -> str:
-    candidate, number = name, 2
-    while candidate in taken:
-        candidate, number = f"{name}-{number}", number + 1
-    return candidate
 
 
 def _url(source: SourceSettings, settings: DataSettings, world_folder: Path | None) -> str:
@@ -148,7 +149,7 @@ def _all_in(filesystem: Any, folder: str, above: tuple[str, ...] = ()) -> dict[s
     for path in [path for path, info in found.items() if info.get("islink")]:
         if filesystem.isdir(path):
             del found[path]
-            if not any(f"{one}/".startswith(f"{os.path.realpath(path)}/") for one in above):
+            if not leads_back(path, above):
                 found |= _all_in(filesystem, path, above)
     return found
 

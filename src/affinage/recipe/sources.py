@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Container, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
@@ -114,6 +115,20 @@ def is_url(path: str) -> bool:
 def is_folder(dataset: str) -> bool:
     """Whether a dataset is a folder: the Hub's names are `name` or `owner/name`, everything else is a path."""
     return dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
+
+
+def unique(title: str, taken: Container[str]) -> str:
+    """The title, with the first number from 2 on that makes it another than those taken."""
+    name, number = title, 2
+    while name in taken:
+        name, number = f"{title}-{number}", number + 1
+    return name
+
+
+def leads_back(link: str, above: Iterable[str]) -> bool:
+    """Whether a link leads to a folder that it lies in; `above` are the real paths of those that led to it."""
+    target = os.path.realpath(link)
+    return any(f"{one}/".startswith(f"{target}/") for one in above)
 
 
 def printable(path: str) -> str:

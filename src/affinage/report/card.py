@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from affinage.hub.card import CardFacts
-from affinage.recipe.sources import SourceSettings
+from affinage.recipe.sources import SourceSettings, unique
 from affinage.report.evaluations import Evaluation
 from affinage.report.facts import Facts, Flow
 from affinage.report.reading import listing, mapping, mappings, string
@@ -55,10 +55,7 @@ def _licences(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             title = SourceSettings.model_validate(dict(one)).title
         except ValidationError:  # of another version
             title = string(one.get("name"))
-        name, number = title, 2
-        while name in found:
-            name, number = f"{title}-{number}", number + 1
-        found[name] = string(one.get("licence"))
+        found[unique(title, found)] = string(one.get("licence"))
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from affinage.recipe.data import POCKET_WORLD
-from affinage.recipe.sources import printable
+from affinage.recipe.sources import leads_back, printable
 
 # What is more than this is told apart by size and time of change: a plan must not take longer than that.
 _READ_WHOLE = 256_000_000  # bytes of one source: a fraction of a second
@@ -79,7 +79,7 @@ def _all_in(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
     for entry in folder.iterdir():
         if not entry.is_dir():
             yield entry
-        elif not any(f"{one}/".startswith(f"{os.path.realpath(entry)}/") for one in above):
+        elif not leads_back(str(entry), above):
             yield from _all_in(entry, above)
 
 
