@@ -123,8 +123,8 @@ class TrainSettings(Settings):
     batch_per_device: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
     micro_batches: int = Field(default=1, ge=1)  # gradient accumulation: the batch goes through in this many parts
     # layerwise: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
-    # memory; `optimizer.clip_norm` then holds for each layer, not for all together, and an update that is left out for
-    # a gradient that is not finite is left out from that layer down: those above it are updated already.
+    # memory; `optimizer.clip_norm` then holds for each layer, not for all together, and from a gradient that is not
+    # finite in one layer, with those above it updated already, the run goes back as with `on_non_finite: rewind`.
     update: Literal["whole", "layerwise"] = "whole"
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from affinage.errors import UserError
 from affinage.recipe.training import HealthSettings
@@ -27,6 +27,8 @@ class Health:
         facts: of the checkpoint that it goes on from; {} at the beginning.
         documents: what the batch of a step, counted from 1, was made of.
         say: is told in a line what is done about a sick step that the run goes back from, or no longer does.
+        by_layers: the layers are updated one by one, so that a gradient that is not finite in one of them comes when
+            those above it are updated already: the run goes back from there, whatever `on_non_finite` says.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Health:
         facts: Mapping[str, Any],
         documents: Callable[[int], Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
+        by_layers: bool = False,
     ) -> None:
-        self._settings, self._documents, self._say = settings, documents, say
+        self._settings, self._documents, self._say, self._by_layers = settings, documents, say, by_layers
         self._path = None if folder is None else folder / FILE
         if self._path is not None:
             _cut(self._path, start, facts.get("rewinds", []))
@@ -73,6 +76,9 @@ class Health:
         finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         cause = "spike" if spike and finite else "not finite"
         policy = self._settings.on_spike if cause == "spike" else self._settings.on_non_finite
+        in_part = self._by_layers and self._begun(metrics)
+        if in_part:
+            policy = "rewind"
         shown = {name: metrics.get(name) for name in ("loss", "loss_z", "grad_norm", "learning_rate")}
         self._seen = {"step": step, "cause": cause, **shown}
         if policy == "note":
@@ -81,6 +87,8 @@ class Health:
         self.sick = sorted({*(s for s in self.sick if s > step - self._settings.within), step})
         if policy == "rewind" and len(self.rewinds) < _REWINDS:
             self.rewind_from = step
+        elif in_part:
+            self._stop(step, cause, f"the run has gone back {_REWINDS} times, and an update of some layers is left out of others")
         self._break(step, cause)
         if self.rewind_from is None:
             if policy == "rewind":
@@ -111,8 +119,16 @@ class Health:
             f"{in_a_row} updates in a row" if in_a_row >= limits.most_in_a_row
             else f"{len(self.sick)} updates within {limits.within} steps"
         )  # fmt: skip
+        self._stop(step, cause, f"{how} had to be left out")
+
+    def _stop(self, step: int, cause: str, why: str) -> NoReturn:
         self._write({**self._seen, "done": "stopped", "documents": self._batch(step)})
-        raise Incurable(step, f"{how} had to be left out, the last at step {step}: its loss was {self._told(cause)}")
+        raise Incurable(step, f"{why}, the last at step {step}: its loss was {self._told(cause)}")
+
+    def _begun(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an update that was left out had been begun: its loss was none to leave it out for."""
+        spike = bool(metrics.get("spike")) and self._settings.on_spike != "note"
+        return bool(metrics["skipped"]) and math.isfinite(metrics["loss"]) and not spike
 
     def _told(self, cause: str) -> str:
         if cause == "spike":

@@ -37,7 +37,8 @@ def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, se
     It is the same step but for two things that the gradient of all layers would be needed for: the norm that gradients
     are clipped to, `optimizer.clip_norm`, holds for each layer, and for everything outside the layers together, not
     for all; and a gradient that is not finite leaves the weights of its layer as they were, and so of the layers below
-    it, not of those above it. A loss that is not finite leaves all. Draws of stochastic rounding are others, too.
+    it, not of those above it, which `Health` has the loop go back from. A loss that is not finite leaves all. Draws of
+    stochastic rounding are others, too.
 
     Args:
         held: the graph, with a loss node and one repeated node.

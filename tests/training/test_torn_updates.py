@@ -1,0 +1,113 @@
+"""Layers updated one by one: a gradient that is not finite below layers that are updated already is gone back from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from affinage.checkpoint import CheckpointStore
+from affinage.model import Graph, parse
+from affinage.model.kind import KINDS, Context, NodeKind, node_kind
+from affinage.recipe.training import HealthSettings
+from affinage.training import TrainJob, train
+from affinage.training.health import Health, Incurable
+
+SICK = 8  # the step, counted from 1
+
+
+@jax.custom_vjp
+def times_on_the_way_back(x: jax.Array, factors: jax.Array) -> jax.Array:
+    return x
+
+
+times_on_the_way_back.defvjp(
+    lambda x, factors: (x, factors), lambda factors, gradient: (gradient * factors[:, None, None], None)
+)
+
+
+@pytest.fixture(autouse=True)
+def sick_kind() -> Iterator[None]:
+    @node_kind("sick_below")
+    class SickBelow(NodeKind):
+        def shape(self, inputs: tuple[Any, ...]) -> Any:
+            return inputs[0]
+
+        def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
+            return times_on_the_way_back(inputs[0], context.batch["factors"])
+
+    yield
+    del KINDS["sick_below"]
+
+
+def graph() -> Graph:
+    return parse(
+        {
+            "inputs": ["tokens"],
+            "nodes": {
+                "embed": {"kind": "embedding", "in": "tokens", "vocab": tiny.VOCABULARY, "width": 32},
+                "below": {"kind": "sick_below", "in": "embed"},
+                "blocks": {
+                    "kind": "transformer_block",
+                    "in": "below",
+                    "repeat": 2,
+                    "attention": {"heads": 4, "rope": {"theta": 10000}},
+                    "ffn": {"kind": "swiglu", "width": 64},
+                    "norm": {"kind": "rms"},
+                },
+                "logits": {"kind": "unembed", "in": "blocks", "vocab": tiny.VOCABULARY, "tied": False},
+                "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
+            },
+        }
+    )
+
+
+class Feed(tiny.RandomFeed):
+    """The batch of the sick step has a loss that is not finite, or only a gradient below the layers."""
+
+    def __init__(self, sick: str) -> None:
+        super().__init__()
+        self._sick = sick
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        batch = super().batch(step) | {"factors": np.ones(self.rows, np.float32)}
+        if step + 1 == SICK:
+            name = {"loss": "loss_mask", "gradient": "factors"}[self._sick]
+            batch[name] = np.full_like(batch[name], np.nan)
+        return batch
+
+
+def trained(folder: Path, sick: str) -> tuple[dict[str, Any], list[bytes]]:
+    """The summary, and the bits of the last checkpoint."""
+    settings = tiny.settings(12, update="layerwise", checkpoint={"every_steps": 5})
+    summary = train(TrainJob(graph=graph(), settings=settings, mesh={"data": 1}, seed=1, feed=Feed(sick), folder=folder))
+    state = CheckpointStore(folder / "checkpoints").restore(12, {"params": None, "opt_state": None})
+    return summary, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def test_a_gradient_that_comes_too_late_to_leave_all_out_is_as_if_the_batch_had_not_been_there(tmp_path: Path):
+    left_out, bits = trained(tmp_path / "loss", "loss")
+    torn, same = trained(tmp_path / "gradient", "gradient")
+    assert left_out["skipped_updates"] == 1 and left_out["health"]["rewinds"] == []
+    assert torn["health"]["rewinds"] == [[SICK, 5]] and torn["health"]["left_out"] == [SICK]
+    assert same == bits
+    (event,) = [json.loads(line) for line in (tmp_path / "gradient" / "health.jsonl").read_text().splitlines()]
+    assert event["done"] == "rewound to 5" and np.isfinite(event["loss"])
+
+
+def test_where_it_has_gone_back_too_often_it_stops(tmp_path: Path):
+    ten = {"rewinds": [[step, step - 1] for step in range(1, 11)]}
+    health = Health(HealthSettings(most_in_a_row=99, most=99), tmp_path, 0, ten, by_layers=True)
+    health.look(30, {"skipped": 1.0, "loss": float("nan"), "grad_norm": float("nan")})  # all of it was left out
+    with pytest.raises(Incurable, match="gone back 10 times, and an update of some layers"):
+        health.look(40, {"skipped": 1.0, "loss": 2.0, "grad_norm": float("nan")})
+
+
+def test_a_spike_that_is_left_out_is_left_out_whole(tmp_path: Path):
+    health = Health(HealthSettings(on_spike="skip"), tmp_path, 0, {}, by_layers=True)
+    health.look(30, {"skipped": 1.0, "spike": 1.0, "loss": 9.0, "grad_norm": float("inf")})
+    assert health.rewind_from is None
