@@ -88,7 +88,7 @@ class Health:
         if policy == "rewind" and len(self.rewinds) < _REWINDS:
             self.rewind_from = step
         elif in_part:
-            self._stop(step, cause, f"the run has gone back {_REWINDS} times, and an update of some layers is left out of others")
+            self._stop(step, cause, f"after {_REWINDS} ways back an update is left out of some layers, not of others")
         self._break(step, cause)
         if self.rewind_from is None:
             if policy == "rewind":
