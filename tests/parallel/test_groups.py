@@ -137,6 +137,12 @@ def test_what_is_no_cut_is_told(ends: list, message: str):
         GroupedTraining(graph(), settings_of(), groups(*ends))
 
 
+def test_layers_are_not_updated_one_by_one_there():
+    settings = settings_of().model_copy(update={"update": "layerwise"})
+    with pytest.raises(UserError, match="layerwise"):
+        GroupedTraining(graph(), settings, groups(*UNEQUAL))
+
+
 def test_weights_shared_between_stages_are_refused():
     with pytest.raises(UserError, match="shares the weights"):
         GroupedTraining(graph(tied=True), settings_of(), groups(("early", {"data": 2}), ("loss", {"data": 2})))

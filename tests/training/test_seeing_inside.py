@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 import tiny
 
 from affinage.cli.options import Walking
+from affinage.training import TrainJob, train
+from affinage.training.metrics import MetricsLog
 from affinage.training.readings import Readings
 
 TRACED = """
@@ -102,3 +105,18 @@ def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():
     with pytest.raises(ValueError, match="say 20-25"):
         tiny.settings(8, profile="25-20")
     assert tiny.settings(8, profile=20).traced == (20, 20) and tiny.settings(8, profile="20-25").traced == (20, 25)
+
+
+def test_a_trace_of_steps_that_do_not_come_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job = dict(graph=tiny.graph(layers=1), mesh={"data": 1}, seed=1, feed=tiny.RandomFeed())
+    train(TrainJob(folder=tmp_path, settings=tiny.settings(2, profile="20"), **job))
+    out, err = capsys.readouterr()
+    assert "profile: 20 begins after the last of 2 steps" in out + err and not (tmp_path / "profile").exists()
+
+
+def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write({"step": 1, "validation": {"en": {"loss": math.nan, "bits_per_byte": math.inf}}})
+    log.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["validation"] == {"en": {"loss": None, "bits_per_byte": None}}

@@ -73,7 +73,8 @@ class GroupedTraining:
         compute_dtype: of matrix products.
 
     Raises:
-        UserError: where the stages do not make up the graph, or the rows do not divide over a group's devices.
+        UserError: where the stages do not make up the graph, the rows do not divide over a group's devices, or layers
+            are to be updated one by one.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class GroupedTraining:
     ):
         if graph.averages:
             raise UserError("a graph with moving averages has no stages on groups of devices", where="groups")
+        if settings.update != "whole":
+            raise UserError(f"`update: {settings.update}` does not go with groups of devices", where="update")
         self.graph, self.settings, self.seed = graph, settings, seed
         self.stages = _cut(graph, groups)
         if settings.batch is None:

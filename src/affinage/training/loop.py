@@ -139,6 +139,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         give_back_freed_memory()  # what the beginning has left
         cleanup.enter_context(ledger.account("compute"))
         rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)
+        if settings.traced is not None and settings.traced[0] > steps:
+            display.say(f"profile: {settings.profile} begins after the last of {steps:,} steps: nothing is traced")
         cleanup.callback(tracing.close)
         batches, step = program.batches(start), start
         batch = program.put_share(next(batches)) if start < steps else None

@@ -90,4 +90,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
