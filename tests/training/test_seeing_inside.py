@@ -108,10 +108,10 @@ def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():
 
 
 def test_a_trace_of_steps_that_do_not_come_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    job = dict(graph=tiny.graph(layers=1), mesh={"data": 1}, seed=1, feed=tiny.RandomFeed())
-    train(TrainJob(folder=tmp_path, settings=tiny.settings(2, profile="20"), **job))
+    settings, feed = tiny.settings(5, profile="20"), tiny.RandomFeed()
+    train(TrainJob(graph=tiny.graph(layers=1), settings=settings, mesh={"data": 1}, seed=1, feed=feed, folder=tmp_path))
     out, err = capsys.readouterr()
-    assert "profile: 20 begins after the last of 2 steps" in out + err and not (tmp_path / "profile").exists()
+    assert "profile: 20 begins after the last of 5 steps" in out + err and not (tmp_path / "profile").exists()
 
 
 def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):
