@@ -52,14 +52,15 @@ def test_so_it_is_with_stages_and_with_several_slices(name, overrides):
 
 
 @pytest.mark.slow
-def test_gradients_are_summed_over_data_in_every_micro_batch_unless_an_option_takes_the_layers_out():
-    """Layers' matrices, their norms, and the embedding; with the option the embedding alone."""
+def test_gradients_of_micro_batches_are_summed_over_data_once():
+    """But where a balance of experts, or what is told of them, is of all rows together."""
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     settings = "mesh={data: 4}", "model.nodes.blocks.repeat=4", "pretrain.micro_batches=4"
-    option = "xla_while_loop_all_reduce_dus_code_motion_max_size_bytes"  # not in libtpu 0.0.42
-    asked = (), (f"parallel.xla_flags={{{option}: 1000000000000}}",)
-    found = [compile_on(SMALL, [*settings, *more], find_slice("v4-8")) for more in asked]
-    assert [each.looped for each in found] == [{"all-reduce": 3}, {"all-reduce": 1}]
+    experts = "{kind: moe, experts: 4, top_k: 2, width: 256, capacity_factor: 1.25}"
+    asked = (), (f"model.nodes.blocks.ffn={experts}",)
+    alone, together = (compile_on(SMALL, [*settings, *more], find_slice("v4-8")) for more in asked)
+    assert alone.collectives["all-reduce"] and not alone.looped
+    assert together.looped["all-reduce"]
 
 
 def test_a_collective_in_a_loop_is_told_from_one_behind_it():

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from affinage.planning.compiled import Verdict
     from affinage.planning.plan import Plan
 
+_MENTIONED = 0.02  # share of a step above which it is said that sums are made again in every micro-batch
+
 
 def show_plan(made: "Plan", verdict: "Verdict | None") -> None:
     """Print what a training needs and takes, part by part, and what the compiler said of it."""
@@ -25,6 +27,9 @@ def show_plan(made: "Plan", verdict: "Verdict | None") -> None:
     if made.time.collectives:
         along = ", ".join(f"{axis} {seconds:.4f}" for axis, seconds in made.time.collectives.items())
         console.print(f"seconds of collectives along each axis of the mesh: {along}", markup=False)
+    if made.time.again > _MENTIONED * made.time.seconds:
+        beyond = f"{made.time.again:.4f} s of it ({made.time.again / made.time.seconds:.0%})"
+        console.print(f"gradients are summed over devices in every micro-batch or tick: {beyond}", markup=False)
     for line in _outcome(made):
         console.print(line, markup=False)
     for warning in made.warnings:
@@ -119,7 +124,9 @@ def _time_table(made: "Plan") -> Any:
     for node in made.time.nodes:
         parts = (node.compute, node.memory, node.hidden, node.exposed, node.seconds)
         table.add_row(node.name, *(f"{part:.4f}" for part in parts), node.bound)
-    table.add_row("update of the weights", "", f"{made.time.update:.4f}", "", "", f"{made.time.update:.4f}", "memory")
+    for name, seconds in (("sums over micro-batches", made.time.adding), ("update of the weights", made.time.update)):
+        if seconds:
+            table.add_row(name, "", f"{seconds:.4f}", "", "", f"{seconds:.4f}", "memory")
     if made.time.bubble:
         table.add_row("pipeline bubble", "", "", "", "", f"{made.time.bubble:.4f}", "")
     table.add_row("step", "", "", "", "", f"{made.time.seconds:.4f}", made.time.bound)

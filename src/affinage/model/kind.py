@@ -89,6 +89,11 @@ class NodeKind(Settings):
     narrows: ClassVar[bool] = False  # it heeds the context's `at`
     constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether its value or its by-products are of all rows together, not a row's or sums over rows."""
+        return False
+
     def complete(self, others: Mapping[str, "NodeKind"]) -> Self:
         """Fills settings that follow from other nodes of the graph; raises ValueError where they do not."""
         return self

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,12 +12,18 @@ from jaxtyping import Array
 from affinage.model.layout import Layout
 from affinage.parallel.sharding import TABLE, LogicalAxes, Table, partition_spec
 
+REPLICAS = "data"  # the mesh axis along which stand copies of the model, unless a table splits weights over it
+
 
 @dataclass(frozen=True, eq=False)
 class MeshLayout(Layout):
     """Arrays split over a mesh as the table says.
 
     Without pins XLA may gather the rows instead of the weights, and hold every device's activations on each.
+
+    Attributes:
+        mesh: as `make_mesh` makes it.
+        table: logical axis -> mesh axes.
     """
 
     mesh: Mesh
@@ -28,6 +34,19 @@ class MeshLayout(Layout):
 
     def __hash__(self) -> int:
         return hash((self.mesh, frozenset(self.table.items())))
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model along REPLICAS, each with rows of its own; 1 where that axis splits anything else."""
+        lines = {line for line, axes in self.table.items() if REPLICAS in axes}
+        outermost = self.table["batch"][:1] == (REPLICAS,)
+        return self.mesh.shape[REPLICAS] if outermost and lines <= {"batch", "expert_rows"} else 1
+
+    @property
+    def of_a_replica(self) -> "MeshLayout":
+        """The layout within one of the copies, of which a `jax.vmap` computes all."""
+        table = {line: tuple(axis for axis in axes if axis != REPLICAS) for line, axes in self.table.items()}
+        return replace(self, table=table)
 
     def constrain(self, x: Array, axes: LogicalAxes) -> Array:
         """See `Layout.constrain`."""

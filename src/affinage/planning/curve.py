@@ -27,7 +27,7 @@ class Point:
     @property
     def why(self) -> str:
         """What a step's seconds are, in percent: products, memory, links that are waited for, stages that wait."""
-        parts = {"compute": 0.0, "memory": self.plan.time.update, "links": 0.0}
+        parts = {"compute": 0.0, "memory": self.plan.time.update + self.plan.time.adding, "links": 0.0}
         for node in self.plan.time.nodes:
             parts["links"] += node.exposed
             parts[node.bound if node.bound != "links" or node.hidden > node.exposed else "compute"] += (

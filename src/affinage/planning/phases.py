@@ -14,6 +14,6 @@ def phases(time: StepTime, loss: str) -> dict[str, float]:
     return {
         "forward": forward + time.bubble / 3,
         "loss": sum(node.seconds for node in time.nodes if node.name == loss),
-        "backward": sum(node.seconds for node in model) - forward + 2 * time.bubble / 3,
+        "backward": sum(node.seconds for node in model) - forward + time.adding + 2 * time.bubble / 3,
         "optimizer": time.update,
     }

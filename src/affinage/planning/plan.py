@@ -194,6 +194,8 @@ class Plan:
             "step": {
                 "seconds": self.time.seconds,
                 "update": self.time.update,
+                "adding": self.time.adding,
+                "sums_again": self.time.again,
                 "bubble": self.time.bubble,
                 "bound": self.time.bound,
                 "collectives": self.time.collectives,

@@ -25,7 +25,7 @@ from affinage.model.parameter import map_parameters
 from affinage.model.repeat import apply_node
 from affinage.parallel.mesh import AXES
 from affinage.parallel.pipeline import AXIS as STAGES
-from affinage.planning.collectives import collectives, weights_of
+from affinage.planning.collectives import collectives, sums_again, weights_of
 from affinage.planning.experts import on_nothing
 from affinage.planning.liveness import measure, trace
 from affinage.planning.local import Split
@@ -72,12 +72,14 @@ class StepTime:
 
     nodes: tuple[NodeTime, ...]
     update: float  # clipping, moments, weights: bound by memory
+    adding: float  # gradients of micro-batches to their sums: the same
     bubble: float  # stages of a pipeline that wait
+    again: float = 0.0  # of `seconds`, sums of gradients over devices in every micro-batch or tick beyond the first
 
     @property
     def seconds(self) -> float:
         """From one update to the next."""
-        return sum(node.seconds for node in self.nodes) + self.update + self.bubble
+        return sum(node.seconds for node in self.nodes) + self.update + self.adding + self.bubble
 
     @property
     def collectives(self) -> dict[str, float]:
@@ -88,7 +90,7 @@ class StepTime:
     @property
     def bound(self) -> str:
         """What most of the step is bound by."""
-        parts: dict[str, float] = {"memory": self.update, "pipeline bubble": self.bubble}
+        parts: dict[str, float] = {"memory": self.update + self.adding, "pipeline bubble": self.bubble}
         for node in self.nodes:
             parts[node.bound] = parts.get(node.bound, 0.0) + node.seconds
         return max(parts, key=lambda name: parts[name])
@@ -131,7 +133,7 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
     links = wires(where, split.sizes)
     held = frozen_of(split.graph, settings)
     local = frozen_of(split.local_graph, settings)
-    nodes = []
+    nodes, repeated = [], 0.0
     for node, cost in zip(split.graph.nodes, split.costs.nodes, strict=True):
         done = work[node.name]
         # Stages have layers of their own, and parts of the vocabulary by some tables; the rest they all compute.
@@ -148,11 +150,15 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
             moved, ahead = moved / split.stages + _PASSES * again, ahead / split.stages + again
         moved *= split.micro_batches
         beside, waited = collectives(split, node, links, call, settings, local)
-        hidden, exposed = sum(beside.values()), sum(waited.values())
-        hidden = max(hidden, 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH)
+        carried = 2 * done.offloaded * split.micro_batches * chip.devices / HOST_BANDWIDTH
+        hidden, exposed = max(sum(beside.values()), carried), sum(waited.values())
         time = NodeTime(node.name, flops / peak, moved / _bandwidth(where), hidden, exposed)
+        fewer = replace(time, hidden=max(hidden - sums_again(split, node, links, call, local), carried))
+        repeated += time.seconds - fewer.seconds
         read = ahead * split.micro_batches / _bandwidth(where)
-        alone = NodeTime(node.name, once / devices / peak, read, hidden * _FORWARD_HIDDEN, exposed * _FORWARD_EXPOSED)
+        gathered = beside.get("fsdp", 0.0) * _FORWARD_HIDDEN  # sums of gradients are no part of it
+        beside_it = max(gathered, carried / 2)
+        alone = NodeTime(node.name, once / devices / peak, read, beside_it, exposed * _FORWARD_EXPOSED)
         forward = min(alone.seconds, time.seconds)
         if held.reference and node.name != split.graph.loss:  # which has a forward pass of its own
             time = NodeTime(
@@ -163,7 +169,7 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
                 time.exposed + alone.exposed,
             )
             forward += alone.seconds
-            beside = {axis: seconds * (1 + _FORWARD_HIDDEN) for axis, seconds in beside.items()}
+            beside = {axis: seconds + (gathered if axis == "fsdp" else 0.0) for axis, seconds in beside.items()}
             waited = {axis: seconds * (1 + _FORWARD_EXPOSED) for axis, seconds in waited.items()}
         along = {axis: beside.get(axis, 0.0) + waited.get(axis, 0.0) for axis in AXES if axis in {**beside, **waited}}
         nodes.append(replace(time, forward=forward, axes=along))
@@ -171,7 +177,16 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
     # GPipe (Huang et al., 2019): of M + P - 1 ticks every stage waits in P - 1.
     layered = sum(time.seconds for time, node in zip(nodes, split.graph.nodes, strict=True) if node.repeat)
     bubble = layered * (split.stages - 1) / parts
-    return StepTime(tuple(nodes), update, bubble)
+    return StepTime(tuple(nodes), update, _added(split, local) / _bandwidth(where), bubble, repeated)
+
+
+def _added(split: Split, local: Frozen) -> float:
+    """Bytes that one device reads and writes to add up the gradients of micro-batches: both terms and the sum."""
+    if split.micro_batches == 1:
+        return 0.0
+    declared = split.local_graph.parameters if local.adapters is None else local.adapters.parameters
+    numbers = sum(weights_of(split, node, declared) for node in split.graph.nodes) / split.sizes["fsdp"]
+    return 3.0 * split.micro_batches * numbers * jnp.dtype("float32").itemsize
 
 
 @dataclass(frozen=True)

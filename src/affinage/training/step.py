@@ -1,8 +1,8 @@
 """The one training step: `(state, batch) -> (state, metrics)`, pure, for training, planning and benchmarks alike."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from jaxtyping import Array, Float
 
 from affinage.model import Call, Graph, apply, moved_averages
 from affinage.parallel import MeshLayout
+from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.recipe.training import HealthSettings
+from affinage.training.accumulation import Batch, Sums, accumulate
 from affinage.training.frozen import Frozen
 from affinage.training.rounding import stored_like
 from affinage.training.schedule import Schedule
@@ -19,11 +21,9 @@ from affinage.training.spikes import judged
 from affinage.training.state import Purpose, TrainState, random_key
 
 PyTree = Any
-Batch = Mapping[str, Array]
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Weights = tuple[PyTree, PyTree, PyTree]  # params, averages, frozen
-Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]  # name -> (sum, count)
 
 
 def make_train_step(
@@ -60,6 +60,9 @@ def make_train_step(
         1), with a window in the state loss_z (its z-score) and spike (0 or 1), and what the graph itself reports.
     """
     graph, call = held.graph, held.call(call)
+    replicas = replicas_of(graph, call) if micro_batches > 1 else 1
+    if replicas > 1:
+        call = dataclasses.replace(call, layout=cast(MeshLayout, call.layout).of_a_replica)
 
     def loss_sum(params: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Float[Array, ""], Sums]:
         whole = held.whole(params, state.frozen)
@@ -84,7 +87,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = random_key(seed, Purpose.DROPOUT, state.step)
-        grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches)
+        grads, sums = accumulate(lambda part: gradient(state, part, key), batch, micro_batches, replicas)
         _, targets = sums["loss"]
         means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in sums.items()}
         # Of the sum, not of the mean: XLA would write the mean out before it has the norm.
@@ -94,6 +97,20 @@ def make_train_step(
         return new, {**means, **report, "targets": targets}
 
     return step
+
+
+def replicas_of(graph: Graph, call: Call) -> int:
+    """Copies of the model that can each add up the gradients of their micro-batches; 1: the devices go together.
+
+    As they must where a node's value, or what it reports, is of all rows together, and in a pipeline. So they do where
+    keys go round in a ring, and with cuDNN's attention: JAX 0.10 cannot put a `jax.shard_map` over some of the axes
+    into a `jax.vmap` over another, and takes cuDNN's mask for one of every head there.
+    """
+    layout = call.layout
+    if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
+        return 1
+    together = call.rings or call.attention == "cudnn" or any(node.kind.mixes_rows for node in graph.nodes)
+    return 1 if together else layout.replicas
 
 
 def weights_come_first(call: Call) -> bool:
@@ -169,24 +186,6 @@ def make_validation_step(held: Frozen, *, call: Call) -> Callable[[Weights, Batc
         return {"sum": nats, "count": count, "metrics": outputs.metrics}
 
     return step
-
-
-def accumulate(gradient: Callable[[Batch], tuple[PyTree, Sums]], batch: Batch, parts: int) -> tuple[PyTree, Sums]:
-    """Sum `gradient` over `parts` micro-batches of equal size, one after the other.
-
-    Micro-batch m has the rows m, m + parts, m + 2 parts, ...: each device finds its share of every micro-batch among
-    the rows it already has.
-    """
-    if parts == 1:
-        return gradient(batch)
-    split = {name: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1) for name, x in batch.items()}
-    shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], split))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    def add(total: tuple[PyTree, Sums], part: Batch) -> tuple[tuple[PyTree, Sums], None]:
-        return jax.tree.map(jnp.add, total, gradient(part)), None
-
-    return jax.lax.scan(add, zeros, split)[0]
 
 
 def _choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
