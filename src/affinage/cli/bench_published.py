@@ -99,7 +99,7 @@ def layouts(steps: int) -> dict[str, Any]:
     plans = planned(LAYOUT_RECIPE, [PADDED], LAYOUTS, find_slice(LAYOUT_SLICE))
     on_slice = []
     for plan in plans:
-        stages = plan.split.sizes["pipeline"]
+        stages, parts = plan.split.sizes["pipeline"], plan.split.pipeline_parts
         waited = sum(node.exposed for node in plan.time.nodes)
         on_slice.append(
             {
@@ -107,7 +107,7 @@ def layouts(steps: int) -> dict[str, Any]:
                 "step_seconds": plan.time.seconds,
                 "links_waited_for": waited,
                 "bubble_seconds": plan.time.bubble,
-                "idle_share_of_layers": idle_share(stages, 4 * stages) if stages > 1 else 0.0,
+                "idle_share_of_layers": idle_share(stages, parts) if stages > 1 else 0.0,
                 "mfu": plan.mfu,
                 "gibibytes": plan.memory.total / 2**30,
             }
