@@ -1,6 +1,6 @@
 """What saving costs a training: the stall of the loop, seconds of CPU, and the most memory that the process had.
 
-    python benchmarks/save_cost.py [--quick] [--saves 20]
+    python benchmarks/save_cost.py [--quick] [--saves 20] [--hosts 2]
 
 A llama-like model with AdamW, a state of 500 MB, its own training step on one CPU device as the loop calls it, donating
 the state, and a save every other step. The stall is the time until the save lets the loop go on, where the save before
@@ -12,9 +12,14 @@ default interval's steps.
 Memory is the largest resident size of the process as a multiple of the state, Python and JAX in it: once with that
 step, and once with a program in its place that needs no memory of its own, as only then it is saving that one sees.
 Orbax used plainly (`Checkpointer` with its defaults, the newest two kept) does the same, each in a process of its own.
+
+With `--hosts 2` it is the stall alone, of processes that have the state in equal parts and save it together: of each
+save that of the host that stood still longest, the first save by itself. Once as it is; and once as on accelerators,
+whose arrays cannot be held, so that the loop waits until Orbax has copied them, with what `prepare` does before.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -25,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,7 @@ FULL = Size(width=512, ffn=1408, heads=8, layers=11, vocabulary=8192, context=64
 QUICK = Size(width=256, ffn=704, heads=8, layers=4, vocabulary=2048, context=64, batch=2)
 MODES = ("affinage", "orbax", "no saves")
 LOOPS = ("training", "copies")
+OF_HOSTS = ("affinage", "affinage, copied", "orbax")
 
 LINES = (  # name, fact, unit, loop
     ("stall of the loop, median", "stall", "ms", "training"),
@@ -52,6 +59,13 @@ LINES = (  # name, fact, unit, loop
 )
 
 
+LINES_OF_HOSTS = (  # name, fact
+    ("stall, first save", "first"),
+    ("stall, median", "median"),
+    ("stall, most", "most"),
+)
+
+
 def most_resident() -> int:
     """Bytes that this process had at most."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -59,9 +73,12 @@ def most_resident() -> int:
 
 def saver(mode: str, folder: Path) -> tuple[Any, Any]:
     """(start a save of a step and a state, wait until all are on disk)."""
-    if mode == "affinage":
+    if mode.startswith("affinage"):
         from affinage.checkpoint import CheckpointStore
+        from affinage.checkpoint import store as of_store
 
+        if mode == "affinage, copied":
+            of_store.can_be_held, of_store.hold = (lambda state: False), (lambda state: None)
         store = CheckpointStore(folder)
         return (lambda step, state: store.save(step, state, {"step": step})), store.wait
     if mode == "orbax":
@@ -83,7 +100,7 @@ def saver(mode: str, folder: Path) -> tuple[Any, Any]:
     return (lambda step, state: None), (lambda: None)
 
 
-def begin(loop: str, size: Size, steps: int, folder: Path) -> tuple[Any, Any]:
+def begin(loop: str, size: Size, steps: int, folder: Path, hosts: int = 1) -> tuple[Any, Any]:
     """(state, program that moves it on)."""
     import jax
 
@@ -98,12 +115,12 @@ def begin(loop: str, size: Size, steps: int, folder: Path) -> tuple[Any, Any]:
     job = TrainJob(
         graph=parse(graph_of("llama", size)),
         settings=PretrainSettings.model_validate(settings),
-        mesh={"data": 1},
+        mesh={"fsdp": hosts},
         seed=0,
         feed=Feed(size),
         folder=folder,
     )
-    program = Program(job, make_mesh(job.mesh, acquire()[:1]), job.feed.batch())
+    program = Program(job, make_mesh(job.mesh, acquire()[:hosts]), job.feed.batch())
     if loop == "copies":
         return program.begin(), jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     step, batch = program.compile_training(), program.put(program.batch)
@@ -192,6 +209,55 @@ def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict
     }
 
 
+def work_together(mode: str, size: Size, saves: int, folder: Path) -> dict[str, Any]:
+    """One host's stalls of saves that all hosts make together, in ms."""
+    from affinage.hardware.collector import what_lives_is_left_alone
+    from affinage.hardware.devices import prepare
+    from affinage.hardware.joining import joined
+
+    prepare()
+    with joined() as hosts, hosts.all_at_work():
+        import jax
+
+        state, move = begin("copies", size, 100, folder, hosts.count)
+        save, wait = saver(mode, folder / "steps")
+        stalls = []
+        with what_lives_is_left_alone():
+            for number in range(saves + 1):
+                for _ in range(3):
+                    state = move(state)
+                    jax.block_until_ready(state)
+                hosts.meet("a save that is measured")
+                start = time.perf_counter()
+                save(number, state.named())
+                stalls.append(1e3 * (time.perf_counter() - start))
+                state = move(state)
+                jax.block_until_ready(state)
+                wait()
+        return {"state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "stalls": stalls}
+
+
+def of_hosts(mode: str, hosts: int, command: list[str]) -> dict[str, Any]:
+    """What a save takes of the host that stood still longest, in ms."""
+    from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
+    from affinage.launch.process import reserved_port
+
+    port, address = reserved_port()
+    with port:
+        place = {COORDINATOR: address, HOSTS: str(hosts)}
+        runs = [
+            subprocess.Popen(command, env={**os.environ, **place, HOST: str(host)}, stdout=subprocess.PIPE)
+            for host in range(hosts)
+        ]
+        said = [run.communicate()[0] for run in runs]
+    if any(run.returncode for run in runs):
+        raise SystemExit(f"{mode}: the hosts ended with {[run.returncode for run in runs]}")
+    told = [json.loads(text.splitlines()[-1]) for text in said]
+    stalls = [max(each) for each in zip(*(host["stalls"] for host in told), strict=True)]
+    later = stalls[1:]
+    return {"state": told[0]["state"], "first": stalls[0], "median": statistics.median(later), "most": max(later)}
+
+
 def _seconds_of_hash(folder: Path) -> float:
     """Seconds of CPU that the seal of the newest step takes."""
     from affinage.checkpoint.seal import seal
@@ -208,24 +274,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a state of 40 MB, few saves")
     parser.add_argument("--saves", type=int, default=20)
+    parser.add_argument("--hosts", type=int, default=1, help="processes that save together")
     parser.add_argument("--work", nargs=2, metavar=("MODE", "LOOP"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     size, saves = (QUICK, 6) if asked.quick else (FULL, asked.saves)
     if asked.work:
-        print(json.dumps(work(*asked.work, size, saves, asked.folder)))
+        mode, loop = asked.work
+        found = work_together(mode, size, saves, asked.folder) if loop == "hosts" else None
+        print(json.dumps(found or work(mode, loop, size, saves, asked.folder)))
         return
+    results = one_host(asked, saves) if asked.hosts == 1 else many_hosts(asked, saves)
+    print(json.dumps({"benchmark": "save_cost", **results}))
+
+
+def one_host(asked: argparse.Namespace, saves: int) -> dict[str, Any]:
+    """All lines of a host that is alone."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for loop, mode in itertools.product(LOOPS, MODES):
-        folder = Path(tempfile.mkdtemp(prefix="affinage-bench-"))
-        command = [sys.executable, __file__, "--work", mode, loop, "--folder", str(folder), "--saves", str(saves)]
-        try:
-            run = subprocess.run([*command, *(["--quick"] if asked.quick else [])], stdout=subprocess.PIPE, check=True)
-        finally:
-            shutil.rmtree(folder)
+        with _command(asked, saves, mode, loop) as command:
+            run = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found[loop, mode] = json.loads(run.stdout.splitlines()[-1])
-        told = {name: round(value, 4) for name, value in found[loop, mode].items()}
-        print(f"{loop}, {mode}:", told, "load", round(os.getloadavg()[0], 1), flush=True)
+        _say(f"{loop}, {mode}", found[loop, mode])
     results = []
     for name, key, unit, loop in LINES:
         ours, peer = found[loop, "affinage"][key], found[loop, "orbax"][key] if key != "hash" else None
@@ -233,7 +303,39 @@ def main() -> None:
     for loop in LOOPS:
         name, ours = f"most resident memory, {loop} without saves", found[loop, "no saves"]["most memory"]
         results.append({"name": name, "ours": ours, "peer": None, "unit": "x state", "ratio": None})
-    print(json.dumps({"benchmark": "save_cost", "state_bytes": found["copies", "orbax"]["state"], "results": results}))
+    return {"state_bytes": found["copies", "orbax"]["state"], "results": results}
+
+
+def many_hosts(asked: argparse.Namespace, saves: int) -> dict[str, Any]:
+    """The lines of hosts that save together."""
+    found: dict[str, dict[str, Any]] = {}
+    for mode in OF_HOSTS:
+        with _command(asked, saves, mode, "hosts") as command:
+            found[mode] = of_hosts(mode, asked.hosts, command)
+        _say(f"{asked.hosts} hosts, {mode}", found[mode])
+    results = []
+    for mode, how in (("affinage", ""), ("affinage, copied", ", arrays copied as on accelerators")):
+        for name, key in LINES_OF_HOSTS:
+            ours, peer = found[mode][key], found["orbax"][key]
+            name = f"{asked.hosts} hosts{how}: {name}"
+            results.append({"name": name, "ours": ours, "peer": peer, "unit": "ms", "ratio": ours / peer})
+    return {"state_bytes": found["orbax"]["state"], "results": results}
+
+
+@contextlib.contextmanager
+def _command(asked: argparse.Namespace, saves: int, mode: str, loop: str) -> Iterator[list[str]]:
+    """What a process is told to do, in a folder that is gone afterwards."""
+    folder = tempfile.mkdtemp(prefix="affinage-bench-")
+    told = ["--work", mode, loop, "--folder", folder, "--saves", str(saves), *(["--quick"] if asked.quick else [])]
+    try:
+        yield [sys.executable, __file__, *told]
+    finally:
+        shutil.rmtree(folder)
+
+
+def _say(what: str, found: dict[str, Any]) -> None:
+    told = {name: round(value, 4) for name, value in found.items()}
+    print(f"{what}:", told, "load", round(os.getloadavg()[0], 1), flush=True)
 
 
 if __name__ == "__main__":

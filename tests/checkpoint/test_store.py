@@ -1,6 +1,8 @@
 """What a checkpoint folder promises: whole steps only, the newest that can be read, on any mesh."""
 
 import dataclasses
+import errno
+import json
 import os
 import shutil
 import threading
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
@@ -199,6 +202,49 @@ def test_a_save_returns_before_orbax_has_begun_and_keeps_the_state_of_then(
     assert_same(store.restore(1, abstract(where)), state(1, where))
 
 
+def test_a_save_that_failed_is_told_before_the_next_one(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    go_on = threading.Event()
+
+    def seal_without_room(target: Path) -> None:
+        assert go_on.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(store_module, "seal", seal_without_room)
+    store.save(1, state(1, sharding("fsdp", 8)), {})
+    store.raise_failure()  # not known yet, and nothing is waited for
+    go_on.set()
+    with pytest.raises(OSError, match="No space left"):
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            store.raise_failure()
+    store.raise_failure()
+    store.wait()  # once is enough
+
+
+def test_where_arrays_must_be_copied_the_first_save_compiles_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store_module, "can_be_held", lambda state: False)  # as on an accelerator
+    monkeypatch.setattr(store_module, "hold", lambda state: None)
+    compiled, compile_one = [], compiler.compile_or_get_cached
+
+    def counted(*given: Any, **named: Any) -> Any:
+        compiled.append(1)
+        return compile_one(*given, **named)
+
+    everywhere = NamedSharding(make_mesh({"data": 8}, jax.devices()), PartitionSpec())
+    large = {"params": {"w": jax.device_put(np.arange(2**21, dtype=np.float32), everywhere)}, "step": jnp.int32(1)}
+    monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
+    store.prepare(large)
+    assert compiled
+    compiled.clear()
+    store.save(1, large, {})
+    store.wait()
+    assert not compiled
+    like = {"params": {"w": jax.ShapeDtypeStruct((2**21,), "float32", sharding=everywhere)}}
+    assert_same(store.restore(1, like)["params"], large["params"])
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_memory_is_given_back_during_a_save_only_where_the_heap_keeps_it(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, kept: bool
@@ -263,7 +309,8 @@ class Listening(HostInMemory):
 
 
 def test_hosts_wait_longer_for_a_larger_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    told = {"damage": '"a bit"', "a save that is there": "true", "checkpoints": "[]", "what is called like one": "[]"}
+    there = json.dumps([True, str(tmp_path)])
+    told = {"damage": '"a bit"', "a save": there, "checkpoints": "[]", "what is called like one": "[]"}
     words = {f"affinage/share/{name}/1": value for name, value in told.items()}
     host = Listening(1, 2, coordinator=Coordinator(words))
     monkeypatch.setattr(Hosts, "current", host)
@@ -274,3 +321,11 @@ def test_hosts_wait_longer_for_a_larger_checkpoint(tmp_path: Path, monkeypatch: 
         store.save(1, large, {})
         assert store.restore_newest(large) is None
     assert set(host.waits) == {*told} and set(host.waits.values()) == {600 + 72e9 / 10e6}
+
+
+def test_hosts_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = {"affinage/share/a save/1": json.dumps([False, "/elsewhere"])}
+    host = HostInMemory(1, 2, coordinator=Coordinator(words))
+    monkeypatch.setattr(Hosts, "current", host)
+    with host.all_at_work(), pytest.raises(UserError, match=r"host 1 would save elsewhere than .*/elsewhere"):
+        CheckpointStore(tmp_path).save(1, state(1, sharding("fsdp", 1)), {})

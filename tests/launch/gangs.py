@@ -6,6 +6,7 @@ is that one. It reads orders as JSON lines and answers each with one.
 """
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -26,7 +27,7 @@ class Nursery:
     """Starts gangs; a launcher as `affinage.launch` knows them. Use it as a context manager.
 
     The command of a gang is its job as JSON: folder, steps, and what a host does to itself: `hurt` has the number of a
-    host, a phase, and the number of a signal, "sleep" or "disk".
+    host, a phase, and the number of a signal, "sleep", "disk" or, from the first save on, "refusal".
     """
 
     def __init__(self, cache: Path, hosts: int = 2) -> None:
@@ -183,13 +184,19 @@ def order(folder: Path, steps: int, **more: object) -> list[str]:
 
 def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
+    from affinage.training.metrics import curve
+
+    return saved_alike(one, other, step) and curve(one) == curve(other)
+
+
+def saved_alike(one: Path, other: Path, step: int) -> bool:
+    """Whether two runs saved the same state at a step, bit for bit."""
     from affinage.checkpoint import CheckpointStore
     from affinage.checkpoint.looking import compare
-    from affinage.training.metrics import curve
 
     first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))
     found = compare(first, second, numbers=True)["arrays"]
-    return bool(found["same"]) and not found["different"] and not found["only"] and curve(one) == curve(other)
+    return bool(found["same"]) and not found["different"] and not found["only"]
 
 
 def steps_of(folder: Path, host: int = 0) -> list[int]:
@@ -276,6 +283,7 @@ def _train(job: dict, host: int) -> int:
     hurts = bool(hurt) and hurt["host"] == host
     links = _links_made()
     joining._WHO_IT_WAS = 30.0  # on a busy machine the name of a dead host may come late
+    _one_thread_asks_all_devices()
     if hurts:
         _hurt_in(hurt["phase"], hurt["by"], asleep)
 
@@ -293,7 +301,7 @@ def _train(job: dict, host: int) -> int:
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
-                    settings=tiny.settings(job["steps"], validate_every=7, **job.get("settings", {})),
+                    settings=tiny.settings(job["steps"], **{"validate_every": 7, **job.get("settings", {})}),
                     mesh={"data": 2, "fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),
@@ -315,9 +323,40 @@ def _train(job: dict, host: int) -> int:
     return 0
 
 
+def _one_thread_asks_all_devices() -> None:
+    """Refuse what JAX asks the devices of all hosts outside of the main thread, beside whose programs it would wait."""
+    from jax.experimental import multihost_utils
+
+    def only_here(name: str) -> None:
+        ask = getattr(multihost_utils, name)
+
+        def asked(*given: object, **named: object) -> object:
+            assert threading.current_thread() is threading.main_thread(), f"{name} beside the steps"
+            return ask(*given, **named)
+
+        setattr(multihost_utils, name, asked)
+
+    for name in ("broadcast_one_to_all", "process_allgather", "sync_global_devices"):
+        only_here(name)
+
+
+def _refuse_saves() -> None:
+    """Let Orbax find no room, at whatever it begins."""
+    from affinage.checkpoint import CheckpointStore
+
+    def refused(store: CheckpointStore, *_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.folder))
+
+    CheckpointStore._begin = refused  # type: ignore[assignment, method-assign]
+
+
 def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
     """Make the first call of a phase's function hurt this process, at it or a moment later."""
     from phases import BEFORE_STEPS, in_phase
+
+    if by == "refusal":
+        _refuse_saves()
+        return
 
     def hurt_now() -> None:
         if by == "disk":

@@ -11,6 +11,7 @@ from pathlib import Path
 import gangs
 import pytest
 
+from affinage.checkpoint import CheckpointStore
 from affinage.errors import EXIT_PREEMPTED
 from affinage.launch import Gang, Restarts, supervise
 
@@ -106,6 +107,28 @@ def test_nobody_waits_for_a_host_that_is_dead(tmp_path: Path, nursery, phase: st
     assert gang.wait() == [1, -signal.SIGKILL], gang.said(0)
     # JAX by itself notices after 45 s, or when both compute something together, and names nobody.
     assert "Stopped: host 1 is gone" in gang.said(0)
+
+
+def test_saves_and_the_programs_of_all_hosts_do_not_wait_for_each_other(tmp_path: Path, nursery, undisturbed: Path):
+    # After each step a validation and a save, beside which the next step begins.
+    folder, often = tmp_path / "run", {"every_steps": 1, "keep_every": 1}
+    gang = nursery.start(order(folder, settings={"validate_every": 1, "checkpoint": often}))
+    assert gang.wait() == [0, 0], (gang.said(0), gang.said(1))
+    assert CheckpointStore(folder / "checkpoints").steps() == list(range(1, STEPS + 1))
+    assert gangs.saved_alike(folder, undisturbed, STEPS)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_save_that_fails_on_one_host_ends_the_run_at_once(tmp_path: Path, nursery, undisturbed: Path, host: int):
+    folder, seldom = tmp_path / "run", {"settings": {"checkpoint": {"every_steps": STEPS // 2}}}
+    gang = nursery.start(order(folder, hurt={"host": host, "phase": "save", "by": "refusal"}, **seldom))
+    ended = gang.wait()
+    assert ended[host] == 1 and ended[1 - host] != 0, (gang.said(0), gang.said(1))
+    assert "No space left on device" in gang.said(host)
+    assert max(gangs.steps_of(folder, host)) < STEPS and gangs.newest(folder) == 0
+    gang = nursery.start(order(folder, **seldom))
+    assert gang.wait() == [0, 0], (gang.said(0), gang.said(1))
+    assert ended_alike(folder, undisturbed)
 
 
 def test_one_process_with_all_devices_makes_the_same_bits(tmp_path: Path, undisturbed: Path):

@@ -45,10 +45,14 @@ class InMemory:
     def steps(self) -> list[int]:
         return sorted(self.kept)
 
+    def prepare(self, state: Mapping[str, Any]) -> None: ...
+
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         self.kept[step] = jax.tree.map(np.array, dict(state)), dict(meta)
 
     def wait(self) -> None: ...
+
+    def raise_failure(self) -> None: ...
 
     def forget_after(self, step: int) -> None:
         self.kept = {kept: saved for kept, saved in self.kept.items() if kept <= step}

@@ -7,6 +7,8 @@ import numpy as np
 
 PyTree = Any
 
+LEAST_PART = 2**20  # bytes; of an array that several devices have, each sends such a part at least
+
 
 def hold(state: PyTree) -> PyTree | None:
     """The same arrays under other names, which stay what they are when those given are donated.
@@ -17,10 +19,26 @@ def hold(state: PyTree) -> PyTree | None:
     Returns:
         None where an array lies on an accelerator, whose memory cannot be held like this.
     """
-    leaves = jax.tree.leaves(state)
-    if any(device.platform != "cpu" for leaf in leaves for device in leaf.devices()):
-        return None
-    return jax.tree.map(_held, state)
+    return jax.tree.map(_held, state) if can_be_held(state) else None
+
+
+def can_be_held(state: PyTree) -> bool:
+    """Whether all arrays are in the memory of the hosts themselves."""
+    return all(device.platform == "cpu" for leaf in jax.tree.leaves(state) for device in leaf.devices())
+
+
+def compile_cuts(state: PyTree) -> None:
+    """Compile the programs with which Orbax cuts out the part that a device sends of an array that others have, too.
+
+    There is one for each device and each shape, and else the first save would wait for all of them.
+    """
+    from orbax.checkpoint._src.serialization.replica_slices import get_replica_slices  # public is only all of a save
+
+    alike = {(leaf.shape, leaf.dtype, leaf.sharding): leaf for leaf in jax.tree.leaves(state)}
+    for array in alike.values():
+        cut = get_replica_slices(array, 0, True, min_slice_bytes_for_replica_parallel=LEAST_PART)
+        for part in cut.replica_slices:
+            part.data()
 
 
 def _held(array: jax.Array) -> jax.Array:

@@ -15,7 +15,8 @@ import absl.logging
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from affinage.checkpoint.holding import hold
+from affinage.checkpoint.coordination import by_coordinator
+from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.seal import damage, fingerprint, seal
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
 from affinage.errors import UserError, UserWarned
@@ -81,14 +82,14 @@ class CheckpointStore:
         self._running: Future[None] | None = None
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-        if not Hosts.current.together:  # this host alone
-            of_many = self._context.multiprocessing
-            of_many.primary_host, of_many.active_processes = Hosts.current.index, {Hosts.current.index}
+        by_coordinator(self._context)
         # By default it makes one of every handler there is, twice for each tree: a third of the time of `save`.
         only_trees = ocp.handlers.local_registry(include_global_registry=False).add(ocp.handlers.PyTreeHandler)
         self._context.checkpointables.registry = only_trees
         # Weights are noise to a compressor: zstd makes a save take three times as long for 8 % fewer bytes.
         self._context.array.saving.use_compression = False
+        # Of arrays that several devices hold each sends a part, cut out by a program: not worth it for a vector.
+        self._context.array.saving.min_slice_bytes_for_replica_parallel = LEAST_PART
 
     def steps(self) -> list[int]:
         """The steps that are completely there, oldest first."""
@@ -98,27 +99,43 @@ class CheckpointStore:
         """Whatever is called like a step, oldest first."""
         return entries(self.folder)
 
+    def prepare(self, state: Mapping[str, PyTree]) -> None:
+        """Do now, before the first step, what the loop would wait for in its first save of such a state."""
+        if not can_be_held(dict(state)):
+            compile_cuts(dict(state))
+
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated or changed as soon as this returns.
 
-        Waits for the save before, if it still runs. A step that is already there stays as it is.
+        Waits for the save before, if it still runs. A step that is already there stays as it is. Many hosts call it
+        with the same steps in the same order.
 
         Args:
             step: names the save.
             state: trees of `jax.Array`, by name.
             meta: JSON-able facts about the run, read again by `meta`.
+
+        Raises:
+            OSError: see `wait`.
+            UserError: of many hosts this one has another folder.
         """
         self.wait()
         hosts, there = Hosts.at_work(), step in self.steps() and step not in self._unreadable
         # The first one has sealed the save before when it says so.
-        if hosts.share("a save that is there", there, seconds=seconds_at_most(state)):
+        there, folder = hosts.share("a save", [there, str(self.folder)], seconds=seconds_at_most(state))
+        if folder != str(self.folder):
+            raise UserError(
+                f"host {hosts.index} would save elsewhere than the first, which saves into {folder}",
+                where=str(self.folder),
+                fix="Give all hosts the same folder of runs, under the same name.",
+            )
+        if there:
             return
         target = self.folder / str(step)
         if hosts.first and os.path.lexists(target):
             remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
-        # Of many hosts Orbax gathers words by their devices first, which must not meet those of the next step.
-        held = hold(dict(state)) if hosts.count == 1 else None
+        held = hold(dict(state))
         begun = self._orbax.submit(self._begin, target, held or dict(state), {"step": step, "facts": dict(meta)})
         self._running = self._orbax.submit(self._finish, begun, target)
         if held is None and begun.exception() is not None:  # until Orbax has what it needs of the arrays
@@ -154,6 +171,15 @@ class CheckpointStore:
                 if code is None:
                     raise
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(self.folder)) from error
+
+    def raise_failure(self) -> None:
+        """Tell at once that the save in flight has failed, which `wait` would; waits for nothing.
+
+        Raises:
+            OSError: see `wait`.
+        """
+        if self._running is not None and self._running.done():
+            self.wait()
 
     def damage(self, step: int, only: Mapping[str, Any] | None = None) -> str:
         """What is wrong with a step, see `affinage.checkpoint.seal.damage`; "" if it is what was saved as this step."""

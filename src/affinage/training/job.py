@@ -60,12 +60,20 @@ class Checkpoints(Protocol):
         """The steps that are there, oldest first."""
         ...
 
+    def prepare(self, state: Mapping[str, PyTree]) -> None:
+        """Do what the first save of such a state would have to do, and no other; called before the first step."""
+        ...
+
     def save(self, step: int, state: Mapping[str, PyTree], meta: Mapping[str, Any]) -> None:
         """Start to save trees of `jax.Array` by name, and JSON-able facts. The arrays may be donated afterwards."""
         ...
 
     def wait(self) -> None:
         """Until what was saved is there."""
+        ...
+
+    def raise_failure(self) -> None:
+        """Raise what has become of a save that failed; waits for nothing, and is called at every step."""
         ...
 
     def forget_after(self, step: int) -> None:

@@ -93,6 +93,9 @@ def train(job: TrainJob) -> dict[str, Any]:
         watchdog.begins("the restore" if goes_on else "the first weights", may_take=to_restore)
         with ledger.account("restore" if goes_on else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
+        watchdog.begins("what a save needs", may_take=_COMPILATION)
+        with ledger.account("compile"):
+            store.prepare(state.named())
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
         life.book(ledger, meta.get("clock"))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
@@ -147,6 +150,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         while step < steps and not ended:
             step += 1
             watchdog.step_begins(step)
+            store.raise_failure()
             try:
                 if step in health.left_out:
                     state, batch = program.pass_over(state), program.put_share(next(batches))
