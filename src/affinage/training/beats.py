@@ -1,12 +1,14 @@
 """What every host is at, said by each once a second, so that one that is stuck can be named."""
 
 import contextlib
+import gc
 import json
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from affinage.hardware.hosts import HostLost, Hosts
@@ -128,9 +130,24 @@ def _told(beat: dict[str, Any]) -> str:
     return f"at {beat['what']} ({beat['where']})" if beat else "before its first sign"
 
 
+def _frames() -> dict[int, FrameType]:
+    """What each thread is at.
+
+    Python 3.11 holds a lock meanwhile that each new thread needs. A collection in the midst of it, which lets others
+    run, would stop the process for good (python/cpython#106883), so there is none.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _where() -> str:
     """The innermost line of ours, or of the user's, that the main thread is at."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frames().get(threading.main_thread().ident or 0)
     while frame is not None and not _ours(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
