@@ -139,30 +139,26 @@ def mixtral_in_transformers(ours, params):
     return theirs.float().eval()
 
 
-def test_merged_adapters_of_experts_give_the_logits_of_pefts_own():
-    """PEFT's target for a parameter of all experts; its A is [rank of expert 0, of expert 1, ...] by inputs."""
+@pytest.mark.parametrize(
+    "targets",
+    [("down",), ("up",), ("gate", "up"), ("query", "gate", "down"), ("value", "gate", "up", "down")],
+    ids="+".join,
+)
+def test_an_exported_adapter_of_experts_is_read_by_peft_and_gives_the_merged_models_logits(targets, tmp_path):
     ours = tiny_mixtral()
-    adapters = Adapters(ours.graph, LoraSettings(rank=3, alpha=7, targets=("down",)))
+    adapters = Adapters(ours.graph, LoraSettings(rank=3, alpha=7, targets=targets))
     draw = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: init_params(adapters, jax.random.key(0)))
     params = jax.tree.map(lambda p: draw.normal(0, 0.1, p.shape).astype(np.float32), shapes)
-    down = params["blocks"]["ffn"]["down"]  # [layers, experts, inputs, rank], [layers, experts, rank, outputs]
-
-    config = LoraConfig(r=3, lora_alpha=7, target_modules=[], target_parameters=["mlp.experts.down_proj"])
-    theirs = get_peft_model(mixtral_in_transformers(ours, ours.params), config).eval()
-    wrapped = [module for module in theirs.modules() if type(module).__name__ == "ParamWrapper"]
-    assert len(wrapped) == 2
+    write_adapter(tmp_path, adapters, params)
+    read = PeftModel.from_pretrained(mixtral_in_transformers(ours, ours.params), tmp_path).eval()
     ids = torch.tensor(batch()["tokens"], dtype=torch.long)
     with torch.no_grad():
-        for layer, module in enumerate(wrapped):
-            a, b = down["lora_a"][layer], down["lora_b"][layer]
-            by_expert = a.transpose(0, 2, 1).reshape(-1, a.shape[1])  # [experts x rank, inputs]
-            module.lora_A["default"].weight.copy_(torch.tensor(by_expert))
-            # Of B the experts vary fastest.
-            module.lora_B["default"].weight.copy_(torch.tensor(b.transpose(2, 1, 0).reshape(b.shape[2], -1)))
-        expected = theirs(ids).logits
+        found = read(ids).logits
         of_base = mixtral_in_transformers(ours, ours.params)(ids).logits
-        found = mixtral_in_transformers(ours, adapters.merged(ours.params, params))(ids).logits
+        expected = mixtral_in_transformers(ours, adapters.merged(ours.params, params))(ids).logits
+        by_peft = read.merge_and_unload()(ids).logits
     scale = expected.abs().max().item()
     assert (expected - of_base).abs().max() > 0.02 * scale
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
+    torch.testing.assert_close(by_peft, expected, rtol=1e-4, atol=1e-4 * scale)

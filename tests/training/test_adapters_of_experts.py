@@ -10,7 +10,6 @@ import tiny
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.hub.adapter import write_adapter
 from affinage.model import Adapters, Call, apply, init_params, parse
 from affinage.parallel import make_mesh
 from affinage.recipe.training import TrainSettings
@@ -62,14 +61,11 @@ def test_every_expert_has_its_own_product_added():
         np.testing.assert_allclose(after[layer, expert] - before[layer, expert], added, rtol=1e-3, atol=1e-5)
 
 
-def test_experts_have_adapters_by_name_only_and_without_dropout(tmp_path: Path):
+def test_experts_have_adapters_by_name_only_and_without_dropout():
     graph = parse(tiny_graphs.moe())
     assert {path[-1] for path in Adapters(graph, LoraSettings()).targets} == {"query", "key", "value", "out"}
     with pytest.raises(UserError, match=r"no dropout[\s\S]*leave down, gate, up out"):
         Adapters(graph, LoraSettings(**LORA, dropout=0.1))
-    adapters, _, low = drawn(None)
-    with pytest.raises(UserError, match=r"PEFT has one adapter for the gate and up[\s\S]*Leave out --adapter"):
-        write_adapter(tmp_path, adapters, low)
 
 
 def run(mesh: dict, **changes: object) -> list[float]:

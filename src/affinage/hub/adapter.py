@@ -18,6 +18,8 @@ from affinage.model.adapters import LORA_A, LORA_B
 from affinage.model.parameter import Tree
 
 _PREFIX = "base_model.model."
+# What transformers 5 calls the weights of all experts of a layer, gate and up of each one above the other.
+_EXPERTS, _GATE_UP, _DOWN = "mlp.experts", "gate_up_proj", "down_proj"
 
 
 def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str = "") -> dict[str, int]:
@@ -33,17 +35,13 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         {file: bytes}.
 
     Raises:
-        UserError: for a model that is not of the Llama family (GPT-2 has one matrix for what are three here), and for
-            adapters of experts.
+        UserError: for a model that is not of the Llama family (GPT-2 has one matrix for what are three here).
     """
     if family_of(adapters.graph) is not llama:
         fix = "Leave out --adapter: the exported weights have the adapters in them."
         raise UserError("only adapters of models of the Llama family have a form that PEFT reads", fix=fix)
-    if adapters.of_experts:
-        fix = "Leave out --adapter: the exported weights have the adapters in them."
-        raise UserError("PEFT has one adapter for the gate and up of an expert, these are two", fix=fix)
     tensors = adapter_tensors(adapters, params)
-    modules = sorted({name.split(".")[-3] for name in tensors})
+    modules = {_their_name(path).rpartition(".")[2] for path in adapters.targets if path not in adapters.of_experts}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = adapters.settings
@@ -54,30 +52,81 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": modules,
+        "target_modules": sorted(modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    config |= _config_of_experts(adapters)
     write_json(folder / "adapter_config.json", config)
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
 
 
 def adapter_tensors(adapters: Adapters, params: Tree) -> dict[str, NDArray[Any]]:
-    """A [rank, inputs] and B [outputs, rank] under PEFT's names, float32."""
-    decoder = Decoder.of(adapters.graph)
+    """A [rank, inputs] and B [outputs, rank] under PEFT's names, float32; of experts the ranks of all in one."""
     tensors: dict[str, NDArray[Any]] = {}
+    of_layers: dict[int, dict[str, tuple[NDArray[Any], NDArray[Any]]]] = {}
     for path in adapters.targets:
-        leaves = _at(params, path)
-        a, b = (np.asarray(leaves[name], np.float32) for name in (LORA_A, LORA_B))
-        pairs = zip(a, b, strict=True) if decoder.repeated else [(a, b)]
-        for layer, (one_a, one_b) in enumerate(pairs):
-            name = llama.LAYER_NAMES[(*path[1:], "kernel")].removesuffix(".weight")
-            place = f"{_PREFIX}model.layers.{layer}.{name}"
-            rank = adapters.settings.rank
-            tensors[f"{place}.lora_A.weight"] = np.ascontiguousarray(one_a.reshape(-1, rank).T)
-            tensors[f"{place}.lora_B.weight"] = np.ascontiguousarray(one_b.reshape(rank, -1).T)
+        for layer, (a, b) in enumerate(_of_layers(adapters, params, path)):
+            if path in adapters.of_experts:
+                of_layers.setdefault(layer, {})[path[-1]] = a, b
+            else:
+                place, rank = f"{_PREFIX}model.layers.{layer}.{_their_name(path)}", adapters.settings.rank
+                tensors[f"{place}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
+                tensors[f"{place}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
+    for layer, experts in of_layers.items():
+        place = f"{_PREFIX}model.layers.{layer}.{_EXPERTS}"
+        # Where a module has two such parameters, PEFT wraps the second one around the first.
+        both = "down" in experts and len(experts) > 1
+        if "down" in experts:
+            tensors |= _as_of_a_parameter(place, *experts["down"])
+        if len(experts) > ("down" in experts):
+            tensors |= _as_of_a_parameter(f"{place}.base_layer" if both else place, *_gate_over_up(experts))
     return tensors
+
+
+def _of_layers(adapters: Adapters, params: Tree, path: tuple[str, ...]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    leaves = _at(params, path)
+    a, b = (np.asarray(leaves[name], np.float32) for name in (LORA_A, LORA_B))
+    return list(zip(a, b, strict=True)) if Decoder.of(adapters.graph).repeated else [(a, b)]
+
+
+def _their_name(path: tuple[str, ...]) -> str:
+    return llama.LAYER_NAMES[(*path[1:], "kernel")].removesuffix(".weight")
+
+
+def _gate_over_up(
+    experts: Mapping[str, tuple[NDArray[Any], NDArray[Any]]],
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """A [experts, inputs, ranks] and B [experts, ranks, gate and up]: side by side, so that none reaches the other."""
+    wide_a, tall_b = [], []
+    for name in ("gate", "up"):
+        if name in experts:
+            a, b = experts[name]
+            wide_a.append(a)
+            tall_b.append(np.concatenate([b, np.zeros_like(b)][:: 1 if name == "gate" else -1], axis=2))
+    return np.concatenate(wide_a, axis=2), np.concatenate(tall_b, axis=1)
+
+
+def _as_of_a_parameter(place: str, a: NDArray[Any], b: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """From A [experts, inputs, rank] and B [experts, rank, outputs]: of PEFT's B the experts vary fastest."""
+    return {
+        f"{place}.lora_A.weight": np.ascontiguousarray(a.transpose(0, 2, 1).reshape(-1, a.shape[1])),
+        f"{place}.lora_B.weight": np.ascontiguousarray(b.transpose(2, 1, 0).reshape(b.shape[2], -1)),
+    }
+
+
+def _config_of_experts(adapters: Adapters) -> dict[str, Any]:
+    """Which parameters of experts have adapters, as PEFT is told; that of a gate and up has the ranks of both."""
+    names = {path[-1] for path in adapters.of_experts}
+    if not names:
+        return {}
+    fused, settings = f"{_EXPERTS}.{_GATE_UP}", adapters.settings
+    parameters = [fused] * bool(names & {"gate", "up"}) + [f"{_EXPERTS}.{_DOWN}"] * ("down" in names)
+    told: dict[str, Any] = {"target_parameters": parameters}
+    if names >= {"gate", "up"}:
+        told |= {"rank_pattern": {fused: 2 * settings.rank}, "alpha_pattern": {fused: 2 * settings.alpha}}
+    return told
 
 
 def _at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
