@@ -1,11 +1,18 @@
 """Items per second of an evaluation beside lm-evaluation-harness's `hf` backend: same machine, weights and items.
 
     python benchmarks/eval_speed.py --data FOLDER --items 200 [--model HUGGING_FACE_FOLDER] [--tasks hellaswag,piqa]
+    python benchmarks/eval_speed.py --data FOLDER --host-only --tokenizer FOLDER [--like julian-600m]
+    python benchmarks/eval_speed.py --data FOLDER --suite --tokenizer FOLDER [--like julian-600m]
 
 Both are asked the same requests through the harness's own classes, so that prompts, tokenisation and scoring are timed,
 and the harness's own bookkeeping is not. The first pass compiles; after it both take turns, over the same shapes, and
 the medians are the figures. CPU seconds are given beside those of the clock, but do not help on a machine that others
 use: torch's threads spin while they wait, and its own then grow several times over.
+
+--suite is the figure of one accelerator: requests a second of the whole group `julian`, all items, with random weights
+of a recipe's shape, on the device that JAX finds; with `--like novels --items 20` it runs on a processor. --host-only
+computes nothing: requests per CPU second of everything else, and, as arithmetic, what share of an H200's peak 1,000
+requests a second would take. The tokenizer is a folder of one, or GPT-2's vocab.bpe with its encoder.json beside it.
 """
 
 import argparse
@@ -17,7 +24,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from eval_suite import host_only, model_like, suite, tokenizer_at
+
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "boolq", "belebele_fra_Latn")
 
 
@@ -88,17 +96,44 @@ def useful_flops(lm, requests: list) -> float:
     return 2.0 * parameters * tokens
 
 
+def of_suite(options: argparse.Namespace) -> list[dict]:
+    """Results of --suite or --host-only."""
+    from affinage.hardware.devices import acquire
+
+    acquire()
+    with tempfile.TemporaryDirectory() as temporary:
+        if options.tokenizer is None:
+            sys.exit("--tokenizer: the folder of a tokenizer, or GPT-2's vocab.bpe")
+        tokenizer = tokenizer_at(options.tokenizer, Path(temporary))
+        model = model_like(options.like, tokenizer, drawn=options.suite)
+        told = {"limit": options.items, "repeats": options.repeats}
+        if options.suite:
+            return suite(model, options.data, ["julian"], batch=options.batch or "auto", **told)
+        return host_only(model, options.data, ["julian"], batch=options.batch or 64, **told)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--items", type=int, help="of each task; default: 200, of --suite and --host-only all")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, help="rows at once; default: 16, of --suite what memory holds")
     parser.add_argument("--peak", type=float, help="FLOP/s that the machine's matrix products reach")
-    parser.add_argument("--quick", action="store_true", help="10 items of three tasks")
+    parser.add_argument("--quick", action="store_true", help="10 items of three tasks; or 200 of all, once")
+    parser.add_argument("--suite", action="store_true", help="all of `julian` on the device that JAX finds")
+    parser.add_argument("--host-only", action="store_true", help="what the host takes, and the arithmetic")
+    parser.add_argument("--like", default="julian-600m", help="a recipe, whose model --suite and --host-only take")
+    parser.add_argument("--tokenizer", type=Path)
     options = parser.parse_args()
+    if not options.suite:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if options.suite or options.host_only:
+        if options.quick:
+            options.items, options.repeats = options.items or 200, 1
+        print(json.dumps({"benchmark": "eval_speed", "results": of_suite(options)}))
+        return
     import torch
     from lm_eval.models.huggingface import HFLM
 
@@ -106,14 +141,15 @@ def main() -> None:
     from affinage.stages.models import open_model
 
     torch.set_num_threads(os.cpu_count() or 1)
-    tasks, items, repeats = options.tasks.split(","), options.items, options.repeats
+    tasks, items, repeats = options.tasks.split(","), options.items or 200, options.repeats
+    batch = options.batch or 16
     if options.quick:
         tasks, items, repeats = tasks[:3], 10, 1
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.model or random_model(Path(temporary) / "model")
-        ours = JaxLM(open_model(str(folder), Path("runs")), batch=options.batch)
-        hf = HFLM(pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=options.batch)
+        ours = JaxLM(open_model(str(folder), Path("runs")), batch=batch)
+        hf = HFLM(pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=batch)
         for task in tasks:
             requests = both_answer(requests_of(task, options.data, items), ours)
             count = len({one.doc_id for one in requests})

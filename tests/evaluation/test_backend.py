@@ -227,3 +227,33 @@ def test_a_continuation_that_merges_into_the_context_is_still_scored():
     assert len(model.tokenizer.encode(context + continuation)) == 1
     (result,) = JaxLM(model).loglikelihood([Instance("loglikelihood", {}, (context, continuation), 0)])
     assert result[0] < 0
+
+
+def test_a_text_is_tokenised_once_however_many_continuations_it_has(monkeypatch):
+    """And into what the harness makes of each pair by itself: of empty contexts, and of such that end with spaces."""
+    model = tiny_llama()
+    pairs = [(context, f" {word}") for context in (TEXT, f"{TEXT}  ", "  ", "") for word in WORDS[:4]]
+    one_by_one = [([*JaxLM(model)._encode_pair(*pair)] if pair[0] else None) for pair in pairs]
+    encoded: list[str] = []
+    kind, seen = type(model.tokenizer), []
+
+    def batch(self, texts, whole=kind.encode_batch):
+        encoded.extend(texts)
+        return whole(self, texts)
+
+    def single(self, text, whole=kind.encode):
+        encoded.append(text)
+        return whole(self, text)
+
+    monkeypatch.setattr(kind, "encode_batch", batch)
+    monkeypatch.setattr(kind, "encode", single)
+    monkeypatch.setattr(JaxLM, "_loglikelihood_tokens", lambda self, requests, **_: seen.extend(requests) or [])
+    lm = JaxLM(model)
+    encoded.clear()
+    lm.loglikelihood([Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)])
+    assert len(encoded) == len(set(encoded)) and encoded.count(TEXT) == 1
+    assert [request[0] for request in seen] == pairs
+    bos = model.tokenizer.bos
+    for (_, context, continuation), alone, pair in zip(seen, one_by_one, pairs, strict=True):
+        expected = alone or [[bos], lm.tok_encode(pair[1], add_special_tokens=False)]
+        assert [context, continuation] == expected

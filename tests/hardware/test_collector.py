@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from affinage.hardware.collector import what_lives_is_left_alone
+from affinage.hardware.collector import collected_seldom, what_lives_is_left_alone
 
 
 class Knot:
@@ -31,3 +31,19 @@ def test_an_error_inside_ends_it_too():
     with pytest.raises(ValueError), what_lives_is_left_alone():
         raise ValueError
     assert gc.get_freeze_count() == 0
+
+
+def test_few_collections_come_of_many_objects_and_garbage_is_freed_all_the_same():
+    came: list[str] = []
+    gc.callbacks.append(lambda phase, _: came.append(phase) if phase == "start" else None)
+    before = gc.get_threshold()
+    try:
+        with collected_seldom():
+            gone = weakref.ref(Knot())
+            kept = [[number] for number in range(50_000)]
+            assert not came
+            kept += [[number] for number in range(150_000)]
+            assert 1 <= len(came) <= 4 and gone() is None
+        assert gc.get_threshold() == before
+    finally:
+        gc.callbacks.pop()

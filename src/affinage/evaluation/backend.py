@@ -1,6 +1,7 @@
 """affinage's models as lm-evaluation-harness sees them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,6 +19,8 @@ from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import Sampling
+
+_TEXTS_AT_ONCE = 2048  # that are encoded: what a tokenizer keeps of each meanwhile is far more than its ids
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class JaxLM(TemplateLM):
         self._scorer = Scorer(model, batch=batch, ledger=ledger)
         self._batch = batch
         self._in_chat_template = False
+        self._encoded: dict[str, list[int]] = {}  # see `_encoded_ahead`
         own, tokenizer = model.tokenizer.template, model.tokenizer
         source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
         named = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
@@ -106,7 +110,11 @@ class JaxLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text, with <s> before them unless `add_special_tokens` is False or the template has put it there."""
         tokenizer = self.model.tokenizer
-        ids = tokenizer.encode_rendered(string)[0] if self._in_chat_template else tokenizer.encode(string)
+        if self._in_chat_template:
+            ids = tokenizer.encode_rendered(string)[0]
+        else:
+            known = self._encoded.get(string)
+            ids = tokenizer.encode(string) if known is None else known
         if self._in_chat_template and tokenizer.template is not None:
             return ids  # what a text begins with is the template's business
         opening = list(tokenizer.opening)
@@ -120,8 +128,28 @@ class JaxLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """For every (context, continuation): log-probability of the continuation, and whether it is greedy."""
-        results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        with self._encoded_ahead(request.args for request in requests):
+            results: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return results
+
+    @contextmanager
+    def _encoded_ahead(self, pairs: Iterable[tuple[str, str]]) -> Iterator[None]:
+        """While entered, `tok_encode` looks up what the harness will ask of (context, continuation) pairs.
+
+        It asks for a context as often as it has continuations, and for one text after the other.
+        """
+        # A continuation begins with the spaces that its context ends with.
+        asked = (
+            text for before, after in pairs for text in ((before + after, before.rstrip()) if before else (after,))
+        )
+        texts = [] if self._in_chat_template else list(dict.fromkeys(asked))
+        try:
+            for start in range(0, len(texts), _TEXTS_AT_ONCE):
+                some = texts[start : start + _TEXTS_AT_ONCE]
+                self._encoded.update(zip(some, self.model.tokenizer.encode_batch(some), strict=True))
+            yield
+        finally:
+            self._encoded = {}
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any

@@ -25,8 +25,12 @@ def in_pieces(pairs: Sequence[Pair], context: int) -> tuple[list[Pair], list[int
     pieces: list[Pair] = []
     owners: list[int] = []
     for index, (before, continuation) in enumerate(pairs):
-        step = len(continuation) if len(continuation) <= context else max(1, context // 2)
-        for start in range(0, len(continuation), max(1, step)):
+        if 0 < len(continuation) <= context:  # nothing to score is no piece
+            pieces.append((before, continuation))
+            owners.append(index)
+            continue
+        step = max(1, context // 2)
+        for start in range(0, len(continuation), step):
             pieces.append((before + continuation[:start], continuation[start : start + step]))
             owners.append(index)
     return pieces, owners

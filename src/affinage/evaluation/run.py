@@ -25,6 +25,7 @@ from affinage.evaluation.ledger import Ledger, fingerprint
 from affinage.evaluation.result_folder import STATE, identity, write_results
 from affinage.evaluation.tasks import TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
+from affinage.hardware.collector import collected_seldom
 from affinage.hardware.hosts import Hosts
 
 _BOOTSTRAP = 1000  # resamples for the standard errors that have no closed form (perplexity, F1)
@@ -87,7 +88,7 @@ def evaluate(
     rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
-    with tamed_harness(), reachable_data(found.named):
+    with tamed_harness(), reachable_data(found.named), collected_seldom():
         manager = task_manager(found.named)
         for chosen, templated in rounds:
             if chosen:
