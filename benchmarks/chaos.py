@@ -1,11 +1,13 @@
 """Kill, stop and stall small runs, and see what comes of it.
 
-    python benchmarks/chaos.py [--quick] [--parts kill stop stall] [--kills 500] [--stops 20]
+    python benchmarks/chaos.py [--quick] [--parts kill stop stall silence] [--kills 500] [--stops 20] [--cuts 10]
 
 The runs are the tests' own: two processes with two devices each, started by `affinage.launch.supervise`. Kill: kill -9
 of one of them at random moments, from its start to its last save; the curve and the final state must be those of an
 undisturbed run, bit for bit. Stop: SIGTERM to one of them in each of six phases; both end with status 75, and no
-finished step is lost. Stall: one stands still (SIGSTOP), sleeps, or waits for a disk; it must be named.
+finished step is lost. Stall: one stands still (SIGSTOP), sleeps, or waits for a disk; it must be named. Silence: each
+is on a machine of its own (network namespaces of Linux), and the cable between them is pulled; both must name the
+other, and end. A cable that is plugged in again in time, and a host that stands still, must end nothing.
 `python benchmarks/rot.py` damages checkpoints.
 """
 
@@ -25,6 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS / "launch"))
 
+import cabled  # noqa: E402
 import gangs  # noqa: E402
 
 from affinage.launch import Restarts, supervise  # noqa: E402
@@ -32,6 +35,9 @@ from affinage.launch import Restarts, supervise  # noqa: E402
 STEPS = 60
 KILLS_OF_A_RUN = 20
 STUCK = 10  # seconds, in place of 30
+PAUSE = 0.3  # seconds before each batch, so that a run outlasts a cut
+MENDED = 4.5  # seconds of a cut that is to be borne, of the 5 that are
+STOPPED = 8.0  # seconds that a host stands still
 
 Figures = dict[str, float]
 
@@ -134,6 +140,66 @@ def stall(folder: Path, nursery: gangs.Nursery, each: int) -> Figures:
     return told
 
 
+def silence(folder: Path, cache: Path, each: int) -> Figures:
+    """A machine that is cut off: until it is named and both have ended; then what must not be taken for one."""
+    told: Figures = {"cuts": each, "cuts after which a host did not name the other": 0}
+    draw, named, ended, back = random.Random(0), [], [], []
+    with cabled.Machines() as machines, gangs.Nursery(cache, machines=machines) as nursery:
+        supervise(nursery, order(folder / "undisturbed"), Restarts(failures=0), say=print)
+
+        def begin(run_folder: Path) -> gangs.ForkedGang:
+            gang = nursery.start(order(run_folder, pause=PAUSE))
+            while len(gangs.steps_of(run_folder)) < 3:
+                gang.ended(0.01)
+            time.sleep(draw.uniform(2.5, 3.5))
+            return gang
+
+        def names(gang: gangs.ForkedGang, host: int) -> bool:
+            return f"host {1 - host} is not answering" in gang.said(host)
+
+        for turn in range(each):
+            run_folder = folder / f"cut-{turn}"
+            gang = begin(run_folder)
+            machines.pull()
+            cut = time.monotonic()
+            while not (names(gang, 0) or names(gang, 1)):
+                gang.ended(0.01)
+            named.append(time.monotonic() - cut)
+            statuses = gang.wait()
+            ended.append(time.monotonic() - cut)
+            machines.plug()
+            right = all(f"Stopped: host {1 - host} is gone" in gang.said(host) for host in (0, 1))
+            told["cuts after which a host did not name the other"] += not right or statuses != [1, 1]
+            gang = nursery.start(order(run_folder))
+            while not gangs.steps_of(run_folder):
+                gang.ended(0.01)
+            back.append(time.monotonic() - cut - (ended[-1]))
+            told["runs that ended with other bits"] = told.get("runs that ended with other bits", 0) + (
+                gang.wait() != [0, 0] or not same(run_folder, folder / "undisturbed")
+            )
+            print(f"silence: {turn + 1} of {each} cuts, named {named[-1]:.2f} s, ended {ended[-1]:.2f} s", flush=True)
+        for what in ("mended", "stopped"):
+            wrong = spoken = 0
+            for turn in range(each):
+                gang = begin(folder / f"{what}-{turn}")
+                if what == "mended":
+                    machines.pull()
+                    time.sleep(MENDED)
+                    machines.plug()
+                else:
+                    gang.kill(turn % 2, signal.SIGSTOP)
+                    time.sleep(STOPPED)
+                    gang.kill(turn % 2, signal.SIGCONT)
+                wrong += gang.wait() != [0, 0] or not same(folder / f"{what}-{turn}", folder / "undisturbed")
+                spoken += any("answering" in gang.said(host) for host in (0, 1))
+                print(f"silence: {turn + 1} of {each} {what}, wrong {wrong}, named {spoken}", flush=True)
+            kind = f"cuts of {MENDED:g} s" if what == "mended" else f"stops (SIGSTOP) of {STOPPED:g} s"
+            told |= {kind: each, f"{kind}: runs that ended, or with other bits": wrong, f"{kind}: named": spoken}
+    told |= _spread("seconds from the cut until it is named", named)
+    told |= _spread("seconds from the cut until both hosts have ended, of which 5 are waited for", ended)
+    return told | _spread("seconds from the end of the hosts to the next step", back)
+
+
 def _spread(name: str, found: list[float]) -> Figures:
     return {f"{name}, median": round(statistics.median(found), 2), f"{name}, most": round(max(found), 2)}
 
@@ -141,18 +207,20 @@ def _spread(name: str, found: list[float]) -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few of each, for a minute or two")
-    parts = ("stop", "stall", "kill")
+    parts = ("stop", "stall", "kill", "silence")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--stops", type=int, default=20, help="of each phase")
+    parser.add_argument("--cuts", type=int, default=10, help="of each kind")
     asked = parser.parse_args()
-    kills, stops = (5, 1) if asked.quick else (asked.kills, asked.stops)
+    kills, stops, cuts = (5, 1, 1) if asked.quick else (asked.kills, asked.stops, asked.cuts)
     found: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory() as root, gangs.Nursery(Path(root) / "cache") as nursery:
         works = {
             "stop": lambda: stop(Path(root), nursery, stops),
             "stall": lambda: stall(Path(root), nursery, 1 if asked.quick else max(1, stops // 4)),
             "kill": lambda: kill(Path(root), nursery, kills),
+            "silence": lambda: silence(Path(root) / "silence", Path(root) / "cache", cuts),
         }
         for name in asked.parts:
             before = time.monotonic()

@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 class Gang:
     def __init__(self, count: int) -> None:
         self.coordinator = Coordinator()
-        self.lost: list[queue.SimpleQueue[tuple[int, bool]]] = [queue.SimpleQueue() for _ in range(count)]
+        self.lost: list[queue.SimpleQueue[tuple[int, str]]] = [queue.SimpleQueue() for _ in range(count)]
         self.links = [
             Links(HostInMemory(host, count, coordinator=self.coordinator), LOOPBACK, LOOPBACK, self._hear(host))
             for host in range(count)
@@ -34,7 +34,7 @@ class Gang:
             time.sleep(0.01)
 
     def _hear(self, host: int):
-        return lambda number, mistake, _: self.lost[host].put((number, mistake))
+        return lambda number, why, _: self.lost[host].put((number, why))
 
     def die(self, host: int) -> None:
         """What the kernel does with a killed process's connections."""
@@ -54,19 +54,19 @@ def gang() -> Iterator[Gang]:
 
 def test_all_hear_of_one_that_died(gang: Gang):
     gang.die(2)
-    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, False)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, "")] * 3
 
 
 def test_all_hear_of_the_first_that_died(gang: Gang):
     gang.die(0)
-    assert [gang.lost[host].get(timeout=60) for host in (1, 2, 3)] == [(0, False)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (1, 2, 3)] == [(0, "")] * 3
 
 
 def test_whoever_says_goodbye_is_not_gone(gang: Gang):
     gang.links[1].say_goodbye()
     gang.die(1)
     gang.die(3)
-    assert gang.lost[0].get(timeout=60) == gang.lost[2].get(timeout=60) == (3, False)
+    assert gang.lost[0].get(timeout=60) == gang.lost[2].get(timeout=60) == (3, "")
     gang.links[0].say_goodbye()
     gang.die(0)
     time.sleep(0.3)
@@ -76,7 +76,7 @@ def test_whoever_says_goodbye_is_not_gone(gang: Gang):
 def test_a_mistake_that_only_one_has_found_is_told(gang: Gang):
     gang.links[2].say_goodbye(mistake=True)
     gang.die(2)
-    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, True)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, "mistake")] * 3
 
 
 def test_a_stranger_is_not_heard(gang: Gang):
@@ -88,7 +88,7 @@ def test_a_stranger_is_not_heard(gang: Gang):
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""  # it is hung up on
     gang.die(3)
-    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 2)] == [(3, False)] * 3
+    assert [gang.lost[host].get(timeout=60) for host in (0, 1, 2)] == [(3, "")] * 3
     time.sleep(0.1)
     assert [found.qsize() for found in gang.lost] == [0, 0, 0, 0]
 
@@ -110,7 +110,7 @@ def late(count: int, *, said_before: bool, host: int, mistake: bool = False) -> 
 
     def begin(number: int) -> Met:
         hosts = HostInMemory(number, count, coordinator=coordinator)
-        return Met(hosts, LOOPBACK, LOOPBACK, lambda other, mistake, _: lost[number].put((other, mistake)))
+        return Met(hosts, LOOPBACK, LOOPBACK, lambda other, why, _: lost[number].put((other, why)))
 
     begun = {host: begin(host)}
     if said_before:
@@ -137,31 +137,31 @@ def test_a_goodbye_before_there_was_a_link_is_heard(host: int, monkeypatch: pyte
         time.sleep(0.3)
         assert [found.qsize() for found in lost] == [0, 0, 0]
     with late(3, said_before=False, host=host) as lost:
-        assert all(found.get(timeout=60) == (host, False) for number, found in enumerate(lost) if number != host)
+        assert all(found.get(timeout=60) == (host, "") for number, found in enumerate(lost) if number != host)
 
 
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_mistake_before_there_was_a_link_is_told(host: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("affinage.hardware.links._LATE", 120.0)
     with late(3, said_before=True, host=host, mistake=True) as lost:
-        assert all(found.get(timeout=60) == (host, True) for number, found in enumerate(lost) if number != host)
+        assert all(found.get(timeout=60) == (host, "mistake") for number, found in enumerate(lost) if number != host)
 
 
 def test_what_comes_in_one_piece_or_in_many_is_heard():
     coordinator = Coordinator()
-    hear: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+    hear: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     first = HostInMemory(0, 3, coordinator=coordinator)
-    links = Links(first, LOOPBACK, LOOPBACK, lambda host, mistake, _: hear.put((host, mistake)))
+    links = Links(first, LOOPBACK, LOOPBACK, lambda host, why, _: hear.put((host, why)))
     said = json.loads(HostInMemory(1, 3, coordinator=coordinator).hear("affinage/links", 30, said=""))
     with socket.create_connection((LOOPBACK, said["port"])) as one:
         one.sendall(f"{said['token']} 1\n1 mistake\n".encode())
-        assert hear.get(timeout=60) == (1, True)
+        assert hear.get(timeout=60) == (1, "mistake")
     with socket.create_connection((LOOPBACK, said["port"])) as other:
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for letter in f"{said['token']} 2\n2 mistake\n":
             other.sendall(letter.encode())
             time.sleep(0.001)
-        assert hear.get(timeout=60) == (2, True)
+        assert hear.get(timeout=60) == (2, "mistake")
     links.say_goodbye()
 
 
@@ -189,13 +189,13 @@ def test_one_connection_that_fails_at_once_does_not_end_the_others(gang: Gang, m
         with socket.create_connection((LOOPBACK, port), 30) as stranger:
             assert stranger.recv(1) == b""
     gang.die(3)
-    assert gang.lost[0].get(timeout=60) == (3, False)
+    assert gang.lost[0].get(timeout=60) == (3, "")
 
 
 def test_a_host_that_leaves_by_itself_is_not_left_for_the_mistake_of_another():
     leaving = threading.Event()
     leaving.set()
-    joining._leave_without(1, True, leaving)  # it returns
+    joining._leave_without(1, "mistake", leaving)  # it returns
 
 
 @pytest.mark.parametrize(

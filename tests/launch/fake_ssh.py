@@ -1,13 +1,15 @@
 """A stand-in for ssh: after a folder, in which each address has its own, it drops the options and gives the rest to a
 shell of its own session. SIGUSR1 makes it lose its connection.
 
-Like ssh it ends with 255 then, where it does not reach a machine (`gone`), and after what a signal killed.
+Like ssh it ends with 255 then, where it does not reach a machine (`gone`), and after what a signal killed. Of a machine
+in whose folder is a file `dead` nothing comes: neither an answer nor the end of what ran.
 """
 
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 folder, *words = sys.argv[1:]
@@ -18,6 +20,14 @@ if address == "gone":
     sys.exit(255)
 here = Path(folder, address)
 here.mkdir(exist_ok=True)
+
+
+def hang() -> None:
+    while (here / "dead").exists():
+        time.sleep(0.05)
+
+
+hang()
 environment = {name: value for name, value in os.environ.items() if name != "AFFINAGE_PARENT"}
 
 
@@ -29,4 +39,5 @@ def lose(number: int, frame: object) -> None:
 signal.signal(signal.SIGUSR1, lose)
 far = subprocess.Popen(["sh", "-c", " ".join(line)], cwd=here, env=environment, start_new_session=True)
 status = far.wait()
+hang()
 sys.exit(255 if status < 0 else status)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cabled import Machines, move_to
+
 TRAINING = Path(__file__).parent.parent / "training"
 DEVICES = 4  # of all hosts together
 PHASES = ("start", "compilation", "step", "evaluation", "restore", "save")
@@ -27,10 +29,16 @@ class Nursery:
     """Starts gangs; a launcher as `affinage.launch` knows them. Use it as a context manager.
 
     The command of a gang is its job as JSON: folder, steps, and what a host does to itself: `hurt` has the number of a
-    host, a phase, and the number of a signal, "sleep", "disk" or, from the first save on, "refusal".
+    host, a phase, and the number of a signal, "sleep", "disk" or, from the first save on, "refusal"; `pause` has the
+    seconds before each batch.
+
+    Args:
+        cache: of compilations.
+        hosts: of each gang.
+        machines: one for each host, else all are on this one.
     """
 
-    def __init__(self, cache: Path, hosts: int = 2) -> None:
+    def __init__(self, cache: Path, hosts: int = 2, machines: Machines | None = None) -> None:
         environment = {
             **os.environ,
             "XDG_CACHE_HOME": str(cache),
@@ -38,7 +46,7 @@ class Nursery:
             "JAX_PLATFORMS": "cpu",
         }
         environment.pop("XLA_FLAGS", None)
-        self.hosts = hosts
+        self.hosts, self.machines = hosts, machines
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, __file__], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -72,6 +80,9 @@ class ForkedGang:
         self.folder = Path(job["folder"])
         self.folder.mkdir(parents=True, exist_ok=True)
         self._port, address = reserved_port()
+        if nursery.machines is not None:  # nobody else is there to take the port
+            address = f"{nursery.machines.addresses[0]}:{address.rpartition(':')[2]}"
+            job = {**job, "machines": nursery.machines.pids}
         self.pids = nursery.ask(do="start", hosts=nursery.hosts, address=address, **job)["pids"]
         self._nursery, self._left = nursery, set(self.pids)
         self._statuses: dict[int, int] = {}
@@ -235,6 +246,8 @@ def _fork(job: dict, host: int) -> int:
     pid = os.fork()
     if pid:
         return pid
+    if "machines" in job:
+        move_to(job["machines"][host])
     from affinage.hardware import hosts
     from affinage.stopping import PARENT, die_with_parent
 
@@ -267,13 +280,14 @@ def _train(job: dict, host: int) -> int:
     class SlowFeed(tiny.RandomFeed):
         def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[dict]:
             for batch in super().iterate(start_step):
-                time.sleep(0.005)
+                time.sleep(job.get("pause", 0.005))
                 share = len(batch["rows"]) // parts
                 yield {name: array[part * share : (part + 1) * share] for name, array in batch.items()}
 
         def iterate(self, start_step: int) -> Iterator[dict]:
             return self.iterate_part(start_step, 0, 1)
 
+    settings = tiny.settings(job["steps"], **{"validate_every": 7, **job.get("settings", {})})
     asleep, folder, mirror = threading.Event(), Path(job["folder"]), None
     if "remote" in job:
         from affinage.checkpoint.mirror import Mirror, bring_newest
@@ -293,7 +307,7 @@ def _train(job: dict, host: int) -> int:
             time.sleep(3600)
 
     try:
-        with OwnProcess(), joined() as hosts:
+        with OwnProcess(), joined(settings.survival.silence_seconds) as hosts:
             while hurts and hosts.count > 1 and not links[0]._links:  # before, nobody would hear of its end at once
                 time.sleep(0.01)
             if mirror is not None and host == 0:
@@ -301,7 +315,7 @@ def _train(job: dict, host: int) -> int:
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
-                    settings=tiny.settings(job["steps"], **{"validate_every": 7, **job.get("settings", {})}),
+                    settings=settings,
                     mesh={"data": 2, "fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),

@@ -201,6 +201,40 @@ def test_a_machine_that_is_gone_at_a_later_start_is_named_before_any_other_begin
     assert not list(tmp_path.glob("process-*"))
 
 
+def test_a_machine_that_dies_without_a_word_is_not_waited_for(ssh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its connection hangs; a host elsewhere notices, and ends. Then the machine is back."""
+    monkeypatch.setattr("affinage.launch.ssh._TELL", 1.0)
+    said: list[str] = []
+
+    class Dying:
+        hosts, starts = 2, 0
+
+        def __init__(self) -> None:
+            self._launcher = ssh(2)
+
+        def start(self, command: list[str]) -> Gang:
+            self.starts += 1
+            if self.starts == 3:
+                monkeypatch.setattr("affinage.launch.ssh._ANSWERS", 300.0)
+                os.kill(int((tmp_path / "process-1").read_text()), signal.SIGKILL)
+                (tmp_path / "me@machine1" / "dead").unlink()
+                return self._launcher.start(["end", "0"])
+            if self.starts == 2:
+                monkeypatch.setattr("affinage.launch.ssh._ANSWERS", 1.0)
+                return self._launcher.start(["end", "0"])
+            gang = self._launcher.start(["wait", str(tmp_path)])
+            until(lambda: begun(tmp_path, 2))
+            (tmp_path / "me@machine1" / "dead").touch()
+            os.kill(int((tmp_path / "process-0").read_text()), signal.SIGKILL)
+            return gang
+
+        def finish(self) -> None: ...
+
+    dying = Dying()
+    assert supervise(dying, [], Restarts(), say=said.append) == 0
+    assert dying.starts == 3 and "me@machine1 cannot be prepared: it does not answer" in said[1], said
+
+
 def test_what_goes_wrong_on_a_machine_of_ray_is_told_as_if_it_were_here(ray, tmp_path: Path):
     gang = ray(1).start(["wait", str(tmp_path)])
     try:

@@ -174,7 +174,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
         _tell(doubts(loaded))
         return flow.folder
     prepare_process(loaded)
-    with OwnProcess(), joined() as hosts, only_data_on_stdout(how.as_json):
+    with OwnProcess(), joined(loaded.recipe.silence_seconds) as hosts, only_data_on_stdout(how.as_json):
         if not hosts.first:
             flow.follow()
             return flow.folder

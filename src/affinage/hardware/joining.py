@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 
 from affinage.errors import EXIT_USER_ERROR, Preempted, UserError, of_the_machine
 from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
-from affinage.hardware.links import Links
+from affinage.hardware.links import Links, Why
+from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import at_leaving, leave
 
 # Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
@@ -25,15 +27,16 @@ _LAST_WORK = 5.0  # seconds to end by itself for a host that has said goodbye; l
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Hosts]:
+def joined(silence: float = SurvivalSettings().silence_seconds) -> Iterator[Hosts]:
     """Inside, this process is one of the hosts that the environment names; alone if it names none.
 
     Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute
     with their CPUs the address that leads to it.
 
-    When another host dies, this process is left with status 1 within a second, whatever it waits for; with status 2
-    when that one has found a mistake of the user, unless this one finds it, too. One that was told to stop is no dead
-    one: where they do not stop together, JAX ends the others, after 45 s at most.
+    When another host dies, this process is left with status 1 within a second, whatever it waits for, and when another
+    one's machine does not answer, after `silence` seconds of that; with status 2 when another one has found a mistake
+    of the user, unless this one finds it, too. One that was told to stop is no dead one: where they do not stop
+    together, JAX ends the others, after 45 s at most.
 
     Raises:
         UserError: the others were not there in time.
@@ -44,7 +47,12 @@ def joined() -> Iterator[Hosts]:
         return
     _connect(found)
     before, Hosts.current = Hosts.current, Hosts(found.host, found.hosts)
-    links = Links(Hosts.current, _name(found.coordinator), _name(_bound_to(found)), _leave_without)
+    where = _name(found.coordinator), _name(_bound_to(found))
+
+    def lost(host: int, why: Why, leaving: threading.Event) -> None:
+        _leave_without(host, why, leaving, f"its machine has not answered for {silence:g} s" if why == "silent" else "")
+
+    links = Links(Hosts.current, *where, lost, silence, _say)
     try:
         with at_leaving(links.say_goodbye):
             yield Hosts.current
@@ -67,16 +75,21 @@ def joined() -> Iterator[Hosts]:
         Hosts.current = before
 
 
-def _leave_without(host: int, mistake: bool, leaving: threading.Event) -> None:
+def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = "") -> None:
     """Leave this process, with the time to end by itself where it is leaving in good order."""
-    left = leaving.wait(_SAME_MISTAKE if mistake else _FIRST_DEATH)
-    if mistake:
+    left = leaving.wait(_SAME_MISTAKE if why == "mistake" else _FIRST_DEATH)
+    if why == "mistake":
         if left:
             return
         leave(f"host {host} has found a mistake, and tells of it", EXIT_USER_ERROR)
     if left:
         time.sleep(_LAST_WORK)  # then JAX, which waits for the dead one at its shutdown, would abort the process
-    leave(f"host {host} is gone", 1)
+    leave(f"host {host} is gone{reason and f': {reason}'}", 1)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)
 
 
 def _bound_to(found: Place) -> str:

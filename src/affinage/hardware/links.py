@@ -1,4 +1,4 @@
-"""Connections between hosts that end when a host does, however it ended: so the others know at once."""
+"""Connections between hosts that end when a host does, or are silent when its machine is: so the others soon know."""
 
 import contextlib
 import hmac
@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from affinage.hardware.hosts import HostLost, Hosts
+from affinage.hardware.silence import KNOWN, LOOK_EVERY, Ear, ask_often
+from affinage.recipe.training import SurvivalSettings
 
 _KEY = "affinage/links"
 _CONNECT = 30.0  # seconds for the first host to answer; where its port cannot be reached, it goes without
@@ -20,10 +22,11 @@ _LOOK_EVERY = 0.5  # seconds
 _ALIVE_EVERY = 60  # seconds of silence after which the kernels ask each other, so that nothing between them forgets
 _LATE = 10.0  # seconds after its goodbye in which the first host still answers who connects
 _GOODBYE = b"bye\n"
-_MISTAKE = "mistake"
 _LINE = 256  # bytes, at most
+_NAMED = 8  # hosts, at most, in one line
 
-Lost = Callable[[int, bool, threading.Event], None]
+Why = Literal["", "mistake", "silent"]  # its process ended, has found a mistake of the user, its machine is silent
+Lost = Callable[[int, Why, threading.Event], None]
 
 
 @dataclass
@@ -38,19 +41,31 @@ class Links:
     """A connection from every host to the first one. A host whose connection ends without a goodbye is gone.
 
     The kernel ends the connections of a process that is killed, while JAX's heartbeats take 45 s to be missed. A
-    machine that loses its power says nothing, and is left to these; so is a host that cannot connect to the first.
-    Whoever connects must know a token, which JAX's coordinator hands out.
+    machine that loses its power, or the network, is silent: see `affinage.hardware.silence`. A host that cannot
+    connect to the first is left to the heartbeats, and a silent one where this machine does not run Linux. Whoever
+    connects must know a token, which JAX's coordinator hands out.
 
     Args:
         hosts: of the run.
         address: of the first host, as the others know it.
         listens_on: its own address, where that is another one inside.
-        lost: called in a thread with the number of a host that is gone, whether it is so because it has found a
-            mistake of the user, of which it tells, and an event that is set when this host says goodbye.
+        lost: called in a thread with the number of a host that is gone, why it is, and an event that is set when this
+            host says goodbye.
+        patience: seconds that a machine may be silent.
+        say: takes a line that names a machine that is silent, or is back; called in a thread.
     """
 
-    def __init__(self, hosts: Hosts, address: str, listens_on: str, lost: Lost) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        address: str,
+        listens_on: str,
+        lost: Lost,
+        patience: float = SurvivalSettings().silence_seconds,
+        say: Callable[[str], None] = print,
+    ) -> None:
         self._hosts, self._address, self._listens_on, self._lost = hosts, address, listens_on, lost
+        self._patience, self._say = patience, say
         self._farewell = _GOODBYE
         self._news: list[bytes] = []  # who is gone, for hosts that connect later
         self._ended = threading.Event()
@@ -59,10 +74,12 @@ class Links:
         if hosts.count > 1:
             work = self._serve if hosts.first else self._connect
             threading.Thread(target=work, name="links", daemon=True).start()
+            if KNOWN:
+                threading.Thread(target=self._look, name="silence", daemon=True).start()
 
     def say_goodbye(self, *, mistake: bool = False) -> None:
         """Before this host leaves in good order, so that nobody takes it for gone; or for a mistake that it tells."""
-        self._farewell = _line(self._hosts.index, mistake) if mistake else _GOODBYE
+        self._farewell = _line(self._hosts.index, "mistake") if mistake else _GOODBYE
         self._ended.set()
         for link in list(self._links.values()):
             self._part(link)
@@ -90,6 +107,7 @@ class Links:
             with link.makefile("rb") as lines:
                 while line := lines.readline(_LINE):
                     if line == _GOODBYE:
+                        self._left.add(0)
                         return
                     self._gone(*_read(line))
         except ConnectionResetError:
@@ -149,8 +167,8 @@ class Links:
             return peer.host is not None
         if line == _GOODBYE:
             self._left.add(peer.host)
-        elif line == _line(peer.host, mistake=True):
-            self._gone(peer.host, mistake=True)
+        elif line == _line(peer.host, "mistake"):
+            self._gone(peer.host, "mistake")
         else:
             return False
         return True
@@ -163,16 +181,40 @@ class Links:
         host = int(number)
         return host if 0 < host < self._hosts.count and host not in self._links else None
 
-    def _gone(self, host: int, mistake: bool = False) -> None:
+    def _look(self) -> None:
+        """Look for machines that are silent, as long as this host is not about to leave."""
+        ears: dict[int, Ear] = {}
+        while not self._ended.wait(LOOK_EVERY):
+            found: dict[str, list[int]] = {}
+            for host, link in list(self._links.items()):
+                if host not in self._left:
+                    ear = ears.setdefault(host, Ear())
+                    with contextlib.suppress(OSError):  # it has ended, which its own thread sees
+                        found.setdefault(ear.look_at(link, self._patience), []).append(host)
+            if silent := found.get("silent"):
+                self._tell(
+                    f"{_named(silent)} not answering: the machine, or the network, may be dead. Without an answer for"
+                    f" {self._patience:g} s the run is ended."
+                )
+            if back := found.get("back"):
+                self._tell(f"{_named(back)} answering again.")
+            for host in found.get("gone", [])[:1]:  # which is the end; where all are, each would be told to all
+                self._gone(host, "silent")
+
+    def _tell(self, line: str) -> None:
+        # Whoever takes the line may be behind what is cut off.
+        threading.Thread(target=self._say, args=(line,), daemon=True).start()
+
+    def _gone(self, host: int, why: Why = "") -> None:
         if self._ended.is_set() or host in self._left:
             return
         self._left.add(host)
         if self._hosts.first:
-            self._news.append(_line(host, mistake))
+            self._news.append(_line(host, why))
             for other in set(self._links) - self._left:
                 with contextlib.suppress(OSError):
-                    self._links[other].send(_line(host, mistake))
-        threading.Thread(target=self._lost, args=(host, mistake, self._ended), daemon=True).start()
+                    self._links[other].send(_line(host, why))
+        threading.Thread(target=self._lost, args=(host, why, self._ended), daemon=True).start()
 
 
 def _accept(server: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -184,16 +226,24 @@ def _accept(server: socket.socket, selector: selectors.BaseSelector) -> None:
         time.sleep(_LOOK_EVERY)
 
 
-def _line(host: int, mistake: bool) -> bytes:
-    return f"{host} {_MISTAKE if mistake else ''}\n".encode()
+def _line(host: int, why: Why) -> bytes:
+    return f"{host} {why}\n".encode()
 
 
-def _read(line: bytes) -> tuple[int, bool]:
+def _read(line: bytes) -> tuple[int, Why]:
     number, _, why = line.decode().partition(" ")
-    return int(number), why.strip() == _MISTAKE
+    words: dict[str, Why] = {"mistake": "mistake", "silent": "silent"}
+    return int(number), words.get(why.strip(), "")
+
+
+def _named(hosts: list[int]) -> str:
+    names = ", ".join(map(str, hosts[:_NAMED])) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+    return f"host {names} is" if len(hosts) == 1 else f"hosts {names} are"
 
 
 def _keep_alive(link: socket.socket) -> None:
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
+    if KNOWN:
+        ask_often(link)
+    elif hasattr(socket, "TCP_KEEPIDLE"):
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ALIVE_EVERY)

@@ -25,7 +25,9 @@ _OPTIONS = (
     "-o",
     f"ConnectTimeout={_CONNECT}",
     "-o",
-    "ServerAliveInterval=5",
+    "ServerAliveInterval=5",  # a machine that is dead ends its connection after 15 to 20 s
+    "-o",
+    "ServerAliveCountMax=3",
     "-o",
     "LogLevel=ERROR",
 )

@@ -9,7 +9,7 @@ from affinage.recipe.data import DataSettings, RowsSettings, TokenizerSettings
 from affinage.recipe.parallel import MeshAxis, ParallelSettings
 from affinage.recipe.settings import Settings
 from affinage.recipe.tracking import TrackersSettings
-from affinage.recipe.training import AttentionImplementation, PretrainSettings
+from affinage.recipe.training import AttentionImplementation, PretrainSettings, SurvivalSettings
 from affinage.recipe.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
 
 
@@ -105,6 +105,12 @@ class Recipe(Settings):
     def trainings(self) -> list[str]:
         """The sections of its trainings, in their order."""
         return [name for name in ("pretrain", "sft", "dpo") if getattr(self, name) is not None]
+
+    @property
+    def silence_seconds(self) -> float:
+        """How long the machine of one of many hosts may not answer, in the whole run."""
+        of_each = (getattr(self, name).survival.silence_seconds for name in self.trainings)
+        return max(of_each, default=SurvivalSettings().silence_seconds)
 
     @property
     def chat_system_prompt(self) -> str:

@@ -109,6 +109,9 @@ class SurvivalSettings(Settings):
     # End with status 75, for whatever starts it again; else only say so. null: where there are many hosts, or
     # `affinage launch` started this one.
     leave_when_stuck: bool | None = None
+    # Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named after some 2 s;
+    # the longest of a recipe's trainings holds for its whole run. Less than the 45 s after which JAX ends all hosts.
+    silence_seconds: float = Field(default=5, ge=2, le=40)
 
 
 def _as_text(value: Any) -> Any:
