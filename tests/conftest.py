@@ -81,5 +81,25 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
     """Makes URLs in a bucket of its own, which the environment has the keys for."""
     from s3_server import make_bucket
 
-    name = re.sub(r"[^a-z0-9]+", "-", f"{tmp_path.parent.name}-{tmp_path.name}".lower()).strip("-")
-    return make_bucket(s3_server, monkeypatch, name[-60:].strip("-"))
+    return make_bucket(s3_server, monkeypatch, _bucket_of(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[str]:
+    """The address of a server of Google Cloud Storage's protocol, on the loopback address."""
+    import gcs_server
+
+    with gcs_server.serving() as address:
+        yield address
+
+
+@pytest.fixture
+def google_bucket(gcs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
+    """Makes URLs in a bucket of its own at that server."""
+    from gcs_server import make_bucket
+
+    return make_bucket(gcs_server, monkeypatch, _bucket_of(tmp_path))
+
+
+def _bucket_of(folder: Path) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", f"{folder.parent.name}-{folder.name}".lower()).strip("-")[-60:].strip("-")

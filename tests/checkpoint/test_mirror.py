@@ -24,7 +24,7 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=HERE)}}
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=["memory", "file", "s3", "gs"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place of each kind where nothing is yet."""
     name = tmp_path.name.replace("_", "-")
@@ -32,7 +32,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"memory://{name}/pretrain-0"
     if request.param == "file":
         return f"file://{tmp_path}/elsewhere/pretrain-0"
-    return request.getfixturevalue("bucket")("pretrain-0")
+    return request.getfixturevalue({"s3": "bucket", "gs": "google_bucket"}[request.param])("pretrain-0")
 
 
 def state(value: float) -> dict:

@@ -77,6 +77,18 @@ def test_rows_elsewhere_are_the_rows_here(store, split_folder: Path, bpe: Tokeni
     assert near.where(5) == far.where(5)
 
 
+@pytest.mark.parametrize("where", ["bucket", "google_bucket"])
+def test_rows_in_a_bucket_are_the_rows_here(where: str, request, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+    url = request.getfixturevalue(where)("rows")
+    for place in ("there", "here"):
+        settings = SETTINGS.model_copy(update={"url": url if place == "there" else ""})
+        pack_rows(split_folder, bpe, tmp_path / place, settings, seed=0)
+    assert not list((tmp_path / "there" / "train").rglob("rows-*.npy"))  # the shards are not here
+    near, far = (RowFeed(tmp_path / place / "train", seed=0, batch=16) for place in ("here", "there"))
+    for step in (0, 3, 100):
+        assert all((value == far.batch(step)[key]).all() for key, value in near.batch(step).items())
+
+
 def test_a_cold_store_is_read_in_blocks_each_once_an_epoch(store, tmp_path: Path):
     rows, context, batch = 50_000, 8, 256
     folder = tmp_path / "train" / "web.en"

@@ -1,4 +1,4 @@
-"""The road on machines whose disks vanish: the next one takes results and the training from S3."""
+"""The road on machines whose disks vanish: the next one takes results and the training from a bucket."""
 
 import json
 from collections.abc import Callable
@@ -40,9 +40,11 @@ def saved_and_copied(store: CheckpointStore, *given: object) -> None:
     assert store._copies.settle() == ""
 
 
+@pytest.mark.parametrize("where", ["bucket", "google_bucket"])
 def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secret(
     tmp_path: Path,
-    bucket: Callable[[str], str],
+    where: str,
+    request: pytest.FixtureRequest,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -50,7 +52,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("affinage.stages.remote_results._SMALL_FILE", 1000)
     monkeypatch.setattr(CheckpointStore, "save", saved_and_copied)
-    url = bucket("runs")
+    url = request.getfixturevalue(where)("runs")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert run(first, f"remote={url}") == 0
     steps = find_steps(url)
@@ -64,7 +66,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
 
     assert run(second, f"remote={url}") == 0
     again = capfd.readouterr()
-    assert "copying step 15 from s3://" in again.out and "goes on from the checkpoint at step 15" in again.out
+    assert f"copying step 15 from {url}" in again.out and "goes on from the checkpoint at step 15" in again.out
     made = json.loads((second / "tiny" / "report" / "manifest.json").read_text())["inputs"]
     assert f"{len(made) - 1} stages were complete before" in again.out
     assert not list((second / "store").glob("clean-*/*.parquet")), "of large results only what they say"
