@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +123,31 @@ def test_the_end_of_a_session_stops_it_unless_that_is_ignored(heard: bool):
     process.terminate()
     assert process.communicate(timeout=300)[0] == "SIGTERM\n"
     assert process.returncode == 0
+
+
+def test_told_while_it_imports_a_process_ends_at_once_with_the_status_of_one_that_stopped():
+    program = (
+        "import os, signal, sys; from affinage.stopping import nothing_to_lose\n"
+        "with nothing_to_lose(): os.kill(os.getpid(), int(sys.argv[1]))"
+    )
+    for number, status in ((signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
+        ran = subprocess.run([sys.executable, "-c", program, str(int(number))], capture_output=True, text=True)
+        assert (ran.returncode, ran.stderr) == (status, "")
+
+
+def test_a_run_can_be_told_to_stop_from_its_start_on(tmp_path: Path):
+    """While it imports, reads its recipe, and in its first stage: it has nothing to lose, or saves."""
+    program = "from affinage.__main__ import main; print('begins', flush=True); main()"
+    recipe = Path(__file__).parent / "recipes" / "tiny.yaml"
+    for seconds in (0.05, 0.2, 0.4, 0.7, 1.2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "run", str(recipe), "--runs", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None and process.stdout.readline() == "begins\n"
+        time.sleep(seconds)
+        process.terminate()
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 75 and "Traceback" not in said, said

@@ -211,13 +211,13 @@ def test_a_save_that_failed_is_told_before_the_next_one(store: CheckpointStore, 
 
     monkeypatch.setattr(store_module, "seal", seal_without_room)
     store.save(1, state(1, sharding("fsdp", 8)), {})
-    store.raise_failure()  # not known yet, and nothing is waited for
+    assert store.in_flight() < store.in_flight()  # not known yet, and nothing is waited for
     go_on.set()
     with pytest.raises(OSError, match="No space left"):
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            store.raise_failure()
-    store.raise_failure()
+            store.in_flight()
+    assert store.in_flight() == 0.0
     store.wait()  # once is enough
 
 

@@ -32,16 +32,18 @@ times_on_the_way_back.defvjp(
 
 @pytest.fixture(autouse=True)
 def sick_kind() -> Iterator[None]:
-    @node_kind("sick_below")
-    class SickBelow(NodeKind):
+    @node_kind("sick_on_the_way_back")
+    class Sick(NodeKind):
+        factors: str  # of each row, in the batch
+
         def shape(self, inputs: tuple[Any, ...]) -> Any:
             return inputs[0]
 
         def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
-            return times_on_the_way_back(inputs[0], context.batch["factors"])
+            return times_on_the_way_back(inputs[0], context.batch[self.factors])
 
     yield
-    del KINDS["sick_below"]
+    del KINDS["sick_on_the_way_back"]
 
 
 def graph() -> Graph:
@@ -50,7 +52,7 @@ def graph() -> Graph:
             "inputs": ["tokens"],
             "nodes": {
                 "embed": {"kind": "embedding", "in": "tokens", "vocab": tiny.VOCABULARY, "width": 32},
-                "below": {"kind": "sick_below", "in": "embed"},
+                "below": {"kind": "sick_on_the_way_back", "in": "embed", "factors": "below"},
                 "blocks": {
                     "kind": "transformer_block",
                     "in": "below",
@@ -59,7 +61,8 @@ def graph() -> Graph:
                     "ffn": {"kind": "swiglu", "width": 64},
                     "norm": {"kind": "rms"},
                 },
-                "logits": {"kind": "unembed", "in": "blocks", "vocab": tiny.VOCABULARY, "tied": False},
+                "above": {"kind": "sick_on_the_way_back", "in": "blocks", "factors": "above"},
+                "logits": {"kind": "unembed", "in": "above", "vocab": tiny.VOCABULARY, "tied": False},
                 "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
             },
         }
@@ -67,16 +70,16 @@ def graph() -> Graph:
 
 
 class Feed(tiny.RandomFeed):
-    """The batch of the sick step has a loss that is not finite, or only a gradient below the layers."""
+    """The batch of the sick step has a loss that is not finite, or a gradient, above the layers or only below them."""
 
     def __init__(self, sick: str) -> None:
         super().__init__()
         self._sick = sick
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        batch = super().batch(step) | {"factors": np.ones(self.rows, np.float32)}
+        batch = super().batch(step) | {name: np.ones(self.rows, np.float32) for name in ("above", "below")}
         if step + 1 == SICK:
-            name = {"loss": "loss_mask", "gradient": "factors"}[self._sick]
+            name = "loss_mask" if self._sick == "loss" else self._sick
             batch[name] = np.full_like(batch[name], np.nan)
         return batch
 
@@ -92,23 +95,20 @@ def trained(folder: Path, sick: str) -> tuple[dict[str, Any], list[bytes]]:
 
 def test_a_gradient_that_comes_too_late_to_leave_all_out_is_as_if_the_batch_had_not_been_there(tmp_path: Path):
     left_out, bits = trained(tmp_path / "loss", "loss")
-    torn, same = trained(tmp_path / "gradient", "gradient")
-    assert left_out["skipped_updates"] == 1 and left_out["health"]["rewinds"] == []
+    above, equal = trained(tmp_path / "above", "above")
+    torn, same = trained(tmp_path / "below", "below")
+    for found in (left_out, above):  # no layer was updated
+        assert found["skipped_updates"] == 1 and found["health"]["rewinds"] == []
     assert torn["health"]["rewinds"] == [[SICK, 5]] and torn["health"]["left_out"] == [SICK]
-    assert same == bits
-    (event,) = [json.loads(line) for line in (tmp_path / "gradient" / "health.jsonl").read_text().splitlines()]
-    assert event["done"] == "rewound to 5" and np.isfinite(event["loss"])
+    assert same == equal == bits
+    lines = (tmp_path / "below" / "health.jsonl").read_text().splitlines()
+    (event,) = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert event["done"] == "rewound to 5" and np.isfinite(event["loss"]) and event["grad_norm"] is None
 
 
 def test_where_it_has_gone_back_too_often_it_stops(tmp_path: Path):
     ten = {"rewinds": [[step, step - 1] for step in range(1, 11)]}
-    health = Health(HealthSettings(most_in_a_row=99, most=99), tmp_path, 0, ten, by_layers=True)
+    health = Health(HealthSettings(most_in_a_row=99, most=99), tmp_path, 0, ten)
     health.look(30, {"skipped": 1.0, "loss": float("nan"), "grad_norm": float("nan")})  # all of it was left out
     with pytest.raises(Incurable, match="after 10 ways back"):
-        health.look(40, {"skipped": 1.0, "loss": 2.0, "grad_norm": float("nan")})
-
-
-def test_a_spike_that_is_left_out_is_left_out_whole(tmp_path: Path):
-    health = Health(HealthSettings(on_spike="skip"), tmp_path, 0, {}, by_layers=True)
-    health.look(30, {"skipped": 1.0, "spike": 1.0, "loss": 9.0, "grad_norm": float("inf")})
-    assert health.rewind_from is None
+        health.look(40, {"skipped": 1.0, "torn": 1.0, "loss": 2.0, "grad_norm": float("nan")})

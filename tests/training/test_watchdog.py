@@ -62,6 +62,19 @@ def test_a_training_that_ends_while_it_is_about_to_be_left_is_not_left(
     assert left.empty()
 
 
+def test_a_save_beside_the_steps_that_does_not_end_is_told_once_with_all_stacks_and_not_left(
+    tmp_path: Path, left, capfd: pytest.CaptureFixture[str]
+):
+    with Watchdog("train", tmp_path, SurvivalSettings(stuck_seconds=9.0, leave_when_stuck=True), LifeSign(None)) as dog:
+        for step, seconds in enumerate([0.0, 3.0, 6.0, 0.0, 3.0, 29.0, 31.0, 40.0, 0.0, 9.0]):
+            dog.step_begins(step)
+            dog.save_lasts(seconds)
+    # A save of 6 s came before, so that 29 s are none to speak of; one of 40 came before the last.
+    assert capfd.readouterr().err.count("the save beside the steps has not ended for 31 s; all stacks are in") == 1
+    assert (tmp_path / "stuck.txt").read_text().count("the save beside") == 1
+    assert "Thread 0x" in (tmp_path / "stuck.txt").read_text() and left.empty()
+
+
 def test_it_leaves_without_standard_error(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch):
     os.mkfifo(tmp_path / "stuck.txt")  # opening it waits for a reader, so that the stacks have nowhere to go
     monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)

@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 
 from orbax.checkpoint import v1 as ocp
 
+from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 
-_INSIDE = "orbax.checkpoint.experimental.v1._src"
+_NEW, _OLD = "orbax.checkpoint.experimental.v1._src", "orbax.checkpoint._src"
 _KNOWN = "hosts save together with orbax-checkpoint 0.12.8"
+_FIX = "Run `pip install orbax-checkpoint==0.12.8`."
 
 
 def by_coordinator(context: ocp.Context) -> None:
@@ -22,7 +24,7 @@ def by_coordinator(context: ocp.Context) -> None:
     Of many hosts, who saves must have compared the folders: Orbax does not any more, in all of this process.
 
     Raises:
-        RuntimeError: this Orbax is not like the one that is known here.
+        UserError: this Orbax is not like the one that is known here.
     """
     hosts, options = Hosts.current, context.multiprocessing
     if hosts.count == 1:
@@ -32,10 +34,10 @@ def by_coordinator(context: ocp.Context) -> None:
     options.active_processes = set(range(hosts.count)) if hosts.together else {hosts.index}
     for module, name, ours in _REPLACED:  # there is no option for it
         try:
-            theirs = importlib.import_module(f"{_INSIDE}.{module}")
+            theirs = importlib.import_module(module)
             getattr(theirs, name)
         except (ImportError, AttributeError) as error:
-            raise RuntimeError(f"{_KNOWN}; this one has no {module}.{name}") from error
+            raise UserError(f"{_KNOWN}; this one has no {module}.{name}", fix=_FIX) from error
         setattr(theirs, name, ours)
 
 
@@ -48,8 +50,9 @@ def _refused(*_: Any, **__: Any) -> NoReturn:
 
 
 _REPLACED = (
-    ("saving.execution", "_check_directory_consistency", _compared_before),
+    (f"{_NEW}.saving.execution", "_check_directory_consistency", _compared_before),
     # Nothing else in a save or a restore calls these; an Orbax that does is to end with an error, not to stand still.
-    ("synchronization.multihost", "broadcast_one_to_all", _refused),
-    ("synchronization.multihost", "process_allgather", _refused),
+    (f"{_NEW}.synchronization.multihost", "broadcast_one_to_all", _refused),
+    (f"{_NEW}.synchronization.multihost", "process_allgather", _refused),
+    (f"{_OLD}.multihost.multihost", "broadcast_one_to_all", _refused),
 )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,9 @@ _GIVE_EVERY = 0.05  # seconds; at 0.2 a step that ends beside a save leaves half
 _PAUSE = 600.0  # seconds in which a disk may do nothing at all
 _SLOWEST = 10e6  # bytes per second; a disk that takes or gives fewer is as good as stuck
 
+# Saves of all stores begin here, in the order in which they were asked for: Orbax numbers what hosts do together by one
+# count of the process, and two that began at once could be numbered otherwise on another host.
+_BEGINS = ThreadPoolExecutor(1, thread_name_prefix="saves")
 _CODE = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
 absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax tells of every file it writes, and thrice of errors it raises
@@ -80,6 +84,7 @@ class CheckpointStore:
         # Orbax runs here only: its coroutines do not bear an exception, such as that of Ctrl-C, in their midst.
         self._orbax = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
+        self._began = 0.0  # when it did
         self._context = ocp.Context()
         self._context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
         by_coordinator(self._context)
@@ -135,8 +140,8 @@ class CheckpointStore:
         if hosts.first and os.path.lexists(target):
             remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
-        held = hold(dict(state))
-        begun = self._orbax.submit(self._begin, target, held or dict(state), {"step": step, "facts": dict(meta)})
+        held, self._began = hold(dict(state)), time.monotonic()
+        begun = _BEGINS.submit(self._begin, target, held or dict(state), {"step": step, "facts": dict(meta)})
         self._running = self._orbax.submit(self._finish, begun, target)
         if held is None and begun.exception() is not None:  # until Orbax has what it needs of the arrays
             self.wait()  # raises it
@@ -172,14 +177,15 @@ class CheckpointStore:
                     raise
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(self.folder)) from error
 
-    def raise_failure(self) -> None:
-        """Tell at once that the save in flight has failed, which `wait` would; waits for nothing.
+    def in_flight(self) -> float:
+        """Seconds since the save that still runs began; 0 where none does. Waits for nothing.
 
         Raises:
-            OSError: see `wait`.
+            OSError: it has failed, which `wait` would tell, too.
         """
         if self._running is not None and self._running.done():
             self.wait()
+        return 0.0 if self._running is None else time.monotonic() - self._began
 
     def damage(self, step: int, only: Mapping[str, Any] | None = None) -> str:
         """What is wrong with a step, see `affinage.checkpoint.seal.damage`; "" if it is what was saved as this step."""

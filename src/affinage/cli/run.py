@@ -145,6 +145,11 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 
     If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
     """
+    with OwnProcess():  # told to stop while it reads its recipe it has nothing to lose
+        return _walk(recipe, how, until, strict)
+
+
+def _walk(recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path:
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.stages.flow import Flow, Runs
@@ -174,7 +179,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
         _tell(doubts(loaded))
         return flow.folder
     prepare_process(loaded)
-    with OwnProcess(), joined(loaded.recipe.silence_seconds) as hosts, only_data_on_stdout(how.as_json):
+    with joined(loaded.recipe.silence_seconds) as hosts, only_data_on_stdout(how.as_json):
         if not hosts.first:
             flow.follow()
             return flow.folder

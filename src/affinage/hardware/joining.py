@@ -13,7 +13,7 @@ from typing import Any
 from affinage.errors import EXIT_USER_ERROR, Preempted, UserError, of_the_machine
 from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
 from affinage.hardware.links import Links, Why
-from affinage.recipe.training import SurvivalSettings
+from affinage.hardware.silence import PATIENCE
 from affinage.stopping import at_leaving, leave
 
 # Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
@@ -27,7 +27,7 @@ _LAST_WORK = 5.0  # seconds to end by itself for a host that has said goodbye; l
 
 
 @contextlib.contextmanager
-def joined(silence: float = SurvivalSettings().silence_seconds) -> Iterator[Hosts]:
+def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
     """Inside, this process is one of the hosts that the environment names; alone if it names none.
 
     Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute

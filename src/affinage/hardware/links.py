@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from affinage.hardware.hosts import HostLost, Hosts
-from affinage.hardware.silence import KNOWN, LOOK_EVERY, Ear, ask_often
-from affinage.recipe.training import SurvivalSettings
+from affinage.hardware.silence import KNOWN, LOOK_EVERY, PATIENCE, Ear, ask_often
 
 _KEY = "affinage/links"
 _CONNECT = 30.0  # seconds for the first host to answer; where its port cannot be reached, it goes without
@@ -61,7 +60,7 @@ class Links:
         address: str,
         listens_on: str,
         lost: Lost,
-        patience: float = SurvivalSettings().silence_seconds,
+        patience: float = PATIENCE,
         say: Callable[[str], None] = print,
     ) -> None:
         self._hosts, self._address, self._listens_on, self._lost = hosts, address, listens_on, lost

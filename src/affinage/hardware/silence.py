@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+PATIENCE = 5.0  # seconds of silence after which a machine is gone, where no recipe says it
 LOOK_EVERY = 0.25  # seconds
 KNOWN = sys.platform == "linux"  # elsewhere the kernel does not tell it
 

@@ -53,6 +53,8 @@ def supervise(
         cleanup.callback(launcher.finish)
         while True:
             end = _run(launcher, command, stop, grace, say, first=not spent.begun)
+            if stop.number and end.status < 0:  # the signal came before the host had begun to listen
+                return EXIT_PREEMPTED
             if end.status in (0, EXIT_USER_ERROR) or stop.number:
                 return end.status
             used, pause = spent.by(end)

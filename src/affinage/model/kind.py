@@ -89,9 +89,8 @@ class NodeKind(Settings):
     narrows: ClassVar[bool] = False  # it heeds the context's `at`
     constant: ClassVar[bool] = False  # no gradient goes through it, neither to its inputs nor to parameters
 
-    @property
     def mixes_rows(self) -> bool:
-        """Whether its value or its by-products are of all rows together, not a row's or sums over rows."""
+        """Whether devices must apply it together: its value or its by-products are of all rows."""
         return False
 
     def complete(self, others: Mapping[str, "NodeKind"]) -> Self:

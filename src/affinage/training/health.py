@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from affinage.errors import UserError
 from affinage.recipe.training import HealthSettings
+from affinage.training.metrics import finite
 
 FILE = "health.jsonl"
 _REWINDS = 10  # of a run, after which going back again will not help
@@ -27,8 +28,6 @@ class Health:
         facts: of the checkpoint that it goes on from; {} at the beginning.
         documents: what the batch of a step, counted from 1, was made of.
         say: is told in a line what is done about a sick step that the run goes back from, or no longer does.
-        by_layers: the layers are updated one by one, so that a gradient that is not finite in one of them comes when
-            those above it are updated already: the run goes back from there, whatever `on_non_finite` says.
     """
 
     def __init__(
@@ -39,9 +38,8 @@ class Health:
         facts: Mapping[str, Any],
         documents: Callable[[int], Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
-        by_layers: bool = False,
     ) -> None:
-        self._settings, self._documents, self._say, self._by_layers = settings, documents, say, by_layers
+        self._settings, self._documents, self._say = settings, documents, say
         self._path = None if folder is None else folder / FILE
         if self._path is not None:
             _cut(self._path, start, facts.get("rewinds", []))
@@ -76,8 +74,8 @@ class Health:
         finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         cause = "spike" if spike and finite else "not finite"
         policy = self._settings.on_spike if cause == "spike" else self._settings.on_non_finite
-        in_part = self._by_layers and self._begun(metrics)
-        if in_part:
+        torn = bool(metrics.get("torn"))
+        if torn:  # left out of some layers only, so that there is nothing but to go back
             policy = "rewind"
         shown = {name: metrics.get(name) for name in ("loss", "loss_z", "grad_norm", "learning_rate")}
         self._seen = {"step": step, "cause": cause, **shown}
@@ -87,7 +85,7 @@ class Health:
         self.sick = sorted({*(s for s in self.sick if s > step - self._settings.within), step})
         if policy == "rewind" and len(self.rewinds) < _REWINDS:
             self.rewind_from = step
-        elif in_part:
+        elif torn:
             self._stop(step, cause, f"after {_REWINDS} ways back an update is left out of some layers, not of others")
         self._break(step, cause)
         if self.rewind_from is None:
@@ -125,11 +123,6 @@ class Health:
         self._write({**self._seen, "done": "stopped", "documents": self._batch(step)})
         raise Incurable(step, f"{why}, the last at step {step}: its loss was {self._told(cause)}")
 
-    def _begun(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an update that was left out had been begun: its loss was none to leave it out for."""
-        spike = bool(metrics.get("spike")) and self._settings.on_spike != "note"
-        return bool(metrics["skipped"]) and math.isfinite(metrics["loss"]) and not spike
-
     def _told(self, cause: str) -> str:
         if cause == "spike":
             return f"{self._seen['loss']:.4g}, {self._seen['loss_z']:.1f} deviations above those before"
@@ -141,7 +134,7 @@ class Health:
     def _write(self, event: Mapping[str, Any]) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
+                file.write(json.dumps(finite(event)) + "\n")
 
 
 class Incurable(Exception):

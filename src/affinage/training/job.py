@@ -72,8 +72,11 @@ class Checkpoints(Protocol):
         """Until what was saved is there."""
         ...
 
-    def raise_failure(self) -> None:
-        """Raise what has become of a save that failed; waits for nothing, and is called at every step."""
+    def in_flight(self) -> float:
+        """Seconds since the save that still runs began, 0 where none does. Called at every step, and waits for nothing.
+
+        Raises what has become of a save that failed.
+        """
         ...
 
     def forget_after(self, step: int) -> None:

@@ -28,11 +28,12 @@ from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import Batch, Metrics, Step
 
 PyTree = Any
+_Updated = tuple[PyTree, PyTree, Array, Array]
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
 def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, seed: int) -> Step:
-    """Build the step, with the metrics of `make_train_step`.
+    """Build the step, with the metrics of `make_train_step`, and torn: 1 where only some weights were updated.
 
     It is the same step but for two things that the gradient of all layers would be needed for: the norm that gradients
     are clipped to, `optimizer.clip_norm`, holds for each layer, and for everything outside the layers together, not
@@ -108,11 +109,11 @@ class _Layerwise:
         means = {key: total / jnp.maximum(count, 1.0) for key, (total, count) in sums.items()}
         window, sound, told = judged(state.window, means["loss"], self.settings.health)
         update = self._updater(state, targets, sound)
-        params, moments, grad, squares = self._backward(state, update, layer, inputs, grad)
+        params, moments, grad, squares, updated = self._backward(state, update, layer, inputs, grad)
         (below,) = first_back(grad)
         outer_grads = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), outer_grads, below)
-        new_outer, opt_outer, square = update(outer, _part(state, tuple(outer)), outer_grads, 0)
-        norm = jnp.sqrt(squares + square)
+        new_outer, opt_outer, square, good = update(outer, _part(state, tuple(outer)), outer_grads, 0)
+        norm, updated = jnp.sqrt(squares + square), updated + good
         new = TrainState(
             state.step + 1,
             {**new_outer, name: params},
@@ -127,6 +128,7 @@ class _Layerwise:
             "learning_rate": self._rate(state),
             "targets": targets,
             "skipped": 1.0 - healthy.astype(jnp.float32),
+            "torn": (~healthy & (updated > 0)).astype(jnp.float32),
             **told,
         }
 
@@ -156,14 +158,17 @@ class _Layerwise:
         loss = outputs.values[self.graph.loss]
         return loss.sum, {"loss": (loss.sum, loss.count), **outputs.metrics}
 
-    def _updater(
-        self, state: TrainState, targets: Array, healthy: Array
-    ) -> Callable[..., tuple[PyTree, PyTree, Array]]:
-        """(weights, their part of the optimizer's state, gradients of the sum, number) -> new ones, squared norm."""
+    def _updater(self, state: TrainState, targets: Array, healthy: Array) -> Callable[..., _Updated]:
+        """(weights, their part of the optimizer's state, gradients of the sum, number) -> new ones, squared norm, done.
+
+        The last is 0 where they were left as they are, else 1.
+        """
         rate, rounds = self._rate(state), self.settings.precision.rounding == "stochastic"
         key = random_key(self.seed, Purpose.ROUNDING, state.step)
 
-        def update(params: PyTree, opt_state: PyTree, grads: PyTree, number: Any) -> tuple[PyTree, PyTree, Array]:
+        def update(
+            params: PyTree, opt_state: PyTree, grads: PyTree, number: Any
+        ) -> tuple[PyTree, PyTree, Array, Array]:
             optimizer = make_optimizer(self.settings.optimizer, _weights(self.graph, tuple(params)))
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.maximum(targets, 1.0), grads)
             norm = optax.tree.norm(grads)
@@ -172,31 +177,31 @@ class _Layerwise:
             new = stored_like(params, moved, jax.random.fold_in(key, number) if rounds else None)
             good = healthy & jnp.isfinite(norm)
             chosen = jax.tree.map(lambda n, o: jnp.where(good, n, o), (new, new_state), (params, opt_state))
-            return *chosen, norm**2
+            return *chosen, norm**2, good.astype(jnp.int32)
 
         return update
 
     def _backward(
         self, state: TrainState, update: Callable[..., Any], layer: Callable[..., Array], inputs: Array, grad: Array
-    ) -> tuple[PyTree, list[PyTree], Array, Array]:
-        """Weights and moments of all layers after their update, the gradient of the first's input, a squared norm."""
+    ) -> tuple[PyTree, list[PyTree], Array, Array, Array]:
+        """Of all layers after their update: weights, moments, gradient of the first's input, squared norm, how many."""
         name, last = self.node.name, self.node.layers - 1
         axes = jax.tree.map(lambda a: a[1:], logical_axes(self.graph)[name], is_leaf=_is_axes)
 
         def turn(number: Any, carry: Any) -> Any:
-            params, moments, grad, squares = carry
+            params, moments, grad, squares, updated = carry
             index = last - number
             weights, opt_state = _at(params, index), _part(state, (name,), [_at(m, index) for m in moments])
             _, pullback = jax.vjp(lambda w, x: layer(w, x, index), weights, _at(inputs, index))
             grads, grad = pullback(grad)
             pinned = jax.tree.map(lambda a, g: self.call.constrain(g, a), axes, grads, is_leaf=_is_axes)
-            new, new_state, square = update({name: weights}, opt_state, {name: pinned}, number + 1)
+            new, new_state, square, good = update({name: weights}, opt_state, {name: pinned}, number + 1)
             placed = [_put(m, n[name], index) for m, n in zip(moments, _trees(new_state, {name}), strict=True)]
-            return _put(params, new[name], index), placed, grad, squares + square
+            return _put(params, new[name], index), placed, grad, squares + square, updated + good
 
         moments = [tree[name] for tree in _trees(state.opt_state, set(state.params))]
-        begun = (state.params[name], moments, grad, jnp.zeros((), jnp.float32))
-        done: tuple[PyTree, list[PyTree], Array, Array] = jax.lax.fori_loop(0, last + 1, turn, begun)
+        begun = (state.params[name], moments, grad, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+        done: tuple[PyTree, list[PyTree], Array, Array, Array] = jax.lax.fori_loop(0, last + 1, turn, begun)
         return done
 
 

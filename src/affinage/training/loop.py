@@ -104,8 +104,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
         if mirror is not None:
             mirror.say = display.say
-        by_layers = settings.update == "layerwise"
-        health = Health(settings.health, written, start, meta.get("health", {}), job.documents, display.say, by_layers)
+        health = Health(settings.health, written, start, meta.get("health", {}), job.documents, display.say)
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
             Trackers(
@@ -150,7 +149,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         while step < steps and not ended:
             step += 1
             watchdog.step_begins(step)
-            store.raise_failure()
+            watchdog.save_lasts(store.in_flight())
             try:
                 if step in health.left_out:
                     state, batch = program.pass_over(state), program.put_share(next(batches))

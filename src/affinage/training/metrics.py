@@ -21,7 +21,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """Append-only `metrics.jsonl`, cut back to the step that a run resumes from.
 
-    Training lines have `step, loss, loss_z, spike, grad_norm, learning_rate, targets, skipped, tokens,
+    Training lines have `step, loss, loss_z, spike, grad_norm, learning_rate, targets, skipped, torn, tokens,
     tokens_per_second, mfu, data_wait, seconds` and what the graph reports: cross_entropy and accuracy, and of a
     mixture of experts
     load_balance, router_z, expert_load_max (the fullest expert's share over the even one, mean of the layers) and
@@ -55,7 +55,7 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add one line."""
-        clean = {key: _finite(value) for key, value in row.items()}
+        clean = {key: finite(value) for key, value in row.items()}
         self.rows.append(clean)
         if self._file is not None:
             self._file.write(json.dumps(clean) + "\n")
@@ -89,7 +89,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A value, or those of a mapping, as JSON has it: what is not finite is None."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -109,7 +109,7 @@ def replicas_of(graph: Graph, call: Call) -> int:
     layout = call.layout
     if not isinstance(layout, MeshLayout) or layout.mesh.shape[STAGES] > 1:
         return 1
-    together = call.rings or call.attention == "cudnn" or any(node.kind.mixes_rows for node in graph.nodes)
+    together = call.rings or call.attention == "cudnn" or any(node.kind.mixes_rows() for node in graph.nodes)
     return 1 if together else layout.replicas
 
 

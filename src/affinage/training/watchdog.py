@@ -37,7 +37,7 @@ class Watchdog:
     starts it again: a collective waits for ever.
 
     What is not a step, such as a compilation, has more time; of many hosts one that shows no sign of life in it is
-    named after stuck_seconds all the same.
+    named after stuck_seconds all the same. A save that runs beside the steps is told like a step, and not left.
     """
 
     def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
@@ -48,6 +48,8 @@ class Watchdog:
         self._stays = 0.0
         self._blamed = self._silent = ""
         hosts = Hosts.current
+        self._save = self._longest_save = 0.0  # seconds, as far as steps saw it
+        self._save_told = False
         self._file = folder / (FILE if hosts.first else f"stuck-{hosts.index}.txt")
         self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else _starts_again(hosts)
         self._told_at = 0.0
@@ -84,6 +86,16 @@ class Watchdog:
         self._begin(f"step {step}", 1.0, 1.0)
         if before.startswith("step"):
             self._steps.append(self._last - since)
+
+    def save_lasts(self, seconds: float) -> None:
+        """What the loop knows at a step: for how long the save beside the steps runs by now; 0 if none does."""
+        if seconds < self._save:  # that one has ended
+            self._longest_save, self._save_told = max(self._longest_save, self._save), False
+        self._save = seconds
+        limit = max(self._settings.stuck_seconds, _TIMES_P99 * self._longest_save)
+        if seconds > limit and not self._save_told:
+            self._save_told = True
+            self._tell_all(f"{self._name}: the save beside the steps has not ended for {seconds:.0f} s")
 
     def _begin(self, what: str, told_after: float, left_after: float, may_take: float = 0.0) -> None:
         self._last, self._what, self._told, self._blamed, self._silent = time.monotonic(), what, False, "", ""
@@ -136,16 +148,20 @@ class Watchdog:
 
     def _tell(self, waited: float) -> None:
         said, begun = f"{self._name}: {self._what} has not ended for {waited:.0f} s", self._begun
-        written = self._write(f"{said}\n\n", stacks=True)
-        self._say(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}")
-        if not written:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
-                faulthandler.dump_traceback(sys.stderr.fileno())
+        self._tell_all(said)
         blamed = self._beats.blame()
         if blamed and self._begun == begun:
             self._blamed = f": {blamed}"
             self._say(f"{said}{self._blamed}")
             self._write(f"\n{said}{self._blamed}\n")
+
+    def _tell_all(self, said: str) -> None:
+        """Tell it with the stacks of all threads."""
+        written = self._write(f"{said}\n\n", stacks=True)
+        self._say(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}")
+        if not written:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+                faulthandler.dump_traceback(sys.stderr.fileno())
 
     def _write(self, text: str, stacks: bool = False) -> bool:
         """Add to the file; whether the disk, which may be what everybody waits for, has taken it in time."""

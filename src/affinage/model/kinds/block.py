@@ -42,7 +42,6 @@ class TransformerBlock(NodeKind):
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of what each half adds to the residual stream
     init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first kernels
 
-    @property
     @override
     def mixes_rows(self) -> bool:
         return isinstance(self.ffn, MoeSettings)  # which expert is fullest, and a balance over the batch

@@ -86,6 +86,10 @@ class Encoder(NodeKind):
         return Shape((*dims[:-3], self.width))
 
     @override
+    def mixes_rows(self) -> bool:
+        return self.net == "conv"  # a kernel's gradients of several copies become one program that XLA does not divide
+
+    @override
     def parameters(self, inputs: tuple[Shape, ...]) -> Tree:
         tree: Tree = {}
         channels = (_image(inputs[0])[2], *self.hidden)
