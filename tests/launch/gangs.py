@@ -125,6 +125,10 @@ class ForkedGang:
             self.end()
         return [self._statuses[pid] for pid in self.pids]
 
+    def status(self, host: int) -> int | None:
+        """How a host ended, as far as it is known."""
+        return self._statuses.get(self.pids[host])
+
     def wait_for_one(self) -> None:
         """Until one of them has ended."""
         while len(self._left) == len(self.pids):
@@ -141,10 +145,16 @@ class Killing:
     def __init__(self, nursery: Nursery, folder: Path, kills: int, seed: int = 0) -> None:
         self.hosts, self._nursery, self._folder = nursery.hosts, nursery, folder
         self._draw, self._left = random.Random(seed), kills
-        self.killed = self.lost = 0  # kills, and the most steps that one cost
+        self._shots: list[tuple[ForkedGang, int]] = []
+        self.lost = 0  # the most steps that a kill cost
         self.noticed: list[float] = []  # seconds from each kill until it was noticed
         self.back: list[float] = []  # seconds from a kill to the next step, where no other kill came between
         self._last: tuple[ForkedGang, float] | None = None
+
+    @property
+    def killed(self) -> int:
+        """Hosts that a kill has ended; not those that had come to their end before it."""
+        return sum(gang.status(host) == -signal.SIGKILL for gang, host in self._shots)
 
     def start(self, command: Sequence[str]) -> ForkedGang:
         if self._last is not None:
@@ -160,9 +170,10 @@ class Killing:
                 if last is not None:
                     self.back.append(time.monotonic() - last[1])
             time.sleep(self._draw.uniform(0.0, 0.4 if self._left % 2 else 2.5))
-            gang.kill(self._draw.randrange(self.hosts))
+            host = self._draw.randrange(self.hosts)
+            gang.kill(host)
+            self._shots.append((gang, host))
             self._last = gang, time.monotonic()
-            self.killed += 1
             self.lost = max(self.lost, max([before, *steps_of(self._folder)]) - newest(self._folder))
         return gang
 
