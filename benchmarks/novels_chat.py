@@ -11,10 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from run_scores import MODELS, cells, evaluations, pairs, result, seconds
+from run_scores import MODELS, cells, evaluations, pairs, result, seconds, watched
 
 from affinage.evaluation.published import headline_metrics
-from affinage.stages.watching import LOOKS, worse
 
 
 def scores(run: Path) -> list[dict]:
@@ -26,31 +25,6 @@ def scores(run: Path) -> list[dict]:
         for model in MODELS
         if task in found[model]
     ]
-
-
-def watched(run: Path, stage: str) -> list[dict]:
-    """What a tuning's looks at its watch-list found, printed and as results; the last one is the surest degradation."""
-    told = json.loads((run / stage / LOOKS).read_text())
-    looks, results = told["looks"], []
-    for task in looks[0]["scores"]:
-        seen = [(look["step"], look["scores"][task]) for look in looks]
-        results += [
-            result(f"{task} watched in {stage}, step {step}", one["value"], None, "share of items", one["stderr"])
-            for step, one in seen
-        ]
-        said = ", ".join(f"{100 * one['value']:.1f} ± {100 * one['stderr']:.1f} at step {step}" for step, one in seen)
-        print(f"{stage} watched, {task}: {said}")
-    pairs = [
-        (a["right"][task], b["right"][task])
-        for b in looks
-        for a in looks
-        for task in a["scores"]
-        if a["step"] < b["step"]
-    ]
-    least = min(worse(*pair) for pair in pairs)
-    stopped = [f"{one['task']} at step {look['step']}" for look in looks for one in look["worse"]]
-    print(f"{stage}: least p {least:.2g}, threshold {told['threshold']:.2g}; worse: {', '.join(stopped) or 'none'}")
-    return [*results, result(f"least p of a degradation in {stage}", least, told["threshold"], "probability")]
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""What the quickstart scores and how long it takes, from its run: a table to read and a line for programs.
+"""What the quickstart scores, also while it is fine-tuned, and how long it takes, from its run.
 
     python benchmarks/quickstart_scores.py [--quick] [--runs DIR]
 
-Runs `affinage run quickstart` first if it has not been run in DIR (default: runs). The peer of a score is chance, that
-of a time is the five minutes that the quickstart may take. With `--quick` an unfinished run is trained for 60 steps.
+Prints a table to read and a line for programs. Runs `affinage run quickstart` first if it has not been run in DIR
+(default: runs); what of it is done there is not done again. The peer of a score is chance, that of a time is the five
+minutes that the quickstart may take. With `--quick` an unfinished run is trained for 60 steps.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run_scores import cells, evaluations, pairs, result, seconds
+from run_scores import cells, evaluations, pairs, result, seconds, watched
 
 QUESTIONS = [
     ("facts, form seen", "pocket_facts", "acc"),
@@ -74,6 +75,7 @@ def main() -> None:
     (right,) = pairs(folder).values()
     print(table(rows))
     print(f"\nall stages: {took:.0f} s; after DPO {right:.1%} of the held-out pairs are right")
+    looks = watched(folder, "sft")
     results = [
         result(
             f"{row['what']}, {row['language']}, {row['model']}",
@@ -84,6 +86,7 @@ def main() -> None:
         )
         for row in rows
     ]
+    results += looks
     results.append(result("all stages", took, LIMIT_SECONDS, "s"))
     results.append(result("held-out pairs, dpo", right, 0.5, "share"))
     print(json.dumps({"benchmark": "quickstart_scores", "results": results}))

@@ -1,9 +1,11 @@
-"""What the three models of a run scored, as cells of a table and as results of a benchmark; read by others here."""
+"""What the three models of a run scored, and its tunings when they were looked at; read by others here."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from affinage.stages.watching import LOOKS, worse
 
 MODELS = ("base", "sft", "dpo")
 
@@ -38,3 +40,27 @@ def result(name: str, value: float, peer: float | None, unit: str, stderr: float
     """A line of a benchmark's results, with its standard error if it has one."""
     error = {} if stderr is None else {"stderr": stderr}
     return {"name": name, "ours": value, **error, "peer": peer, "unit": unit, "ratio": value / peer if peer else None}
+
+
+def watched(run: Path, stage: str) -> list[dict[str, Any]]:
+    """What a tuning's looks at its watch-list found, printed and as results, and last the surest degradation.
+
+    `p` of a look is that of the surest degradation since any look before it, as the training itself tests it.
+    """
+    told = json.loads((run / stage / LOOKS).read_text())
+    looks, results = told["looks"], []
+    for task in looks[0]["scores"]:
+        said = []
+        for number, look in enumerate(looks):
+            step, score = look["step"], look["scores"][task]
+            p = min((worse(before["right"][task], look["right"][task]) for before in looks[:number]), default=None)
+            name, unit = f"{task} watched in {stage}, step {step}", f"share of {len(look['right'][task])} items"
+            found = {"task": task, "step": step} | ({} if p is None else {"p": p})
+            results.append(result(name, score["value"], None, unit, score["stderr"]) | found)
+            shown = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f} at step {step}"
+            said.append(shown if p is None else f"{shown} (p = {p:.2g})")
+        print(f"{stage} watched, {task}: {', '.join(said)}")
+    least = min((one["p"] for one in results if "p" in one), default=1.0)
+    stopped = [f"{one['task']} at step {look['step']}" for look in looks for one in look["worse"]]
+    print(f"{stage}: least p {least:.2g}, threshold {told['threshold']:.2g}; worse: {', '.join(stopped) or 'none'}")
+    return [*results, result(f"least p of a degradation in {stage}", least, told["threshold"], "probability")]

@@ -1,10 +1,12 @@
-"""What the quickstart's benchmark prints for programs has the errors that its table has."""
+"""What the benchmarks of a run print for programs has the errors, and the looks, that they print to be read."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from affinage.stages.watching import scores
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -21,13 +23,27 @@ def test_every_score_that_is_printed_has_its_standard_error(tmp_path, monkeypatc
         (tmp_path / f"evaluate-{model}" / "results.json").write_text(json.dumps(found))
     (tmp_path / "dpo").mkdir()
     (tmp_path / "dpo" / "summary.json").write_text('{"validation": {"pairs": {"rewards/accuracies": 0.9}}}')
+    (tmp_path / "sft").mkdir()
+    task = "pocket_agreement_en"
+    right = {0: [1, 1, 1, 1, 0, 0], 500: [1, 1, 1, 1, 0, 0], 1000: [0, 0, 0, 0, 1, 0]}  # four lost, one won
+    looks = [
+        {"step": step, "scores": scores({task: items}), "worse": [], "right": {task: items}}
+        for step, items in right.items()
+    ]
+    (tmp_path / "sft" / "watch.json").write_text(json.dumps({"threshold": 0.01 / 3, "looks": looks}))
     monkeypatch.setattr(quickstart_scores, "run", lambda *_: tmp_path)
     monkeypatch.setattr(sys, "argv", ["quickstart_scores.py"])
     quickstart_scores.main()
-    table, _, told = capsys.readouterr().out.rpartition("\n{")
+    shown, _, told = capsys.readouterr().out.rpartition("\n{")
     lines = {line["name"]: line for line in json.loads("{" + told)["results"]}
     facts = lines["facts, form seen, English, sft"]
     assert (facts["ours"], facts["stderr"], facts["unit"]) == (0.9, 0.01, "share of 300 items")
-    assert facts["ratio"] == pytest.approx(3.6) and "90.0 ± 1.0" in table
+    assert facts["ratio"] == pytest.approx(3.6) and "90.0 ± 1.0" in shown
     assert lines["answers that end with <|im_end|>, both, dpo"]["stderr"] == 0
     assert "stderr" not in lines["all stages"]
+    first, second, last = (lines[f"{task} watched in sft, step {step}"] for step in right)
+    assert (first["ours"], last["ours"], last["task"], last["step"]) == (4 / 6, 1 / 6, task, 1000)
+    assert last["stderr"] == pytest.approx((5 / 36 / 5) ** 0.5) and last["unit"] == "share of 6 items"
+    assert "p" not in first and second["p"] == 1  # nothing changed
+    assert last["p"] == lines["least p of a degradation in sft"]["ours"] == 6 / 32  # 4 or 5 of 5 by a coin
+    assert "16.7 ± 16.7 at step 1000 (p = 0.19)" in shown
