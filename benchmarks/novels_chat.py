@@ -15,13 +15,21 @@ from run_scores import MODELS, cells, evaluations, pairs, result, seconds, watch
 
 from affinage.evaluation.published import headline_metrics
 
+PERPLEXITY = (
+    "lambada_openai",
+    "perplexity",
+)  # of the last word, of which accuracy says right or not
+
 
 def scores(run: Path) -> list[dict]:
+    """A line for every headline metric, LAMBADA's perplexity, and model."""
+    metrics = list(headline_metrics().items())
+    metrics.insert(metrics.index(("lambada_openai", "acc")) + 1, PERPLEXITY)
     found = {model: results["tasks"] for model, results in evaluations(run).items()}
     return [
         {"task": task, "model": model, "items": found[model][task]["items"], "chance": found[model][task].get("chance")}
         | {"metric": metric, **found[model][task]["metrics"][metric]}
-        for task, metric in headline_metrics().items()
+        for task, metric in metrics
         for model in MODELS
         if task in found[model]
     ]
@@ -36,9 +44,9 @@ def main() -> None:
         sys.exit(f"{run} is not complete: recipes/novels-chat.yaml says how to make it")
     rows, right = scores(run), pairs(run)
     print("| | metric | items | base | SFT | DPO | chance |\n|---|---|---|---|---|---|---|")
-    for task in dict.fromkeys(row["task"] for row in rows):
-        of = {row["model"]: row for row in rows if row["task"] == task}
-        print(f"| {task} | {of['base']['metric']} | {of['base']['items']} | {cells(of)} |")
+    for asked in dict.fromkeys((row["task"], row["metric"]) for row in rows):
+        of = {row["model"]: row for row in rows if (row["task"], row["metric"]) == asked}
+        print(f"| {' | '.join(asked)} | {of['base']['items']} | {cells(of, percent=asked != PERPLEXITY)} |")
     for source, share in right.items():
         print(f"{source}: {share:.1%} of the held-out pairs are right after DPO")
     print(f"all stages: {seconds(run):.0f} s")
@@ -48,7 +56,7 @@ def main() -> None:
             f"{row['task']} {row['metric']}, {row['model']}",
             row["value"],
             row["chance"],
-            f"share of {row['items']} items",
+            f"{'perplexity' if (row['task'], row['metric']) == PERPLEXITY else 'share'} of {row['items']} items",
             row["stderr"],
         )
         for row in rows

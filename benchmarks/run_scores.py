@@ -26,10 +26,13 @@ def seconds(run: Path) -> float:
     return sum(json.loads(path.read_text())["seconds"] for path in run.glob("*/manifest.json"))
 
 
-def cells(scores: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of one question: the models' scores in percent with their errors, and what guessing would score."""
+def cells(scores: Mapping[str, Mapping[str, Any]], *, percent: bool = True) -> str:
+    """Of one question: the models' scores with their errors, and what guessing would score."""
+    scale, digits = (100, ".1f") if percent else (1, ",.0f")
     shown = [
-        f"{100 * one['value']:.1f} ± {100 * (one['stderr'] or 0):.1f}" if (one := scores.get(model)) else "–"
+        f"{scale * one['value']:{digits}} ± {scale * (one['stderr'] or 0):{digits}}"
+        if (one := scores.get(model))
+        else "–"
         for model in MODELS
     ]
     chance = next(iter(scores.values()))["chance"]

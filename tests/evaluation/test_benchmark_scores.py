@@ -47,3 +47,18 @@ def test_every_score_that_is_printed_has_its_standard_error(tmp_path, monkeypatc
     assert "p" not in first and second["p"] == 1  # nothing changed
     assert last["p"] == lines["least p of a degradation in sft"]["ours"] == 6 / 32  # 4 or 5 of 5 by a coin
     assert "16.7 ± 16.7 at step 1000 (p = 0.19)" in shown
+
+
+def test_the_last_word_of_lambada_has_its_perplexity_beside_its_accuracy(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import novels_chat
+    from run_scores import cells
+
+    metrics = {"acc": {"value": 0.25, "stderr": 0.03}, "perplexity": {"value": 1234.5, "stderr": 67.8}}
+    for model in ("base", "sft", "dpo"):
+        (tmp_path / f"evaluate-{model}").mkdir()
+        found = {"tasks": {"lambada_openai": {"metrics": metrics, "items": 200}}}
+        (tmp_path / f"evaluate-{model}" / "results.json").write_text(json.dumps(found))
+    rows = [row for row in novels_chat.scores(tmp_path) if row["model"] == "sft"]
+    assert [(row["metric"], row["value"]) for row in rows] == [("acc", 0.25), ("perplexity", 1234.5)]
+    assert cells({"sft": rows[1]}, percent=False) == "– | 1,234 ± 68 | – | –"
