@@ -31,6 +31,16 @@ def test_benchmarks_found_in_the_text_are_named():
     assert list(headline(summary | {"benchmarks": {"other": other}}))[1] == "found no item of other"
 
 
+def test_how_long_saves_stalled_a_training_is_told():
+    summary = {"parameters": {"total": 1000}, "final_loss": 4.97}
+    several = {"count": 3, "stall_mean": 0.00418, "stall_most": 1.26}
+    once = {"count": 1, "stall_mean": 0.0567, "stall_most": 0.0567}
+    none = {"count": 0, "stall_mean": 0.0, "stall_most": 0.0}
+    assert list(headline(summary | {"saves": several}))[2:] == ["3 saves stopped it for 4.2 ms each, 1.3 s at most"]
+    assert list(headline(summary | {"saves": once}))[2:] == ["1 save stopped it for 56.7 ms"]
+    assert len(list(headline(summary | {"saves": none}))) == 2
+
+
 def test_compared_tokenizers_are_said_with_what_they_need_a_token():
     theirs = {"name": "gpt2_vocab.bpe", "languages": {"en": {"bytes_per_token": 4.041}, "fr": {"bytes_per_token": 2.7}}}
     ours = {"name": "", "languages": {"en": {"bytes_per_token": 3.5}}}

@@ -36,7 +36,7 @@ SUMMARY_KEYS = (
         "validation",
     ),
     *("parameters", "tokens", "seconds", "devices", "resumed_at", "predicted", "tasks", "bits_per_byte"),
-    *("generation", "flops_per_step", "validation_documents"),
+    *("generation", "flops_per_step", "validation_documents", "saves"),
 )
 
 

@@ -217,6 +217,23 @@ def test_both_languages_fill_in_the_same_blanks() -> None:
     assert not [text for text in french.values() if re.search(" [:;?!»]", text)]
 
 
+def test_how_long_saves_stalled_a_training_is_told(page: str) -> None:
+    told = " ".join("".join(Page(page).texts).split())
+    if '<html lang="fr">' in page:
+        assert "arrête la boucle pendant 4,18 ms en moyenne, et 56,7 ms au plus." in told
+    else:
+        assert "Saves: 3, for each of which the loop stood still for 4.18 ms in the mean, and for 56.7 ms" in told
+
+
+def test_a_training_that_never_saved_says_nothing_of_saves(tmp_path: Path) -> None:
+    run = build_run(tmp_path, steps=60)
+    for name in ("pretrain", "sft"):
+        summary = json.loads((run / name / "summary.json").read_text())
+        never = {"count": 0, "stall_mean": 0.0, "stall_most": 0.0}
+        (run / name / "summary.json").write_text(json.dumps(summary | {"saves": never}))
+    assert "stood still" not in render(collect_facts(run))
+
+
 def test_strings_are_all_used() -> None:
     import affinage.report
 

@@ -174,6 +174,10 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{summary['parameters']['total']:,} parameters"
     if isinstance(summary.get("final_loss"), float):
         yield f"loss {summary['final_loss']:.3f}"
+    if (saves := summary.get("saves")) and isinstance(saves, Mapping) and saves.get("count"):
+        mean, most = (_moment(saves[which]) for which in ("stall_mean", "stall_most"))
+        counted = f"{saves['count']:,} saves" if saves["count"] > 1 else "1 save"
+        yield f"{counted} stopped it for {mean}" + (f" each, {most} at most" if saves["count"] > 1 else "")
     if isinstance(summary.get("tasks"), Mapping):
         judged = all(isinstance(task, Mapping) for task in summary["tasks"].values())
         yield _scores(summary["tasks"]) if judged else f"{len(summary['tasks'])} tasks"  # of the pocket world
@@ -181,6 +185,10 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         yield _escaped(summary["summary"])
     if isinstance(summary.get("verified"), Mapping):
         yield verified_in_words(summary["verified"])
+
+
+def _moment(seconds: float) -> str:
+    return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def _scores(tasks: Mapping[str, Any]) -> str:

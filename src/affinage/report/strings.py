@@ -252,6 +252,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "time_idle": ("idle {time}", "inactif {time}"),
     "time_validation": ("validation {time}", "validation {time}"),
     "time_save": ("saving {time}", "sauvegardes {time}"),
+    "saves": (
+        "Saves: {count}, for each of which the loop stood still for {mean} in the mean, and for {most} at most.",
+        "Sauvegardes : {count}, dont chacune arrête la boucle pendant {mean} en moyenne, et {most} au plus.",
+    ),
     "conversations_lead": (
         "From {found} conversations, {trained} of {tokens} tokens are trained on: what the assistant says. "
         "{truncated} were cut to {context} tokens, {dropped} left out.",

@@ -57,6 +57,15 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Saves:
+    """How often the state was saved, and for how many seconds a save stalled the loop."""
+
+    count: int
+    mean: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Training:
     """One training stage. Curves map a metric to (step, value); `validation` does so per validation set."""
 
@@ -81,6 +90,7 @@ class Training:
     nodes: tuple[Node, ...]
     context: int | None
     skipped_updates: int
+    saves: Saves | None
     looks: tuple[Look, ...]  # at benchmarks, while it was trained
     watched: bool  # whether they were looked at to end it
     bits_per_byte: Mapping[str, list[Point]]  # of the validation text of a language
@@ -144,6 +154,7 @@ def read_training(
         nodes=nodes,
         context=context,
         skipped_updates=whole(summary.get("skipped_updates")) or 0,
+        saves=_saves(summary.get("saves")),
         looks=watched or evaluated,
         watched=bool(watched),
         bits_per_byte=bits,
@@ -157,6 +168,12 @@ def read_accounts(summary: Mapping[str, Any]) -> dict[str, float]:
     """Where the seconds of a training went; nothing of another stage's summary."""
     found = ((name, number(seconds)) for name, seconds in mapping(summary.get("seconds")).items())
     return {name: seconds for name, seconds in found if seconds is not None}
+
+
+def _saves(told: Any) -> Saves | None:
+    count, mean = whole(mapping(told).get("count")), number(mapping(told).get("stall_mean"))
+    most = number(mapping(told).get("stall_most"))
+    return Saves(count, mean, most) if count and mean is not None and most is not None else None
 
 
 def _look(entry: Mapping[str, Any]) -> Look:

@@ -61,9 +61,10 @@ def summarize(
     """The JSON-able summary of a run that ended after so many steps.
 
     `seconds` and `percent` split the time since the first start into the accounts of `affinage.training.ledger`;
-    `saves` has for how many seconds each save stalled the loop. `tokens_per_second` (of a model of images
-    `images_per_second`) and `mfu` are over the whole run, from the seconds of its steps alone; `data_wait` are those
-    of them in which the next batch was waited for, most of it while the devices computed.
+    `saves` counts them, and has for how many seconds one stalled the loop, in the mean and at most.
+    `tokens_per_second` (of a model of images `images_per_second`) and `mfu` are over the whole run, from the seconds
+    of its steps alone; `data_wait` are those of them in which the next batch was waited for, most of it while the
+    devices computed.
     """
     lines = metrics.training()
     seconds, seen = ledger.rounded(), steps * program.units
