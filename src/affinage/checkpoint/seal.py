@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SEAL = "SHA256SUMS"
+_LARGEST = 2**26  # bytes of a seal: half a million files, where a checkpoint has some for each host
 _LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n]*)")
 
 
@@ -74,8 +75,11 @@ def is_what_was_sealed(path: Path, digest: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, str]:
-    if path.is_symlink():
-        raise ValueError("it is a symbolic link")
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is a symbolic link, or no file at all")
+    if status.st_size > _LARGEST:
+        raise ValueError(f"it has {status.st_size:,} bytes")
     return parse(path.read_bytes())
 
 

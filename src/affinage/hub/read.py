@@ -44,7 +44,10 @@ def read_hub_folder(folder: Path) -> HubModel:
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(f"a value in it is not what it should be: {error}", where=str(config)) from error
     weights = HubWeights(folder)
-    params = family_of(graph).from_hf(weights, graph)
+    try:
+        params = family_of(graph).from_hf(weights, graph)
+    except (ValueError, IndexError) as error:  # NumPy's: a tensor cannot be divided, or stacked with its like
+        raise UserError(f"a tensor has not the shape that {CONFIG} says: {error}", where=str(folder)) from error
     _check_all_read(weights, graph, params, folder)
 
     def fitted(path: tuple[str, ...], parameter: Parameter) -> np.ndarray:

@@ -14,6 +14,8 @@ from affinage.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+_READ = ("F16", "BF16", "F32", "F64")  # others are parts of a quantized weight, or no weights
+_UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowError)  # all but the first are NumPy's
 # Buffers that old files hold and that follow from the configuration: GPT-2's masks, Llama's frequencies.
 _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
@@ -31,9 +33,13 @@ class HubWeights(Mapping[str, NDArray[Any]]):
         path = self._folder / self._files[name]
         with _opened(path) as file:
             try:
-                tensor: NDArray[Any] = file.get_tensor(name)
-            except SafetensorError as error:  # such as an index that names another file
+                kind = file.get_slice(name).get_dtype()
+                tensor: NDArray[Any] | None = file.get_tensor(name) if kind in _READ else None
+            except _UNREADABLE as error:  # such as an index that names another file, or a shape of 65 axes
                 raise UserError(f"the tensor {name!r} cannot be read: {error}", where=str(path)) from error
+        if tensor is None:
+            fix = "What is read is float16, bfloat16, float32 and float64: take a version of the model in one of them."
+            raise UserError(f"the numbers of the tensor {name!r} are {kind}", where=str(path), fix=fix)
         return tensor
 
     def __contains__(self, name: object) -> bool:
