@@ -97,6 +97,15 @@ def test_few_shot_examples_come_before_the_question(world):
     assert results["samples"]["sums"][0]["prompt"].count(" plus ") == 3
 
 
+def test_a_task_has_the_number_of_examples_that_it_says_unless_another_is_asked_for_none_included(world):
+    task = world["pocket-world"] / "sums.yaml"
+    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | {"fewshot_split": "test", "num_fewshot": 2}))
+    for asked, shots in ((None, 2), (0, 0), (1, 1)):
+        results = evaluate(tiny_llama(), [str(task)], shots=asked, limit=2)
+        assert results["tasks"]["sums"]["shots"] == shots
+        assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
+
+
 def test_bits_per_byte_stand_beside_those_of_the_compressors():
     texts = ["The capital of France is Paris. " * 9, "La monnaie du Japon est le yen."]
     results = evaluate(tiny_llama(), [], texts={"novels.en": texts}, compressors=True)

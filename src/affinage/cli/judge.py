@@ -57,7 +57,9 @@ def evaluate(
         typer.Option("--data-dir", metavar="DIR", help="Items as NAME.jsonl or .jsonl.gz; default: from the hub."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question; default 0.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question; default: as many as the task says.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Whole rows at once; default: what fits, to 64.")] = None,
     contamination: Annotated[
         bool | None,

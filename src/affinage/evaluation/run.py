@@ -46,7 +46,7 @@ def evaluate(
     chat: bool = False,
     limit: int | None = None,
     draw: int | None = None,
-    shots: int = 0,
+    shots: int | None = None,
     batch: int | Literal["auto"] = "auto",
     max_new_tokens: int = 64,
     texts: Mapping[str, Sequence[str]] | None = None,
@@ -62,8 +62,8 @@ def evaluate(
     `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
     chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
     so that their scores can be compared. `limit` is items per task, the first ones or, with `draw`, those that the seed
-    draws; `shots` examples before each question, `batch` rows of the context at once (auto: as many as fit), `samples`
-    items per task in the results for people to read. Of `texts` (validation texts by name) the bits per byte are
+    draws; `shots` examples before each question (None: as many as the task says, which is none for most), `batch` rows of
+    the context at once (auto: as many as fit), `samples` items per task in the results for people to read. Of `texts` (validation texts by name) the bits per byte are
     measured, beside those of gzip and xz if `compressors`.
 
     `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
@@ -160,14 +160,14 @@ def _run(
     *,
     limit: int | None,
     drawn: dict[str, list[int]] | None,
-    shots: int,
+    shots: int | None,
     templated: bool,
 ) -> dict[str, Any]:
     results = lm_eval.evaluator.simple_evaluate(
         model=lm,
         tasks=tasks,
         task_manager=manager,
-        num_fewshot=shots or None,  # None leaves a task its own number
+        num_fewshot=shots,  # None leaves a task its own number
         limit=None if drawn else limit,
         samples=drawn,
         bootstrap_iters=_BOOTSTRAP,

@@ -20,7 +20,8 @@ class EvaluateSettings(Settings):
     tasks: tuple[str, ...] = ()
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
     limit: int | None = Field(default=None, ge=1)  # items per task; default: all
-    shots: int = Field(default=0, ge=0)  # examples put before each question
+    # Examples put before each question; default: as many as the task says, which is none for all of `julian`.
+    shots: int | None = Field(default=None, ge=0)
     # Rows of the context at once. auto: as many as fit by the planner's estimate, at most 64 for each part of the mesh.
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     attention: AttentionImplementation = "auto"  # what computes it where a row is one text; elsewhere xla
