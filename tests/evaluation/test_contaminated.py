@@ -1,10 +1,12 @@
 """Scores with and without the items that a model has seen."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import yaml
+from lm_eval.api.metrics import perplexity
 
 from affinage.cli.program import main
 from affinage.data.contamination import Contamination
@@ -64,15 +66,26 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
     assert told["without"]["acc"]["stderr"] == pytest.approx(spread / 5**0.5)
 
 
-def test_metrics_that_are_no_mean_over_items_are_left_out():
+def test_metrics_that_are_not_told_by_single_items_are_left_out():
     found = Contamination(frozenset({("quiz", "0")}), {}, frozenset({"quiz"}), 1)
-    items = {"quiz": [{"doc_id": n, "acc": float(n), "perplexity": n} for n in range(2)]}
-    metrics = {"acc": {"value": 0.5, "stderr": 0.5}, "perplexity": {"value": 1.6, "stderr": None}}
+    items = {"quiz": [{"doc_id": n, "acc": float(n), "bleu": n} for n in range(2)]}
+    metrics = {"acc": {"value": 0.5, "stderr": 0.5}, "bleu": {"value": 1.6, "stderr": None}}
     told = contamination_of(found, {"quiz": {"metrics": metrics}}, items)
     assert told["tasks"]["quiz"]["without"] == {"acc": {"value": 1.0, "stderr": None}}
     everything = Contamination(frozenset({("quiz", "0"), ("quiz", "1")}), {}, frozenset({"quiz"}), 1)
     told = contamination_of(everything, {"quiz": {"metrics": metrics}}, items)
     assert told["tasks"]["quiz"]["without"]["acc"] == {"value": None, "stderr": None}
+
+
+def test_perplexity_without_them_is_of_the_log_likelihoods_of_the_others():
+    logs = [-1.5, -4.0, -2.5, -3.5]
+    asked = [{"doc_id": n, "filter": "none", "perplexity": log, "acc": 1.0} for n, log in enumerate(logs)]
+    metrics = {"perplexity": {"value": perplexity(logs), "stderr": 4.0}, "acc": {"value": 1.0, "stderr": 0.0}}
+    found = Contamination(frozenset({("quiz", "1")}), {}, frozenset({"quiz"}), 1)
+    without = contamination_of(found, {"quiz": {"metrics": metrics}}, {"quiz": asked})["tasks"]["quiz"]["without"]
+    assert without["acc"]["value"] == 1.0
+    assert without["perplexity"]["value"] == pytest.approx(math.exp(2.5))
+    assert without["perplexity"]["stderr"] == pytest.approx(math.exp(2.5) * 1.0 / 3**0.5), "their spread is 1"
 
 
 def test_each_filter_of_the_answers_has_its_score_without_them():

@@ -2,12 +2,14 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from affinage.data.contamination import Contamination
 
-_SAME = 1e-9  # how near the mean over items must come to a reported value to be what that is
+_SAME = 1e-9  # how near what is computed of the items must come to a reported value to be what that is
+_LARGEST = math.log(sys.float_info.max)  # that exp can be taken of
 
 
 def contamination_of(
@@ -24,7 +26,7 @@ def contamination_of(
         {texts: how many were looked through, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short,
         found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: of which every run of words
         that stands in the text is in more than `boilerplate` texts; the scores are without these, too. too_short is of
-        all the task's items; metrics that are no mean over items are left out.
+        all the task's items; metrics that are neither a mean over items nor a perplexity of them are left out.
     """
     told = {}
     for name, asked in items.items():
@@ -57,8 +59,22 @@ def _without(
     values = [item[name] for item in asked]
     if reported is None or not values or not all(isinstance(value, int | float) for value in values):
         return None
-    if abs(statistics.fmean(values) - reported) > _SAME:
+    score = _perplexity if name == "perplexity" else _mean
+    computed = score(values)["value"]
+    if computed is None or not math.isclose(computed, reported, rel_tol=_SAME, abs_tol=_SAME):
         return None
-    left = [float(item[name]) for item in asked if item["doc_id"] not in found]
-    stderr = statistics.stdev(left) / math.sqrt(len(left)) if len(left) > 1 else None
-    return {"value": statistics.fmean(left) if left else None, "stderr": stderr}
+    return score([float(item[name]) for item in asked if item["doc_id"] not in found])
+
+
+def _mean(values: Sequence[float]) -> dict[str, float | None]:
+    stderr = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": statistics.fmean(values) if values else None, "stderr": stderr}
+
+
+def _perplexity(log_likelihoods: Sequence[float]) -> dict[str, float | None]:
+    """exp of minus the mean; its error is, by the delta method, that of the mean times itself."""
+    mean, stderr = _mean(log_likelihoods).values()
+    if mean is None or -mean > _LARGEST:
+        return {"value": None, "stderr": None}
+    value = math.exp(-mean)
+    return {"value": value, "stderr": None if stderr is None else value * stderr}
