@@ -6,8 +6,11 @@ import pytest
 import yaml
 
 from affinage.errors import UserError
+from affinage.evaluation.compare import Answers, unlike
 from affinage.evaluation.compression import compressor_bits_per_byte
 from affinage.evaluation.run import evaluate
+from affinage.evaluation.tasks import find_tasks
+from benchmark_fixtures import write_items
 from tiny_models import tiny_llama
 
 ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "answer": n % 3} for n in range(7)]
@@ -86,6 +89,29 @@ def test_items_are_drawn_by_a_seed(world, tmp_path):
     assert len({tuple(line["id"] for line in lines) for lines in some.values()}) > 1
     assert drawn("again", limit=4, draw=0) == some[0]
     assert drawn("more than there are", limit=99, draw=0) == drawn("every")
+
+
+def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_question(tmp_path):
+    write_items(tmp_path / "items", ["piqa"])
+
+    def asked(name, **how):
+        folder = tmp_path / name
+        results = evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat=True, folder=folder, **how)
+        return results["samples"]["piqa"][0]["prompt"], results["tasks"]["piqa"]["chat_template"], Answers(folder)
+
+    plain, told, without = asked("auto")
+    assert "<|im_start|>" not in plain and not told
+    templated, told, within = asked("always", chat_template="always")
+    assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
+    assert [one.task for one in unlike(without, within)] == ["piqa"]
+    with pytest.raises(UserError, match="has no chat template"):
+        evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat_template="always")
+
+
+def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(world):
+    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, chat_template="never", limit=1)
+    assert results["skipped"] == [] and results["samples"]["answers"][0]["prompt"] == "0 plus 0 is"
+    assert find_tasks(["gsm8k"], {}).rounds(chat=False, template="always") == [(["gsm8k"], True)]
 
 
 def test_few_shot_examples_come_before_the_question(world):

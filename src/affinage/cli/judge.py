@@ -5,7 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,7 +29,7 @@ from affinage.errors import UserError
 _NUMBERS = 12  # of items, that are listed on the terminal
 STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
 # Of `evaluate` in a recipe.
-_SETTINGS = ("tasks", "data_dir", "limit", "shots", "batch", "max_new_tokens", "contamination")
+_SETTINGS = ("tasks", "data_dir", "limit", "shots", "chat_template", "batch", "max_new_tokens", "contamination")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -60,6 +60,10 @@ def evaluate(
     shots: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question; default: as many as the task says.")
     ] = None,
+    chat_template: Annotated[
+        Literal["auto", "always", "never"] | None,
+        typer.Option(help="Ask in the model's chat template: what is made for chat (auto), everything, or nothing."),
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Whole rows at once; default: what fits, to 64.")] = None,
     contamination: Annotated[
         bool | None,
@@ -77,7 +81,8 @@ def evaluate(
     """
     chosen = [name for names in tasks or () for name in names.split(",") if name]
     asked: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir and str(data_dir)}
-    asked |= {"limit": limit, "shots": shots, "batch": batch, "contamination": contamination}
+    asked |= {"limit": limit, "shots": shots, "chat_template": chat_template}
+    asked |= {"batch": batch, "contamination": contamination}
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
         if context is not None:
@@ -194,6 +199,9 @@ def _show(results: dict[str, Any]) -> None:
             table.add_row(task, metric, value, error, chance, f"{entry['items']:,}")
     console = screen()
     console.print(table, highlight=False, markup=False)
+    templated = [task for task, entry in results["tasks"].items() if entry.get("chat_template")]
+    if templated:
+        console.print(f"Asked in the chat template: {', '.join(templated)}", highlight=False, markup=False)
     _show_contamination(results, console)
     _show_published(results["tasks"], console)
     if results.get("missing"):

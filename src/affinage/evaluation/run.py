@@ -14,6 +14,7 @@ from lm_eval.tasks import TaskManager
 from affinage import __version__
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.contamination import Contamination
+from affinage.errors import UserError
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.batch_size import rows_that_fit
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
@@ -23,7 +24,7 @@ from affinage.evaluation.item_lines import finite, label, line_of, of_item
 from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
 from affinage.evaluation.result_folder import STATE, identity, write_results
-from affinage.evaluation.tasks import TaskSet, find_tasks
+from affinage.evaluation.tasks import ChatTemplateUse, TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
 from affinage.hardware.collector import collected_seldom
 from affinage.hardware.hosts import Hosts
@@ -44,6 +45,7 @@ def evaluate(
     task_folders: Mapping[str, Path] | None = None,
     data_dir: str | Path | None = None,
     chat: bool = False,
+    chat_template: ChatTemplateUse = "auto",
     limit: int | None = None,
     draw: int | None = None,
     shots: int | None = None,
@@ -61,10 +63,11 @@ def evaluate(
 
     `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
     chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
-    so that their scores can be compared. `limit` is items per task, the first ones or, with `draw`, those that the seed
-    draws; `shots` examples before each question (None: as many as the task says, which is none for most), `batch` rows of
-    the context at once (auto: as many as fit), `samples` items per task in the results for people to read. Of `texts` (validation texts by name) the bits per byte are
-    measured, beside those of gzip and xz if `compressors`.
+    so that their scores can be compared. By `chat_template` all tasks are asked in it (always), or none (never).
+    `limit` is items per task, the first ones or, with `draw`, those that the seed draws; `shots` examples before each
+    question (None: as many as the task says, which is none for most), `batch` rows of the context at once (auto: as
+    many as fit), `samples` items per task in the results for people to read. Of `texts` (validation texts by name) the
+    bits per byte are measured, beside those of gzip and xz if `compressors`.
 
     `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
     Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.
@@ -77,24 +80,27 @@ def evaluate(
 
     Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
     scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
-    Raises UserError for tasks that cannot be found.
+    Raises UserError for tasks that cannot be found, and for a model that has no chat template to be asked in
+    always.
     """
+    if chat_template == "always" and not has_chat_template(model, chat):
+        fix = "Ask a model that was trained to chat, or say `auto` or `never`."
+        raise UserError(f"{model.name} has no chat template", where="evaluate.chat_template", fix=fix)
     started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
     weights = fingerprint(model)
     ledger = None if keep is None else Ledger(keep, weights)
     rows = rows_that_fit(model) if batch == "auto" else batch
     lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
-    rounds = [(found.plain(), False)] + ([(found.chat(), True)] if chat else [])
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     with tamed_harness(), reachable_data(found.named), collected_seldom():
         manager = task_manager(found.named)
-        for chosen, templated in rounds:
+        for chosen, templated in found.rounds(chat, chat_template):
             if chosen:
                 drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
                 raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=shots, templated=templated)
-                outcome |= _by_task(raw)
+                outcome |= _by_task(raw, templated)
                 items |= raw["samples"]
         if seen is not None:
             progress("looking for the items in the training text")
@@ -107,7 +113,7 @@ def evaluate(
         "context": model.context,
         "tasks": outcome,
         "missing": list(found.missing),
-        "skipped": [] if chat else [str(task["task"]) for task in found.chat()],
+        "skipped": [] if chat or chat_template != "auto" else [str(task["task"]) for task in found.chat()],
         "seconds": seconds,
         "items_per_second": count / seconds,
         "requests": lm.requests,
@@ -133,6 +139,11 @@ def evaluate(
         results |= {"fingerprint": identity(model, weights)} | ({} if state is None else {STATE: state})
         write_results(results, items, folder, say)
     return results
+
+
+def has_chat_template(model: LoadedModel, chat: bool) -> bool:
+    """Whether there is a template that a model has learned: its tokenizer's, or ours if it was trained to chat."""
+    return chat or model.tokenizer.template is not None
 
 
 def _look(seen: Seen, found: TaskSet, manager: TaskManager, closed: Mapping[str, Path]) -> Contamination | None:
@@ -178,8 +189,11 @@ def _run(
     return dict(results)
 
 
-def _by_task(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness's results as {task: {metrics: {metric: {value, stderr}}, items, shots, version, chance?}}."""
+def _by_task(raw: Mapping[str, Any], templated: bool) -> dict[str, Any]:
+    """The harness's results as {task: {metrics: {metric: {value, stderr}}, items, shots, version, ...}}.
+
+    `chat_template` is whether it was asked in that, and `chance`, where that is known, what guessing scores.
+    """
     tasks: dict[str, Any] = {}
     for name, measured in raw["results"].items():
         if name not in raw["n-samples"]:
@@ -195,6 +209,7 @@ def _by_task(raw: Mapping[str, Any]) -> dict[str, Any]:
             "metrics": metrics,
             "items": raw["n-samples"][name]["effective"],
             "shots": raw["n-shot"].get(name, 0),
+            "chat_template": templated,
             "version": raw["versions"].get(name),
         }
         if raw["configs"][name].get("output_type") == "multiple_choice":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -12,6 +12,7 @@ from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.evaluation.known import harness_names, unknown_task
 from affinage.recipe.data import POCKET_WORLD
 
+ChatTemplateUse = Literal["auto", "always", "never"]
 CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models
 
 
@@ -33,6 +34,15 @@ class TaskSet:
     def chat(self) -> list[dict[str, Any]]:
         """Tasks that are asked in the chat template."""
         return [task for task in self.local if is_chat(task)]
+
+    def rounds(self, chat: bool, template: ChatTemplateUse) -> list[tuple[list[dict[str, Any] | str], bool]]:
+        """What a model is asked, and whether in the chat template; by `auto` chat models alone are put chat tasks."""
+        if template != "auto":
+            return [([*self.plain(), *self.chat()], template == "always")]
+        rounds: list[tuple[list[dict[str, Any] | str], bool]] = [(self.plain(), False)]
+        if chat:
+            rounds.append(([*self.chat()], True))
+        return rounds
 
 
 def is_chat(task: Mapping[str, Any]) -> bool:

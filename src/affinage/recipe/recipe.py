@@ -22,6 +22,9 @@ class EvaluateSettings(Settings):
     limit: int | None = Field(default=None, ge=1)  # items per task; default: all
     # Examples put before each question; default: as many as the task says, which is none for all of `julian`.
     shots: int | None = Field(default=None, ge=0)
+    # auto: chat models are asked in it what asks for text, if its task file is here, and what has the tag `chat`;
+    # always: everything, of models that have a template; never: nothing.
+    chat_template: Literal["auto", "always", "never"] = "auto"
     # Rows of the context at once. auto: as many as fit by the planner's estimate, at most 64 for each part of the mesh.
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     attention: AttentionImplementation = "auto"  # what computes it where a row is one text; elsewhere xla

@@ -28,6 +28,7 @@ class Score:
     stderr: float | None
     items: int | None
     shots: int | None
+    chat_template: bool
     chance: float | None
     headline: bool
 
@@ -152,6 +153,7 @@ def _scores(task: str, entry: Mapping[str, Any]) -> list[Score]:
             stderr=number(metrics[name].get("stderr")),
             items=whole(entry.get("items")),
             shots=whole(entry.get("shots")),
+            chat_template=entry.get("chat_template") is True,
             chance=(CHANCE.get(task) if chance is None else chance) if is_share(name) else None,
             headline=name == shown,
         )

@@ -138,7 +138,10 @@ def epochs(facts: Facts) -> float | None:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One metric of one task across models, written out. `significant`: the last differs from the first in earnest."""
+    """One metric of one task across models, written out. `significant`: the last differs from the first in earnest.
+
+    Of scores in and without the chat template there is no change: what was asked differs.
+    """
 
     task: str
     metric: str
@@ -157,12 +160,13 @@ def score_rows(evaluations: Sequence[Evaluation], words: dict[str, str], quantit
     for task, metric in names:
         found = [evaluation.score(task, metric) for evaluation in evaluations]
         known = [score for score in found if score]
-        change, significant = _change(known, words, quantities) if len(known) > 1 else (ABSENT, False)
+        alike = len({score.chat_template for score in known}) == 1
+        change, significant = _change(known, words, quantities) if len(known) > 1 and alike else (ABSENT, False)
         rows.append(
             ScoreRow(
                 task=task,
                 metric=metric,
-                values=[_written_score(score, quantities) if score else ABSENT for score in found],
+                values=[_written_score(score, words, quantities) if score else ABSENT for score in found],
                 change=change,
                 significant=significant,
                 chance=quantities.percent(known[0].chance, 0),
@@ -173,8 +177,9 @@ def score_rows(evaluations: Sequence[Evaluation], words: dict[str, str], quantit
     return rows
 
 
-def _written_score(score: Score, quantities: Quantities) -> str:
-    return quantities.with_error(score.value, score.stderr, as_percent=score.is_share)
+def _written_score(score: Score, words: dict[str, str], quantities: Quantities) -> str:
+    written = quantities.with_error(score.value, score.stderr, as_percent=score.is_share)
+    return f"{written} ({words['in_chat']})" if score.chat_template else written
 
 
 def _change(scores: Sequence[Score], words: dict[str, str], quantities: Quantities) -> tuple[str, bool]:

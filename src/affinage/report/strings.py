@@ -332,6 +332,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "metric": ("Metric", "Mesure"),
     "item_count": ("Items", "Questions"),
     "shots": ("Shots", "Exemples"),
+    "in_chat": ("in chat", "en dialogue"),
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
     "dpo_model": ("preferences", "préférences"),

@@ -81,6 +81,7 @@ def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":
 
 
 def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summary]) -> Summary:
+    from affinage.evaluation.run import has_chat_template
     from affinage.stages.samples import answers, continuations
 
     recipe, inputs = context.recipe, context.inputs
@@ -88,6 +89,7 @@ def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summ
     assert settings is not None
     model = _trained(context, training, f"{recipe.name}/{training}")
     chat = training in CHAT
+    unlearned = settings.chat_template == "always" and not has_chat_template(model, chat)
     results = evaluate(
         replace(model, attention=settings.attention),
         settings.tasks,
@@ -98,6 +100,7 @@ def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summ
         chat=chat,
         limit=settings.limit,
         shots=settings.shots,
+        chat_template="auto" if unlearned else settings.chat_template,
         batch=settings.batch,
         max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
