@@ -19,6 +19,7 @@ from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.batch_size import rows_that_fit
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.contaminated import contamination_of
+from affinage.evaluation.foreign_metrics import refuse_foreign_metrics
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
 from affinage.evaluation.item_lines import finite, label, line_of, of_item
 from affinage.evaluation.items import items_of
@@ -80,7 +81,7 @@ def evaluate(
 
     Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
     scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
-    Raises UserError for tasks that cannot be found, and for a model that has no chat template to be asked in
+    Raises UserError for tasks that cannot be found or scored, and for a model that has no chat template to be asked in
     always.
     """
     if chat_template == "always" and not has_chat_template(model, chat):
@@ -88,6 +89,9 @@ def evaluate(
         raise UserError(f"{model.name} has no chat template", where="evaluate.chat_template", fix=fix)
     started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
+    with tamed_harness():
+        manager = task_manager(found.named)
+        refuse_foreign_metrics([*found.local, *found.named], manager)
     weights = fingerprint(model)
     ledger = None if keep is None else Ledger(keep, weights)
     rows = rows_that_fit(model) if batch == "auto" else batch
@@ -95,7 +99,6 @@ def evaluate(
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     with tamed_harness(), reachable_data(found.named), collected_seldom():
-        manager = task_manager(found.named)
         for chosen, templated in found.rounds(chat, chat_template):
             if chosen:
                 drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
