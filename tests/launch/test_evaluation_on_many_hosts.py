@@ -29,7 +29,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         f"pretrain.evaluate={{tasks: ['{task}'], every_steps: 2, items: 12, batch: 4}}",
         "sft.steps=2",
         f"sft.watch={{tasks: ['{task}'], every_steps: 1, items: 12, batch: 4, when_worse: tell}}",
-        f"evaluate={{tasks: ['{task}', pocket-world], limit: 3, batch: 8, max_new_tokens: 4}}",
+        f"evaluate={{tasks: ['{task}', pocket-world], limit: 3, max_new_tokens: 4}}",
         "export=null",
     ]
     words = [word for setting in settings for word in ("--set", setting)]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from affinage.generation.model import LoadedModel, logits_of
+from affinage.hardware.hosts import Hosts
 from affinage.planning.liveness import measure, trace
 from affinage.planning.settle import present
 
@@ -19,17 +20,22 @@ def rows_that_fit(model: LoadedModel, *, beside: int = 0) -> int:
     """A power of two, 64 at most, times the devices that rows are split over; nothing is compiled or allocated.
 
     Rows are taken to be as long as the model's context, and every device to compute all of its rows by itself. `beside`
-    is how many bytes of each device something else than the weights has.
+    is how many bytes of each device something else than the weights has. Hosts that work together all call it, and take
+    what fits on each of them.
     """
-    leaves = jax.tree.leaves(model.params)
-    device = next(iter(leaves[0].sharding.device_set))
-    capacity = present([device]).memory_per_device
-    # Hosts must agree, and know their own memory alone.
-    if not capacity or jax.process_count() > 1:
-        return MOST * model.row_multiple
-    left = ROOM * (capacity - beside - sum(bytes_on_a_device(leaf) for leaf in leaves))
-    fitting = int(left // bytes_of_a_row(model, device.platform))
+    # A host knows the memory of its own devices alone.
+    fitting = Hosts.at_work().least("rows that fit", _fitting_here(model, beside))
     return model.row_multiple * (2 ** int(math.log2(min(MOST, fitting))) if fitting > 1 else 1)
+
+
+def _fitting_here(model: LoadedModel, beside: int) -> int:
+    leaves = jax.tree.leaves(model.params)
+    device = next(iter(leaves[0].sharding.addressable_devices))
+    capacity = present([device]).memory_per_device
+    if not capacity:
+        return MOST
+    left = ROOM * (capacity - beside - sum(bytes_on_a_device(leaf) for leaf in leaves))
+    return int(left // bytes_of_a_row(model, device.platform))
 
 
 def shorter_rows_that_fit(batch: int, longest: int, model: LoadedModel) -> int:

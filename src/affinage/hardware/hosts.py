@@ -89,6 +89,21 @@ class Hosts:
             return json.loads(json.dumps(value))
         return json.loads(self.hear(key, seconds, said=f"host 0 has not said `{name}`"))
 
+    def least(self, name: str, value: int, *, seconds: float = _MEET) -> int:
+        """The smallest of what the hosts say; to be called by all hosts, equally often.
+
+        Raises:
+            HostLost: one of them has not said it in time.
+        """
+        if self.count == 1:
+            return value
+        key = self._key("least", name)
+        self.tell(f"{key}/{self.index}", str(value))
+        return min(
+            int(self.hear(f"{key}/{host}", seconds, said=f"host {host} has not said `{name}`"))
+            for host in range(self.count)
+        )
+
     def meet(self, name: str, *, seconds: float = _MEET) -> None:
         """Wait until all hosts have come here.
 
