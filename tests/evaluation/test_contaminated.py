@@ -138,5 +138,6 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
         main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
     said = capsys.readouterr().out
     assert "quiz: 3 of 9 stand there: 0, 1; in more than 10 texts each: 2" in said and "without them" in said
+    assert "Too short to be looked for: 6 of quiz" in said
     kept = (tmp_path / "runs" / "store").glob("looked-for-*")
     assert len(list(kept)) == 2, "of the documents, for all three evaluations, and of the conversations"

@@ -206,6 +206,9 @@ def _show(results: dict[str, Any]) -> None:
     _show_published(results["tasks"], console)
     if results.get("missing"):
         console.print(f"Not there, so left out: {', '.join(results['missing'])}", highlight=False, markup=False)
+    if results.get("skipped"):
+        said = f"For chat models alone, so left out: {', '.join(results['skipped'])}"
+        console.print(said, highlight=False, markup=False)
 
 
 def _show_contamination(results: dict[str, Any], console: Any) -> None:
@@ -233,6 +236,9 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
             console.print(f"  {metric} {_shown(value)}; without them {left}", highlight=False, markup=False)
     if not found:
         console.print("None stands there.", highlight=False)
+    short = [f"{entry['too_short']:,} of {task}" for task, entry in told["tasks"].items() if entry["too_short"]]
+    if short:
+        console.print(f"Too short to be looked for: {', '.join(short)}", highlight=False, markup=False)
 
 
 def _listed(numbers: list[int]) -> str:
