@@ -236,7 +236,7 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
             console.print(f"  {metric} {_shown(value)}; without them {left}", highlight=False, markup=False)
     if not found:
         console.print("None stands there.", highlight=False)
-    short = [f"{entry['too_short']:,} of {task}" for task, entry in told["tasks"].items() if entry["too_short"]]
+    short = [f"{entry['too_short']:,} of {task}" for task, entry in told["tasks"].items() if entry.get("too_short")]
     if short:
         console.print(f"Too short to be looked for: {', '.join(short)}", highlight=False, markup=False)
 
