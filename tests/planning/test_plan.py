@@ -110,6 +110,21 @@ def test_what_is_computed_again_is_sent_again():
         assert sent == pytest.approx([sent[0] * times / 4 for times in again])
 
 
+def test_layers_updated_one_by_one_are_planned_as_computed_again_whatever_is_said():
+    """They are the same program, in time, in what is sent and in memory."""
+    settings = "mesh={tensor: 4}", "pretrain.update=layerwise"
+    unsaid, block, auto = (
+        plan_of(SMALL, "v4-8", *settings, *more) for more in ((), ("parallel.remat=block",), ("parallel.remat=auto",))
+    )
+    for other in (unsaid, auto):
+        assert other.time == block.time and other.memory == block.memory
+        assert other.to_dict()["remat"] == "block"
+    assert "block (as ever where layers are updated one by one" in str(auto.choice)
+    plain, again = blocks_of("mesh={tensor: 4}"), blocks_of(*settings)
+    assert again.exposed == pytest.approx(plain.exposed * 5 / 4)
+    assert 3.5 / 3 * plain.compute < again.compute < 4 / 3 * plain.compute
+
+
 def test_stages_pass_their_rows_on_once_for_every_round_and_weights_go_to_the_stages_of_several():
     settings = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
     once, twice, four = (blocks_of(*settings, f"parallel.pipeline_rounds={rounds}").axes for rounds in (1, 2, 4))
@@ -181,8 +196,10 @@ def test_a_pipeline_has_the_bubble_of_gpipe():
         (("mesh={pipeline: 2, context: 2}", "parallel.context_attention=ring"), "ring attention does not go through"),
         (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=splash"), "attention by splash does not go through"),
         (("mesh={fsdp: 4}", "pretrain.update=layerwise", "pretrain.micro_batches=2"), "micro_batches is 2"),
+        (("pretrain.update=layerwise", "parallel.remat=dots"), "whatever `dots` would keep"),
+        (("pretrain.update=layerwise", "parallel.remat={keep: [query]}"), "whatever activations by name would keep"),
     ],
-    ids=["ring", "kernel", "layerwise"],
+    ids=["ring", "kernel", "layerwise", "dots", "names"],
 )
 def test_what_a_run_refuses_is_not_planned(settings, said):
     with pytest.raises(UserError, match=said):

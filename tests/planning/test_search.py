@@ -135,6 +135,7 @@ def test_what_the_settings_forbid_is_left_out():
     _, _, result = found("v4-8", *TINY, "pretrain.update=layerwise")
     assert len(result.best) == 3
     assert all(candidate.micro_batches == 1 and candidate.mesh[0] == 1 for candidate, _ in result.best)
+    assert {candidate.remat for candidate, _ in result.best} == {"block"}  # with others it would be the same program
     with pytest.raises(UserError, match="the optimizer is adafactor"):
         found("v4-8", *TINY, "pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}")
     # Keys do not go round within a pipeline: without it they may.

@@ -103,8 +103,9 @@ def test_a_dry_run_says_so_too(ahead, override, said, capsys):
         (["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "ring attention does not go through"),
         (["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "attention by splash does not go through"),
         (["pretrain.update=layerwise", "pretrain.micro_batches=2"], "micro_batches is 2"),
+        (["pretrain.update=layerwise", "parallel.remat=full"], "whatever `full` would keep"),
     ],
-    ids=["ring", "kernel", "layerwise"],
+    ids=["ring", "kernel", "layerwise", "remat"],
 )
 def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(settings, what):
     with pytest.raises(UserError, match=what):

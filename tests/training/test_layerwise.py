@@ -106,6 +106,7 @@ def test_each_layer_is_clipped_by_its_own_norm(tmp_path):
         ({"micro_batches": 2}, "micro_batches is 2"),
         ({"optimizer": {"name": "muon"}}, "the optimizer is muon"),
         ({"block": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "width": 16}}}, "mixture of experts"),
+        ({"parallel": {"remat": "dots"}}, "whatever `dots` would keep"),
     ],
 )
 def test_what_it_does_not_go_with_is_said(changed, why, tmp_path):

@@ -25,7 +25,7 @@ from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import AttentionImplementation, TrainSettings
 from affinage.training.frozen import frozen_of
 from affinage.training.job import rows_per_step
-from affinage.training.layerwise import check_update
+from affinage.training.layerwise import as_it_is_done, check_remat, check_update
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,10 @@ def lay_out(
             where="mesh",
             fix=f"The nearest meshes: {near}. Or make one axis auto, e.g. `mesh: {{fsdp: auto}}`.",
         )
-    split = Split(
-        graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, parallel or ParallelSettings()
-    )
+    asked = parallel or ParallelSettings()
+    check_remat(settings, asked.remat)
+    done = as_it_is_done(settings, asked)
+    split = Split(graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, done)
     split.check(settings.attention)
     check_update(frozen_of(graph, settings), settings, in_stages=split.stages > 1)
     return split

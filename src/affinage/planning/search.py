@@ -24,7 +24,7 @@ from affinage.planning.wires import wires
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
-from affinage.training.layerwise import check_update
+from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.program import optimizer_of
 from affinage.training.state import abstract_state
 
@@ -216,6 +216,8 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = T
     if all(name != "tokens" for name, _ in graph.inputs):
         context = 1
     capacity = where.chip.memory_per_device or 0
+    # Layers that are updated one by one are one program with all of them.
+    remats: tuple[str, ...] = (LAYERWISE_REMAT,) if settings.update == "layerwise" else REMATS
     for mesh in _meshes(graph, where.devices):
         for parts, moments in itertools.product(_parts(settings, where.devices), MOMENTS):
             sizes = dict(zip(AXES, mesh, strict=True))
@@ -229,7 +231,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = T
                 continue
             if fitting and state > capacity:
                 continue
-            for remat in REMATS:
+            for remat in remats:
                 candidate = Candidate(mesh, parts, remat, moments)
                 parallel = candidate.put_into(recipe).parallel
                 yield _Tried(candidate, replace(split, parallel=parallel), chosen, state - frozen)

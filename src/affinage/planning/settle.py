@@ -14,6 +14,7 @@ from affinage.planning.local import Split
 from affinage.planning.memory import step_memory
 from affinage.recipe.parallel import Remat, RematSettings
 from affinage.recipe.training import TrainSettings
+from affinage.training.layerwise import LAYERWISE_REMAT
 
 if TYPE_CHECKING:
     import jax
@@ -34,11 +35,13 @@ class Choice:
         remat: the setting.
         needed: bytes of a device by the estimate.
         capacity: bytes that a program may take there.
+        alone: whether the training takes no other.
     """
 
     remat: Remat
     needed: int
     capacity: int
+    alone: bool = False
 
     @property
     def fits(self) -> bool:
@@ -50,22 +53,26 @@ class Choice:
         setting = remat if isinstance(remat, str) else remat.model_dump(mode="json", exclude_defaults=True)
         needed, capacity = self.needed / GiB, self.capacity / GiB
         why = "the least that fits" if self.fits else "nothing fits; this needs least"
+        if self.alone:
+            why = "as ever where layers are updated one by one"
         return f"remat: {setting} ({why}: {needed:.2f} of {capacity:.2f} GiB a device, estimated)"
 
 
 def choose_remat(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Choice:
     """The first setting of the ladder whose estimate stays below 90 % of a device's memory.
 
-    Where the memory is not known nothing is computed again.
+    Where the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
     """
     capacity = chip.memory_per_device or 0
+    alone = settings.update == "layerwise"
     tried = []
-    for remat in _LADDER:
+    ladder: tuple[Remat, ...] = (LAYERWISE_REMAT,) if alone else _LADDER
+    for remat in ladder:
         if platform == "cpu" and not isinstance(remat, str):
             continue
         parallel = split.parallel.model_copy(update={"remat": remat})
         needed = step_memory(dataclasses.replace(split, parallel=parallel), settings, chip, platform).total
-        tried.append(Choice(remat, needed, capacity))
+        tried.append(Choice(remat, needed, capacity, alone))
         if not capacity or tried[-1].fits:
             return tried[-1]
     return min(tried, key=lambda choice: choice.needed)

@@ -128,6 +128,7 @@ class TrainSettings(Settings):
     # layerwise: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
     # memory; `optimizer.clip_norm` then holds for each layer, not for all together, and from a gradient that is not
     # finite in one layer, with those above it updated already, the run goes back as with `on_non_finite: rewind`.
+    # Layers are computed again as with `parallel.remat: block`, and only that, `none` or `auto` may be said beside it.
     update: Literal["whole", "layerwise"] = "whole"
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings

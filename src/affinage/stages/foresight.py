@@ -187,7 +187,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.training import rows_per_step
     from affinage.training.choices import check_choices
     from affinage.training.frozen import frozen_of
-    from affinage.training.layerwise import check_update
+    from affinage.training.layerwise import check_remat, check_update
 
     recipe = loaded.recipe
     wanted = recipe.tokenizer.vocabulary
@@ -215,6 +215,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         held = frozen_of(graph, settings)
     with _written(loaded, name, "update"):
         check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
+    with _written(loaded, "parallel", "remat"):
+        check_remat(settings, recipe.parallel.remat)
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with _written(loaded, "parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)

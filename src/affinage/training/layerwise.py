@@ -18,6 +18,7 @@ from affinage.model import Call, Graph, apply, decayed, logical_axes, matrices
 from affinage.model.kind import Result
 from affinage.model.module import context_of
 from affinage.model.node import Node
+from affinage.recipe.parallel import ParallelSettings, RematChoice, RematPreset
 from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen
 from affinage.training.optimizer import Weights, make_optimizer
@@ -29,6 +30,7 @@ from affinage.training.step import Batch, Metrics, Step
 
 PyTree = Any
 _Updated = tuple[PyTree, PyTree, Array, Array]
+LAYERWISE_REMAT: RematPreset = "block"  # what it comes to, whatever `parallel.remat` says
 _ELEMENTWISE = ("adamw", "lion")  # their state has one array like each weight, and nothing that layers share
 
 
@@ -83,6 +85,28 @@ def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> N
                 fix="Leave out `update: layerwise`; it takes one repeated node without experts, "
                 f"{' or '.join(_ELEMENTWISE)}, micro_batches 1 and no pipeline.",
             )
+
+
+def check_remat(settings: TrainSettings, remat: RematChoice) -> None:
+    """Refuse what `update: layerwise` would not do: it keeps the input of every layer, neither more nor less.
+
+    Raises:
+        UserError: for all but `block`, which is that, `none`, the default, and `auto`.
+    """
+    if settings.update == "layerwise" and remat not in ("none", "block", "auto"):
+        asked = f"`{remat}`" if isinstance(remat, str) else "activations by name"
+        raise UserError(
+            f"layers that are updated one by one keep their input and are computed again, whatever {asked} would keep",
+            where="parallel.remat",
+            fix="Leave `remat` out, or set it to block; or leave out `update: layerwise`.",
+        )
+
+
+def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
+    """What a training does of `parallel`: layers that are updated one by one are computed again in any case."""
+    if settings.update != "layerwise":
+        return parallel
+    return parallel.model_copy(update={"remat": LAYERWISE_REMAT})
 
 
 @dataclass(frozen=True, eq=False)

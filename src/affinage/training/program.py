@@ -23,7 +23,7 @@ from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
-from affinage.training.layerwise import make_layerwise_step
+from affinage.training.layerwise import check_remat, make_layerwise_step
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, TrainState, abstract_state, begin, random_key
@@ -48,6 +48,7 @@ class Program:
         check_rows_divide(rows, self.job.settings.micro_batches, self.mesh, self.layout.table)
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
+        check_remat(self.job.settings, self.job.parallel.remat)
         self.strategy.check(self.job.graph, rows // self.job.settings.micro_batches, self.call)
 
     @property
