@@ -51,4 +51,5 @@ def test_layouts_are_measured_on_devices_of_their_own():
     (found,) = layouts.measured(SMALL, settings, [{"data": 4, "pipeline": 2}], 1)
     assert found.mesh == {"data": 4, "pipeline": 2}
     assert len(found.cpu_seconds) == 1 and found.cpu_seconds[0] > 0
-    assert found.bubble == layouts.idle_share(2, 8)
+    # Two rows on each of four devices are two micro-batches, not the eight that two stages would take.
+    assert found.micro_batches == 2 and found.bubble == layouts.idle_share(2, 2)

@@ -99,11 +99,13 @@ def layouts(steps: int) -> dict[str, Any]:
     plans = planned(LAYOUT_RECIPE, [PADDED], LAYOUTS, find_slice(LAYOUT_SLICE))
     on_slice = []
     for plan in plans:
-        stages, parts = plan.split.sizes["pipeline"], plan.split.pipeline_parts
+        stages = plan.split.sizes["pipeline"]
+        parts = plan.split.pipeline_parts * plan.split.parallel.pipeline_rounds
         waited = sum(node.exposed for node in plan.time.nodes)
         on_slice.append(
             {
                 "mesh": {axis: size for axis, size in plan.split.sizes.items() if size > 1},
+                "pipeline_micro_batches": parts,
                 "step_seconds": plan.time.seconds,
                 "links_waited_for": waited,
                 "bubble_seconds": plan.time.bubble,
@@ -117,6 +119,7 @@ def layouts(steps: int) -> dict[str, Any]:
     here = [
         {
             "mesh": each.mesh,
+            "pipeline_micro_batches": each.micro_batches,
             "cpu_seconds": list(each.cpu_seconds),
             "ratio": sum(each.cpu_seconds) / len(each.cpu_seconds) / plain,
             "idle_share_of_layers": each.bubble,
@@ -132,7 +135,7 @@ def _show_layouts(console: "Console", told: dict[str, Any]) -> None:
     console.print(f"Tensor against pipeline: {told['recipe']} on {told['slice']}, planned", markup=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("mesh")
-    for title in ("step", "waiting for links", "bubble", "(P-1)/(M+P-1)", "MFU", "memory"):
+    for title in ("step", "waiting for links", "bubble", "M", "(P-1)/(M+P-1)", "MFU", "memory"):
         table.add_column(title, justify="right")
     for each in told["planned"]:
         table.add_row(
@@ -140,6 +143,7 @@ def _show_layouts(console: "Console", told: dict[str, Any]) -> None:
             f"{each['step_seconds']:.4f} s",
             f"{each['links_waited_for']:.4f} s",
             f"{each['bubble_seconds']:.4f} s",
+            f"{each['pipeline_micro_batches']}" if each["idle_share_of_layers"] else "",
             f"{each['idle_share_of_layers']:.0%}" if each["idle_share_of_layers"] else "",
             f"{each['mfu']:.0%}",
             f"{each['gibibytes']:.1f} GiB",
@@ -150,11 +154,13 @@ def _show_layouts(console: "Console", told: dict[str, Any]) -> None:
     )
     for each in told["measured"]:
         mean = sum(each["cpu_seconds"]) / len(each["cpu_seconds"])
-        idle = f"; idle by the formula {each['idle_share_of_layers']:.0%}" if each["idle_share_of_layers"] else ""
+        share, parts = each["idle_share_of_layers"], each["pipeline_micro_batches"]
+        idle = f"; idle by the formula {share:.0%} (M {parts})" if share else ""
         console.print(f"  {_mesh(each['mesh']):<20} {mean:.3f} CPU s a step, {each['ratio']:.2f}x{idle}", markup=False)
     console.print(
-        "\nP stages work on M micro-batches (4 a stage) in M + P - 1 ticks, and each waits in P - 1 of them: of the"
-        "\nlayers' time (P-1)/(M+P-1) is idle. More micro-batches make that smaller, until they are too small.",
+        "\nP stages work on M micro-batches (up to 4 a stage, if the rows divide into so many) in M + P - 1 ticks, and"
+        "\neach waits in P - 1 of them: of the layers' time (P-1)/(M+P-1) is idle. More of them make that smaller,"
+        "\nuntil they are too small.",
         markup=False,
     )
 

@@ -28,11 +28,13 @@ class Measured:
 
     Attributes:
         mesh: sizes of its axes.
-        bubble: (P - 1) / (M + P - 1) of P stages and M micro-batches; 0 without a pipeline.
+        micro_batches: M, those in the pipeline at once, times its rounds; 1 without one.
+        bubble: (P - 1) / (M + P - 1) of P stages; 0 without a pipeline.
         cpu_seconds: of the processor, for each repeated step.
     """
 
     mesh: dict[str, int]
+    micro_batches: int
     bubble: float
     cpu_seconds: tuple[float, ...]
 
@@ -68,10 +70,8 @@ def measured(recipe: str, overrides: Sequence[str], meshes: Sequence[Mesh], step
         done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
         if not answer.is_file():
             raise RuntimeError(f"measuring layouts ended with {done.returncode}:\n{done.stderr[-4000:]}")
-        return [
-            Measured(each["mesh"], each["bubble"], tuple(each["cpu_seconds"]))
-            for each in json.loads(answer.read_text())
-        ]
+        told = json.loads(answer.read_text())
+        return [Measured(**each | {"cpu_seconds": tuple(each["cpu_seconds"])}) for each in told]
 
 
 def _environment() -> dict[str, str]:
@@ -83,6 +83,7 @@ def _environment() -> dict[str, str]:
 def _measure(recipe: str, overrides: Sequence[str], mesh: Mesh, steps: int) -> Measured:
     import jax
 
+    from affinage.parallel import Pipeline
     from affinage.training.breakdown import program_of, synthetic_batch
     from affinage.training.job import rows_per_step
 
@@ -101,10 +102,12 @@ def _measure(recipe: str, overrides: Sequence[str], mesh: Mesh, steps: int) -> M
         began = time.process_time()
         state, _ = jax.block_until_ready(step(state, put))
         seconds.append(time.process_time() - began)
-    stages, parallel = mesh.get("pipeline", 1), loaded.recipe.parallel
-    parts = parallel.pipeline_micro_batches or 4 * stages
-    bubble = idle_share(stages, parts * parallel.pipeline_rounds) if stages > 1 else 0.0
-    return Measured(dict(mesh), bubble, tuple(seconds[1:]))
+    parts, bubble = 1, 0.0
+    if isinstance(program.strategy, Pipeline):
+        at_once = program.strategy.parts(rows // settings.micro_batches, program.layout)
+        parts = at_once * program.strategy.rounds
+        bubble = idle_share(mesh["pipeline"], parts)
+    return Measured(dict(mesh), parts, bubble, tuple(seconds[1:]))
 
 
 def main(arguments: Sequence[str]) -> None:
