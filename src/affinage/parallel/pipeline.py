@@ -36,7 +36,7 @@ class Pipeline(Spmd):
         micro_batches: M; None: as many as divide the rows, up to four for each of the P stages.
         rounds: how often a micro-batch goes round. With more than one, a device holds as many shorter stages (the
             circular form of interleaved stages: Narayanan et al., 2021); the weights, which lie in the order of the
-            layers, are then sent to their stages in every step.
+            layers, are then sent to their stages in every micro-batch of the training.
     """
 
     micro_batches: int | None = None

@@ -55,7 +55,8 @@ class ParallelSettings(Settings):
 
     sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}  # replaces lines of the sharding table
     context_attention: Literal["all_gather", "ring"] = "all_gather"  # how the parts of a sequence see each other's keys
-    pipeline_micro_batches: int | None = Field(default=None, ge=1)  # in the pipeline at once; default: 4 x its stages
+    # In the pipeline at once; default: as many as divide the rows, up to 4 x its stages.
+    pipeline_micro_batches: int | None = Field(default=None, ge=1)
     pipeline_rounds: int = Field(default=1, ge=1)  # times each goes round the stages; more: smaller bubble, more talk
     # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
     # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto:
