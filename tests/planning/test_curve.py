@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli import main
+from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.planning.curve import Point, curve
 from affinage.planning.plan import make_plan, planned_graph
@@ -34,6 +35,17 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     assert times == sorted(times, reverse=True)
     for point in (*weak, *strong):
         assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [("parallel.remat=dots", "whatever `dots` would keep"), ("pretrain.micro_batches=2", "micro_batches is 2")],
+    ids=["remat", "micro-batches"],
+)
+def test_settings_that_go_with_no_mesh_are_said_and_not_that_nothing_fits(settings, said):
+    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", settings])
+    with pytest.raises(UserError, match=said):
+        curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
 
 
 def test_a_curve_of_gpus_goes_on_over_boxes():

@@ -12,6 +12,8 @@ from affinage.planning.local import lay_out
 from affinage.planning.plan import Plan, make_plan, training_settings
 from affinage.planning.roofline import least_time
 from affinage.recipe.recipe import Recipe
+from affinage.training.frozen import frozen_of
+from affinage.training.layerwise import check_remat, check_update
 
 _TENSOR, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8)
 MOST_CHIPS = 4096
@@ -46,7 +48,8 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
     which none does are left out.
 
     Raises:
-        UserError: where it fits none, and for a processor, of which there are no slices.
+        UserError: where it fits none, for settings that go with no mesh, and for a processor, of which there are no
+            slices.
     """
     if first.platform == "cpu":
         raise UserError(
@@ -55,6 +58,8 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
             fix="Say with which it begins, such as --on v4-32 or --on h100x8.",
         )
     name, settings, _ = training_settings(recipe)
+    check_remat(settings, recipe.parallel.remat)
+    check_update(frozen_of(graph, settings), settings, in_stages=False)
     rows = settings.batch or (settings.batch_per_device or 1) * first.devices
     plans = []
     for where in _larger(first):
