@@ -1,12 +1,14 @@
 """Layers that are updated one by one are updated as together, wherever the mathematics is the same."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from affinage.errors import UserError
 from affinage.model import parse
 from affinage.parallel import make_mesh
+from affinage.recipe.load import load_recipe
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import PretrainSettings
 from affinage.training.job import TrainJob
@@ -91,6 +93,47 @@ def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed, 
         for one, other in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
             np.testing.assert_allclose(other, one, atol=2e-4 if changed else 1e-5)
             assert other.sharding == one.sharding
+
+
+SHRUNK = (
+    "rows.context=32",
+    "model.nodes.embed={width: 64, vocab: 128}",
+    "model.nodes.blocks={repeat: 4, attention: {heads: 4}, ffn: {width: 128}}",
+    "pretrain.steps=20",
+    "pretrain.schedule={peak: 3.0e-3, floor: 1.0e-3, warmup_steps: 2}",
+)
+
+
+def test_all_that_makes_room_trains_over_eight_devices_as_on_one(tmp_path):
+    """The recipe of the capacities: bfloat16 throughout, one row whose sequence is split, layers one by one."""
+    recipe = load_recipe("capacity", SHRUNK).recipe
+    batch = {"tokens": np.random.default_rng(0).integers(0, 128, (1, 32), np.int32)}
+    seen = []
+    for mesh in ({"data": 1}, {"fsdp": 4, "tensor": 2}):
+        job = TrainJob(
+            graph=parse(recipe.model),
+            settings=recipe.pretrain,
+            mesh=mesh,
+            seed=0,
+            feed=None,
+            folder=tmp_path,
+            parallel=recipe.parallel,
+        )
+        program = Program(job, make_mesh(mesh, jax.devices()), batch)
+        step, state, told = program.compile_training(), program.begin(), []
+        for _ in range(20):
+            state, metrics = step(state, program.put(batch))
+            told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        seen.append(np.array(told).T)
+    for leaf in jax.tree.leaves(state.params["blocks"]):
+        assert leaf.dtype == jnp.bfloat16
+        if leaf.ndim > 2:  # of the matrices every device holds an eighth, in all layers
+            assert leaf.addressable_shards[0].data.size == leaf.size // 8
+    (losses, norms), (split_losses, split_norms) = seen
+    assert losses[-1] < 0.5 * losses[0]
+    # Bfloat16 has three digits, and rounding is drawn anew in every step.
+    np.testing.assert_allclose(split_losses, losses, rtol=2e-2)
+    np.testing.assert_allclose(split_norms, norms, rtol=5e-2)
 
 
 def test_each_layer_is_clipped_by_its_own_norm(tmp_path):

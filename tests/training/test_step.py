@@ -110,7 +110,8 @@ def test_accumulation_over_uneven_masks_changes_nothing():
 def test_accumulation_on_a_mesh_is_the_same_step(one_device):
     _, expected = one_device
     _, got = compiled("data2", '{"micro_batches": 4}').run(20)
-    np.testing.assert_allclose([m["loss"] for m in got], [m["loss"] for m in expected], rtol=1e-5)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in got], [m[name] for m in expected], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
