@@ -14,8 +14,8 @@ def main() -> None:
         from affinage.cli import main as run  # takes a moment
 
         if set(sys.argv[1:2]) & _WALKS:
-            run()
-    run()
+            return run()
+    return run()
 
 
 if __name__ == "__main__":

@@ -47,26 +47,12 @@ def sick_kind() -> Iterator[None]:
 
 
 def graph() -> Graph:
-    return parse(
-        {
-            "inputs": ["tokens"],
-            "nodes": {
-                "embed": {"kind": "embedding", "in": "tokens", "vocab": tiny.VOCABULARY, "width": 32},
-                "below": {"kind": "sick_on_the_way_back", "in": "embed", "factors": "below"},
-                "blocks": {
-                    "kind": "transformer_block",
-                    "in": "below",
-                    "repeat": 2,
-                    "attention": {"heads": 4, "rope": {"theta": 10000}},
-                    "ffn": {"kind": "swiglu", "width": 64},
-                    "norm": {"kind": "rms"},
-                },
-                "above": {"kind": "sick_on_the_way_back", "in": "blocks", "factors": "above"},
-                "logits": {"kind": "unembed", "in": "above", "vocab": tiny.VOCABULARY, "tied": False},
-                "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-            },
-        }
-    )
+    described = json.loads(json.dumps(tiny.graph(layers=2).to_dict()))
+    nodes = described["nodes"]
+    for name, before, after in (("below", "drop", "blocks"), ("above", "blocks", "norm")):
+        nodes[name] = {"kind": "sick_on_the_way_back", "in": before, "factors": name}
+        nodes[after]["in"] = name
+    return parse(described)
 
 
 class Feed(tiny.RandomFeed):

@@ -30,9 +30,13 @@ def can_be_held(state: PyTree) -> bool:
 def compile_cuts(state: PyTree) -> None:
     """Compile the programs with which Orbax cuts out the part that a device sends of an array that others have, too.
 
-    There is one for each device and each shape, and else the first save would wait for all of them.
+    There is one for each device and each shape, and else the first save would wait for all of them; so it does with an
+    Orbax that has them elsewhere.
     """
-    from orbax.checkpoint._src.serialization.replica_slices import get_replica_slices  # public is only all of a save
+    try:  # public is only all of a save
+        from orbax.checkpoint._src.serialization.replica_slices import get_replica_slices
+    except ImportError:
+        return
 
     alike = {(leaf.shape, leaf.dtype, leaf.sharding): leaf for leaf in jax.tree.leaves(state)}
     for array in alike.values():

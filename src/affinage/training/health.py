@@ -71,8 +71,8 @@ class Health:
         if self.rewind_from is not None or not (spike or skipped):
             return
         # A loss that stands out is often one whose gradient overflows: that is no spike to be noted only.
-        finite = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
-        cause = "spike" if spike and finite else "not finite"
+        in_numbers = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+        cause = "spike" if spike and in_numbers else "not finite"
         policy = self._settings.on_spike if cause == "spike" else self._settings.on_non_finite
         torn = bool(metrics.get("torn"))
         if torn:  # left out of some layers only, so that there is nothing but to go back
