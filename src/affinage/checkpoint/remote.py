@@ -10,11 +10,11 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from affinage.data.shards import told
+from affinage.data.uploads import read_if_short, upload
 from affinage.errors import UserError
 from affinage.secrets import masked
 
 _CHUNK = 16_000_000  # bytes
-_WHOLE = 64_000_000  # bytes of a file that is read before it is sent: one that grows meanwhile is sent as it was
 _PROBE = ".affinage"
 
 Result = TypeVar("Result")
@@ -89,7 +89,7 @@ class RemoteFolder:
 
         def write() -> None:
             self._make_parent(name)
-            self._filesystem.pipe_file(self._at(name), contents)
+            upload(self._filesystem, self._at(name), contents)
 
         self._asked("write", name, write)
 
@@ -99,8 +99,8 @@ class RemoteFolder:
         Raises:
             FileNotFoundError: it is gone here.
         """
-        if file.stat().st_size <= _WHOLE:
-            self.write(name, file.read_bytes())
+        if (contents := read_if_short(file)) is not None:
+            self.write(name, contents)
             return
 
         def put() -> None:

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from affinage.checkpoint.remote import RemoteFolder, is_inside, reached
+from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
 from affinage.checkpoint.seal import SEAL, damage, is_what_was_sealed, parse
 from affinage.checkpoint.steps import STEP, remove
 from affinage.checkpoint.store import CheckpointStore
 from affinage.errors import UserError
+from affinage.secrets import masked
 
 CHECKPOINTS = "checkpoints"  # in the folder of a training
 _AT_ONCE = 4  # files
@@ -75,7 +76,7 @@ class RemoteSteps:
         try:
             found = json.loads(self.folder.read(f"{step}/{_METADATA}") or b"{}")["custom_metadata"]
             return dict(found)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return {}
 
     def damage(self, step: int) -> str:
@@ -150,6 +151,9 @@ class RemoteSteps:
 
         Returns:
             Whether it is there; else it was given up.
+
+        Raises:
+            RemoteError: or a file has another length there than here; the step has no seal then.
         """
         there, sealed = self.folder / str(step), parse(seal)
         left = there.sizes().keys()  # of another save of this step, or of one that was cut off
@@ -167,6 +171,11 @@ class RemoteSteps:
                 list(pool.map(send, sealed))
         except _Superseded:
             return False
+        arrived = there.sizes()
+        for name in sealed:
+            sent, found = (folder / name).stat().st_size, arrived.get(name, 0)
+            if found != sent:
+                raise RemoteError(masked(f"{found:,} of the {sent:,} bytes of {there.url}/{name} have arrived"))
         there.write(SEAL, seal)
         return True
 
