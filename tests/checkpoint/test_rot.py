@@ -15,7 +15,7 @@ import pytest
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.errors import UserError
 
-EACH = 25  # of every kind; benchmarks/chaos.py does thousands
+EACH = 25  # of every kind; benchmarks/rot.py does thousands
 
 
 def state(value: float) -> dict:

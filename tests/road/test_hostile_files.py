@@ -1,7 +1,7 @@
 """Files from strangers: none of them runs code, writes outside its folder, or ends in anything but a message.
 
-Of checkpoints see tests/checkpoint/test_rot.py, of chat templates tests/data/test_chat_templates.py, of task
-files tests/evaluation/test_tasks.py.
+Of checkpoints see tests/checkpoint/test_rot.py and test_strangers_checkpoints.py beside it, of chat templates
+tests/data/test_chat_templates.py, of task files tests/evaluation/test_tasks.py.
 """
 
 import ast

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from affinage.checkpoint.contents import plain
 from affinage.errors import UserError
 
 IDENTITY = "identity"  # key of the facts that decide over a run's numbers
@@ -19,7 +20,7 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: {_short(self.saved)} -> {_short(self.now)}"
+        return f"{plain(self.name)}: {_short(self.saved)} -> {_short(self.now)}"
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
@@ -78,5 +79,5 @@ def _leaves(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short(value: Any, most: int = 80) -> str:
-    text = str(value)
+    text = plain(str(value))
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.facts import differences
 from affinage.checkpoint.store import CheckpointStore
@@ -89,10 +88,9 @@ def _most_apart(a: np.ndarray, b: np.ndarray) -> float | None:
 def _abstract(store: CheckpointStore, step: int) -> dict[str, Any]:
     """The trees of a step as shapes on one device."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = ocp.checkpointables_metadata(store.folder / str(step)).metadata
     return {
         name: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
-        for name, tree in found.items()
+        for name, tree in store.described(step).items()
     }
 
 

@@ -16,6 +16,7 @@ import absl.logging
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from affinage.checkpoint.contents import facts_in, first_line, strange
 from affinage.checkpoint.coordination import by_coordinator
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.seal import damage, fingerprint, seal
@@ -23,6 +24,7 @@ from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kep
 from affinage.errors import UserError, UserWarned
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
+from affinage.hardware.movement import count_out
 
 PyTree = Any
 
@@ -188,13 +190,21 @@ class CheckpointStore:
         return 0.0 if self._running is None else time.monotonic() - self._began
 
     def damage(self, step: int, only: Mapping[str, Any] | None = None) -> str:
-        """What is wrong with a step, see `affinage.checkpoint.seal.damage`; "" if it is what was saved as this step."""
+        """What is wrong with a step; "" if it is what was saved as this step, and nothing that should not be read.
+
+        See `affinage.checkpoint.seal.damage` and `affinage.checkpoint.contents.strange`.
+        """
         folder = self.folder / str(step)
         found = damage(folder, None if only is None else only.keys())
         if found:
             return found
-        saved_as = self._metadata(step).get("step")
-        return "" if saved_as == step else f"it was saved as step {saved_as}"
+        try:
+            if found := strange(folder, self._trees(step, only)):
+                return found
+            saved_as = self._metadata(step).get("step")
+        except Exception as error:  # whatever Orbax, TensorStore or JSON make of a stranger's files
+            return f"it cannot be read: {first_line(error)}"
+        return "" if saved_as == step else f"it was saved as step {saved_as!r:.80}"
 
     def _damage_seen_by_first(self, step: int, only: Mapping[str, Any]) -> str:
         """See `damage`; of hosts that work together one reads the files, which may take the others long."""
@@ -216,7 +226,40 @@ class CheckpointStore:
         Raises:
             UserError: if it is damaged, or what was saved is not what is asked for.
         """
-        if found := self._damage_seen_by_first(step, abstract):
+        self._refuse_damaged(step, self._damage_seen_by_first(step, abstract))
+        try:
+            return self._load(step, abstract)
+        except Exception as error:
+            misfit = self._misfit(step, abstract)
+            if not misfit:
+                raise self._unread(step, error) from error
+            fix = "Undo the change of the settings that it comes from; a checkpoint is of one model and one optimizer."
+            raise UserError(
+                f"the checkpoint of step {step} does not fit: {misfit}", where=str(self.folder), fix=fix
+            ) from error
+
+    def described(self, step: int) -> dict[str, PyTree]:
+        """The trees of a step with the shape and dtype of each array; no array is read.
+
+        Raises:
+            UserError: if it is damaged, or does not say it.
+        """
+        self._refuse_damaged(step, self.damage(step, {}) or strange(self.folder / str(step), self._trees(step)))
+        try:
+            found = dict(self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step)).metadata)
+        except Exception as error:
+            raise self._unread(step, error) from error
+        for name, tree in found.items():
+            leaves = [] if tree is None else jax.tree.leaves(tree)
+            if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+                raise self._unread(step, ValueError(f"what it says of {name} cannot be read"))
+        return found
+
+    def _unread(self, step: int, error: Exception) -> UserError:
+        return UserError(f"the checkpoint of step {step} cannot be read: {first_line(error)}", where=str(self.folder))
+
+    def _refuse_damaged(self, step: int, found: str) -> None:
+        if found:
             others = ", ".join(f"@{other}" for other in self.steps() if other != step)
             raise UserError(
                 f"the checkpoint of step {step} is damaged: {found}",
@@ -225,16 +268,6 @@ class CheckpointStore:
                 if others
                 else "There is no other.",
             )
-        try:
-            return self._load(step, abstract)
-        except Exception as error:
-            misfit = self._misfit(step, abstract)
-            if not misfit:
-                raise
-            fix = "Undo the change of the settings that it comes from; a checkpoint is of one model and one optimizer."
-            raise UserError(
-                f"the checkpoint of step {step} does not fit: {misfit}", where=str(self.folder), fix=fix
-            ) from error
 
     def _misfit(self, step: int, abstract: Mapping[str, PyTree]) -> str:
         """The first array that was saved in another shape than it is asked for, or is on one side only; "" if none."""
@@ -243,6 +276,8 @@ class CheckpointStore:
         except Exception:  # whatever Orbax makes of it: it is something else that is wrong
             return ""
         for name, tree in abstract.items():
+            if name in saved and saved[name] is None:  # Orbax could not read what it says of it
+                return ""
             there, wanted = _shapes(saved.get(name)), _shapes(tree)
             for path in sorted(there.keys() | wanted.keys()):
                 if there.get(path) != wanted.get(path):
@@ -262,7 +297,8 @@ class CheckpointStore:
 
         Args:
             abstract: see `restore`.
-            accept: given the meta of a whole step before it is loaded; may refuse it with a UserError, which stands.
+            accept: given the meta of a whole step before it is loaded; may refuse it with a UserError, which stands;
+                with another error the step is passed over.
             at_most: the newest up to this step is wanted; where none can be read, the first one after it is taken.
 
         Raises:
@@ -278,12 +314,14 @@ class CheckpointStore:
                 continue
             reason = self._damage_seen_by_first(step, abstract)
             if not reason:
-                meta = self.meta(step)
-                accept(meta)
                 try:
+                    meta = self._facts(step)
+                    accept(meta)
                     return step, self._load(step, abstract), meta
+                except UserError:
+                    raise
                 except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
-                    reason = self._misfit(step, abstract) or _first_line(error)
+                    reason = self._misfit(step, abstract) or first_line(error)
             self._unreadable.add(step)
             _warn(step, reason)
         if not steps:
@@ -319,12 +357,22 @@ class CheckpointStore:
         return self.restore(step, {"params": abstract})["params"]
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The facts that were saved with a step."""
-        return dict(self._metadata(step).get("facts") or {})
+        """The facts that were saved with a step. Raises UserError if they cannot be read."""
+        try:
+            return self._facts(step)
+        except Exception as error:
+            raise self._unread(step, error) from error
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        return dict(self._metadata(step)["facts"])
+
+    def _trees(self, step: int, only: Mapping[str, Any] | None = None) -> list[str]:
+        names = [path.name for path in (self.folder / str(step)).iterdir() if path.is_dir()]
+        return sorted(name for name in names if not name.startswith(".") and (only is None or name in only))
 
     def _metadata(self, step: int) -> dict[str, Any]:
         found = self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step))
-        return dict(found.custom_metadata or {})
+        return facts_in(found.custom_metadata)
 
     def _load(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
         return self._ask_orbax(ocp.load_checkpointables, self.folder / str(step), dict(abstract))
@@ -362,6 +410,7 @@ def _memory_given_back() -> Iterator[None]:
         give_back_freed_memory()
         while not done.wait(_GIVE_EVERY):
             give_back_freed_memory()
+            count_out()  # on a heap with holes it takes as much of a processor as a slow save
 
     done = threading.Event()
     giving = threading.Thread(target=give, name="memory", daemon=True)
@@ -384,10 +433,6 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
         for path, leaf in leaves
         if hasattr(leaf, "shape")
     }
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def _warn(step: int, reason: str) -> None:

@@ -59,6 +59,7 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
+    from affinage.checkpoint.contents import plain
     from affinage.checkpoint.looking import listing
 
     found = _remote_listing(training) if "://" in training else listing(_store(training, runs)[0])
@@ -69,7 +70,7 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
     if not found:
         print("no checkpoint yet", file=sys.stderr)
     for each in found:
-        said = (each["saved"] or "damaged") if each["complete"] else CUT_OFF
+        said = plain(str(each["saved"] or "damaged")) if each["complete"] else CUT_OFF
         print(f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {said}")
 
 
@@ -82,8 +83,8 @@ def show(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption =
     from affinage.checkpoint.looking import arrays
 
     with _checkpoint(checkpoint, runs) as (store, step):
-        kept = {"fingerprint": store.fingerprint(step), "arrays": arrays(store, step)}
-        facts = {"step": step, **kept, **store.meta(step)}
+        seen = {"step": step, "fingerprint": store.fingerprint(step), "arrays": arrays(store, step)}
+        facts = {**seen, **store.meta(step), **seen}  # what it says of itself does not take the place of what was seen
     if as_json:
         print(json.dumps(facts, indent=1))
         return
@@ -103,6 +104,7 @@ def diff(
 
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
+    from affinage.checkpoint.contents import plain
     from affinage.checkpoint.looking import compare
 
     with (
@@ -115,16 +117,16 @@ def diff(
         print(json.dumps(found, indent=1))
         return
     for each in found["facts"]:
-        print(f"{each['name']}: {each['saved']} -> {each['now']}")
+        print(plain(f"{each['name']}: {each['saved']} -> {each['now']}"))
     if not found["facts"]:
         print("saved by the same settings, data and versions")
     if not numbers:
         return
     for each in found["arrays"]["different"]:
         most = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
-        print(f"{each['name']} {each['shape']}: {most}")
+        print(plain(f"{each['name']} {each['shape']}: {most}"))
     for name in found["arrays"]["only"]:
-        print(f"{name}: in one of them only")
+        print(plain(f"{name}: in one of them only"))
     print(f"{found['arrays']['same']} arrays are the same bit for bit")
 
 
@@ -155,9 +157,11 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:
+        from affinage.checkpoint.contents import plain
+
         _say_which(checkpoint, runs)
         for number, said in found.items():
-            print(f"{number:>10,}  {said or 'whole'}")
+            print(f"{number:>10,}  {plain(said) or 'whole'}")
         for number in cut_off:
             print(f"{number:>10,}  {CUT_OFF}")
     damaged = [number for number, said in found.items() if said]
@@ -278,9 +282,11 @@ def _known(store: "CheckpointStore", step: int) -> int:
 
 
 def _print_nested(facts: Mapping[str, Any], indent: int = 0) -> None:
+    from affinage.checkpoint.contents import plain
+
     for name, value in facts.items():
         if isinstance(value, Mapping) and value:
-            print(f"{' ' * indent}{name}:")
+            print(f"{' ' * indent}{plain(str(name))}:")
             _print_nested(value, indent + 2)
         else:
-            print(f"{' ' * indent}{name}: {value}")
+            print(f"{' ' * indent}{plain(f'{name}: {value}')}")
