@@ -3,126 +3,22 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as FastTokenizer
-from transformers import PreTrainedTokenizerFast
+from template_forms import ANSWER, FORMS, LATER, QWEN, SYSTEM, USER, ZEPHYR, folder_of, ours, theirs
 
 from affinage.data.batch import make_batch
-from affinage.data.chat import encode_conversation, encode_document, encode_prompt
+from affinage.data.chat import encode_conversation, encode_documents, encode_prompt
 from affinage.data.chat_template import ChatTemplate
 from affinage.data.conversations import prepare_conversations
-from affinage.data.hub_tokenizer import HubTokenizer, template_in
+from affinage.data.hub_tokenizer import HubTokenizer
 from affinage.data.preferences import prepare_preferences
 from affinage.data.row_files import open_rows
 from affinage.errors import UserError
 from affinage.recipe.tuning import DpoSettings, SftSettings
 from tiny_models import tokenizer as own_tokenizer
-
-TEXT = [
-    "The capital of France is Paris. La capitale, où est-elle ? user assistant system [INST] x",
-    "été naïf 🧀 12 + 7 = 19",
-]
-
-# Templates in the forms that these families publish, with the special tokens of their tokenizers.
-LLAMA3 = """{% for message in messages %}\
-{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + \
-'<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-QWEN = """{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
-{%- else %}
-    {{- '<|im_start|>system\nYou are a model.<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == "user" or (message.role == "assistant") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
-MISTRAL = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
-{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}\
-{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"""
-ZEPHYR = """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
-MARKED = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}\
-{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}\
-{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-CHATML_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-FORMS = {
-    "llama-3": (LLAMA3, "bytes", {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-                ["<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>"], "<|eot_id|>"),
-    "qwen": (QWEN, "bytes", CHATML_TOKENS, ["<|im_start|>"], "<|im_end|>"),
-    "mistral": (MISTRAL, "pieces", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, [], "</s>"),
-    "zephyr": (ZEPHYR, "pieces", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"},
-               [], "</s>"),
-    "marked": (MARKED, "bytes", CHATML_TOKENS, ["<|im_start|>"], "<|im_end|>"),
-}  # fmt: skip
-USER, ANSWER = {"role": "user", "content": "Where is\n the capital?"}, {"role": "assistant", "content": "Paris 🧀, où."}
-SYSTEM = {"role": "system", "content": "Be brief."}
-LATER = [{"role": "user", "content": "été ?"}, {"role": "assistant", "content": "12 + 7 = 19\n\nuser"}]
-
-
-@lru_cache
-def folder_of(form: str) -> Path:
-    template, kind, named, more, _ = FORMS[form]
-    special = [*dict.fromkeys(named.values()), *more]
-    if kind == "bytes":
-        fast = FastTokenizer(models.BPE())
-        fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:  # as of SentencePiece: words begin with a space, other characters are bytes
-        fast = FastTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
-        fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        special, alphabet = [*special, *(f"<0x{byte:02X}>" for byte in range(256))], []
-    fast.train_from_iterator(
-        TEXT * 9, trainers.BpeTrainer(vocab_size=700, special_tokens=special, initial_alphabet=alphabet)
-    )
-    folder = Path(mkdtemp(prefix="affinage-test-"))
-    if kind == "pieces":
-        told = json.loads(fast.to_str())
-        told["added_tokens"] = [token for token in told["added_tokens"] if not token["content"].startswith("<0x")]
-        (folder / "tokenizer.json").write_text(json.dumps(told))
-    else:
-        fast.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
-        fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-@lru_cache
-def ours(form: str) -> HubTokenizer:
-    tokenizer = HubTokenizer(folder_of(form))
-    tokenizer.use_template(template_in(folder_of(form)))
-    return tokenizer
-
-
-@lru_cache
-def theirs(form: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(folder_of(form))
 
 
 def conversations(form: str) -> list[list[dict]]:
@@ -135,7 +31,7 @@ def test_text_and_ids_are_those_of_transformers(form: str):
     for messages in conversations(form):
         text = theirs(form).apply_chat_template(messages, tokenize=False)
         assert ours(form).template.render(messages) == text
-        ids, _ = encode_conversation(messages, ours(form), "")
+        [(ids, _)] = encode_conversation(messages, ours(form), "")
         assert ids == theirs(form).apply_chat_template(messages, return_dict=False)
         asked = messages[:-1]
         prompt = theirs(form).apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
@@ -147,19 +43,19 @@ def test_trained_are_the_answers_and_what_ends_them(form: str):
     end = FORMS[form][4]
     tokenizer = ours(form)
     for messages in conversations(form):
-        ids, trained = encode_conversation(messages, tokenizer, "")
+        [(ids, trained)] = encode_conversation(messages, tokenizer, "")
         runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1)
         said = [theirs(form).decode([ids[i] for i in run]) for run in runs if trained[run[0]]]
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         assert [text.lstrip(" ").removeprefix("\n") for text in said] == [answer + end for answer in answers]
-        _, later = encode_conversation(messages, tokenizer, "", trained_from=len(messages) - 1)
+        [(_, later)] = encode_conversation(messages, tokenizer, "", trained_from=len(messages) - 1)
         assert later == [t and i >= runs[-1 - (not trained[-1])][0] for i, t in enumerate(trained)]
 
 
 def test_generation_blocks_mark_the_tokens_that_transformers_marks():
     for messages in conversations("marked"):
         told = theirs("marked").apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ids, trained = encode_conversation(messages, ours("marked"), "")
+        [(ids, trained)] = encode_conversation(messages, ours("marked"), "")
         assert ids == told["input_ids"] and [int(t) for t in trained] == told["assistant_masks"]
 
 
@@ -167,7 +63,7 @@ def test_our_own_tokenizer_writes_in_any_template():
     tokenizer = own_tokenizer()
     tokenizer = type(tokenizer)(tokenizer.model_path)  # the cached one stays as it is
     tokenizer.use_template(ZEPHYR)
-    ids, trained = encode_conversation([USER, ANSWER], tokenizer, "Be kind.")
+    [(ids, trained)] = encode_conversation([USER, ANSWER], tokenizer, "Be kind.")
     said = [token for token, t in zip(ids, trained, strict=True) if t]
     assert tokenizer.decode(said, keep_special=True).lstrip("\n") == ANSWER["content"] + "<|im_end|>"
     text = tokenizer.template.render([{"role": "system", "content": "Be kind."}, USER, ANSWER])
@@ -178,8 +74,8 @@ def test_our_own_tokenizer_writes_in_any_template():
 def test_what_somebody_says_never_becomes_a_control_token(form: str):
     end, tokenizer = FORMS[form][4], ours(form)
     spelled = {"role": "user", "content": f"é{end}{end} evil{end}"}
-    ids, trained = encode_conversation([spelled, ANSWER], tokenizer, "")
-    plain, as_trained = encode_conversation([USER, ANSWER], tokenizer, "")
+    [(ids, trained)] = encode_conversation([spelled, ANSWER], tokenizer, "")
+    [(plain, as_trained)] = encode_conversation([USER, ANSWER], tokenizer, "")
     assert ids.count(tokenizer.controls[end]) == plain.count(tokenizer.controls[end])
     answer = [token for token, t in zip(ids, trained, strict=True) if t]
     assert tokenizer.decode(answer) == tokenizer.decode([i for i, t in zip(plain, as_trained, strict=True) if t])
@@ -199,7 +95,7 @@ def test_a_conversation_with_ends_of_turns_in_it_stays_one_document(tmp_path: Pa
     files.read(np.array([0]), tokens, mask)
     batch = make_batch(tokens, mask, np.zeros(1), files.marks)
     found = [tokens[0][batch["segment_ids"][0] == number].tolist() for number in (0, 1)]
-    expected = [encode_document([USER, ANSWER, *LATER[:n]], tokenizer, "")[0] for n in (2, 0)]
+    expected = [encode_documents([USER, ANSWER, *LATER[:n]], tokenizer, "")[0][0] for n in (2, 0)]
     assert sorted(found) == sorted(expected) and files.marks.end not in expected[0][:-1]
     assert int(mask.sum()) == int(batch["loss_mask"].sum()) > 0
 
@@ -256,16 +152,10 @@ def test_generation_stops_at_the_templates_end_of_a_turn():
         assert ours(form).controls[FORMS[form][4]] in ours(form).stops
 
 
-REWRITES = QWEN.replace("message.content +", "(message.content if loop.last else message.content[:2]) +")
-
-
 def test_templates_whose_training_would_be_a_guess_are_refused():
     tokenizer = HubTokenizer(folder_of("qwen"))
-    tokenizer.use_template(REWRITES)
-    with pytest.raises(UserError, match="writes message 3 otherwise when others follow"):
-        encode_conversation([SYSTEM, USER, ANSWER, *LATER], tokenizer, "")
     tokenizer.use_template(QWEN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'"))
-    with pytest.raises(UserError, match="asks for an answer with another text"):
+    with pytest.raises(UserError, match=r"asks for message 2 with another text .* it does not begin with '<think>'"):
         encode_conversation([USER, ANSWER], tokenizer, "")
     with pytest.raises(UserError, match="alternate user/assistant"):
         encode_conversation([USER, USER], ours("mistral"), "")

@@ -58,6 +58,7 @@ def test_it_finds_what_looking_word_by_word_finds():
     assert ("quiz", "30") not in found.found and ("quiz", "30") in found.common
     assert found.common == slow(items, texts, range(3, 44)) - found.found and found.boilerplate == 2
     assert found.texts == 43 and found.benchmarks == {"quiz"} and found.too_short == {}
+    assert found.items == {"quiz": 27}
 
 
 def test_documents_and_rows_give_their_texts(tmp_path: Path):

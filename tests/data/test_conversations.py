@@ -76,7 +76,7 @@ def test_every_conversation_is_packed_once_with_its_mask(chats: Path, bpe: Token
     summary = prepare_conversations(settings(chats, held_out=0.1), bpe, tmp_path, context=CONTEXT, seed=0)
     found = unpacked(tmp_path / "train") + unpacked(tmp_path / "validation" / "talks")
     talks = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
-    expected = [encode_conversation(talk, bpe, "You are a helpful assistant.") for talk in talks]
+    expected = [encode_conversation(talk, bpe, "You are a helpful assistant.")[0] for talk in talks]
     assert sorted(found) == sorted((tuple(tokens), tuple(trained)) for tokens, trained in expected)
     assert summary["conversations"] == 60 and summary["dropped"] == summary["truncated"] == 0
     assert summary["validation"]["talks"]["conversations"] == 6
@@ -104,7 +104,7 @@ def test_lineage_names_the_conversations_of_a_row(chats: Path, bpe: Tokenizer, t
     spans = pq.read_table(tmp_path / "train" / "talks" / "documents.parquet").to_pylist()
     assert len(spans) == 60
     for span in spans:
-        tokens, _ = encode_conversation(talks[span["id"]], bpe, "")
+        [(tokens, _)] = encode_conversation(talks[span["id"]], bpe, "")
         assert rows[span["row"], span["start"] : span["stop"]].tolist() == tokens
         assert span["source"] == "talks"
 
@@ -305,9 +305,9 @@ def test_what_is_too_long_loses_turns_or_is_left_out(bpe: Tokenizer, tmp_path: P
 
     summary, found = made("turns")
     assert summary["truncated"] == 1 and summary["dropped"] == 0
-    lengths = [len(encode_conversation(talk[: 2 * turns], bpe, "")[0]) for turns in range(1, 13)]
+    lengths = [len(encode_conversation(talk[: 2 * turns], bpe, "")[0][0]) for turns in range(1, 13)]
     turns = max(number for number, length in enumerate(lengths, 1) if length <= CONTEXT)
-    assert tuple(encode_conversation(talk[: 2 * turns], bpe, "")[0]) in {tokens for tokens, _ in found}
+    assert tuple(encode_conversation(talk[: 2 * turns], bpe, "")[0][0]) in {tokens for tokens, _ in found}
     summary, found = made("drop")
     assert summary["truncated"] == 0 and summary["dropped"] == summary["too_long"] == 1 and len(found) == 1
 

@@ -89,7 +89,7 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     source = write(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "river " * 100, "rejected": "no"}, SHAPES[0]])
     cut = prepare_preferences(settings(source), bpe, tmp_path / "cut", context=96, seed=0, system_prompt="")
     assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
-    whole = encode_conversation([USER, {"role": "assistant", "content": "river " * 100}], bpe, "")[0]
+    whole = encode_conversation([USER, {"role": "assistant", "content": "river " * 100}], bpe, "")[0][0]
     rows = np.load(tmp_path / "cut/train/pairs/rows-00000-of-00001.npy")
     assert any(row[:48].tolist() == whole[:48] and row[48] == whole[0] for row in rows)
     dropping = settings(source, too_long="drop")

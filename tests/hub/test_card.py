@@ -44,3 +44,10 @@ def test_the_example_spells_what_a_text_begins_with_only_if_the_tokenizer_does_n
     )
     foreign = model_card("m", FACTS, **base, opening="")
     assert 'tokenizer("The"' in foreign and "<s>" not in foreign
+
+
+def test_scores_asked_in_the_chat_template_are_marked():
+    asked = {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.6, "stderr": 0.01, "in_chat": True}}}}}
+    text = card(replace(FACTS, results=FACTS.results | {"sft": asked}))
+    assert "0.600 ± 0.010 †" in text and "0.500 ± 0.010 |" in text and "† asked in the chat template" in text
+    assert "†" not in card(FACTS)

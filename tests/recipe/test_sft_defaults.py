@@ -2,7 +2,9 @@
 
 import pytest
 
+from affinage.planning.plan import training_settings
 from affinage.recipe.load import load_recipe
+from affinage.recipe.recipe import Recipe
 from affinage.recipe.tuning import SftSettings
 
 
@@ -14,6 +16,15 @@ def test_what_is_not_said_is_as_in_julian_s_recipe():
         assert getattr(given, name) == getattr(published, name), name
     moments = {"moments": "bfloat16"}  # what a v4's memory asks for
     assert given.optimizer.model_copy(update=moments) == published.optimizer
+
+
+def test_rows_are_of_2048_tokens_where_nobody_says_otherwise():
+    model = load_recipe("julian-sft").recipe.model
+    words = {"name": "chat", "model": model, "sft": {"sources": ["chats.jsonl"], "steps": 20}}
+    recipe = Recipe.model_validate(words)
+    assert training_settings(recipe)[::2] == ("sft", 2048)
+    shorter = Recipe.model_validate(words | {"rows": {"context": 512}})
+    assert training_settings(shorter)[2] == 512, "as in pretraining"
 
 
 @pytest.mark.parametrize(

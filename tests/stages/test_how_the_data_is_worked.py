@@ -32,7 +32,8 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_engine_workers_and_memory_change_no_key(keys):
-    assert keys() == keys("data.engine=ray", "data.workers=3", "data.memory_megabytes=9", "data.ray_address=h:1")
+    ray = ["data.engine=ray", "data.ray_address=h:1", "data.ray_open_cluster=true"]
+    assert keys() == keys(*ray, "data.workers=3", "data.memory_megabytes=9")
 
 
 def test_tokenizers_to_compare_with_change_no_other_key(keys, tmp_path):

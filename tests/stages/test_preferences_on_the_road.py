@@ -16,6 +16,8 @@ from affinage.data.conversations import show_examples
 from affinage.data.feed import RowFeed
 from affinage.data.preference_feed import PreferenceFeed, read_reference
 from affinage.data.preferences import documents_in_a_row
+from affinage.data.row_files import open_rows
+from affinage.data.validation_rows import ValidationRows
 from affinage.generation.model import LoadedModel
 from affinage.model import Call, apply
 from affinage.model.kinds.preference import REFERENCE
@@ -32,7 +34,7 @@ SETTINGS = [
     "dpo={sources: [pocket-world], steps: 6, batch: 8, schedule: {peak: 1.0e-3, floor: 1.0e-4}, sample: 0.2}",
     "dpo.log_every=1",
     "dpo.validate_every=3",
-    "dpo.validation_rows=16",
+    "dpo.validation_rows=5",
     "dpo.checkpoint={every_steps: 2}",
 ]
 
@@ -72,6 +74,23 @@ def test_it_begins_undecided_and_tells_what_it_learns(runs: Path):
     (validation, _) = [line["validation"] for line in lines(runs) if "validation" in line]
     assert set(validation["pocket-world"]) >= {"loss", "rewards/accuracies"}
     assert "bits_per_byte" not in validation["pocket-world"]
+
+
+def test_the_share_of_pairs_right_is_told_with_how_many_there_are(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    """Counted from the rows that the validation reads, which are not all that are held out."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from run_scores import pairs
+
+    (share,) = pairs(runs / "tiny").values()
+    (folder,) = (runs / "tiny/preferences/validation").iterdir()
+    rows = open_rows(folder)
+    assert share.of < rows.facts["conversations"] and rows.rows > 5
+    read = ValidationRows(folder, batch=5, limit=5).batch(0)
+    assert share.of == sum(
+        len(np.unique(row[counted > 0])) / 2
+        for row, counted in zip(read["segment_ids"], read["loss_mask"], strict=True)
+    )
+    assert share.value * share.of == pytest.approx(round(share.value * share.of))
 
 
 def test_the_last_model_is_the_one_that_is_used_and_released(runs: Path):

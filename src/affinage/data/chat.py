@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from affinage.data.special_tokens import Marks
 from affinage.data.tokenizer import Tokenizer
+from affinage.data.trained_turns import Encoded, encode_turns
 from affinage.errors import UserError
 
 Message = Mapping[str, str]
@@ -37,24 +38,24 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[
 
 def encode_conversation(
     messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str, *, trained_from: int = 0
-) -> tuple[list[int], list[bool]]:
+) -> list[Encoded]:
     """Tokens of a conversation, and which of them are trained on.
 
-    In the tokenizer's template; or in ChatML, which is what a text begins with (`<s>`) and, per message,
-    `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are the assistant's content and the token that ends it, from
-    the message `trained_from` on. Content that spells a control token stays text.
+    In the tokenizer's template, which may make several texts of one conversation: see `encode_turns`. Or in ChatML,
+    what a text begins with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are
+    the assistant's content and the token that ends it, from the message `trained_from` on. Content that spells a
+    control token stays text.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
+    told = with_system_prompt(messages, system_prompt)
+    first = trained_from + len(told) - len(messages)
     if tokenizer.template is not None:
-        told = with_system_prompt(messages, system_prompt)
-        return tokenizer.template.encode(told, tokenizer, trained_from=trained_from + len(told) - len(messages))
+        return encode_turns(tokenizer.template, told, tokenizer, trained_from=first)
     start, end = tokenizer.chat_ids
     tokens = list(tokenizer.opening)
     trained = [False] * len(tokens)
     newline = tokenizer.encode("\n")
-    told = with_system_prompt(messages, system_prompt)
-    first = trained_from + len(told) - len(messages)
     for number, message in enumerate(told):
         text, head = tokenizer.encode_message(message["role"], message["content"])
         tokens += [start, *text, end, *newline]
@@ -62,17 +63,18 @@ def encode_conversation(
         trained += (
             [False] * (1 + head) + [message["role"] == "assistant" and number >= first] * said + [False] * len(newline)
         )
-    return tokens, trained
+    return [(tokens, trained)]
 
 
-def encode_document(
+def encode_documents(
     messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str, *, trained_from: int = 0
-) -> tuple[list[int], list[bool]]:
-    """A conversation as a document that sees no other one in its row; see `encode_conversation`."""
-    tokens, trained = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
-    if not tokenizer.fixed_ids or tokenizer.template is not None:  # they need not begin with an id of their own
-        tokens, trained = [*tokens, conversation_marks(tokenizer).end], [*trained, False]
-    return tokens, trained
+) -> list[Encoded]:
+    """A conversation as documents that see no other one in their rows; see `encode_conversation`."""
+    encoded = encode_conversation(messages, tokenizer, system_prompt, trained_from=trained_from)
+    if tokenizer.fixed_ids and tokenizer.template is None:
+        return encoded
+    end = conversation_marks(tokenizer).end  # they need not begin with an id of their own
+    return [([*tokens, end], [*trained, False]) for tokens, trained in encoded]
 
 
 def conversation_marks(tokenizer: Tokenizer) -> Marks:
@@ -80,7 +82,7 @@ def conversation_marks(tokenizer: Tokenizer) -> Marks:
     return tokenizer.marks if tokenizer.template is None else tokenizer.template.marks(tokenizer)
 
 
-def cut_document(tokens: list[int], trained: list[bool], length: int, marks: Marks) -> tuple[list[int], list[bool]]:
+def cut_document(tokens: list[int], trained: list[bool], length: int, marks: Marks) -> Encoded:
     """A document cut at its end to `length` tokens, but for the mark that keeps it apart from the next one."""
     if len(tokens) <= length or marks.begin is not None:
         return tokens[:length], trained[:length]
@@ -92,7 +94,7 @@ def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, system_prom
     if tokenizer.template is not None:
         check_messages(messages)
         return tokenizer.template.encode_prompt(with_system_prompt(messages, system_prompt), tokenizer)
-    tokens, _ = encode_conversation(messages, tokenizer, system_prompt)
+    [(tokens, _)] = encode_conversation(messages, tokenizer, system_prompt)
     return [*tokens, tokenizer.chat_ids[0], *tokenizer.encode("assistant\n")]
 
 

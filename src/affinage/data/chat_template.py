@@ -1,10 +1,9 @@
-"""Any Jinja chat template of a Hugging Face tokenizer, rendered in a sandbox, with the assistant's tokens marked.
+"""Any Jinja chat template of a Hugging Face tokenizer, rendered in a sandbox.
 
 The same text and ids as transformers' `apply_chat_template`, with two differences that are meant: content that spells a
 control token stays text, and there is no clock (`strftime_now`), because rows must be the same tomorrow.
 """
 
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,8 @@ Span = tuple[int, int]  # of characters
 
 _MOST_TURNS = 100_000  # of all loops of one rendering
 _MOST_CHARACTERS = 10_000_000  # of what one rendering makes, and of every text on the way
-_GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
-_WHERE = "chat_template"
-_PROBE = "Zq7"  # a text that no template has of itself
+WHERE = "chat_template"  # the setting that messages name
+PROBE = "Zq7"  # a text that no template has of itself
 
 
 class ChatTemplate:
@@ -51,14 +49,14 @@ class ChatTemplate:
         try:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise UserError(f"this is not a chat template: {error}", where=_WHERE) from error
+            raise UserError(f"this is not a chat template: {error}", where=WHERE) from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The conversation as text. Raises UserError for one that the template refuses."""
-        return self._rendered(messages, add_generation_prompt)[0]
+        return self.rendered(messages, add_generation_prompt=add_generation_prompt)[0]
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, list[Span]]:
-        """The text, and the parts of it in {% generation %} blocks."""
+    def rendered(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        """The text, and the parts of it in {% generation %} blocks. Raises UserError as `render` does."""
         told = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
         try:
             with self._one_at_a_time:
@@ -76,59 +74,11 @@ class ChatTemplate:
             roles = ", ".join(message["role"] for message in told)
             raise UserError(
                 f"the chat template refuses a conversation of {roles}: {error}",
-                where=_WHERE,
+                where=WHERE,
                 fix="If it knows no system messages, set `system_prompt: ''` and leave them out of the conversations.",
             ) from error
         except (RecursionError, MemoryError) as error:
-            raise UserError("the chat template does not come to an end", where=_WHERE) from error
-
-    def encode(
-        self, messages: Sequence[Message], tokenizer: "Tokenizer", *, trained_from: int = 0
-    ) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation, and which are said by the assistant from the message `trained_from` on.
-
-        Those are what stands in {% generation %} blocks where the template has such. Otherwise what an answer adds to
-        the text so far: the template is rendered up to each answer and after it, and both must be beginnings of the
-        whole. Counted is the token that ends a turn, not the white space after it.
-
-        Raises:
-            UserError: for a template that writes earlier turns otherwise when more follows, or an answer otherwise than
-                it asks for one: what of it to train would be a guess.
-        """
-        shielded = shield(messages, tokenizer)
-        text, blocks = self._rendered(shielded, False)
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if _GENERATION.search(self.source):
-            if len(blocks) != len(answers):
-                raise UserError(
-                    f"the chat template has {len(blocks)} generation blocks for {len(answers)} answers", where=_WHERE
-                )
-            spans = [span for number, span in zip(answers, blocks, strict=True) if number >= trained_from]
-        else:
-            spans = [self._added(shielded, number, text, tokenizer) for number in answers if number >= trained_from]
-        ids, offsets = tokenizer.encode_rendered(text)
-        return ids, [_inside(offset, spans) for offset in offsets]
-
-    def _added(self, messages: Sequence[Message], number: int, text: str, tokenizer: "Tokenizer") -> Span:
-        before = self.render(messages[:number], add_generation_prompt=True)
-        after = self.render(messages[: number + 1])
-        if not text.startswith(after):
-            raise UserError(
-                f"the chat template writes message {number + 1} otherwise when others follow it, so its answers of "
-                "earlier turns are not what the model would have said",
-                where=_WHERE,
-                fix="Train on conversations of one turn, or take a template that leaves earlier turns as they are.",
-            )
-        if not after.startswith(before):
-            raise UserError(
-                "the chat template asks for an answer with another text than it writes before one",
-                where=_WHERE,
-                fix="Mark what the assistant says with {% generation %} and {% endgeneration %} in the template.",
-            )
-        said = after[len(before) :]
-        end = max((at + len(piece) for piece in tokenizer.controls if (at := said.rfind(piece)) >= 0), default=0)
-        kept = said[:end] if end and not said[end:].strip() else said
-        return len(before), len(before) + len(kept)
+            raise UserError("the chat template does not come to an end", where=WHERE) from error
 
     def encode_prompt(self, messages: Sequence[Message], tokenizer: "Tokenizer") -> list[int]:
         """Ids of a conversation, after which the model answers."""
@@ -138,10 +88,10 @@ class ChatTemplate:
         """The control token that ends an answer; none where the template has no such."""
         if self._ends is None:
             try:
-                text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
+                text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}])
             except UserError:  # one that wants more than that; then the tokenizer's own ends of a text do
                 text = ""
-            after = tokenizer.encode_rendered(text[text.rfind(_PROBE) + len(_PROBE) :])[0]
+            after = tokenizer.encode_rendered(text[text.rfind(PROBE) + len(PROBE) :])[0]
             controls = set(tokenizer.controls.values())
             self._ends = tuple(token for token in after if token in controls)[:1]
         return self._ends
@@ -159,7 +109,7 @@ class ChatTemplate:
         likely = [tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values()]
         found = next((token for token in likely if token is not None and token not in written), None)
         if found is None:
-            raise UserError("the vocabulary has no token that could stand between conversations", where=_WHERE)
+            raise UserError("the vocabulary has no token that could stand between conversations", where=WHERE)
         pad = found if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad
         self._marks = Marks(None, found, pad)
         return self._marks
@@ -181,11 +131,6 @@ def unshielded(text: str, tokenizer: "Tokenizer") -> str:
     for piece in tokenizer.controls:
         text = text.replace(shielded_piece(piece), piece)
     return text
-
-
-def _inside(offset: Span, spans: Sequence[Span]) -> bool:
-    start, end = offset[0], max(offset[1], offset[0] + 1)
-    return any(start < stop and end > begin for begin, stop in spans)
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -1,7 +1,8 @@
 """Which items of benchmarks stand in the text a model was trained on: decontamination's matching, after the fact."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ class Contamination:
     common: frozenset[tuple[str, str]] = frozenset()
     boilerplate: int = DecontaminateSettings().boilerplate
     ngram: int = DecontaminateSettings().ngram  # words in a row that were looked for
+    items: Mapping[str, int] = field(default_factory=dict)  # by benchmark, of which too_short is a part
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def contamination(runs: Items, found: Iterable[Occurrences], settings: Decontami
         common=_items_of(runs, ~few) - standing,
         boilerplate=settings.boilerplate,
         ngram=settings.ngram,
+        items=Counter(item.benchmark for item in runs.items),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 
 from affinage.data.batch import segments
-from affinage.data.chat import Message, conversation_marks, cut_document, encode_document
+from affinage.data.chat import Message, conversation_marks, cut_document, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows
@@ -36,16 +36,16 @@ def prepare_conversations(
     """Write the conversations as rows; see `write_tuning_rows`.
 
     Several conversations share a row; each begins with <s>, so that none sees another. What is longer than `context`
-    is shortened or left out as `too_long` says, and left out if nothing trained remains. `world_folder` is where
-    `pocket-world` was written.
+    is shortened or left out as `too_long` says, and left out if nothing trained remains. One that the chat template
+    writes several times is `unrolled`. `world_folder` is where `pocket-world` was written.
     """
 
     def lines(source: ConversationSettings, place: str) -> Lines:
         for found in read_conversations(source, place):
             yield found if isinstance(found, UserError) else (_content(found), _encoder(found))
 
-    def _encoder(conversation: Conversation) -> Callable[[Counter[str]], Example | None]:
-        return lambda counts: _example(conversation, settings, tokenizer, context, counts)
+    def _encoder(conversation: Conversation) -> Callable[[Counter[str]], Sequence[Example]]:
+        return lambda counts: _examples(conversation, settings, tokenizer, context, counts)
 
     job = Job(settings, "sft", WORLD_FILE, lines, context, seed, world_folder, progress)
     return write_tuning_rows(job, tokenizer, folder)
@@ -55,27 +55,33 @@ def _content(conversation: Conversation) -> str:
     return json.dumps(conversation.messages)
 
 
-def _example(
+def _examples(
     conversation: Conversation, settings: SftSettings, tokenizer: Tokenizer, context: int, counts: Counter[str]
-) -> Example | None:
+) -> Sequence[Example]:
+    """The conversation as one example; as several where the chat template must write it several times."""
     messages: Sequence[Message] = conversation.messages
-    tokens, trained = encode_document(messages, tokenizer, settings.system_prompt)
-    if len(tokens) > context and settings.too_long == "drop":
+    documents = encode_documents(messages, tokenizer, settings.system_prompt)
+    unrolled = len(documents) > 1
+    shortened = any(len(tokens) > context for tokens, _ in documents)
+    if shortened and settings.too_long == "drop":
         counts["too_long"] += 1
         counts["dropped"] += 1
-        return None
-    shortened = len(tokens) > context
-    if settings.too_long == "turns":
+        return ()
+    if shortened and settings.too_long == "turns":
         for fewer in _shorter(messages):
-            if len(tokens) <= context:
+            if any(len(tokens) <= context for tokens, _ in documents):
                 break
-            tokens, trained = encode_document(fewer, tokenizer, settings.system_prompt)
-    tokens, trained = cut_document(tokens, trained, context, conversation_marks(tokenizer))
-    if not any(trained):
+            documents = encode_documents(fewer, tokenizer, settings.system_prompt)
+        documents = [each for each in documents if len(each[0]) <= context] or documents[:1]
+    marks = conversation_marks(tokenizer)
+    documents = [cut_document(tokens, trained, context, marks) for tokens, trained in documents]
+    documents = [(tokens, trained) for tokens, trained in documents if any(trained)]
+    if not documents:
         counts["dropped"] += 1
-        return None
+        return ()
     counts["truncated"] += shortened
-    return Example(conversation.id, _content(conversation), tokens, trained)
+    counts["unrolled"] += unrolled
+    return [Example(conversation.id, _content(conversation), tokens, trained) for tokens, trained in documents]
 
 
 def _shorter(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:

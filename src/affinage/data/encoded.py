@@ -175,5 +175,6 @@ def read_group(folders: Sequence[Path], group: str, dtype: type[np.generic]) -> 
         keys=keys[order],
         starts=np.concatenate([[0], np.cumsum(lengths[order])]),
         names=table.select(["id", "source", "url"]).take(pa.array(order)),
+        begins=np.ones(len(order), bool),
     )
     return stream, int(table.column("bytes").to_numpy().sum())

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affinage.data.chat import Message, check_messages, conversation_marks, cut_document, encode_document
+from affinage.data.chat import Message, check_messages, conversation_marks, cut_document, encode_documents
 from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
 from affinage.data.records import encodable
 from affinage.data.row_files import find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
+from affinage.data.trained_turns import Encoded
 from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows
 from affinage.errors import UserError
 from affinage.recipe.tuning import ConversationSettings, DpoSettings
@@ -55,7 +56,7 @@ def prepare_preferences(
         for found in read_pairs(source, place):
             yield found if isinstance(found, UserError) else (json.dumps(found.prompt), encoder(found))
 
-    def encoder(pair: Pair) -> Callable[[Counter[str]], Example | None]:
+    def encoder(pair: Pair) -> Callable[[Counter[str]], Sequence[Example]]:
         return lambda counts: _example(pair, settings, tokenizer, system_prompt, context, counts)
 
     job = Job(settings, "dpo", WORLD_FILE, lines, context, seed, world_folder, progress)
@@ -120,22 +121,31 @@ def _in_common(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[M
 
 def _example(
     pair: Pair, settings: DpoSettings, tokenizer: Tokenizer, system_prompt: str, context: int, counts: Counter[str]
-) -> Example | None:
-    sides = [
-        encode_document([*pair.prompt, *answer], tokenizer, system_prompt, trained_from=len(pair.prompt))
-        for answer in (pair.chosen, pair.rejected)
-    ]
+) -> Sequence[Example]:
+    sides = [_side(pair, answer, tokenizer, system_prompt) for answer in (pair.chosen, pair.rejected)]
     too_long = sum(len(tokens) for tokens, _ in sides) > context
     if too_long and settings.too_long == "drop":
         counts["too_long"] += 1
         counts["dropped"] += 1
-        return None
+        return ()
     if too_long:
         marks = conversation_marks(tokenizer)
         sides = [cut_document(tokens, trained, context // 2, marks) for tokens, trained in sides]
     if not all(any(trained) for _, trained in sides) or sides[0] == sides[1]:
         counts["dropped"] += 1
-        return None
+        return ()
     counts["truncated"] += too_long
     (chosen, of_chosen), (rejected, of_rejected) = sides
-    return Example(pair.id, json.dumps(pair.prompt), chosen + rejected, of_chosen + of_rejected)
+    return (Example(pair.id, json.dumps(pair.prompt), chosen + rejected, of_chosen + of_rejected),)
+
+
+def _side(pair: Pair, answer: Sequence[Message], tokenizer: Tokenizer, system_prompt: str) -> Encoded:
+    found = encode_documents([*pair.prompt, *answer], tokenizer, system_prompt, trained_from=len(pair.prompt))
+    if len(found) > 1:
+        raise UserError(
+            f"the chat template writes earlier turns otherwise when others follow, and a side of {pair.id} has several "
+            "answers: no one text has them all as the model would have said them",
+            where="chat_template",
+            fix="Give pairs whose sides are one answer, with the turns before it in the prompt.",
+        )
+    return found[0]

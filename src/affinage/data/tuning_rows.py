@@ -4,7 +4,7 @@ import functools
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 @dataclass(frozen=True)
 class Example:
-    """Tokens that stay together in a row, and which of them are trained. Equal `content` means the same example."""
+    """Tokens that stay together in a row, and which of them are trained. Equal `content` is held out together."""
 
     id: str
     content: str
@@ -35,9 +35,9 @@ class Example:
     trained: list[bool]
 
 
-# What a source has: (the source, where it is) -> its lines in order. A line is what makes an example of it, called
-# only for those that are sampled, which gives None, having counted why, for one that is left out.
-Lines = Iterator[tuple[str, Callable[[Counter[str]], Example | None]] | UserError]
+# What a source has: (the source, where it is) -> its lines in order. A line is its content and what makes examples of
+# it, called only for those that are sampled, which gives none, having counted why, for one that is left out.
+Lines = Iterator[tuple[str, Callable[[Counter[str]], Sequence[Example]]] | UserError]
 Read_ = Callable[[ConversationSettings, str], Lines]
 
 
@@ -124,18 +124,24 @@ def _spool_source(
         if job.settings.sample < 1 and int(shuffle_keys([content], job.seed, "sampled examples")[0]) >= share:
             counts["not_sampled"] += 1
             continue
-        example = encode(counts)
-        if example is None:
+        try:
+            examples = encode(counts)
+        except UserError:  # of a chat template
+            if job.settings.bad_conversations == "stop":
+                raise
+            counts["bad"] += 1
             continue
-        tokens, trained = np.array(example.tokens, spool.dtype), np.array(example.trained)
-        lengths = piece_bytes[tokens]
-        spool.append(
-            tokens,
-            key=int(shuffle_keys([content], job.seed, "conversations")[0]),
-            text_bytes=int(lengths[trained].sum()),
-            names=(example.id, name, place),
-            extra=np.where(trained, 1 + lengths, 0),
-        )
+        for number, example in enumerate(examples):
+            tokens, trained = np.array(example.tokens, spool.dtype), np.array(example.trained)
+            lengths = piece_bytes[tokens]
+            spool.append(
+                tokens,
+                key=int(shuffle_keys([content], job.seed, "conversations")[0]),
+                text_bytes=int(lengths[trained].sum()),
+                names=(example.id, name, place),
+                extra=np.where(trained, 1 + lengths, 0),
+                begins=number == 0,
+            )
     return counts
 
 
@@ -147,9 +153,10 @@ def _limited(
     found = {}
     for name in sorted(set(sources)):
         members, limit = np.flatnonzero(sources == name), limits[name]
-        kept = len(members) if limit is None else max(1, round(limit * sample))
-        counts[name]["not_sampled"] += max(0, len(members) - kept)
-        found[name] = members[:kept]
+        conversation = np.cumsum(stream.begins[members])  # which one of the source each is of, from 1 on
+        kept = conversation[-1] if limit is None else max(1, round(limit * sample))
+        counts[name]["not_sampled"] += max(0, int(conversation[-1]) - kept)
+        found[name] = members[conversation <= kept]
     return found
 
 
@@ -195,7 +202,7 @@ def _write_part(
         "rows": layout.rows,
         "tokens": int(layout.length.sum()),
         "trained_tokens": trained,
-        "conversations": len(chosen),
+        "conversations": int(np.count_nonzero(stream.begins[chosen])),
         "bytes": sum(int(block.sum()) for block in text_bytes),
     }
     most = {"most_in_a_row": max(map(len, bins))}
@@ -207,6 +214,6 @@ def _nothing_to_train(counts: Counter[str], section: str) -> UserError:
     return UserError(
         f"not one token of {counts['conversations']} conversations would be trained",
         where=f"{section}.sources",
-        fix=f"{counts['dropped']} of them have no assistant message within the context; "
+        fix=f"{counts['bad']} of them cannot be used, {counts['dropped']} have no answer within the context; "
         f"only what the assistant says is trained: look at the roles, or raise {section}.context",
     )

@@ -17,6 +17,7 @@ _WORDS: dict[str, dict[str, str]] = {
         "task": "Task",
         "metric": "Metric",
         "scores_note": "By lm-evaluation-harness; ± is one standard error.",
+        "in_chat_note": "† asked in the chat template: not comparable with scores asked without it.",
         "text": "Training text",
         "source": "Source",
         "licence": "Licence",
@@ -36,6 +37,7 @@ _WORDS: dict[str, dict[str, str]] = {
         "task": "Épreuve",
         "metric": "Mesure",
         "scores_note": "Par lm-evaluation-harness\u00a0; ± est une erreur type.",
+        "in_chat_note": "† posé dans le modèle de conversation\u00a0: pas comparable aux scores posés sans lui.",
         "text": "Texte d’entraînement",
         "source": "Source",
         "licence": "Licence",
@@ -160,12 +162,15 @@ def _scores(facts: CardFacts, words: Mapping[str, str]) -> str:
             for metric, score in measured["metrics"].items():
                 if score["value"] is not None:
                     error = "" if score["stderr"] is None else f" ± {_shown(score['stderr'], facts)}"
-                    rows.setdefault((task, metric), {})[label] = _shown(score["value"], facts) + error
+                    mark = " †" if score.get("in_chat") else ""
+                    rows.setdefault((task, metric), {})[label] = _shown(score["value"], facts) + error + mark
     lines = (
         [task, metric, *(cells.get(label, "–") for label in facts.results)] for (task, metric), cells in rows.items()
     )
     table = _table(words["scores"], (words["task"], words["metric"], *facts.results), lines)
-    return table and f"{table}\n{words['scores_note']}\n"
+    in_chat = any("†" in cell for cells in rows.values() for cell in cells.values())
+    notes = [words["scores_note"], *([words["in_chat_note"]] if in_chat else [])]
+    return table and f"{table}\n{' '.join(notes)}\n"
 
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -68,8 +68,7 @@ class WatchSettings(Settings):
     # stop: training ends; keep: it goes on. Either way the model is then the one of the last look before a degradation.
     # tell: it is only written down.
     when_worse: Literal["stop", "keep", "tell"] = "stop"
-    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors and
-    # where there are many hosts.
+    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors.
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 

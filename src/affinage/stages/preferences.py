@@ -36,7 +36,6 @@ def preferences(context: StageContext) -> Summary:
 
 def reference(context: StageContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
-    from affinage.hardware.devices import acquire
     from affinage.model.preferred import ANSWERS
     from affinage.parallel import make_mesh
     from affinage.training.program import Program
@@ -45,12 +44,14 @@ def reference(context: StageContext) -> Summary:
     graph = _graph(context, settings)
     feed, _ = token_rows(context, settings, rows)
     job = _job(context, graph, settings, feed)
-    mesh = make_mesh(job.mesh, acquire())
-    program = Program(job, mesh, feed.batch(0))
     begin = job.initial_params
     assert begin is not None
-    params = begin(program.abstract.params)
-    told = {part: _write_reference(context, program, params, rows, part) for part in ("train", "validation")}
+    try:
+        program = Program(job, make_mesh(job.mesh, job.hardware.acquire()), feed.batch(0))
+        params = begin(program.abstract.params)
+        told = {part: _write_reference(context, program, params, rows, part) for part in ("train", "validation")}
+    finally:
+        job.hardware.release()
     return {"rows": told, "documents": graph[ANSWERS].kind.model_dump()["documents"]}
 
 
