@@ -94,6 +94,9 @@ ITEMS = {
     "french_bench_vocab": (GRAMMAR | {"answer": "B"}, None),
     "french_bench_reading_comp": (GRAMMAR | {"context": "Le ciel est bleu.", "answer": "C"}, None),
     "french_bench_topic_based_nli": ({"text": "Très bon.", "topic": "goût", "polarity": "positif"}, None),
+    "french_bench_orangesum_abstract": ({"text": "Le pont, long, est vieux.", "summary": "Un vieux pont."}, None),
+    "french_bench_orangesum_title": ({"text": "Le pont, long, est vieux.", "summary": "Le pont"}, None),
+    "french_bench_trivia": ({"Question": "Quelle est la capitale de la France ?", "Answer": "Paris"}, None),
 }
 
 

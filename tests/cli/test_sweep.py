@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli.program import main
+from affinage.cli.sweep import _show_scores
 from choice_task import write_task
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -51,6 +52,7 @@ def test_two_by_two_by_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert [point["settings"]["sft.base_step"] for point in told] == [4] * 4 + [8] * 4
     assert all(0 <= point["scores"]["capitals"]["value"] <= 1 for point in told)
     assert all(point["scores"]["capitals"]["stderr"] is not None for point in told)
+    assert not any(point["scores"]["capitals"]["chat_template"] for point in told)
     store = [path.name.rpartition("-")[0] for path in (runs / "store").glob("*-*")]
     counts = {name: store.count(name) for name in set(store)}
     assert counts["pretrain"] == counts["tokenizer"] == counts["world"] == 1
@@ -83,6 +85,19 @@ def test_without_benchmarks_the_table_has_the_runs_and_their_losses(tmp_path: Pa
         assert [point["losses"][f"pretrain loss, {name}"] for point in told] == losses
         assert ["pretrain", "loss,", name, *(f"{loss:.4f}" for loss in losses)] in table
         assert losses[0] != losses[1]
+
+
+def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys: pytest.CaptureFixture[str]):
+    def point(templated: bool) -> dict:
+        score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}
+        return {"point": 1, "run": "r", "settings": {}, "losses": {}, "scores": {"capitals": score}}
+
+    _show_scores([point(False), point(True)])
+    shown = capsys.readouterr().out
+    assert ["capitals", "acc", "50.0", "±", "5.0", "50.0", "±", "5.0", "†"] in [*map(str.split, shown.splitlines())]
+    assert "† asked in the chat template" in shown
+    _show_scores([point(False)])
+    assert "†" not in capsys.readouterr().out
 
 
 def test_a_command_after_it_in_the_same_process_prints_where_it_always_does(

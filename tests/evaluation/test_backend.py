@@ -1,6 +1,9 @@
 """Our backend beside lm-evaluation-harness's own `hf` backend: the same weights, items, tasks, numbers."""
 
 import json
+import threading
+import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,8 +19,10 @@ from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.harness import tamed_harness
 from affinage.evaluation.tasks import find_tasks
 from affinage.generation.decode import Generator, Request
+from affinage.hardware.hosts import Hosts
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
+from hosts_in_memory import Coordinator, HostInMemory
 from tiny_models import CONTEXT, tiny_llama
 
 TEXT = "the capital of France is Paris and la monnaie du Japon est le yen où naître été twelve plus seven"
@@ -99,7 +104,8 @@ def run(lm, folder):
 
 
 @pytest.fixture(scope="module")
-def both(task_folder, tmp_path_factory):
+def exported(tmp_path_factory):
+    """The tiny model, and the harness's backend with it."""
     import torch
     from lm_eval.models.huggingface import HFLM
 
@@ -107,7 +113,12 @@ def both(task_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "model"
     export(model, folder, facts=CardFacts(licence="apache-2.0"))
     torch.set_num_threads(1)  # the model is too small to share, and waiting threads cost the other tests their cores
-    theirs = HFLM(pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=4)
+    return model, HFLM(pretrained=str(folder), add_bos_token=True, device="cpu", dtype="float32", batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def both(task_folder, exported):
+    model, theirs = exported
     return run(JaxLM(model, batch=8), task_folder), run(theirs, task_folder)
 
 
@@ -124,6 +135,29 @@ def test_every_log_likelihood_equals_the_hf_backend_s(both, task):
     for metric, value in ours["results"][task].items():
         if isinstance(value, float):
             assert value == pytest.approx(theirs["results"][task][metric], rel=1e-3), metric
+
+
+def test_what_the_model_itself_would_say_is_greedy_as_the_hf_backend_finds(exported):
+    """Continuations of one to five tokens that `generate` says, beside others with one more."""
+    import torch
+
+    model, theirs = exported
+    pairs, said = [], Counter()
+    for number, item in enumerate(ITEMS * 2):
+        context, length = item["good"] + " " + item["text"][:number], 1 + number % 5
+        tokens, _ = theirs._encode_pair(context, " x")
+        whole = theirs.model.generate(torch.tensor([tokens]), max_new_tokens=length, do_sample=False)[0].tolist()
+        text = theirs.tok_decode(whole)[len(theirs.tok_decode(tokens)) :]
+        if text and theirs._encode_pair(context, text) == (tokens, whole[len(tokens) :]):
+            pairs += [(context, text), (context, text + "é")]
+            said[length] += 1
+    assert said[1] and sum(said.values()) - said[1] > 2, "of one token and of several"
+    requests = [Instance("loglikelihood", {}, pair, at) for at, pair in enumerate(pairs)]
+    found, expected = JaxLM(model, batch=8).loglikelihood(requests), theirs.loglikelihood(requests, disable_tqdm=True)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in expected[::2]] == [True] * len(expected[::2])
+    assert not all(greedy for _, greedy in expected)
 
 
 def test_rolling_log_likelihoods_equal_the_hf_backend_s_but_for_its_second_bos(task_folder):
@@ -227,6 +261,23 @@ def test_a_continuation_that_merges_into_the_context_is_still_scored():
     assert len(model.tokenizer.encode(context + continuation)) == 1
     (result,) = JaxLM(model).loglikelihood([Instance("loglikelihood", {}, (context, continuation), 0)])
     assert result[0] < 0
+
+
+def test_nothing_is_put_to_the_devices_of_all_hosts_before_each_has_its_questions(monkeypatch: pytest.MonkeyPatch):
+    """A host that fetches a task's data for long keeps the others where it is known what they wait for."""
+    lm, order = JaxLM(tiny_llama()), []
+    first, late = (HostInMemory(host, 2, coordinator=coordinator) for coordinator in [Coordinator()] for host in (0, 1))
+    monkeypatch.setattr(Hosts, "current", first)
+    monkeypatch.setattr(lm._scorer, "score", lambda pairs, count: order.append("scored") or [(0.0, True)])
+    asked = Instance("loglikelihood", {}, ("the capital of", " France"), 0)
+    with first.all_at_work():
+        early = threading.Thread(target=lm.loglikelihood, args=([asked],))
+        early.start()
+        time.sleep(0.5)
+        order.append("the other one came")
+        late.meet("the questions of a task")
+        early.join()
+    assert order == ["the other one came", "scored"]
 
 
 def test_a_text_is_tokenised_once_however_many_continuations_it_has(monkeypatch):

@@ -12,8 +12,11 @@ from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, FRENCH, GROUPS, JULIAN, files_of
 from affinage.evaluation.harness import tamed_harness, task_manager
 from affinage.evaluation.item_files import DEFINITIONS
+from affinage.evaluation.published import headline_metrics
+from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import find_tasks
 from benchmark_fixtures import ITEMS, write_items
+from tiny_models import tiny_llama
 
 
 def requests_of(task):
@@ -68,6 +71,26 @@ def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
     assert set(found.missing) == set(GROUPS["julian"]) - {"piqa", "boolq"}
     assert [file.name for file in files_of(["french", "piqa"], folder)] == ["xnli_fr.jsonl", "piqa.jsonl"]
     assert find_tasks(["julian"], {}).named == JULIAN
+
+
+def test_the_group_julian_gives_its_seven_headline_metrics(tmp_path):
+    folder = write_items(tmp_path / "items", JULIAN, copies=2)
+    scored = evaluate(tiny_llama(), ["julian"], data_dir=folder, batch=8)["tasks"]
+    headline = {
+        "hellaswag": "acc_norm",
+        "piqa": "acc",
+        "lambada_openai": "acc",
+        "arc_easy": "acc",
+        "arc_challenge": "acc_norm",
+        "winogrande": "acc",
+        "boolq": "acc",
+    }
+    assert set(scored) == set(headline) and headline_metrics() == headline
+    for task, metric in headline.items():
+        entry = scored[task]
+        assert entry["items"] == 2 and entry["metrics"][metric]["value"] in (0, 1), task  # two copies of one item
+        assert entry["metrics"][metric]["stderr"] == 0, task
+    assert scored["lambada_openai"]["metrics"]["perplexity"]["value"] > 1
 
 
 @pytest.mark.parametrize(

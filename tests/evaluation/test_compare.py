@@ -122,6 +122,35 @@ def test_nothing_in_common_is_said(tmp_path):
         Answers(tmp_path / "c")
 
 
+# HellaSwag, PIQA, LAMBADA, ARC-Easy, ARC-Challenge, WinoGrande, BoolQ, in percent, of Julian-600M's report.
+STATED = """
+GPT-2 Small              |  124M | 100B+    | 31.5 |    – | 46.0 |    – |    – | 50.4 |    –
+OPT-125M                 |  125M | 300B     | 29.2 | 63.0 | 37.9 | 43.5 | 18.9 | 50.3 |    –
+OPT-350M                 |  331M | 300B     | 32.0 | 64.4 | 45.2 | 44.0 | 20.7 | 52.3 |    –
+Pythia-410M              |  405M | 300B     | 33.3 | 66.8 | 50.5 | 50.4 | 21.3 | 53.0 |    –
+Julian-600M base, 10B    |  600M | 10B      | 45.8 | 67.6 | 35.0 |    – |    – |    – |    –
+Julian-600M base         |  600M | 39B      | 53.5 | 66.8 | 37.3 |    – |    – |    – |    –
+Julian-600M SFT-30K      |  600M | 39B+2B   | 41.7 | 66.8 | 37.7 | 53.5 | 27.1 | 53.8 | 60.6
+Julian-600M SFT-100K     |  600M | 39B+6.5B | 41.6 | 66.6 | 37.7 | 53.8 | 26.7 | 52.8 | 60.8
+Julian-600M instruct v0.1 | 600M | 10B      | 42.7 | 66.2 | 34.6 |    – |    – |    – |    –
+BLOOM-560M               |  560M | 350B     | 37.1 | 64.5 | 36.5 |    – |    – |    – |    –
+Pythia-1B                | 1000M | 300B     | 37.6 | 70.5 | 56.6 | 55.9 | 24.3 | 54.5 |    –
+OPT-1.3B                 | 1300M | 300B     | 41.5 | 71.7 | 57.9 | 57.0 | 23.4 | 59.5 |    –
+GPT-2 XL                 | 1560M | 100B+    | 50.9 | 70.8 | 63.2 |    – |    – | 59.4 |    –
+"""
+
+
+def test_published_results_are_those_of_the_report_digit_by_digit():
+    tasks = ("hellaswag", "piqa", "lambada_openai", "arc_easy", "arc_challenge", "winogrande", "boolq")
+    rows = [[cell.strip() for cell in line.split("|")] for line in STATED.strip().splitlines()]
+    for model, (name, parameters, tokens, *scores) in zip(published(), rows, strict=True):
+        assert (model.name, f"{model.parameters / 1e6:.0f}M", model.tokens_as_stated) == (name, parameters, tokens)
+        billions = [float(part.strip("B+")) for part in tokens.removesuffix("+").split("+")]
+        assert model.tokens == sum(billions) * 1e9
+        stated = {task: f"{100 * score:.6f}" for task, score in model.scores.items()}
+        assert stated == {task: f"{float(cell):.6f}" for task, cell in zip(tasks, scores) if cell != "–"}, name
+
+
 def test_published_results_are_shares_of_known_tasks_with_a_source():
     assert len(published()) == 13 and set(headline_metrics()) == set(JULIAN)
     for model in published():

@@ -51,13 +51,14 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
     def seen(items) -> Contamination:  # type: ignore[no-untyped-def]
         asked.extend(item.id for item in items)
         found = frozenset({("quiz", "1"), ("quiz", "2"), ("quiz", "8")})
-        return Contamination(found, {"quiz": 6}, frozenset({"quiz"}), 5, common=frozenset({("quiz", "5")}))
+        common = frozenset({("quiz", "5")})
+        return Contamination(found, {"quiz": 6}, frozenset({"quiz"}), 5, common=common, items={"quiz": 9})
 
     results = evaluate(tiny_llama(), [name], folder=tmp_path / "out", seen=seen, limit=8)
     assert asked == [str(n) for n in range(9)]
     told = results["contamination"]["tasks"]["quiz"]
     assert told["found"] == [1, 2] and told["items"] == 8, "the item 8 was not asked"
-    assert told["common"] == [5]
+    assert told["common"] == [5] and (told["too_short"], told["too_short_of"]) == (6, 9)
     right = [json.loads(line)["acc"] for line in (tmp_path / "out/items/quiz.jsonl").read_text().splitlines()]
     rest = [value for number, value in enumerate(right) if number not in (1, 2, 5)]
     mean = sum(rest) / 5
@@ -138,6 +139,6 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
         main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
     said = capsys.readouterr().out
     assert "quiz: 3 of 9 stand there: 0, 1; in more than 10 texts each: 2" in said and "without them" in said
-    assert "Too short to be looked for: 6 of quiz" in said
+    assert "Too short to be looked for, asked or not: 6 of quiz's 9 items" in said
     kept = (tmp_path / "runs" / "store").glob("looked-for-*")
     assert len(list(kept)) == 2, "of the documents, for all three evaluations, and of the conversations"

@@ -77,6 +77,15 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
     assert len({line["prompt_hash"] for line in lines}) == 4 and len({line["target_hash"] for line in lines}) == 3
 
 
+def test_items_that_do_not_fit_the_context_are_counted(world):
+    file = world["pocket-world"] / "items.jsonl"
+    long = {"question": "seven plus " * 60, "choices": ["one", "two", "three"], "answer": 0}
+    file.write_text("".join(json.dumps(item) + "\n" for item in [long, *ITEMS, long]))
+    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, chat=True)
+    assert {name: task["longer"] for name, task in results["tasks"].items()} == {"sums": 2, "answers": 2}
+    assert results["tasks"]["sums"]["items"] == 9
+
+
 def test_items_are_drawn_by_a_seed(world, tmp_path):
     def drawn(name, **settings):
         evaluate(tiny_llama(), ["pocket-world"], task_folders=world, folder=tmp_path / name, **settings)

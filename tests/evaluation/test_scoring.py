@@ -10,7 +10,7 @@ from affinage.evaluation.families import find_families
 from affinage.evaluation.rows import group_requests, in_pieces
 from affinage.evaluation.scoring import Scorer
 from affinage.model.kinds.norm import RmsNorm
-from tiny_models import CONTEXT, full_logits, tiny_gpt2, tiny_llama
+from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_gpt2, tiny_llama
 
 
 def slow_score(model, before, continuation):
@@ -96,6 +96,26 @@ def test_a_kind_that_looks_at_other_tokens_and_knows_no_parents_scores_the_same(
     monkeypatch.setattr(scorer, "_score", lambda *given: shapes.append(given[-1]) or score(*given))
     assert [v for v, _ in scorer.score(pairs)] == pytest.approx([v for v, _ in joined], abs=2e-4)
     assert shapes and all(one is None for one in shapes)
+
+
+def test_only_scalars_leave_the_device(monkeypatch):
+    """Two for each token that is scored, and none for each piece of the vocabulary."""
+    model = tiny_llama()
+    pairs = some_pairs(model)
+    scorer = Scorer(model, batch=8)
+    score, scored, given_back = scorer._score, 0, []
+
+    def watched(params, tokens, at, targets, joined):
+        nonlocal scored
+        scored += targets.size
+        given_back.extend(jax.tree.leaves(jax.eval_shape(score, params, tokens, at, targets, joined)))
+        assert [leaf.shape for leaf in given_back[-2:]] == [targets.shape] * 2
+        return score(params, tokens, at, targets, joined)
+
+    monkeypatch.setattr(scorer, "_score", watched)
+    scorer.score(pairs)
+    assert [leaf.dtype for leaf in given_back] == [jnp.float32, jnp.bool_] * (len(given_back) // 2)
+    assert sum(leaf.size for leaf in given_back) == 2 * scored < VOCABULARY * len(pairs)
 
 
 def test_nothing_to_score_is_no_error():

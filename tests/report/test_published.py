@@ -1,6 +1,8 @@
 """Published results stand beside ours in the report, marked as published; a run without such benchmarks has none."""
 
+import html
 import json
+import re
 
 import pytest
 from synthetic_run import build_run
@@ -33,6 +35,12 @@ def test_bars_and_curves_say_who_published(tmp_path, language, mark):
     words = strings(language)
     curve = page[page.index(f"<h3>{words['published_tokens']}") : page.index(f"<h3>{words['published_tuned']}")]
     assert 'class="error s0"' in curve
+    # 300 billion tokens beside ours, two million: an axis from 0 would crowd all others at its end.
+    (frame, *_) = (json.loads(html.unescape(found)) for found in re.findall(r'data-frame="([^"]*)"', curve))
+    low, high = frame["x"]
+    assert frame["log"] and 0 < low < 1e7 and high > 2.9e11
+    bars = page[page.index(f"<h3>{words['published']}") : page.index(f"<h3>{words['published_tokens']}")]
+    assert f">Pythia-410M ({mark})<" in bars and ">Pythia-410M<" not in page
     assert "not checked against the originals" in page
     assert "lambada_openai" not in page, "only what this run was judged on"
 
@@ -40,3 +48,25 @@ def test_bars_and_curves_say_who_published(tmp_path, language, mark):
 def write(run, folder):
     write_report(run, folder / "report.html")
     return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_charts_mark_what_was_asked_in_the_chat_template(tmp_path):
+    run, words = build_run(tmp_path), strings("en")
+    assert words["in_chat_note"] not in write(run, tmp_path)
+    scores = {"metrics": {"acc_norm": {"value": 0.3, "stderr": 0.01}}, "items": 100, "shots": 0}
+    for stage, templated in (("evaluate-base", False), ("evaluate-sft", True)):
+        path = run / stage / "results.json"
+        results = json.loads(path.read_text())
+        results["tasks"]["hellaswag"] = scores | {"chat_template": templated}
+        results["tasks"]["pocket_arithmetic"]["chat_template"] = True
+        path.write_text(json.dumps(results))
+    page = write(run, tmp_path)
+    tuned, ours = words["sft_model"], words["this_model"]
+    charts = page[page.index(f"<h3>{words['published']}</h3>") :]
+    assert f"{tuned} †" in charts and f"{words['base']} †" not in charts, "bars"
+    assert f"{ours} †" in charts and f">{ours}<" in charts, "points of both"
+    first = page[: page.index(f"<h3>{words['published']}</h3>")]
+    assert f"hellaswag († {tuned})" in first and "pocket_arithmetic †" in first and "pocket_facts_en †" not in first
+    assert charts.count(words["in_chat_note"]) == 3 and first.count(words["in_chat_note"]) == 1
+    head = page[: page.index("<table")]
+    assert f"1 {words['in_chat']}" in head or f"2 {words['in_chat']}" in head

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import huggingface_hub
@@ -21,6 +22,7 @@ from affinage.errors import UserError
 from affinage.evaluation import batch_size, packing, scoring
 from affinage.evaluation.batch_size import MOST
 from affinage.evaluation.run import evaluate
+from affinage.generation.model import LoadedModel
 from affinage.recipe.load import load_recipe
 from affinage.recipe.tuning import WatchSettings
 from affinage.stages import looks
@@ -87,11 +89,11 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     assert watch(tmp_path / "other", falling, when_worse="tell").look(90, 90, go_on) == ""  # type: ignore[arg-type]
 
 
-def run(runs: Path, *settings: str) -> None:
+def run(runs: Path, *settings: str, until: str = "sft") -> None:
     common = ["data.sources=[{path: pocket-world, megabytes: 0.05}]", "pretrain.steps=2", "evaluate=null"]
     words = [word for setting in (*common, *settings) for word in ("--set", setting)]
     with pytest.raises(SystemExit) as ended:
-        main(["sft", TINY, "--runs", str(runs), *words])
+        main([until, TINY, "--runs", str(runs), *words])
     assert ended.value.code == 0
 
 
@@ -120,6 +122,8 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
     adapted = TrainState(jnp.int32(0), moments, None, frozen=jax.tree.map(jnp.copy, model.params))
     looks._rows(model, adapted)  # the model is then the adapters merged with a copy of the weights
     assert asked == [2 * weights + 4, 3 * weights + 4]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert looks._rows(model, state) == 8, "of many hosts, too"
 
 
 def test_a_look_writes_nothing_but_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,30 +163,81 @@ def test_a_look_in_smaller_batches_or_from_files_elsewhere_is_the_same_look():
 
 
 @pytest.fixture(scope="module")
-def habit(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A fine-tuning on a benchmark of what the model says before it is taught to say something else."""
+def base(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model, and a benchmark of what it says before it is taught to say something else."""
     folder = tmp_path_factory.mktemp("habit")
     run(folder / "runs", "sft.steps=1")
     model = open_model("tiny/pretrain", folder / "runs")
     # What the base model finds likelier is called right, so it begins with all of it.
-    items = [{"question": f"Number {i} is", "choices": [f"the {i}th", f"une {i}"], "right": 0} for i in range(60)]
+    items = [{"question": f"Number {i} is", "choices": [f"le {i}", f"la {i}"], "right": 0} for i in range(60)]
     task = write_task(folder, "habit", items)
-    evaluate(model, [str(task)], folder=folder / "before")
-    right = [json.loads(line)["acc"] for line in (folder / "before/items/habit.jsonl").read_text().splitlines()]
-    for item, was_right in zip(items, right, strict=True):
+    for item, was_right in zip(items, answers(model, task, folder / "before"), strict=True):
         item["right"] = 0 if was_right else 1
     write_items(folder, items)
+    return SimpleNamespace(folder=folder, runs=folder / "runs", task=task, items=items)
 
-    wrong_way = folder / "wrong.jsonl"
-    talks = [
-        {"prompt": "Say it", "completion": f"{item['question']} {item['choices'][1 - item['right']]}"} for item in items
-    ]
+
+def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
+    """Which items of the task the model has right, when it is judged as any model is."""
+    evaluate(model, [str(task)], folder=folder)
+    return [int(json.loads(line)["acc"]) for line in (folder / f"items/{task.stem}.jsonl").read_text().splitlines()]
+
+
+def watched(base: SimpleNamespace, **settings: object) -> str:
+    return json.dumps({"tasks": [str(base.task)], "every_steps": 40, "items": 60, "p": 0.05, **settings})
+
+
+def taught(base: SimpleNamespace) -> list[str]:
+    """Settings of a fine-tuning on what is wrong."""
+    wrong_way = base.folder / "wrong.jsonl"
+    talks = [{"prompt": "Say it", "completion": said(item, 1 - item["right"])} for item in base.items]
     wrong_way.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    watched = f"sft.watch={{tasks: ['{task}'], every_steps: 40, items: 60, p: 0.05}}"
-    teach = [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.schedule={peak: 1.0e-2, floor: 1.0e-2}", watched]
-    run(folder / "runs", *teach)
-    told = json.loads((folder / "runs/tiny/sft" / LOOKS).read_text())["looks"]
-    return SimpleNamespace(runs=folder / "runs", sft=folder / "runs/tiny/sft", settings=teach, looks=told)
+    schedule, saved = "sft.schedule={peak: 1.0e-2, floor: 1.0e-2}", "sft.checkpoint={every_steps: 40, keep_last: 2}"
+    return [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.validate_every=40", schedule, saved]
+
+
+def said(item: dict[str, Any], choice: int) -> str:
+    return f"{item['question']} {item['choices'][choice]}"
+
+
+def looks_of(training: Path) -> list[dict[str, Any]]:
+    return json.loads((training / LOOKS).read_text())["looks"]
+
+
+def weights_of(name: str, runs: Path) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(open_model(name, runs).params)]
+
+
+@pytest.fixture(scope="module")
+def habit(base: SimpleNamespace) -> SimpleNamespace:
+    """A fine-tuning on the benchmark's wrong answers, that is stopped."""
+    settings = [*taught(base), f"sft.watch={watched(base)}"]
+    run(base.runs, *settings)
+    sft = base.runs / "tiny/sft"
+    return SimpleNamespace(runs=base.runs, sft=sft, settings=settings, looks=looks_of(sft))
+
+
+@pytest.fixture(scope="module")
+def preferred(base: SimpleNamespace) -> SimpleNamespace:
+    """Fine-tuned on the wrong answers to the end, the best weights kept; then adapters that are to prefer these."""
+    pairs = base.folder / "pairs.jsonl"
+    lines = [
+        {"prompt": f"Say {n}", "chosen": said(item, 1 - item["right"]), "rejected": said(item, item["right"])}
+        for n, item in enumerate(base.items)
+    ]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dpo = {
+        "sources": [str(pairs)],
+        "steps": 80,
+        "batch": 8,
+        "schedule": {"peak": 1e-2, "floor": 1e-2},
+        "lora": {"rank": 8},
+        "reference": "held",
+        "watch": json.loads(watched(base)),
+    }
+    kept = [*taught(base), f"sft.watch={watched(base, when_worse='keep')}"]
+    run(base.runs, "name=preferred", *kept, f"dpo={json.dumps(dpo)}", until="dpo")
+    return SimpleNamespace(sft=base.runs / "preferred/sft", dpo=base.runs / "preferred/dpo")
 
 
 def test_fine_tuning_ends_where_a_benchmark_falls(habit: SimpleNamespace):
@@ -196,11 +251,35 @@ def test_fine_tuning_ends_where_a_benchmark_falls(habit: SimpleNamespace):
 def test_the_model_is_that_of_the_last_look_at_which_nothing_was_worse(habit: SimpleNamespace):
     """Here that is the look before the first step: what comes after it has the weights that it began with."""
     assert [(look["step"], bool(look["worse"])) for look in habit.looks] == [(0, False), (40, True)]
-    weights = {
-        name: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(open_model(name, habit.runs).params)]
-        for name in ("tiny/sft", "tiny/pretrain", "tiny/sft@40")
-    }
+    weights = {name: weights_of(name, habit.runs) for name in ("tiny/sft", "tiny/pretrain", "tiny/sft@40")}
     assert weights["tiny/sft"] == weights["tiny/pretrain"] != weights["tiny/sft@40"]
+
+
+def test_with_keep_training_goes_on_and_what_comes_after_has_the_best_look(
+    preferred: SimpleNamespace, base: SimpleNamespace
+):
+    summary = json.loads((preferred.sft / "summary.json").read_text())
+    assert summary["steps"] == 80 and "ended" not in summary
+    looks = looks_of(preferred.sft)
+    assert [(look["step"], bool(look["worse"])) for look in looks] == [(0, False), (40, True), (80, True)]
+    weights = {name: weights_of(f"preferred/{name}", base.runs) for name in ("sft", "pretrain", "sft@80")}
+    assert weights["sft"] == weights["pretrain"] != weights["sft@80"]
+    # The preferences began with those: with a model that has all of it right, as the last step's has not.
+    assert looks_of(preferred.dpo)[0]["scores"]["habit"]["value"] == 1.0 > looks[-1]["scores"]["habit"]["value"]
+
+
+def test_preferences_end_where_a_benchmark_falls(preferred: SimpleNamespace):
+    summary = json.loads((preferred.dpo / "summary.json").read_text())
+    assert summary["steps"] == looks_of(preferred.dpo)[-1]["step"] < 80
+    assert "habit is worse than at step 0" in summary["ended"] and summary["final_loss"] < summary["first_loss"]
+
+
+def test_adapters_are_looked_at_in_the_model_that_they_make(preferred: SimpleNamespace, base: SimpleNamespace):
+    first, *_, last = looks_of(preferred.dpo)
+    model = open_model(f"preferred/dpo@{last['step']}", base.runs)
+    assert last["right"]["habit"] == answers(model, base.task, base.folder / "judged") != first["right"]["habit"]
+    # And those that are kept, of the first look, add nothing.
+    assert weights_of("preferred", base.runs) == weights_of("preferred/sft", base.runs)
 
 
 def test_a_look_that_was_stopped_is_gone_on_with(

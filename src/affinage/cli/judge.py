@@ -1,5 +1,6 @@
 """The verb `eval`: models on benchmarks."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -110,11 +111,18 @@ def evaluate(
     from affinage.evaluation.tasks import check_names
     from affinage.hardware.devices import prepare
     from affinage.hardware.joining import joined
+    from affinage.hardware.standstill import Standstill
+    from affinage.recipe.training import SurvivalSettings
+    from affinage.stopping import OwnProcess
 
     worlds = _world_of(target, runs)
     check_names(chosen, worlds, given.get("data_dir"), where="--tasks")
     prepare()
-    with joined() as hosts, hosts.all_at_work():
+    folder = folder_of(target, runs)
+    with joined() as hosts, contextlib.ExitStack() as watched, hosts.all_at_work():
+        if hosts.count > 1:
+            watched.enter_context(OwnProcess())  # one that waits for a host that stands still is left
+        watched.enter_context(Standstill(target, folder, SurvivalSettings()))
         results = _evaluate_model(target, Opening(mesh, context, runs), chosen, given, worlds)
         hosts.meet("the end of the evaluation")
     if not hosts.first:
@@ -202,6 +210,12 @@ def _show(results: dict[str, Any]) -> None:
     templated = [task for task, entry in results["tasks"].items() if entry.get("chat_template")]
     if templated:
         console.print(f"Asked in the chat template: {', '.join(templated)}", highlight=False, markup=False)
+    longer = {task: entry for task, entry in results["tasks"].items() if entry.get("longer")}
+    if longer:
+        counts = (f"{entry['longer']:,} of {task}'s {entry['items']:,} items" for task, entry in longer.items())
+        what = f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces"
+        said = f"{what}: {', '.join(counts)}"
+        console.print(said, highlight=False, markup=False)
     _show_contamination(results, console)
     _show_published(results["tasks"], console)
     if results.get("missing"):
@@ -236,9 +250,15 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
             console.print(f"  {metric} {_shown(value)}; without them {left}", highlight=False, markup=False)
     if not found:
         console.print("None stands there.", highlight=False)
-    short = [f"{entry['too_short']:,} of {task}" for task, entry in told["tasks"].items() if entry.get("too_short")]
+    short = [_short_of(task, entry) for task, entry in told["tasks"].items() if entry.get("too_short")]
     if short:
-        console.print(f"Too short to be looked for: {', '.join(short)}", highlight=False, markup=False)
+        said = f"Too short to be looked for, asked or not: {', '.join(short)}"
+        console.print(said, highlight=False, markup=False)
+
+
+def _short_of(task: str, entry: dict[str, Any]) -> str:
+    whole = entry.get("too_short_of")  # results of older versions do not say
+    return f"{entry['too_short']:,} of {task}" + (f"'s {whole:,} items" if whole else "")
 
 
 def _listed(numbers: list[int]) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from affinage.stages.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
+_OF_A_SCORE = ("metric", "value", "stderr", "chance", "chat_template")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -71,6 +72,7 @@ def sweep(
 def _run(point: "Point", runs: Any) -> None:
     from affinage.api import write_report
     from affinage.cli.watch import Watch
+    from affinage.hardware.standstill import Standstill
     from affinage.stages.flow import Flow
     from affinage.stages.foresight import check
     from affinage.stages.road import road_of
@@ -78,7 +80,7 @@ def _run(point: "Point", runs: Any) -> None:
     flow = Flow(point.loaded, runs, road_of(point.loaded, write_report))
     steps = flow.plan()
     check(point.loaded, [step.stage.name for step in steps if not step.complete])
-    with Watch(steps) as watch:
+    with Standstill(point.loaded.recipe.name, flow.folder, point.loaded.recipe.survival), Watch(steps) as watch:
         flow.run(watch)
 
 
@@ -127,7 +129,10 @@ def losses_of(run: Path) -> dict[str, float | None]:
 
 
 def scores_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Of the last model that was judged in a run: {task: {metric, value, stderr, chance}}, its headline metrics."""
+    """Of the last model that was judged in a run its headline metrics, by task.
+
+    {metric, value, stderr, chance, chat_template: whether it was asked in that}
+    """
     from affinage.report.evaluations import read_evaluation
     from affinage.stages.models import JUDGED, TRAININGS
     from affinage.stages.store import read_manifest
@@ -137,7 +142,7 @@ def scores_of(run: Path) -> dict[str, dict[str, Any]]:
         if manifest is not None:
             judged = read_evaluation(stage, run / stage, manifest["summary"])
             return {
-                each.task: {"metric": each.metric, "value": each.value, "stderr": each.stderr, "chance": each.chance}
+                each.task: {name: getattr(each, name) for name in _OF_A_SCORE}
                 for each in judged.scores
                 if each.headline
             }
@@ -146,6 +151,8 @@ def scores_of(run: Path) -> dict[str, dict[str, Any]]:
 
 def _show_scores(told: list[dict[str, Any]]) -> None:
     from rich.table import Table
+
+    from affinage.report.strings import strings
 
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -162,6 +169,8 @@ def _show_scores(told: list[dict[str, Any]]) -> None:
     console = screen()
     console.print()
     console.print(table, highlight=False, markup=False)
+    if any(score["chat_template"] for one in told for score in one["scores"].values()):
+        console.print(strings("en")["in_chat_note"], highlight=False, markup=False)
 
 
 def _loss(loss: float | None) -> str:
@@ -169,11 +178,13 @@ def _loss(loss: float | None) -> str:
 
 
 def _score(score: dict[str, Any] | None) -> str:
+    from affinage.report.evaluations import marked
+
     if score is None:
         return "–"
     share = score["metric"].startswith(("acc", "exact"))
     value, error = (100 * part if share and part is not None else part for part in (score["value"], score["stderr"]))
-    return f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}")
+    return marked(f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}"), score["chat_template"])
 
 
 def _said(settings: dict[str, Any]) -> str:

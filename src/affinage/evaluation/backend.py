@@ -1,5 +1,6 @@
 """affinage's models as lm-evaluation-harness sees them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.model import LoadedModel
 from affinage.generation.sampling import Sampling
+from affinage.hardware.hosts import Hosts
 
+# Seconds that one host may take longer than another to fetch a task's data and to write its questions. Waited for here,
+# where it is known what for: inside a program of all hosts who is early would seem to stand still.
+_APART = 3600.0
 _TEXTS_AT_ONCE = 2048  # that are encoded: what a tokenizer keeps of each meanwhile is far more than its ids
 
 
@@ -59,6 +64,7 @@ class JaxLM(TemplateLM):
         self._batch = batch
         self._in_chat_template = False
         self._encoded: dict[str, list[int]] = {}  # see `_encoded_ahead`
+        self._longer: set[tuple[str, ...]] = set()  # see `was_longer`
         own, tokenizer = model.tokenizer.template, model.tokenizer
         source = chat_template(model.system_prompt, opened=bool(tokenizer.opening)) if own is None else own.source
         named = {**tokenizer.special_tokens, "bos_token": tokenizer.id_to_piece(tokenizer.bos)}
@@ -155,6 +161,8 @@ class JaxLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
+        lengths = (len(context) + len(continuation) for context, continuation in pairs)
+        self._longer |= {one[0] for one, length in zip(requests, lengths, strict=True) if length > self.max_length + 1}
         results = self._score(pairs, "continuations")
         for (texts, _ctx, _cont), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, result)
@@ -181,10 +189,15 @@ class JaxLM(TemplateLM):
             ):
                 owners.append(index)
                 windows.append(make_disjoint_window(window))
+        self._longer |= {(texts[index],) for index, pieces in Counter(owners).items() if pieces > 1}
         totals = [0.0] * len(texts)
         for index, (value, _) in zip(owners, self._score(windows, "windows of text"), strict=True):
             totals[index] += value
         return totals
+
+    def was_longer(self, arguments: Sequence[Any]) -> bool:
+        """Whether a request of these arguments did not fit the context: it was cut from the left, or is in pieces."""
+        return tuple(one for one in arguments if isinstance(one, str)) in self._longer
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """The text that follows every context, up to a stop string, <|im_end|>, </s> or the length a task asks for."""
@@ -195,7 +208,9 @@ class JaxLM(TemplateLM):
         texts = [""] * len(requests)
         for wanted, indices in grouped.values():
             room = self.max_length - wanted.max_new_tokens
-            prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+            prompts = [self.tok_encode(requests[index].args[0]) for index in indices]
+            self._longer |= {(requests[i].args[0],) for i, ids in zip(indices, prompts, strict=True) if len(ids) > room}
+            prompts = [ids[-room:] for ids in prompts]
             for index, generation in zip(indices, self._generated(prompts, wanted), strict=True):
                 texts[index] = generation.text
                 self.answers.append(Answer(unshielded(requests[index].args[0], self.model.tokenizer), generation))
@@ -206,6 +221,7 @@ class JaxLM(TemplateLM):
 
     def _generated(self, prompts: list[list[int]], wanted: Request) -> list[Generation]:
         """What follows the prompts; greedy texts that the ledger has are not generated again."""
+        Hosts.at_work().meet("the questions of a task", seconds=_APART)
         ledger, longest = self._ledger, max(map(len, prompts)) + wanted.max_new_tokens
         generator = Generator(self.model, batch=shorter_rows_that_fit(self._batch, longest, self.model))
         if ledger is None or wanted.sampling.temperature > 0:  # draws are named by a prompt's place among all
@@ -247,6 +263,7 @@ class JaxLM(TemplateLM):
         )
 
     def _score(self, pairs: list[tuple[list[int], list[int]]], what: str) -> list[tuple[float, bool]]:
+        Hosts.at_work().meet("the questions of a task", seconds=_APART)
         scored = 0
 
         def count(more: int) -> None:

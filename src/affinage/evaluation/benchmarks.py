@@ -89,6 +89,7 @@ def _arc_with_letters(item: Item) -> Item:
 
 
 _FRENCH_BENCH = "french_bench/french_bench_{}.yaml"
+_GENERATED = ("orangesum_abstract", "orangesum_title", "trivia")  # texts, scored by ROUGE; named one by one
 BENCHMARKS = {
     benchmark.task: benchmark
     for benchmark in (
@@ -116,12 +117,12 @@ BENCHMARKS = {
         Benchmark("french_bench_vocab", _FRENCH_BENCH.format("vocab")),
         Benchmark("french_bench_reading_comp", _FRENCH_BENCH.format("reading_comp")),
         Benchmark("french_bench_topic_based_nli", _FRENCH_BENCH.format("topic_based_nli")),
+        *(Benchmark(f"french_bench_{name}", _FRENCH_BENCH.format(name)) for name in _GENERATED),
     )
 }
 JULIAN = ("hellaswag", "piqa", "lambada_openai", "arc_easy", "arc_challenge", "winogrande", "boolq")
-FRENCH = tuple(
-    name for name in BENCHMARKS if name not in (*JULIAN, "belebele_eng_Latn", "xwinograd_en")
-)  # all the others
+_ELSEWHERE = (*JULIAN, "belebele_eng_Latn", "xwinograd_en", *(f"french_bench_{name}" for name in _GENERATED))
+FRENCH = tuple(name for name in BENCHMARKS if name not in _ELSEWHERE)
 QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
 POCKET_TASKS = tuple(
     f"pocket_{about}_{language}"

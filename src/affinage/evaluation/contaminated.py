@@ -24,9 +24,10 @@ def contamination_of(
 
     Returns:
         {texts: how many were looked through, boilerplate, ngram: as decontamination's, tasks: {task: {items, too_short,
-        found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: of which every run of words
-        that stands in the text is in more than `boilerplate` texts; the scores are without these, too. too_short is of
-        all the task's items; metrics that are neither a mean over items nor a perplexity of them are left out.
+        too_short_of, found: [numbers], common: [numbers], without: {metric: {value, stderr}}}}}. common: of which every
+        run of words that stands in the text is in more than `boilerplate` texts; the scores are without these, too.
+        items are those that were asked, too_short is of the `too_short_of` items that the task has; metrics
+        that are neither a mean over items nor a perplexity of them are left out.
     """
     told = {}
     for name, asked in items.items():
@@ -40,6 +41,7 @@ def contamination_of(
         told[name] = {
             "items": len(numbers),
             "too_short": found.too_short.get(name, 0),
+            "too_short_of": found.items.get(name),
             "found": mine,
             "common": common,
             "without": {

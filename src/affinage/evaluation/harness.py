@@ -2,12 +2,9 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partialmethod
-from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 import datasets
@@ -21,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.tasks import TaskManager
 
 from affinage.errors import UserError
+from affinage.evaluation import metric_library
 from affinage.evaluation.benchmarks import BENCHMARKS
 from affinage.evaluation.item_files import DEFINITIONS
 from affinage.evaluation.known import harness_names, unknown_task
@@ -49,7 +47,7 @@ def tamed_harness() -> Iterator[None]:
         environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         environment.filters |= lm_eval.utils.env.filters
         stack.enter_context(patch.object(lm_eval.utils, "env", environment))
-        stack.enter_context(_no_other_metrics())
+        stack.enter_context(metric_library.library())
         # It compiles a task's Jinja templates anew for every item, which takes longer than scoring does.
         compiled = lru_cache(maxsize=256)(lm_eval.utils.env.from_string)
         stack.enter_context(patch.object(lm_eval.utils.env, "from_string", compiled))
@@ -57,25 +55,6 @@ def tamed_harness() -> Iterator[None]:
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)
         yield
-
-
-@contextmanager
-def _no_other_metrics() -> Iterator[None]:
-    """What imports the library of metrics gets one that has none; it would import transformers and torch, 4 to 6 s."""
-    before, empty = sys.modules.get("evaluate"), ModuleType("evaluate")
-    empty.load = refuse_metric  # type: ignore[attr-defined]
-    sys.modules["evaluate"] = empty
-    try:
-        yield
-    finally:
-        del sys.modules["evaluate"]
-        if before is not None:
-            sys.modules["evaluate"] = before
-
-
-def refuse_metric(name: str, *_: Any, **__: Any) -> Any:
-    """What `evaluate.load` is meanwhile. Raises UserError."""
-    raise UserError(f"the harness has no metric `{name}`", fix="Metrics that are programs of others are not run.")
 
 
 @contextmanager

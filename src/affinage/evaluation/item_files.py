@@ -13,13 +13,15 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from affinage.data.foreign_json import of_a_line
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS
+from affinage.evaluation.metric_library import library
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
 
 
 def on_file(task: str, file: Path) -> dict[str, Any]:
     """The harness's configuration of a benchmark, with the rows of a file as its items."""
-    config = dict(load_yaml(DEFINITIONS / BENCHMARKS[task].definition))
+    with library():
+        config = dict(load_yaml(DEFINITIONS / BENCHMARKS[task].definition))
     split = config.get("test_split") or config["validation_split"]
     for published in ("dataset_path", "dataset_name", "training_split", "validation_split", "tag"):
         config.pop(published, None)

@@ -19,12 +19,12 @@ from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.batch_size import rows_that_fit
 from affinage.evaluation.compression import compressor_bits_per_byte, model_bits_per_byte
 from affinage.evaluation.contaminated import contamination_of
-from affinage.evaluation.foreign_metrics import refuse_foreign_metrics
 from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
 from affinage.evaluation.item_lines import finite, label, line_of, of_item
 from affinage.evaluation.items import items_of
 from affinage.evaluation.ledger import Ledger, fingerprint
 from affinage.evaluation.result_folder import STATE, identity, write_results
+from affinage.evaluation.scorable import readable, refuse_unscorable
 from affinage.evaluation.tasks import ChatTemplateUse, TaskSet, find_tasks
 from affinage.generation.model import LoadedModel
 from affinage.hardware.collector import collected_seldom
@@ -91,19 +91,20 @@ def evaluate(
     found = find_tasks(tasks, task_folders or {}, data_dir)
     with tamed_harness():
         manager = task_manager(found.named)
-        refuse_foreign_metrics([*found.local, *found.named], manager)
+        refuse_unscorable([*found.local, *found.named], manager)
     weights = fingerprint(model)
     ledger = None if keep is None else Ledger(keep, weights)
     rows = rows_that_fit(model) if batch == "auto" else batch
     lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
-    with tamed_harness(), reachable_data(found.named), collected_seldom():
+    asked = [*(str(task["task"]) for task in found.local), *found.named]
+    with tamed_harness(), readable(asked), reachable_data(found.named), collected_seldom():
         for chosen, templated in found.rounds(chat, chat_template):
             if chosen:
                 drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
                 raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=shots, templated=templated)
-                outcome |= _by_task(raw, templated)
+                outcome |= _by_task(raw, templated, lm)
                 items |= raw["samples"]
         if seen is not None:
             progress("looking for the items in the training text")
@@ -161,10 +162,14 @@ def _drawn(tasks: list[Any], manager: TaskManager, count: int, seed: int) -> dic
     """For every task the places of `count` of its items. What is drawn of a task does not depend on the others."""
     drawn = {}
     for name, task in manager.load(tasks)["tasks"].items():
-        items = len(task.eval_docs)
-        random = np.random.default_rng([seed, *name.encode()])
-        drawn[name] = sorted(map(int, random.choice(items, min(count, items), replace=False)))
+        drawn[name] = drawn_places(name, len(task.eval_docs), count, seed)
     return drawn
+
+
+def drawn_places(task: str, items: int, count: int, seed: int) -> list[int]:
+    """The places of `count` of a task's items that a seed draws, ascending."""
+    random = np.random.default_rng([seed, *task.encode()])
+    return sorted(map(int, random.choice(items, min(count, items), replace=False)))
 
 
 def _run(
@@ -192,10 +197,11 @@ def _run(
     return dict(results)
 
 
-def _by_task(raw: Mapping[str, Any], templated: bool) -> dict[str, Any]:
+def _by_task(raw: Mapping[str, Any], templated: bool, lm: JaxLM) -> dict[str, Any]:
     """The harness's results as {task: {metrics: {metric: {value, stderr}}, items, shots, version, ...}}.
 
-    `chat_template` is whether it was asked in that, and `chance`, where that is known, what guessing scores.
+    `chat_template` is whether it was asked in that, and `chance`, where that is known, what guessing scores; `longer`
+    is how many of the items did not fit the model's context.
     """
     tasks: dict[str, Any] = {}
     for name, measured in raw["results"].items():
@@ -211,6 +217,7 @@ def _by_task(raw: Mapping[str, Any], templated: bool) -> dict[str, Any]:
         tasks[name] = {
             "metrics": metrics,
             "items": raw["n-samples"][name]["effective"],
+            "longer": len({one["doc_id"] for one in raw["samples"][name] if any(map(lm.was_longer, one["arguments"]))}),
             "shots": raw["n-shot"].get(name, 0),
             "chat_template": templated,
             "version": raw["versions"].get(name),

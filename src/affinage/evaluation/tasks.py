@@ -46,7 +46,12 @@ class TaskSet:
 
 
 def is_chat(task: Mapping[str, Any]) -> bool:
-    """Whether a local task is put to chat models only: it asks for generated text, or carries the tag `chat`."""
+    """Whether a local task is put to chat models only: it asks for generated text, or carries the tag `chat`.
+
+    Definitions of the harness over local items are not: they are asked as the harness asks them.
+    """
+    if "benchmark" in (task.get("dataset_kwargs") or {}):
+        return False
     tags = task.get("tag") or []
     return task.get("output_type") == "generate_until" or CHAT_TAG in ([tags] if isinstance(tags, str) else tags)
 

@@ -63,5 +63,5 @@ def _results(evaluation: Evaluation) -> dict[str, Any]:
     tasks: dict[str, dict[str, Any]] = {}
     for score in evaluation.scores:
         metrics = tasks.setdefault(score.task, {"metrics": {}})["metrics"]
-        metrics[score.metric] = {"value": score.value, "stderr": score.stderr}
+        metrics[score.metric] = {"value": score.value, "stderr": score.stderr, "in_chat": score.chat_template}
     return {"tasks": tasks}

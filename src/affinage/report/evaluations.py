@@ -1,6 +1,6 @@
 """What an evaluation stage left behind: scores with standard errors, bits per byte, samples."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,22 @@ class Evaluation:
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
         return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)
+
+
+IN_CHAT = "†"  # marks what was asked in the chat template
+
+
+def marked(name: str, in_chat: bool) -> str:
+    """A name in a chart; with a mark if its score was asked in the chat template."""
+    return f"{name} {IN_CHAT}" if in_chat else name
+
+
+def marked_of(task: str, asked: Sequence[tuple[str, bool]]) -> str:
+    """A task's name in a chart of several models, with which of them were asked in the chat template."""
+    in_chat = [name for name, templated in asked if templated]
+    if not in_chat or len(in_chat) == len(asked):
+        return marked(task, bool(in_chat))
+    return f"{task} ({IN_CHAT} {', '.join(in_chat)})"
 
 
 def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) -> Evaluation:

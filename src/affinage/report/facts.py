@@ -152,6 +152,7 @@ class Conversations:
     found: int | None
     truncated: int | None
     dropped: int | None
+    unrolled: int | None  # that the chat template writes several times
     context: int | None
     tokens: int | None
     trained_tokens: int | None
@@ -381,6 +382,7 @@ def _conversations(summary: Mapping[str, Any]) -> Conversations:
         found=whole(summary.get("conversations")),
         truncated=whole(summary.get("truncated")),
         dropped=whole(summary.get("dropped")),
+        unrolled=whole(summary.get("unrolled")),
         context=whole(summary.get("context")),
         tokens=whole(train.get("tokens")),
         trained_tokens=whole(train.get("trained_tokens")),

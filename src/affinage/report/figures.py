@@ -22,7 +22,7 @@ from affinage.report.charts import (
     responsive,
 )
 from affinage.report.curves import Point, smoothed, thinned
-from affinage.report.evaluations import Evaluation, Score
+from affinage.report.evaluations import IN_CHAT, Evaluation, Score, marked, marked_of
 from affinage.report.probes import Probe
 from affinage.report.quantities import Quantities
 from affinage.report.sections import labels_in_words
@@ -179,7 +179,8 @@ class Artist:
             found = [(i, e, s) for i, e in enumerate(evaluations) for s in e.scores if s.task == task and s.headline]
             intervals = [Interval(s.value, s.stderr or 0.0, i, self._score_title(e, s)) for i, e, s in found]
             chance = next((s.chance for _, _, s in found if s.chance is not None), None)
-            rows.append(Row(task, intervals, chance, f"{self.words['chance']} {self.quantities.percent(chance, 0)}"))
+            label = marked_of(task, [(self.model_name(e.model), s.chat_template) for _, e, s in found])
+            rows.append(Row(label, intervals, chance, f"{self.words['chance']} {self.quantities.percent(chance, 0)}"))
         if not rows:
             return None
         axis = Axis(self.words["scores_axis"], self.quantities.percent_ticks)
@@ -193,11 +194,12 @@ class Artist:
         picture = responsive(
             lambda width: interval_chart(rows, axis, self.words["scores_label"], width, hollow=several)
         )
-        return Figure(self.words["scores"], "", picture, tuple(legend))
+        in_chat = any(IN_CHAT in row.label for row in rows)
+        return Figure(self.words["scores"], self.words["in_chat_note"] if in_chat else "", picture, tuple(legend))
 
     def _score_title(self, evaluation: Evaluation, score: Score) -> str:
         value = self.quantities.with_error(score.value, score.stderr, as_percent=True)
-        return f"{self.model_name(evaluation.model)} {score.metric} {value}"
+        return marked(f"{self.model_name(evaluation.model)} {score.metric} {value}", score.chat_template)
 
     def probe(self, probe: Probe) -> Figure:
         """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from affinage.evaluation.published import PublishedModel, headline_metrics, published, tuned
 from affinage.report.charts import HALF, Axis, Interval, Row, Series, bar_chart, line_chart, responsive
+from affinage.report.evaluations import marked, marked_of
 from affinage.report.facts import Facts
 from affinage.report.figures import Artist, Figure, Key
 
@@ -20,6 +21,7 @@ class _Ours:
     tokens: int
     scores: dict[str, float]
     errors: dict[str, float]
+    in_chat: frozenset[str]  # tasks that were asked in the chat template
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def beside_published(facts: Facts, artist: Artist) -> Beside | None:
                 sum(tokens.get(name, 0) for name in _TRAINED_BY.get(evaluation.model, ())),
                 {task: score.value for task, score in scores.items()},
                 {task: score.stderr or 0.0 for task, score in scores.items()},
+                frozenset(task for task, score in scores.items() if score.chat_template),
             )
         )
     tasks = [task for task in headline_metrics() if any(task in one.scores for one in ours)]
@@ -66,20 +69,26 @@ def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], ar
         if task in one.scores:
             score, error = one.scores[task], one.errors[task]
             written = artist.quantities.with_error(score, error, as_percent=True)
-            rows.append(Row(one.name, [Interval(score, error, 0, written)]))
+            rows.append(Row(marked(one.name, task in one.in_chat), [Interval(score, error, 0, written)]))
     for model in others:
         if task in model.scores:
-            rows.append(Row(model.name, [Interval(model.scores[task], 0.0, 1, write(model.scores[task]))]))
+            name = f"{model.name} ({words['published_mark']})"
+            rows.append(Row(name, [Interval(model.scores[task], 0.0, 1, write(model.scores[task]))]))
     title = f"{task} {headline_metrics()[task]}"
     picture = responsive(lambda width: bar_chart(rows, Axis("", artist.quantities.percent_ticks), title, width))
-    return Figure(title, "", picture, (Key(words["this_model"], 0, "bar"), Key(words["published_mark"], 1, "bar")))
+    keys = (Key(words["this_model"], 0, "bar"), Key(words["published_mark"], 1, "bar"))
+    return Figure(title, _note(ours, [task], artist), picture, keys)
 
 
 def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:
     words = artist.words
-    judged = [one for one in ours if task in one.scores and one.tokens]
-    mine = [(float(one.tokens), one.scores[task]) for one in judged]
-    series = [Series(words["this_model"], mine, 0, "dots", [one.errors[task] for one in judged])] if mine else []
+    series = []
+    for in_chat in (False, True):
+        judged = [one for one in ours if task in one.scores and one.tokens and (task in one.in_chat) == in_chat]
+        mine = [(float(one.tokens), one.scores[task]) for one in judged]
+        if mine:
+            name = marked(words["this_model"], in_chat)
+            series.append(Series(name, mine, 0, "dots", [one.errors[task] for one in judged]))
     for number, family in enumerate(dict.fromkeys(model.family for model in others), 1):
         points = sorted((float(m.tokens), m.scores[task]) for m in others if m.family == family and task in m.scores)
         if points:
@@ -88,31 +97,40 @@ def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], a
     y = Axis(words["scores_axis"], artist.quantities.percent_ticks)
     title = f"{task} {headline_metrics()[task]}"
     picture = responsive(lambda width: line_chart(series, x, y, title, width, 260.0))
-    return Figure(title, "", picture, tuple(Key(one.label, one.colour, one.style) for one in series))
+    return Figure(
+        title, _note(ours, [task], artist), picture, tuple(Key(one.label, one.colour, one.style) for one in series)
+    )
 
 
 def _tuned_figures(tasks: Sequence[str], ours: Sequence[_Ours], artist: Artist) -> Iterator[Figure]:
     """What fine-tuning, and more of it, did to the scores: of this run, and as published."""
     if len(ours) < 2:
         return
-    yield _steps(artist.words["this_model"], [(one.name, one.scores, one.errors) for one in ours], tasks, artist)
+    asked = {task: [(one.name, task in one.in_chat) for one in ours if task in one.scores] for task in tasks}
+    names = {task: marked_of(task, of_task) for task, of_task in asked.items()}
+    mine: list[_Made] = [(one.name, one.scores, one.errors) for one in ours]
+    yield _steps(artist.words["this_model"], mine, names, artist, _note(ours, tasks, artist))
     for family, models in tuned().items():
         stated: list[_Made] = [(model.name.removeprefix(family).strip(), model.scores, {}) for model in models]
-        yield _steps(f"{family} ({artist.words['published_mark']})", stated, tasks, artist)
+        yield _steps(f"{family} ({artist.words['published_mark']})", stated, {task: task for task in tasks}, artist)
 
 
-def _steps(title: str, models: Sequence[_Made], tasks: Sequence[str], artist: Artist) -> Figure:
+def _note(ours: Sequence[_Ours], tasks: Sequence[str], artist: Artist) -> str:
+    return artist.words["in_chat_note"] if any(one.in_chat & set(tasks) for one in ours) else ""
+
+
+def _steps(title: str, models: Sequence[_Made], names_of: Mapping[str, str], artist: Artist, note: str = "") -> Figure:
     """A line for each benchmark, over models in the order in which they were made."""
     series = []
-    for number, task in enumerate(tasks):
+    for number, (task, called) in enumerate(names_of.items()):
         known = [(float(at), scores[task]) for at, (_, scores, _) in enumerate(models) if task in scores]
         errors = [found[task] for _, scores, found in models if task in scores and task in found]
         if known:
-            series.append(Series(task, known, number, "points", errors))
+            series.append(Series(called, known, number, "points", errors))
 
     def names(values: Sequence[float]) -> list[str]:
         return [models[int(value)][0] if value in range(len(models)) else "" for value in values]
 
     x, y = Axis("", names), Axis(artist.words["scores_axis"], artist.quantities.percent_ticks)
     picture = responsive(lambda width: line_chart(series, x, y, title, width, 300.0), HALF)
-    return Figure(title, "", picture, tuple(Key(one.label, one.colour, one.style) for one in series))
+    return Figure(title, note, picture, tuple(Key(one.label, one.colour, one.style) for one in series))

@@ -262,6 +262,12 @@ _WORDS: dict[str, tuple[str, str]] = {
         "De {found} conversations, {trained} tokens sur {tokens} sont appris : ce que dit l’assistant. "
         "{truncated} ont été coupées à {context} tokens, {dropped} écartées.",
     ),
+    "conversations_unrolled": (
+        "{unrolled} were unrolled: the chat template writes earlier turns otherwise once more follows, so they are "
+        "several examples, each up to an answer that is trained.",
+        "{unrolled} ont été déroulées : le modèle de conversation écrit autrement les tours précédents quand d’autres "
+        "suivent, elles font donc plusieurs exemples, chacun jusqu’à une réponse apprise.",
+    ),
     # compression
     "compression": ("Bits per byte", "Bits par octet"),
     "compression_lead": (
@@ -333,6 +339,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     "item_count": ("Items", "Questions"),
     "shots": ("Shots", "Exemples"),
     "in_chat": ("in chat", "en dialogue"),
+    "in_chat_note": (
+        "† asked in the chat template: not comparable with scores asked without it.",
+        "† posé dans le modèle de conversation : pas comparable aux scores posés sans lui.",
+    ),
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
     "dpo_model": ("preferences", "préférences"),

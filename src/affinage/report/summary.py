@@ -70,10 +70,15 @@ def _scores(facts: Facts, words: dict[str, str], quantities: Quantities) -> str:
     if not judged:
         return ""
     scores = sorted(judged[-1], key=lambda score: score.value)
-    written = [f"{quantities.percent(one.value, 0)} ({one.task.replace('_', ' ')})" for one in scores]
+    written = [_written(one, words, quantities) for one in scores]
     if len(written) <= SCORES:
         return words["verdict_scores"].format(scores=", ".join(written))
     return words["verdict_range"].format(count=len(written), low=written[0], high=written[-1])
+
+
+def _written(score: Score, words: dict[str, str], quantities: Quantities) -> str:
+    told = [score.task.replace("_", " "), *([words["in_chat"]] if score.chat_template else [])]
+    return f"{quantities.percent(score.value, 0)} ({', '.join(told)})"
 
 
 def _listed(parts: list[str], words: dict[str, str]) -> str:
@@ -92,8 +97,10 @@ def headlines(
     judged = [evaluation for evaluation in facts.evaluations if _shares(evaluation)]
     if judged:
         scores = [score.value for score in _shares(judged[-1])]
+        in_chat = sum(score.chat_template for score in _shares(judged[-1]))
         name = model_name.get(judged[-1].model, judged[-1].model)
         note = words["over_tasks"].format(model=name, count=len(scores))
+        note += f" ({in_chat} {words['in_chat']})" if in_chat else ""
         found.append(Headline(words["mean_score"], quantities.percent(sum(scores) / len(scores)), note))
     if facts.seconds is not None:
         training = sum(t.worked or 0.0 for t in facts.trainings)

@@ -79,13 +79,13 @@ def evaluated(
 
 
 def _rows(model: "LoadedModel", state: "TrainState") -> int:
-    """As many rows as fit beside the state of the training; what does not depend on memory where that is not known."""
+    """As many rows as fit beside the state of the training on each host; on processors memory is not what decides."""
     import jax
 
     from affinage.evaluation.batch_size import MOST, bytes_on_a_device, rows_that_fit
 
     weights = jax.tree.leaves(model.params)
-    if jax.process_count() > 1 or next(iter(weights[0].sharding.device_set)).platform == _PROCESSORS:
+    if next(iter(weights[0].sharding.device_set)).platform == _PROCESSORS:
         return MOST
     counted = {id(leaf) for leaf in weights}
     beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in counted)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import rich
+
 from affinage.recipe.data import POCKET_WORLD, DataSettings
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.sources import POCKET_MEGABYTES
@@ -148,7 +150,7 @@ def conversations(context: StageContext) -> Summary:
 
     recipe = context.recipe
     assert recipe.sft is not None
-    return prepare_conversations(
+    summary = prepare_conversations(
         recipe.sft,
         chat_tokenizer(context),
         context.folder,
@@ -157,6 +159,12 @@ def conversations(context: StageContext) -> Summary:
         world_folder=context.inputs.get("world"),
         progress=context.progress,
     )
+    if unrolled := summary.get("unrolled"):
+        rich.print(
+            f"conversations: {unrolled:,} were unrolled, one example for each answer that the chat template writes "
+            "otherwise once more follows"
+        )
+    return summary
 
 
 def chat_tokenizer(context: StageContext) -> "Tokenizer":
