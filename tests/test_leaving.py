@@ -125,21 +125,49 @@ def test_the_end_of_a_session_stops_it_unless_that_is_ignored(heard: bool):
     assert process.returncode == 0
 
 
-def test_told_while_it_imports_a_process_ends_at_once_with_the_status_of_one_that_stopped():
+@pytest.mark.parametrize(
+    ("words", "number", "status"),
+    [
+        ("recipes", signal.SIGTERM, 75),
+        ("recipes", signal.SIGHUP, 75),
+        ("recipes", signal.SIGINT, 130),
+        ("run tiny", signal.SIGTERM, 75),
+        ("train tiny", signal.SIGINT, 75),
+        ("--debug run tiny", signal.SIGINT, 75),
+    ],
+)
+def test_told_while_it_imports_it_ends_at_once_and_a_training_as_one_to_be_started_again(
+    words: str, number: signal.Signals, status: int
+):
     program = (
-        "import os, signal, sys; from affinage.stopping import nothing_to_lose\n"
-        "with nothing_to_lose(): os.kill(os.getpid(), int(sys.argv[1]))"
+        "import os, sys; from affinage.__main__ import main\n"
+        "class Telling:\n"
+        "    def find_spec(name, *_): name == 'affinage.cli' and os.kill(os.getpid(), {number})\n"
+        "sys.meta_path.insert(0, Telling); main()"
+    ).replace("{number}", str(int(number)))
+    ran = subprocess.run([sys.executable, "-c", program, *words.split()], capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", "")
+
+
+def test_an_error_that_a_library_has_made_of_the_word_to_stop_is_that_word():
+    """As pydantic does, which builds its validators while the settings are imported."""
+    program = (
+        "import os, signal; from affinage.errors import Preempted; from affinage.stopping import OwnProcess\n"
+        "try:\n"
+        "    with OwnProcess():\n"
+        "        try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]\n"
+        "        except Exception as error: raise ValueError('cannot be built') from error\n"
+        "except Preempted as told: print(told, type(told.__cause__).__name__)\n"
     )
-    for number, status in ((signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
-        ran = subprocess.run([sys.executable, "-c", program, str(int(number))], capture_output=True, text=True)
-        assert (ran.returncode, ran.stderr) == (status, "")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert ran.stdout == "SIGTERM; the stage that was running begins anew ValueError\n", ran.stderr
 
 
 def test_a_run_can_be_told_to_stop_from_its_start_on(tmp_path: Path):
     """While it imports, reads its recipe, and in its first stage: it has nothing to lose, or saves."""
     program = "from affinage.__main__ import main; print('begins', flush=True); main()"
     recipe = Path(__file__).parent / "recipes" / "tiny.yaml"
-    for seconds in (0.05, 0.2, 0.4, 0.7, 1.2):
+    for index, seconds in enumerate((0.05, 0.2, 0.4, 0.7, 1.2)):
         process = subprocess.Popen(
             [sys.executable, "-c", program, "run", str(recipe), "--runs", str(tmp_path)],
             stdout=subprocess.PIPE,
@@ -148,6 +176,6 @@ def test_a_run_can_be_told_to_stop_from_its_start_on(tmp_path: Path):
         )
         assert process.stdout is not None and process.stdout.readline() == "begins\n"
         time.sleep(seconds)
-        process.terminate()
+        process.send_signal((signal.SIGINT, signal.SIGTERM)[index % 2])
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 75 and "Traceback" not in said, said

@@ -118,6 +118,7 @@ def run(
         Preempted: it was interrupted and has saved what was done; the same call goes on.
         UserError: for a mistake in the recipe or its files.
     """
+    from affinage.hardware.standstill import Standstill
     from affinage.stages.flow import Flow, Runs
     from affinage.stages.foresight import check
     from affinage.stages.road import road_of
@@ -125,9 +126,10 @@ def run(
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
     flow = Flow(loaded, Runs(Path(runs)), road_of(loaded, write_report), until=wanted)
-    with Hosts.current.all_at_work():
-        check(loaded, [step.stage.name for step in flow.plan() if not step.complete])
-    flow.run(_Lines(measured or (lambda row: None)))
+    with Standstill(loaded.recipe.name, flow.folder, loaded.recipe.survival):
+        with Hosts.current.all_at_work():
+            check(loaded, [step.stage.name for step in flow.plan() if not step.complete])
+        flow.run(_Lines(measured or (lambda row: None)))
     return Run(loaded.recipe.name, Path(runs))
 
 

@@ -14,11 +14,12 @@ EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a
 
 _FULL = "Make room, then run the same command again: what is complete is kept."
 _OTHER_PLACE = "Name another file or folder, or let this one be read and written."
+_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), _OTHER_PLACE),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ETIMEDOUT), "The disk or its network failed: look there first."),
+    **dict.fromkeys(_TRANSIENT, "The disk or its network failed: look there first."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: `ulimit -n 65536` lets more be."),
 }
 _NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
@@ -45,6 +46,13 @@ class UserError(Exception):
         return masked("\n".join(lines))
 
 
+class TransientError(UserError):
+    """What somebody must know of, and what may be over when the same is tried again, such as a disk behind a network.
+
+    The command line exits with status 1, after which whoever starts runs again does, as it does not with a mistake.
+    """
+
+
 class UserWarned(UserWarning):
     """What a user should know of, and nothing has to be done about; the command line prints it as one line."""
 
@@ -65,7 +73,8 @@ def of_the_machine(error: Exception) -> UserError | None:
     if number not in _OF_THE_MACHINE:
         return None
     told = error.strerror if isinstance(error, OSError) else None
-    return UserError(
+    kind = TransientError if number in _TRANSIENT else UserError
+    return kind(
         (told or os.strerror(number)).lower(),
         where=str(getattr(error, "filename", None) or ""),
         fix=_OF_THE_MACHINE[number],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 
 # SIGHUP, which Windows has not, is sent by the end of an ssh session.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -41,6 +41,7 @@ class OwnProcess:
     def __init__(self) -> None:
         self._listener: Listener | None = None
         self._raised = threading.Event()
+        self._why = ""  # Preempted was raised
         self._before: dict[int, signal.Handlers | int | None] = {}
 
     def __enter__(self) -> "OwnProcess":
@@ -63,6 +64,8 @@ class OwnProcess:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._fd_before)
             self._mouth.close()
+            if self._why and isinstance(error, Exception) and not isinstance(error, (Preempted, UserError)):
+                raise Preempted(self._why) from error  # a library has made its own error of it
 
     @contextlib.contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
@@ -89,26 +92,28 @@ class OwnProcess:
 
     def _in_main(self, number: int, frame: FrameType | None) -> None:
         if self._listener is None and not self._raised.is_set():
+            self._why = f"{signal.Signals(number).name}; the stage that was running begins anew"
             self._raised.set()
-            raise Preempted(f"{signal.Signals(number).name}; the stage that was running begins anew")
+            raise Preempted(self._why)
 
 
 @contextlib.contextmanager
-def nothing_to_lose() -> Iterator[None]:
+def nothing_to_lose(after_interrupt: int = EXIT_INTERRUPTED) -> Iterator[None]:
     """Inside, where nothing has begun, a signal ends this process at once, without a traceback.
 
-    Not for native code that takes long: Python would hear of the signal after it.
+    Not for native code that takes long: Python would hear of the signal after it. The status is that of a run that has
+    stopped (75), after SIGINT `after_interrupt`.
     """
-    before = {number: signal.signal(number, _leave_at_once) for number in heeded()}
+
+    def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
+        os._exit(after_interrupt if number == signal.SIGINT else EXIT_PREEMPTED)
+
+    before = {number: signal.signal(number, leave_at_once) for number in heeded()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
 
 def heeded() -> list[signal.Signals]:

@@ -15,6 +15,7 @@ from affinage.errors import Preempted, UserError
 from affinage.hardware import joining
 from affinage.hardware.hosts import Place
 from affinage.hardware.links import Links
+from affinage.hardware.silence import KNOWN
 from hosts_in_memory import Coordinator, HostInMemory
 
 LOOPBACK = "127.0.0.1"
@@ -71,6 +72,18 @@ def test_whoever_says_goodbye_is_not_gone(gang: Gang):
     gang.die(0)
     time.sleep(0.3)
     assert [found.qsize() for found in gang.lost] == [0, 0, 0, 0]
+
+
+@pytest.mark.skipif(not KNOWN, reason="there is a second one where the kernel tells what it has heard")
+def test_the_end_of_a_second_link_is_nobodys(gang: Gang):
+    while len(gang.links[0]._second) < 3:
+        time.sleep(0.01)
+    gang.links[2]._second[0].shutdown(socket.SHUT_RDWR)
+    while 2 in gang.links[0]._second:
+        time.sleep(0.01)
+    gang.die(3)
+    assert gang.lost[0].get(timeout=60) == gang.lost[2].get(timeout=60) == (3, "")
+    assert gang.lost[0].empty()
 
 
 def test_a_mistake_that_only_one_has_found_is_told(gang: Gang):

@@ -53,7 +53,30 @@ def test_bytes_that_come_are_a_sign_of_life():
 def test_time_that_went_by_all_at_once_is_no_silence():
     assert set(looks(300, 3_600_000, 20, 300)) == {"nothing new"}  # this machine slept for an hour
     found = looks(300, *range(3_600_000, 3_602_000, 250))
-    assert found.index("silent") == 3 and found.index("gone") == 4
+    assert found.index("silent") == 3 and found.index("gone") == 8
+
+
+def looks_at_two(*answered: tuple[int, int]) -> list[str]:
+    """The same of two connections that are asked in turn."""
+    ear = Ear(answers=True, both=True)
+    ages = ((Since(LONG_AGO, LONG_AGO, ms) for ms in both) for both in answered)
+    return [ear.look(one, PATIENCE, other) for one, other in ages]
+
+
+@pytest.mark.parametrize("since_the_other", [400, 500, 600])
+def test_a_dead_machine_is_named_within_a_second_where_two_connections_are_asked_in_turn(since_the_other: int):
+    found = looks_at_two(*((ms, ms + since_the_other) for ms in range(0, 7000, 100)))
+    assert found.index("silent") < 10 and found.index("gone") == 10 * (0.6 + PATIENCE)
+
+
+def test_a_lost_question_of_two_connections_makes_nobody_silent():
+    lost = [(ms, ms + 500) for ms in range(0, 800, 100)]  # asked at 500, and again
+    assert set(looks_at_two(*lost, (0, 800), (100, 900), (200, 1000), (300, 30))) == {"nothing new"}
+
+
+def test_who_was_asked_on_neither_connection_is_not_judged():
+    """They are not asked in turn any more: both are asked after a second."""
+    assert set(looks_at_two(*([(ms, ms) for ms in range(0, 1040, 100)] * 9))) == {"nothing new"}
 
 
 def test_who_never_answers_a_question_is_not_judged():
@@ -78,6 +101,27 @@ def test_the_kernel_of_a_peer_that_reads_nothing_answers():
                 assert time.monotonic() < until and ear.look_at(link, PATIENCE) == "nothing new"
                 time.sleep(0.05)
             assert silence.since(link).heard > 500  # it is not bytes that were heard
+
+
+@linux
+def test_kernels_come_to_ask_on_two_connections_in_turn():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pair = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        peers = [server.accept()[0] for _ in pair]
+        for link in pair:
+            links._keep_alive(link)
+        ear, until, apart = Ear(), time.monotonic() + 60, 0.0
+        while not 0.2 < apart < 0.8:
+            assert time.monotonic() < until and ear.look_at(pair[0], PATIENCE, pair[1]) == "nothing new"
+            time.sleep(0.05)
+            if ear.turned:
+                apart = abs(silence.since(pair[0]).age - silence.since(pair[1]).age)
+        peers[1].close()  # then the first one alone is judged by
+        for _ in range(40):
+            assert ear.look_at(pair[0], PATIENCE, pair[1]) == "nothing new"
+            time.sleep(0.05)
+        for each in (*pair, peers[0]):
+            each.close()
 
 
 @linux
@@ -116,13 +160,14 @@ def test_all_hear_of_a_machine_that_is_silent_and_one_line_names_it(silent: set)
 
     begun = [begin(host) for host in range(count)]
     until = time.monotonic() + 120
-    while len(begun[0]._links) < count - 1 or not all(each._links for each in begun):
+    while min(map(len, (begun[0]._links, begun[0]._second))) < count - 1 or not all(each._links for each in begun):
         assert time.monotonic() < until
         time.sleep(0.01)
     begun[3].say_goodbye()
     while 3 not in begun[0]._left:
         time.sleep(0.01)
-    silent |= {begun[0]._links[2], begun[0]._links[3]}  # the latter has left in good order
+    # The latter has left in good order.
+    silent |= {links[host] for links in (begun[0]._links, begun[0]._second) for host in (2, 3)}
     assert [lost[host].get(timeout=60) for host in (0, 1)] == [(2, "silent")] * 2
     assert "host 2 is not answering" in said.get(timeout=60)
     for each in begun:
@@ -133,6 +178,6 @@ def test_all_hear_of_a_machine_that_is_silent_and_one_line_names_it(silent: set)
 def test_the_most_patient_training_of_a_recipe_decides():
     asked = {"pretrain": 6, "sft": 20, "dpo": 3}
     overrides = [f"{name}.survival.silence_seconds={seconds}" for name, seconds in asked.items()]
-    assert load_recipe("quickstart", overrides).recipe.silence_seconds == 20
+    assert load_recipe("quickstart", overrides).recipe.survival.silence_seconds == 20
     with pytest.raises(UserError, match="silence_seconds"):
         load_recipe("quickstart", ["sft.survival.silence_seconds=50"])  # JAX would end all hosts before

@@ -2,12 +2,13 @@
 
     python gangs.py
 
-is that one. It reads orders as JSON lines and answers each with one.
+is that one. It reads orders as JSON lines and answers each with one. With a job and a host's number it is that host.
 """
 
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -15,22 +16,38 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from cabled import Machines, move_to
 
 TRAINING = Path(__file__).parent.parent / "training"
+sys.path.insert(0, str(TRAINING))
+
+from noted_phases import Notes, first_note, noted  # noqa: E402
+
 DEVICES = 4  # of all hosts together
 PHASES = ("start", "compilation", "step", "evaluation", "restore", "save")
+ANEW = 6.0  # seconds in which two Pythons have imported all, and begun
+AIMED = ("joining", "start", "restore", "save", "finalise", "evaluation")
+AIMED_WITHIN = 5.0  # seconds; a run that has no checkpoint yet restores none
+SAVED_EVERY = 5  # steps
+# Where a host kills itself, and within which seconds, as long as it takes: "writing" is that of the last save.
+AIMS = {"restore": 0.3, "evaluation": 0.05, "save": 0.05, "writing": 0.1}
 
 
 class Nursery:
     """Starts gangs; a launcher as `affinage.launch` knows them. Use it as a context manager.
 
     The command of a gang is its job as JSON: folder, steps, and what a host does to itself: `hurt` has the number of a
-    host, a phase, and the number of a signal, "sleep", "disk" or, from the first save on, "refusal"; `pause` has the
-    seconds before each batch.
+    host, a phase, and the number of a signal, "sleep", "disk" or, from the first save on, "refusal", and may have
+    seconds `within` which after the phase's beginning, and how often it `passes` before; `sick` has the steps, counted
+    from 1, whose loss is not finite, by a row of the last host's; `pause` has the seconds before each batch; `cache` a
+    folder of compilations of its own, for which XLA then takes the time that it takes a user; `anew`: hosts are not
+    forked from a process that has imported all, but are Pythons of their own; `mesh` and `devices`, where these are
+    others; `at`, an address of this machine to meet at in place of the loopback's.
 
     Args:
         cache: of compilations.
@@ -79,10 +96,13 @@ class ForkedGang:
 
         self.folder = Path(job["folder"])
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._port, address = reserved_port()
+        self._port, address = reserved_port(job.pop("at", "127.0.0.1"))
         if nursery.machines is not None:  # nobody else is there to take the port
             address = f"{nursery.machines.addresses[0]}:{address.rpartition(':')[2]}"
             job = {**job, "machines": nursery.machines.pids}
+        for host in range(nursery.hosts):
+            _log(self.folder, host).unlink(missing_ok=True)  # that of the start before
+            first_note(_notes(self.folder, host), "boot" if job.get("anew") else "joining")
         self.pids = nursery.ask(do="start", hosts=nursery.hosts, address=address, **job)["pids"]
         self._nursery, self._left = nursery, set(self.pids)
         self._statuses: dict[int, int] = {}
@@ -134,18 +154,97 @@ class ForkedGang:
         while len(self._left) == len(self.pids):
             self.ended(0.05)
 
+    def phase(self, host: int) -> str:
+        """What a host was at last, one of `noted_phases.PHASES`."""
+        return noted(_notes(self.folder, host))
+
     def said(self, host: int) -> str:
         log = _log(self.folder, host)
         return log.read_text(errors="replace") if log.exists() else ""
 
 
-class Killing:
-    """A launcher whose hosts are killed, one in each start, at a random moment, as often as is said."""
+class Aimed:
+    """A launcher each start of which kills one of its hosts in a phase, as it does it to itself, until it was enough.
 
-    def __init__(self, nursery: Nursery, folder: Path, kills: int, seed: int = 0) -> None:
+    Args:
+        nursery: starts the hosts.
+        folder: of the run.
+        steps: of the run.
+        left: how many kills each phase of `AIMS` lacks; counted down.
+        draw: of hosts, phases and moments.
+    """
+
+    def __init__(self, nursery: Nursery, folder: Path, steps: int, left: dict[str, int], draw: random.Random) -> None:
+        self.hosts, self._nursery, self._folder, self._steps = nursery.hosts, nursery, folder, steps
+        self._left, self._draw = left, draw
+        self.amid: Counter[str] = Counter()  # kills while the phase's own work was under way
+        self.noted: Counter[str] = Counter()  # what the killed hosts had noted
+        self.lost = 0  # the most steps that a kill cost
+        self.back: dict[bool, list[float]] = {False: [], True: []}  # seconds to the next step; of Pythons of their own?
+        self._killed_at = 0.0  # 0: and a step was made since
+
+    def start(self, command: Sequence[str]) -> ForkedGang:
+        saved = newest(self._folder)
+        phase = self._phase(saved)
+        host = self._draw.randrange(self.hosts)
+        hurt: dict[str, object] = {"host": host, "phase": phase, "by": int(signal.SIGKILL)}
+        hurt["within"] = AIMS.get(phase, 0.0)
+        if phase == "writing":  # of the last save
+            hurt["passes"] = (self._steps - saved - 1) // SAVED_EVERY
+        elif phase in ("evaluation", "save"):
+            hurt["passes"] = self._draw.randrange(3)
+        anew = self._draw.random() < 0.25
+        more = {"hurt": hurt} if phase else {}
+        gang = self._nursery.start([json.dumps({**json.loads(command[0]), "anew": anew, **more})])
+        while all(map(_runs, gang.pids)):
+            self._look(anew)
+            time.sleep(0.002)
+        self._look(anew)
+        if phase and f"hurt in {phase}" in gang.said(host):
+            self._left[phase] -= 1
+            self.amid[phase] += f"{phase} done" not in gang.said(host)
+            self.noted[gang.phase(host)] += 1
+            self._killed_at = time.monotonic()
+            self.lost = max(self.lost, max([saved, *steps_of(self._folder)]) - newest(self._folder))
+        return gang
+
+    def finish(self) -> None: ...
+
+    def _phase(self, saved: int) -> str:
+        """One that lacks kills, and can come; "": none."""
+        lacking = [phase for phase, kills in self._left.items() if kills > 0]
+        after = () if saved else ("restore",)
+        before = ("evaluation", "save") if saved >= self._steps - SAVED_EVERY else ()
+        over = ("writing",) if saved == self._steps else ()
+        possible = [phase for phase in lacking if phase not in (*after, *before, *over)]
+        if not possible and not saved and lacking:
+            return "save"  # the second or third, so that there is something to restore
+        return self._draw.choice(possible) if possible else ""
+
+    def _look(self, anew: bool) -> None:
+        if self._killed_at and steps_of(self._folder):
+            self.back[anew].append(time.monotonic() - self._killed_at)
+            self._killed_at = 0.0
+
+
+class Killing:
+    """A launcher whose hosts are killed, one in each start, at a random moment, as often as is said.
+
+    Every fourth kill waits for a phase that is drawn, as moments of all phases would seldom be in a short one.
+
+    Args:
+        nursery: starts the hosts.
+        folder: of the run.
+        kills: how many.
+        seed: of the moments.
+        anew_every: every so many kills the hosts are Pythons of their own, which are killed while they import, too;
+            0 for none.
+    """
+
+    def __init__(self, nursery: Nursery, folder: Path, kills: int, seed: int = 0, anew_every: int = 0) -> None:
         self.hosts, self._nursery, self._folder = nursery.hosts, nursery, folder
-        self._draw, self._left = random.Random(seed), kills
-        self._shots: list[tuple[ForkedGang, int]] = []
+        self._draw, self._left, self._anew_every = random.Random(seed), kills, anew_every
+        self._shots: list[tuple[ForkedGang, int, str]] = []
         self.lost = 0  # the most steps that a kill cost
         self.noticed: list[float] = []  # seconds from each kill until it was noticed
         self.back: list[float] = []  # seconds from a kill to the next step, where no other kill came between
@@ -154,30 +253,47 @@ class Killing:
     @property
     def killed(self) -> int:
         """Hosts that a kill has ended; not those that had come to their end before it."""
-        return sum(gang.status(host) == -signal.SIGKILL for gang, host in self._shots)
+        return sum(self.phases.values())
+
+    @property
+    def phases(self) -> Counter[str]:
+        """How many of them were at what; see `noted_phases.PHASES`."""
+        return Counter(phase for gang, host, phase in self._shots if gang.status(host) == -signal.SIGKILL)
 
     def start(self, command: Sequence[str]) -> ForkedGang:
         if self._last is not None:
             self.noticed.append(max(0.0, self._last[0].noticed - self._last[1]))
         before = newest(self._folder)
-        gang = self._nursery.start(command)
+        anew = bool(self._left and self._anew_every and self._left % self._anew_every == 0)
+        gang = self._nursery.start([json.dumps({**json.loads(command[0]), "anew": anew})])
         last, self._last = self._last, None
         if self._left:
             self._left -= 1
-            # Every other time after a step, else in the start, the compilation, the restore.
-            if self._left % 2:
+            host = self._draw.randrange(self.hosts)
+            if anew:
+                time.sleep(self._draw.uniform(0.0, ANEW))
+            elif self._left % 4 == 1:
+                self._wait_for_phase(gang, host, self._draw.choice(AIMED))
+            elif self._left % 2:
                 self._wait_for_step(gang)
                 if last is not None:
                     self.back.append(time.monotonic() - last[1])
-            time.sleep(self._draw.uniform(0.0, 0.4 if self._left % 2 else 2.5))
-            host = self._draw.randrange(self.hosts)
+                time.sleep(self._draw.uniform(0.0, 0.4))
+            else:  # in the start, the compilation, the restore
+                time.sleep(self._draw.uniform(0.0, 2.5))
             gang.kill(host)
-            self._shots.append((gang, host))
+            self._shots.append((gang, host, gang.phase(host)))
             self._last = gang, time.monotonic()
             self.lost = max(self.lost, max([before, *steps_of(self._folder)]) - newest(self._folder))
         return gang
 
     def finish(self) -> None: ...
+
+    def _wait_for_phase(self, gang: ForkedGang, host: int, phase: str) -> None:
+        until = time.monotonic() + AIMED_WITHIN
+        while gang.phase(host) != phase and all(map(_runs, gang.pids)) and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(self._draw.uniform(0.0, 0.005))
 
     def _wait_for_step(self, gang: ForkedGang) -> None:
         while not steps_of(self._folder) and all(map(_runs, gang.pids)):
@@ -190,6 +306,13 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def dies(gang: ForkedGang, host: int) -> float:
+    """When a host has ended, as `time.monotonic` counts; waits for it."""
+    while _runs(gang.pids[host]):
+        time.sleep(0.001)
+    return time.monotonic()
 
 
 def newest(folder: Path) -> int:
@@ -232,16 +355,23 @@ def _log(folder: Path, host: int) -> Path:
     return folder.with_name(f"{folder.name}-{host}.log")
 
 
-def _main() -> None:
-    sys.path.insert(0, str(TRAINING))
+def _notes(folder: Path, host: int) -> Path:
+    return folder.with_name(f"{folder.name}-{host}.phase")
+
+
+def _import_all() -> None:
     from affinage.hardware.devices import prepare
 
     prepare()
     import tiny  # noqa: F401
     from orbax.checkpoint import v1  # noqa: F401
 
+    from affinage.stages.flow import Flow  # noqa: F401
     from affinage.training import train  # noqa: F401
 
+
+def _main() -> None:
+    _import_all()
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "start":
@@ -264,13 +394,26 @@ def _fork(job: dict, host: int) -> int:
 
     os.environ |= {PARENT: str(parent), hosts.COORDINATOR: job["address"]}
     os.environ |= {hosts.HOSTS: str(job["hosts"]), hosts.HOST: str(host)}
-    devices = f"--xla_force_host_platform_device_count={DEVICES // job['hosts']}"
+    devices = f"--xla_force_host_platform_device_count={job.get('devices', DEVICES // job['hosts'])}"
     os.environ["XLA_FLAGS"] = f"{devices} --xla_backend_optimization_level=0"  # much is compiled, and little computed
+    if "cache" in job:
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": job["cache"], "XLA_FLAGS": devices}
     die_with_parent()
     file = os.open(_log(Path(job["folder"]), host), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    status = _train(job, host)
+    if job.get("anew"):
+        os.execv(sys.executable, [sys.executable, __file__, json.dumps(job), str(host)])
+    _be_host(job, host)
+
+
+def _be_host(job: dict, host: int) -> NoReturn:
+    if "stage" in job:
+        from standing import walk
+
+        status = walk(job, host)
+    else:
+        status = _train(job, host)
     sys.stdout.flush()
     os._exit(status)
 
@@ -285,10 +428,17 @@ def _train(job: dict, host: int) -> int:
     from affinage.errors import EXIT_PREEMPTED, Preempted
     from affinage.hardware import joining
     from affinage.hardware.joining import joined
+    from affinage.hardware.pulse import guarded
     from affinage.stopping import OwnProcess
     from affinage.training import TrainJob, train
 
     class SlowFeed(tiny.RandomFeed):
+        def batch(self, step: int) -> dict:
+            batch = super().batch(step)
+            if step + 1 in job.get("sick", ()):
+                batch["loss_mask"][-1] = math.nan
+            return batch
+
         def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[dict]:
             for batch in super().iterate(start_step):
                 time.sleep(job.get("pause", 0.005))
@@ -298,6 +448,9 @@ def _train(job: dict, host: int) -> int:
         def iterate(self, start_step: int) -> Iterator[dict]:
             return self.iterate_part(start_step, 0, 1)
 
+    notes = Notes(_notes(Path(job["folder"]), host))
+    notes.begins("joining")
+    notes.follow()
     settings = tiny.settings(job["steps"], **{"validate_every": 7, **job.get("settings", {})})
     asleep, folder, mirror = threading.Event(), Path(job["folder"]), None
     if "remote" in job:
@@ -310,7 +463,7 @@ def _train(job: dict, host: int) -> int:
     joining._WHO_IT_WAS = 30.0  # on a busy machine the name of a dead host may come late
     _one_thread_asks_all_devices()
     if hurts:
-        _hurt_in(hurt["phase"], hurt["by"], asleep)
+        _hurt_in(hurt["phase"], hurt["by"], host, asleep, hurt.get("within", 0.02), hurt.get("passes", 0))
 
     def on_step(step: int, state: object) -> None:
         print("step", step, flush=True)
@@ -318,7 +471,9 @@ def _train(job: dict, host: int) -> int:
             time.sleep(3600)
 
     try:
-        with OwnProcess(), joined(settings.survival.silence_seconds) as hosts:
+        survival = settings.survival
+        with OwnProcess(), guarded("train", survival), joined(survival.silence_seconds) as hosts:
+            notes.begins("start")
             while hurts and hosts.count > 1 and not links[0]._links:  # before, nobody would hear of its end at once
                 time.sleep(0.01)
             if mirror is not None and host == 0:
@@ -327,7 +482,7 @@ def _train(job: dict, host: int) -> int:
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
                     settings=settings,
-                    mesh={"data": 2, "fsdp": 2},
+                    mesh=job.get("mesh", {"data": 2, "fsdp": 2}),
                     seed=1,
                     feed=SlowFeed(),
                     folder=folder,
@@ -375,8 +530,9 @@ def _refuse_saves() -> None:
     CheckpointStore._begin = refused  # type: ignore[assignment, method-assign]
 
 
-def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
-    """Make the first call of a phase's function hurt this process, at it or a moment later."""
+def _hurt_in(phase: str, by: int | str, host: int, asleep: threading.Event, within: float, passes: int) -> None:
+    """Make a call of a phase's function hurt this process, after some, at it or up to `within` seconds later."""
+    from orbax.checkpoint._src.futures import future
     from phases import BEFORE_STEPS, in_phase
 
     if by == "refusal":
@@ -384,7 +540,10 @@ def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
         return
 
     def hurt_now() -> None:
-        if by == "disk":
+        if by == "disk" and host:  # its part of a save, which Orbax writes in threads of this class
+            future._SignalingThread.run = disk_that_does_not_answer
+            return
+        if by == "disk":  # the seal, which the first host alone writes
             os.fsync = disk_that_does_not_answer
             return
         print(f"hurt in {phase}", flush=True)
@@ -398,7 +557,8 @@ def _hurt_in(phase: str, by: int | str, asleep: threading.Event) -> None:
         time.sleep(3600)
 
     # Who is told to stop where there is nothing to save is not waited for.
-    in_phase(phase, hurt_now, lasts=by == int(signal.SIGTERM) and phase in BEFORE_STEPS)
+    lasts = by == int(signal.SIGTERM) and phase in BEFORE_STEPS
+    in_phase(phase, hurt_now, lasts=lasts, within=within, passes=passes)
 
 
 def _links_made() -> list:
@@ -417,4 +577,7 @@ def _links_made() -> list:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        _import_all()
+        _be_host(json.loads(sys.argv[1]), int(sys.argv[2]))
     _main()

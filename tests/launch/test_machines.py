@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gangs
+import psutil
 import pytest
 import requests
 
 from affinage.errors import UserError
-from affinage.hardware.cloud import CloudSlice
-from affinage.hardware.ray_cluster import warn_if_open
+from affinage.hardware.acquisition import Hardware
+from affinage.hardware.cloud import CloudSlice, Host
 from affinage.hardware.slices import find_slice
+from affinage.launch.forked import OF_A_HOST
 from affinage.launch.gang import Ending, Gang, Launcher, Restarts
 from affinage.launch.process import HostProcess
 from affinage.launch.ray import RayLauncher
@@ -93,7 +96,8 @@ def opened() -> Iterator[list[RayLauncher]]:
 @pytest.fixture
 def ray(opened: list[RayLauncher]) -> Iterator[Callable[..., Launcher]]:
     def launcher(hosts: int, **options: object) -> Launcher:
-        opened.append(RayLauncher(hosts, program=[SCRIPT], devices=1, modules=(), **options))  # type: ignore[arg-type]
+        options = {"program": [SCRIPT], "devices": 1, "modules": (), **options}
+        opened.append(RayLauncher(hosts, **options))  # type: ignore[arg-type]
         return opened[-1]
 
     yield launcher
@@ -246,13 +250,37 @@ def test_what_goes_wrong_on_a_machine_of_ray_is_told_as_if_it_were_here(ray, tmp
         gang.end()
 
 
-def test_whoever_joins_a_cluster_without_a_token_is_warned(monkeypatch, capsys):
-    for mode, lines in (("token", 0), ("disabled", 1), (None, 1)):
-        monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-        if mode:
-            monkeypatch.setenv("RAY_AUTH_MODE", mode)
-        warn_if_open()
-        assert capsys.readouterr().err.count("can run code on it") == lines
+def test_a_ray_of_our_own_listens_on_loopback_alone_and_answers_nobody_without_its_token(ray):
+    import grpc
+    import ray as library
+
+    here, before = psutil.Process(), listening(psutil.Process())  # other tests of this process may have left some
+    ray(1)
+    found = {"here": listening(here) - before}
+    for process in here.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray" in " ".join(process.cmdline()):
+                found.setdefault(process.name(), set()).update(listening(process))
+    assert found["gcs_server"] and found["raylet"]
+    assert {ip.removeprefix("::ffff:") for addresses in found.values() for ip, _ in addresses} == {"127.0.0.1"}
+
+    def machines(*said: tuple[str, str]) -> bytes:
+        address, direct = library.get_runtime_context().gcs_address, [("grpc.enable_http_proxy", 0)]
+        with grpc.insecure_channel(address, direct) as channel:
+            return channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", metadata=said, timeout=60)
+
+    for said in ([], [("authorization", f"Bearer {'0' * 64}")]):
+        with pytest.raises(grpc.RpcError) as refused:
+            machines(*said)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o077 == 0
+    assert b"127.0.0.1" in machines(("authorization", f"Bearer {token.read_text()}"))
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """Addresses and ports."""
+    return {tuple(c.laddr) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
 def test_a_machine_that_ssh_does_not_reach_is_named(ssh):
@@ -265,6 +293,13 @@ def test_a_machine_that_ssh_does_not_reach_is_named(ssh):
 def test_a_preparation_that_fails_is_told_and_nothing_is_started(ssh, tmp_path: Path):
     with pytest.raises(UserError, match="no such wheel") as wrong:
         ssh(2, prepare="echo no such wheel; false").start(["wait", str(tmp_path)])
+    assert wrong.value.where == "--prepare" and not list(tmp_path.glob("process-*"))
+
+
+def test_a_preparation_that_does_not_end_is_given_up(ssh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("affinage.launch.ssh._PREPARES", 0.6)
+    with pytest.raises(UserError, match=r"machine0 cannot be prepared: .* has not ended within 0.01 minutes") as wrong:
+        ssh(1, prepare="sleep 5").start(["wait", str(tmp_path)])
     assert wrong.value.where == "--prepare" and not list(tmp_path.glob("process-*"))
 
 
@@ -324,6 +359,45 @@ def test_what_ray_takes_the_agent_from_is_told_to_save_and_others_take_its_place
         gang.end()
 
 
+class LosingAWorker:
+    """A launcher on Ray; the worker that watches over the second host is killed after some steps, once if at all."""
+
+    hosts = 2
+
+    def __init__(self, launcher: Launcher, metrics: Path, *, kills: bool) -> None:
+        self.launcher, self.metrics, self.kills = launcher, metrics, kills
+
+    def start(self, command: list[str]) -> Gang:
+        gang = self.launcher.start(command)
+        ended = gang.ended
+
+        def hurt(seconds: float) -> list[Ending]:
+            if self.kills and self.metrics.exists() and len(self.metrics.read_text().splitlines()) > 5:
+                os.kill(gang._ray.get(gang._agents[1].worker.remote()), signal.SIGKILL)
+                self.kills = False
+            return ended(min(seconds, 0.1))
+
+        gang.ended = hurt
+        return gang
+
+    def finish(self) -> None:
+        """What is imported is kept for the next training."""
+
+
+@pytest.mark.slow
+def test_a_training_on_ray_whose_worker_is_killed_ends_with_the_same_weights(ray, tmp_path: Path):
+    folder, undisturbed, said = tmp_path / "run", tmp_path / "undisturbed", []
+    program = [str(Path(__file__).with_name("one_host.py"))]
+    launcher = ray(2, program=program, devices=2, modules=OF_A_HOST, say=said.append)
+    order = gangs.order(folder, 16, mesh={"data": 4}, pause=0.05)
+    assert supervise(LosingAWorker(launcher, folder, kills=False), order, Restarts(), say=said.append) == 0, said
+    folder.rename(undisturbed)  # the command that was run is run again
+    losing = LosingAWorker(launcher, folder / "metrics.jsonl", kills=True)
+    assert supervise(losing, order, Restarts(), say=said.append) == 0, said
+    assert not losing.kills and sum("all hosts start again" in line for line in said) == 1, said
+    assert gangs.ended_alike(folder, undisturbed, 16)
+
+
 def test_fewer_hosts_than_wished_where_that_is_allowed(ray, tmp_path: Path):
     import ray as library
 
@@ -332,6 +406,11 @@ def test_fewer_hosts_than_wished_where_that_is_allowed(ray, tmp_path: Path):
     gang = launcher.start(["fail"])
     gang.end()
     assert machines == 1 and launcher.hosts == 1
+
+
+def test_a_command_that_cannot_be_started_is_told_and_not_waited_for():
+    with pytest.raises(ValueError, match="null byte"):
+        HostProcess(["a\0b"])
 
 
 def test_what_outlived_its_starter_is_waited_for_and_then_killed(tmp_path: Path, monkeypatch):
@@ -387,6 +466,26 @@ def test_a_slice_is_rented_used_and_given_back(ssh, tmp_path: Path, monkeypatch)
         assert len(cloud.wishes) == 2
         slice.release()
         assert not cloud.queue
+
+
+def test_machines_of_any_hardware_that_gives_hosts_are_used_and_a_start_takes_those_that_are_there_then(ssh):
+    class Borrowed:
+        """Two machines, and others at the next start."""
+
+        first = 0
+
+        def acquire(self) -> list[Host]:
+            self.first += 2
+            return [Host(f"me@machine{self.first + host}", "") for host in range(2)]
+
+        def release(self) -> None: ...
+
+    borrowed: Hardware[Host] = Borrowed()
+    launcher = RentedLauncher(borrowed, 2, lambda addresses: ssh(2, addresses=addresses))
+    for start in (2, 4):
+        gang = launcher.start(["fail"])
+        assert [ending.where for ending in endings(gang, 2)] == [f"me@machine{start + host}" for host in range(2)]
+        gang.end()
 
 
 def test_told_to_stop_the_wait_for_a_slice_ends():

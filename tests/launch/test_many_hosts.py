@@ -1,10 +1,13 @@
 """Two processes that train one model: killed, told to stop or stuck, it ends with the same bits."""
 
 import contextlib
+import copy
 import ipaddress
 import os
 import shutil
 import signal
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import EXIT_PREEMPTED
 from affinage.launch import Gang, Restarts, supervise
+from affinage.training.metrics import MetricsLog
 
 STEPS, EVERY = 40, 5
 KILLS = 20
@@ -43,12 +47,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: gangs.Nursery
 
 @pytest.mark.slow
 def test_a_host_killed_at_random_moments_changes_no_bit(tmp_path: Path, nursery, undisturbed: Path):
-    folder, said = tmp_path / "run", []
-    killing = gangs.Killing(nursery, folder, KILLS)
-    assert supervise(killing, order(folder), Restarts(failures=KILLS + 2), say=said.append) == 0
-    assert killing.killed >= KILLS - 1 and sum("was killed by SIGKILL" in line for line in said) >= KILLS // 4, said
-    assert killing.lost <= 2 * EVERY  # an interval, and the save in flight
-    assert ended_alike(folder, undisturbed)
+    said: list[str] = []
+    killed = runs = 0
+    while killed < KILLS:  # a run may come to its end before the last of them
+        folder = tmp_path / f"run-{runs}"
+        killing = gangs.Killing(nursery, folder, KILLS - killed, seed=runs, anew_every=KILLS)
+        assert supervise(killing, order(folder), Restarts(failures=KILLS + 2), say=said.append) == 0
+        assert killing.lost <= 2 * EVERY  # an interval, and the save in flight
+        assert ended_alike(folder, undisturbed)
+        runs, killed = runs + 1, killed + killing.killed
+        assert runs <= KILLS, "no kill has ended a host"
+    assert killed == KILLS and sum("was killed by SIGKILL" in line for line in said) >= KILLS // 4, said
 
 
 def test_one_host_is_told_to_stop_and_all_stop_at_the_same_step(tmp_path: Path, nursery, undisturbed: Path):
@@ -109,6 +118,12 @@ def test_nobody_waits_for_a_host_that_is_dead(tmp_path: Path, nursery, phase: st
     assert "Stopped: host 1 is gone" in gang.said(0)
 
 
+def test_the_first_host_that_is_dead_is_named_though_jax_may_abort_the_others(tmp_path: Path, nursery):
+    gang = nursery.start(order(tmp_path / "run", hurt={"host": 0, "phase": "step", "by": int(signal.SIGKILL)}))
+    first, second = gang.wait()
+    assert first == -signal.SIGKILL and second != 0 and "host 0 is gone\n" in gang.said(1), gang.said(1)
+
+
 def test_saves_and_the_programs_of_all_hosts_do_not_wait_for_each_other(tmp_path: Path, nursery, undisturbed: Path):
     # After each step a validation and a save, beside which the next step begins.
     folder, often = tmp_path / "run", {"every_steps": 1, "keep_every": 1}
@@ -152,16 +167,71 @@ def test_a_run_goes_on_with_another_number_of_hosts(tmp_path: Path, nursery, und
     assert ended_alike(folder, undisturbed)
 
 
+class Shrinking:
+    """A launcher of two hosts: one is lost after some steps, and there again when the other has made some more."""
+
+    def __init__(self, nursery: gangs.Nursery, folder: Path) -> None:
+        self.hosts, self.folder, self.starts, self._nursery = 2, folder, [], copy.copy(nursery)
+
+    def start(self, command: list[str]) -> Gang:
+        self.hosts = self._nursery.hosts = 1 if len(self.starts) == 1 else 2
+        self.starts.append(self.hosts)
+        gang = self._nursery.start(command)
+        if len(self.starts) == 1:
+            while len(gangs.steps_of(self.folder)) <= EVERY:
+                assert not gang.ended(0.01), gang.said(0)
+            gang.kill(1)
+        return gang
+
+    def has_room(self) -> bool:
+        return self.hosts == 1 and len(gangs.steps_of(self.folder)) > 3
+
+    def finish(self) -> None: ...
+
+
+def test_a_mesh_shrinks_with_its_hosts_and_grows_with_them_and_the_batches_are_the_same(
+    tmp_path: Path, nursery, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys.modules["affinage.launch.supervise"], "_ROOM_EVERY", 0.1)
+    monkeypatch.setattr(sys.modules["affinage.launch.supervise"], "_LOOK_EVERY", 0.1)
+    launcher, said = Shrinking(nursery, tmp_path / "run"), []
+    of_each = order(launcher.folder, mesh={"data": "auto"}, devices=2, pause=0.02)
+    assert supervise(launcher, of_each, Restarts(failures=1, preemptions=0), say=said.append) == 0, said
+    assert launcher.starts == [2, 1, 2] and "room for more hosts" in said[-1]
+    assert gangs.steps_of(launcher.folder, 1)[-1] == STEPS
+    # Batches are of noise: another one has another loss. Other sums of the same differ in the last digits.
+    for one, other in zip(losses(launcher.folder), losses(undisturbed), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in MetricsLog(folder / "metrics.jsonl", STEPS).training()]
+
+
 def test_hosts_of_this_machine_listen_on_loopback_alone(tmp_path: Path, nursery):
-    gang = nursery.start(order(tmp_path / "run", hurt={"host": 0, "phase": "step", "by": "sleep"}))
+    assert _listened_on(nursery, tmp_path / "run") == {"127.0.0.1"}
+
+
+def test_hosts_that_are_given_an_address_listen_on_it_alone(tmp_path: Path, nursery):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but that of the loopback")
+        mine = probe.getsockname()[0]
+    assert _listened_on(nursery, tmp_path / "run", at=mine) == {mine}
+
+
+def _listened_on(nursery: "gangs.Nursery", folder: Path, **more: object) -> set[str]:
+    """The addresses that the hosts of a run listen on; nothing of it is left afterwards."""
+    gang = nursery.start(order(folder, hurt={"host": 0, "phase": "step", "by": "sleep"}, **more))
     try:
-        while not gangs.steps_of(tmp_path / "run"):
+        while not gangs.steps_of(folder):
             assert not gang.ended(0.01), gang.said(0)
-        addresses = {address for pid in gang.pids for address in _listening(pid)}
+        return {address for pid in gang.pids for address in _listening(pid)}
     finally:
         gang.end()
-    assert addresses == {"127.0.0.1"}
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in gang.pids)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in gang.pids)
 
 
 def _listening(pid: int) -> set[str]:

@@ -17,12 +17,14 @@ from affinage.launch.process import HostProcess, start_all
 from affinage.launch.told import Told
 
 TOLD = (signal.SIGTERM,)
+SAVES = (75,)
 
 
 class Scripted:
     """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost.
 
-    At `TOLD` the process that supervises them gets SIGTERM. A start that is an exception is one that fails with it.
+    At `TOLD` the process that supervises them gets SIGTERM; at `SAVES` they go on until they are told to stop. A start
+    that is an exception is one that fails with it.
     """
 
     hosts = 2
@@ -39,9 +41,11 @@ class Scripted:
 
         class Here:
             def ended(self, seconds: float) -> list[Ending]:
-                if not script:
+                if not script or (script[0] == SAVES and not launcher.told):
                     time.sleep(seconds)
                     return []
+                if script[0] == SAVES:
+                    script.pop(0)
                 if script[0] == TOLD:
                     signal.raise_signal(script.pop(0)[0])
                     return []
@@ -82,6 +86,32 @@ def test_budgets_of_preemptions_and_failures_are_apart():
     status, said = run(Scripted(told, failed, told, failed), preemptions=2, failures=1)
     assert status == 1 and said[-1] == "launch: host 0 failed with status 1; given up after 1 failures"
     assert run(Scripted(told, told), preemptions=1, failures=0)[0] == 75
+
+
+class Growing(Scripted):
+    """Has room for more hosts when the first start is looked at for the second time, but not for the third."""
+
+    looks = 0
+
+    def has_room(self) -> bool:
+        self.looks += 1
+        return self.begun == 1 and self.looks in (2, 4, 5)
+
+
+def test_hosts_give_way_to_more_of_them_and_that_is_no_preemption(monkeypatch):
+    monkeypatch.setattr(sys.modules["affinage.launch.supervise"], "_ROOM_EVERY", 0.0)
+    monkeypatch.setattr(sys.modules["affinage.launch.supervise"], "_LOOK_EVERY", 0.01)
+    launcher = Growing([SAVES, (1, 75), (0, 75)], DONE)
+    status, said = run(launcher, preemptions=0, failures=0)
+    assert status == 0 and launcher.begun == 2 and launcher.told == [signal.SIGTERM]
+    assert said == ["launch: there is room for more hosts; these are told to save, and all start again"]
+    assert launcher.looks == 5
+    launcher = Growing([SAVES, (1, 75), (0, 75)], RuntimeError("it is gone again"), DONE)
+    status, said = run(launcher, preemptions=0, failures=1)
+    assert status == 0 and "could not be started: RuntimeError: it is gone again" in said[1]
+    status, said = run(Growing([SAVES, (1, 1), (0, 75)], DONE), preemptions=0, failures=0)  # one could not save
+    assert status == 1 and said[-1] == "launch: host 1 failed with status 1; given up after 0 failures"
+    assert run(Growing([SAVES, (1, 0), (0, 0)]), preemptions=0, failures=0)[0] == 0  # they were done anyway
 
 
 def test_a_start_that_lasted_gives_the_restarts_back():

@@ -1,5 +1,6 @@
 """One training step on a mesh, with what it takes to compare it to the same step on one device."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -17,10 +18,12 @@ from affinage.training import TrainJob
 from affinage.training.program import Program
 
 VOCABULARY, CONTEXT, ROWS = 64, 32, 8
+# XLA's other way from loops to code: a third of the compilation, and these tests compile much.
+QUICKLY = {"xla_cpu_use_fusion_emitters": False}
 
 
-def graph(kind: str, layers: int = 4, *, window: int | None = None, **mixture: Any) -> Graph:
-    """Width 32, 4 heads; `dense`: SwiGLU, `moe`: 4 experts, 2 for each token, beside a SwiGLU for all."""
+def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = None, **mixture: Any) -> Graph:
+    """Width 32; `dense`: SwiGLU, `moe`: 4 experts, 2 for each token, beside a SwiGLU for all."""
     ffn: dict[str, Any] = {"kind": "swiglu", "width": 64}
     if kind == "moe":
         ffn = {"kind": "moe", "experts": 4, "top_k": 2, "width": 32, "shared_experts": 1} | mixture
@@ -29,7 +32,7 @@ def graph(kind: str, layers: int = 4, *, window: int | None = None, **mixture: A
         "in": "embed",
         "repeat": layers,
         "scan": True,  # half the compilation
-        "attention": {"heads": 4, "rope": {"theta": 10000}, "window": window},
+        "attention": {"heads": heads, "rope": {"theta": 10000}, "window": window},
         "ffn": ffn,
         "norm": {"kind": "rms", "eps": 1e-6},
     }
@@ -90,7 +93,8 @@ def program(
 
 def run(one: Program, steps: int) -> dict[str, list[float]]:
     """Loss and gradient norm of the first steps, from weights that are the same for every mesh."""
-    step = one.compile_training()
+    quick = one.job.parallel.model_copy(update={"xla_flags": QUICKLY | one.job.parallel.xla_flags})
+    step = dataclasses.replace(one, job=dataclasses.replace(one.job, parallel=quick)).compile_training()
     state = jax.tree.map(
         lambda x, like: jax.device_put(np.asarray(x).astype(like.dtype), like.sharding),
         _first_state(json.dumps(one.job.graph.to_dict())),

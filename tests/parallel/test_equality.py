@@ -11,18 +11,31 @@ from affinage.errors import UserError
 from affinage.model.kinds import loss
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
-DENSE = meshes.graph("dense")
-MOE = meshes.graph("moe")  # with a dense layer beside the experts: one compilation shows both
+# What eight devices divide, but for the layers: four stages are enough to compile.
+MODELS = {"dense": meshes.graph("dense", heads=8), "moe": meshes.graph("moe", heads=8, experts=8)}
+DENSE, MOE = MODELS["dense"], MODELS["moe"]
+ROWS = 16
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("axis", AXES)
-def test_every_axis_alone(axis: str):
-    meshes.assert_same_as_on_one_device(meshes.program(DENSE, {axis: 2}, parallel={}), 20)
+def test_every_axis_alone(axis: str, kind: str, micro_batches: int):
+    sizes = {axis: 4 if axis == "pipeline" else 8}
+    one = meshes.program(MODELS[kind], sizes, micro_batches=micro_batches, rows=ROWS, parallel={})
+    meshes.assert_same_as_on_one_device(one, 20)
 
 
-@pytest.mark.parametrize("axes", itertools.combinations(AXES, 2), ids="-".join)
-def test_every_pair_of_axes(axes: tuple[str, str]):
-    meshes.assert_same_as_on_one_device(meshes.program(MOE, dict.fromkeys(axes, 2), parallel={}), 20)
+PAIRS = list(itertools.combinations(AXES, 2))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("axes", PAIRS, ids="-".join)
+def test_every_pair_of_axes(axes: tuple[str, str], kind: str):
+    sizes = dict(zip(axes, (4, 2), strict=True))
+    micro_batches = 1 + (PAIRS.index(axes) + (kind == "moe")) % 2  # one model accumulates, the other does not
+    one = meshes.program(MODELS[kind], sizes, micro_batches=micro_batches, rows=ROWS, parallel={})
+    meshes.assert_same_as_on_one_device(one, 20)
 
 
 ON_THE_SEQUENCE = {"batch": ["data"], "sequence": ["fsdp", "context"], "residual": ["fsdp", "context", "tensor"]}
@@ -63,7 +76,7 @@ def test_a_loss_in_parts_on_one_device_is_whole_where_devices_share_the_logits(s
 @pytest.mark.parametrize("capacity_factor", [None, 1.0], ids=["dropless", "capacity"])
 def test_accumulated_experts_over_their_axis(capacity_factor: float | None):
     model = meshes.graph("moe", capacity_factor=capacity_factor)
-    one = meshes.program(model, {"data": 2, "expert": 2}, micro_batches=2, parallel={})
+    one = meshes.program(model, {"data": 2, "expert": 2}, micro_batches=4, rows=ROWS, parallel={})
     meshes.assert_same_as_on_one_device(one, 20)
 
 

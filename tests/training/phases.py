@@ -5,36 +5,52 @@ import threading
 import time
 from collections.abc import Callable
 
-BEFORE_STEPS = ("start", "compilation", "restore")  # there is nothing to save
+BEFORE_STEPS = ("start", "first batch", "compilation", "restore")  # there is nothing to save
 
 
-def in_phase(phase: str, act: Callable[[], None], *, lasts: bool = False) -> None:
-    """Make the first call of a phase's function call `act`, in a thread, at once or a moment later.
+def in_phase(
+    phase: str, act: Callable[[], None], *, lasts: bool = False, within: float = 0.02, passes: int = 0
+) -> None:
+    """Make the first call of a phase's function call `act`, in a thread, at once or up to `within` seconds later.
 
-    The phase is not over before, however late the thread comes; `lasts`: nor is it afterwards, until the process ends.
+    `passes`: so many calls come and go before. The phase is not over before, however late the thread comes; `lasts`:
+    nor is it afterwards, until the process ends. A line says that its own work is done, where it is done before.
     """
+    from tiny import RandomFeed
+
     from affinage.checkpoint import CheckpointStore
+    from affinage.hardware import joining
+    from affinage.hardware.devices import Present
     from affinage.training import examination, loop
     from affinage.training.program import Program
     from affinage.training.reporter import Reporter
 
     place, name = {
-        "start": (loop, "acquire"),
+        "joining": (joining, "_connect"),
+        "start": (Present, "acquire"),
+        "first batch": (RandomFeed, "batch"),
         "compilation": (Program, "compile_training"),
         "restore": (CheckpointStore, "restore_newest"),
         "step": (Reporter, "training"),
         "evaluation": (examination, "validate"),
         "save": (CheckpointStore, "save"),
+        "writing": (CheckpointStore, "_finish"),  # of a save, beside the steps or after the last one
+        "going back": (loop, "_go_back"),
     }[phase]
-    function, begun = getattr(place, name), threading.Event()
+    function, begun, left = getattr(place, name), threading.Event(), [passes]
 
     def acting(*given: object, **named: object) -> object:
         if begun.is_set():
             return function(*given, **named)
+        if left[0]:
+            left[0] -= 1
+            return function(*given, **named)
         begun.set()
-        thread = threading.Timer(random.uniform(0.0, 0.02), act)
+        thread = threading.Timer(random.uniform(0.0, within), act)
         thread.start()
         found = function(*given, **named)
+        if lasts or thread.is_alive():
+            print(f"{phase} done", flush=True)
         thread.join()
         if lasts:
             time.sleep(3600)

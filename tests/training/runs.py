@@ -69,8 +69,8 @@ class Nursery:
     def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM, **more: object) -> Run:
         """Start a run in a folder; in the phase `when` it sends itself a signal.
 
-        `more`: `remote`, the URL it is copied to; `settings` of the training; `hang`, after how many files that the
-        copy does not go on.
+        `more`: `then`, a phase and the signal that comes in it as well; `remote`, the URL it is copied to; `settings`
+        of the training; `hang`, after how many files that the copy does not go on.
         """
         folder.mkdir(parents=True, exist_ok=True)
         log = folder.with_suffix(".log")
@@ -131,6 +131,8 @@ def _train(job: dict) -> int:
     mirror = _mirror(job["remote"], Path(job["folder"]), job.get("hang")) if "remote" in job else None
     if job["when"]:
         _signal_in(job["when"], job["number"])
+    if "then" in job:
+        _signal_in(*job["then"])
     try:
         with OwnProcess():
             train(

@@ -1,5 +1,6 @@
 """Sick steps: seen on the devices, left out or gone back from, told with their documents, and stopped in time."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -191,6 +192,25 @@ def test_too_many_among_the_last_steps_stop_it_too(tmp_path: Path):
     with pytest.raises(UserError, match="2 updates within 5 steps"):
         train(job(tmp_path, SickFeed(not_finite=(3, 9, 12)), every=99, most=2, within=5))
     assert [event["done"] for event in events(tmp_path)] == ["skipped", "skipped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("sick", "opens"),
+    [
+        ([10, 11, 12], "3 updates in a row"),
+        ([10, 11, 13, 14], ""),
+        ([1, 26, 51, 76, 100], "5 updates within 100 steps"),
+        ([1, 34, 67, 100], ""),
+        ([1, 26, 51, 76, 101], ""),
+    ],
+    ids=["3 in a row", "2 in a row", "5 in 100", "4 in 100", "5 in 101"],
+)
+def test_by_default_3_in_a_row_or_5_in_100_are_too_many(tmp_path: Path, sick: list[int], opens: str):
+    health = Health(HealthSettings(), tmp_path, 0, {})
+    for step in sick[:-1]:
+        health.look(step, {"skipped": 1.0, "loss": float("nan")})
+    with pytest.raises(Incurable, match=opens) if opens else contextlib.nullcontext():
+        health.look(sick[-1], {"skipped": 1.0, "loss": float("nan"), "grad_norm": float("nan")})
 
 
 @pytest.mark.parametrize("sick", ["loss", "gradient"])

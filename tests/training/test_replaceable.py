@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.hardware.acquisition import Hardware
 from affinage.launch import Ending, Launcher, Restarts, supervise
 from affinage.model import Call, Graph
 from affinage.tracking import TrackedRun
 from affinage.training import TrainJob, train
 from affinage.training.job import Checkpoints, Feed
 from affinage.training.metrics import MetricsLog
+from affinage.training.state import TrainState
 
 STEPS = 6
 
@@ -147,6 +149,39 @@ def test_another_tracker(tmp_path: Path, usual: list[float]):
     train(job(tmp_path, trackers={"csv": lambda: Csv(tmp_path / "losses.csv")}))
     rows = [row for row in csv.reader((tmp_path / "losses.csv").open()) if row[1]]
     assert [float(loss) for _, loss in rows] == usual
+
+
+class Borrowed:
+    """Hardware that is one device of somebody's, and knows who has it."""
+
+    def __init__(self) -> None:
+        self.lent = False
+
+    def acquire(self) -> list[jax.Device]:
+        self.lent = True
+        return jax.devices()[1:2]
+
+    def release(self) -> None:
+        self.lent = False
+
+
+def test_other_hardware(tmp_path: Path, usual: list[float]):
+    borrowed, seen = Borrowed(), set()
+    hardware: Hardware[jax.Device] = borrowed
+
+    def look(step: int, state: TrainState) -> None:
+        assert borrowed.lent
+        seen.update(device for leaf in jax.tree.leaves(state.params) for device in leaf.devices())
+        if step == 6 and fails:
+            raise RuntimeError("the machine fails")
+
+    fails = True
+    with pytest.raises(RuntimeError):
+        train(job(tmp_path, hardware=hardware, on_step=(look,)))
+    assert not borrowed.lent  # given back, whatever happened
+    fails = False
+    train(job(tmp_path, hardware=hardware, on_step=(look,)))
+    assert losses(tmp_path) == usual and seen == {jax.devices()[1]} and not borrowed.lent
 
 
 class Here:

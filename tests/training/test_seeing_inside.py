@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +97,44 @@ def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visib
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     devices = [SimpleNamespace(platform="gpu", local_hardware_id=n, memory_stats=dict) for n in ordinals]
     assert Readings(devices).read().get("utilisation") == load
+
+
+TPU = """
+class tpumonitoring:
+    @staticmethod
+    def get_metric(name):
+        assert name == "duty_cycle_pct"
+        tpumonitoring.asked = getattr(tpumonitoring, "asked", 0) + 1
+        if tpumonitoring.asked == 1:
+            raise RuntimeError("the runtime does not answer yet")
+        return tpumonitoring
+
+    @staticmethod
+    def data():
+        return ["45.00", "55.00", "35.00", "45.00"]
+"""
+
+
+def test_the_load_of_tpus_is_what_libtpu_tells_in_a_process_that_ends_with_the_readings(tmp_path: Path, monkeypatch):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").touch()
+    (tmp_path / "libtpu" / "sdk.py").write_text(TPU)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr("affinage.training.readings._FRESH", 0.0)
+    before = set(psutil.Process().children())
+    readings = Readings([SimpleNamespace(platform="tpu", memory_stats=dict)])
+    [process] = set(psutil.Process().children()) - before
+    assert readings.read() == {}  # nothing is waited for
+    until = time.monotonic() + 60
+    while "utilisation" not in (found := readings.read()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert found == {"utilisation": 0.45}
+    process.kill()
+    while readings.read():  # a process that is gone is no failure, and its last word is not repeated
+        assert time.monotonic() < until
+    del readings
+    assert not process.is_running()
 
 
 def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():

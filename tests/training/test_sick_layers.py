@@ -1,82 +1,25 @@
 """What is not finite, in the values or the gradients of any layer, and spikes: the update is left out bit for bit."""
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from sick_layers import INJECTIONS, graph, sick_kind
 
-from affinage.model import Graph, parse
-from affinage.model.kind import KINDS, Context, NodeKind, node_kind
 from affinage.parallel import make_mesh
 from affinage.training import TrainJob
 from affinage.training.program import Program
 from affinage.training.spikes import LossWindow
 from affinage.training.state import TrainState
 
-SITES = 5  # after the embedding, after each of three blocks, after the last norm
-BAD = {"NaN": np.nan, "Inf": np.inf, "-Inf": -np.inf}
-INJECTIONS = [(site, way, name) for site in range(SITES) for way in ("value", "gradient") for name in BAD]
-
-
-@functools.partial(jax.custom_vjp)
-def poisoned_gradient(x: jax.Array, code: jax.Array, site: int) -> jax.Array:
-    return x
-
-
-def _back(saved: tuple[jax.Array, int], gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    return poison(gradient, *saved, "gradient"), None, None
-
-
-poisoned_gradient.defvjp(lambda x, code, site: (x, (code, site)), _back)
-
-
-def poison(x: jax.Array, code: jax.Array, site: jax.Array | int, way: str) -> jax.Array:
-    """One element of every row that has the code of this site."""
-    for number, (at, how, name) in enumerate(INJECTIONS, 1):
-        if how == way:
-            hit = (code == number) & (jnp.asarray(site) == at)
-            x = x.at[:, 1, 2].set(jnp.where(hit, jnp.asarray(BAD[name], x.dtype), x[:, 1, 2]))
-    return x
-
 
 @pytest.fixture(scope="module", autouse=True)
-def sick_kind() -> Iterator[None]:
-    @node_kind("sick")
-    class Sick(NodeKind):
-        site: int
-
-        def shape(self, inputs: tuple[Any, ...]) -> Any:
-            return inputs[0]
-
-        def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
-            code = context.batch["sick"]
-            return poisoned_gradient(poison(inputs[0], code, self.site, "value"), code, self.site)
-
-    yield
-    del KINDS["sick"]
-
-
-def graph() -> Graph:
-    block = {"kind": "transformer_block", "ffn": {"kind": "swiglu", "width": 32}, "norm": {"kind": "rms", "eps": 1e-6}}
-    nodes: dict[str, Any] = {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": tiny.VOCABULARY, "width": 16},
-        "sick0": {"kind": "sick", "in": "embed", "site": 0},
-    }
-    for at in (1, 2, 3):
-        heads = {"heads": 2, "rope": {"theta": 10000}}
-        nodes[f"block{at}"] = {**block, "in": f"sick{at - 1}", "attention": heads}
-        nodes[f"sick{at}"] = {"kind": "sick", "in": f"block{at}", "site": at}
-    nodes["norm"] = {"kind": "rms_norm", "in": "sick3"}
-    nodes["sick4"] = {"kind": "sick", "in": "norm", "site": 4}
-    nodes["logits"] = {"kind": "unembed", "in": "sick4", "vocab": tiny.VOCABULARY, "tied": False}
-    nodes["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
-    return parse({"inputs": ["tokens"], "nodes": nodes})
+def kind() -> Iterator[None]:
+    with sick_kind():
+        yield
 
 
 class Sickroom:
@@ -110,7 +53,7 @@ class Sickroom:
 
 
 @pytest.fixture(scope="module")
-def sickroom(sick_kind: None) -> Sickroom:
+def sickroom(kind: None) -> Sickroom:
     return Sickroom()
 
 

@@ -75,7 +75,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, nur
 
 def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, nursery, undisturbed: Path):
     folder = tmp_path / "run"
-    phases = ("start", "compilation", "evaluation", "restore", "save", "step")
+    phases = ("start", "first batch", "compilation", "evaluation", "restore", "save", "step")
     for index, phase in enumerate(phases):
         run = nursery.start(folder, STEPS, when=phase, number=(signal.SIGTERM, signal.SIGINT)[index % 2])
         assert run.wait() == EXIT_PREEMPTED, (phase, run.said())
@@ -84,9 +84,26 @@ def test_told_to_stop_in_any_phase_it_loses_no_step(tmp_path: Path, nursery, und
         assert bool(steps) == (phase in ("evaluation", "save", "step"))
         if steps:
             assert newest(folder) == steps[-1], phase
+            by_hand = index % 2 == 1  # who waits for it is told that one need not
+            assert (f"SIGINT: saves step {steps[-1]:,}; Ctrl-C once more leaves without it" in run.said()) == by_hand
         else:
             assert "nothing to save" in run.said()
     assert not (folder / "summary.json").exists()
+    nursery.finish(folder, STEPS)
+    assert final_params(folder) == final_params(undisturbed)
+    assert curve(folder) == curve(undisturbed)
+
+
+def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path: Path, nursery, undisturbed: Path):
+    folder = tmp_path / "run"
+    for first, second in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)):
+        begun = newest(folder)
+        run = nursery.start(folder, STEPS, when="step", number=first, then=("writing", second))
+        assert run.wait() == EXIT_PREEMPTED, run.said()
+        assert f"{first.name}: saved at step {run.steps()[-1]:,}" in run.said()
+        assert run.said().index("signal in step") < run.said().index("signal in writing")
+        assert newest(folder) == run.steps()[-1] > begun
+        assert not CheckpointStore(folder / "checkpoints").damage(newest(folder))
     nursery.finish(folder, STEPS)
     assert final_params(folder) == final_params(undisturbed)
     assert curve(folder) == curve(undisturbed)

@@ -1,19 +1,22 @@
 """The watchdog leaves what does not end, whoever reads what it says; and nothing that has ended."""
 
+import contextlib
 import os
 import queue
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
 
+from affinage.hardware import beats, stacks
+from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
-from affinage.training import TrainJob, beats, train, watchdog
-from affinage.training.beats import Beats, Doing
+from affinage.training import TrainJob, train, watchdog
 from affinage.training.ledger import LifeSign
 from affinage.training.program import Program
 from affinage.training.watchdog import Watchdog
@@ -27,6 +30,24 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     monkeypatch.setattr(watchdog, "leave", why.put)
     monkeypatch.setattr(OwnProcess, "current", OwnProcess())
     return why
+
+
+@pytest.fixture
+def stop_the_other(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes this the first of two hosts; silences the other, once it has shown a sign of life."""
+    for name, seconds in (("_EVERY", 0.05), ("SILENT_FOR_LONG", 0.6)):
+        monkeypatch.setattr(beats, name, seconds)
+    coordinator = Coordinator()
+    first, other = (HostInMemory(host, 2, coordinator=coordinator) for host in range(2))
+    monkeypatch.setattr(Hosts, "current", first)
+    its_beats = Beats(other, lambda: Doing(2, "the compilation", late=False))
+
+    def stop() -> None:
+        while "affinage/beat/1" not in coordinator.words:
+            time.sleep(0.01)
+        its_beats.close()
+
+    return stop
 
 
 def watched(folder: Path, leave: bool | None = True) -> Watchdog:
@@ -47,7 +68,7 @@ def until_told(what: str, capfd: pytest.CaptureFixture[str]) -> str:
 def test_it_leaves_though_nobody_reads_what_it_says(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch):
     reads, writes = os.pipe()
     os.close(reads)
-    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 0.0)
     monkeypatch.setattr(sys, "stderr", os.fdopen(writes, "w"))
     with watched(tmp_path):
         assert left.get(timeout=300).startswith("train: step 1 has not ended for")
@@ -56,7 +77,7 @@ def test_it_leaves_though_nobody_reads_what_it_says(tmp_path: Path, left, monkey
 def test_a_training_that_ends_while_it_is_about_to_be_left_is_not_left(
     tmp_path: Path, left, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(watchdog, "_LAST_WORDS", 600.0)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 600.0)
     with watched(tmp_path):
         until_told("step 1 has not ended", capfd)
     assert left.empty()
@@ -77,8 +98,8 @@ def test_a_save_beside_the_steps_that_does_not_end_is_told_once_with_all_stacks_
 
 def test_it_leaves_without_standard_error(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch):
     os.mkfifo(tmp_path / "stuck.txt")  # opening it waits for a reader, so that the stacks have nowhere to go
-    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
-    monkeypatch.setattr(watchdog, "_DISK", 0.0)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 0.0)
+    monkeypatch.setattr(stacks, "_DISK", 0.0)
     monkeypatch.setattr(sys, "stderr", None)
     with watched(tmp_path):
         assert left.get(timeout=300).startswith("train: step 1 has not ended for")
@@ -89,7 +110,7 @@ def test_it_leaves_without_standard_error(tmp_path: Path, left, monkeypatch: pyt
 def test_one_process_is_left_by_itself_where_a_launcher_starts_it_again(
     tmp_path: Path, left, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by: str
 ):
-    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 0.0)
     for name in ("AFFINAGE_PARENT", "AFFINAGE_COORDINATOR"):
         monkeypatch.delenv(name, raising=False)
     if by:
@@ -105,7 +126,7 @@ def test_one_process_is_left_by_itself_where_a_launcher_starts_it_again(
 def test_what_may_take_long_is_told_in_time_and_left_late(
     tmp_path: Path, left, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(watchdog, "_LAST_WORDS", 0.0)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 0.0)
     with watched(tmp_path) as dog:
         dog.begins("the restore", told_after=1, left_after=1, may_take=600)
         until_told("the restore has not ended", capfd)
@@ -116,21 +137,28 @@ def test_what_may_take_long_is_told_in_time_and_left_late(
 
 
 def test_a_host_that_stands_still_is_named_before_what_it_is_at_takes_long(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stop_the_other: Callable[[], None], capfd: pytest.CaptureFixture[str]
 ):
-    for name, seconds in (("_EVERY", 0.05), ("_SILENT_FOR_LONG", 0.6)):
-        monkeypatch.setattr(beats, name, seconds)
-    coordinator = Coordinator()
-    first, other = (HostInMemory(host, 2, coordinator=coordinator) for host in range(2))
-    monkeypatch.setattr(Hosts, "current", first)
-    stopped = Beats(other, lambda: Doing(2, "the compilation", late=False))
     with watched(tmp_path) as dog:
         dog.begins("the compilation", told_after=1e6)
-        while "affinage/beat/1" not in coordinator.words:
-            time.sleep(0.01)
-        stopped.close()
+        stop_the_other()
         said = until_told("no sign of life", capfd)
-    assert "and host 1 shows no sign of life, last at the compilation" in said
+    assert "host 1 shows no sign of life, last at the compilation" in said
+
+
+def test_a_host_that_shows_no_sign_of_life_is_named_though_this_one_goes_on_with_other_things(
+    tmp_path: Path, left, stop_the_other: Callable[[], None]
+):
+    settings = SurvivalSettings(stuck_seconds=2, leave_when_stuck=True)
+    with Watchdog("train", tmp_path, settings, LifeSign(None)) as dog:
+        stop_the_other()
+        late, why = time.monotonic() + 300, ""
+        while not why and time.monotonic() < late:  # none of it lasts as long as is waited for the other
+            dog.begins("another thing")
+            with contextlib.suppress(queue.Empty):
+                why = left.get(timeout=0.05)
+    assert "host 1 shows no sign of life, last at the compilation" in why
+    assert "Thread 0x" in (tmp_path / "stuck.txt").read_text()
 
 
 def test_the_compilation_and_what_reads_the_state_are_watched_by_their_names(

@@ -31,9 +31,12 @@ DevicesOption = Annotated[
 AddressOption = Annotated[
     str, typer.Option("--address", metavar="ADDRESS", help="ray: of the cluster (auto, HOST:6379); default: our own.")
 ]
+OpenOption = Annotated[
+    bool, typer.Option("--open-cluster", help="ray: join also a cluster that asks nobody for a token.")
+]
 LeastOption = Annotated[
     int | None,
-    typer.Option("--at-least", min=1, metavar="N", help="ray: go on with so few hosts if no more are there."),
+    typer.Option("--at-least", min=1, metavar="N", help="ray: go on with so few hosts while no more are there."),
 ]
 MachinesOption = Annotated[
     str, typer.Option("--machines", metavar="A,B,...", help="ssh: addresses of the hosts, the first is host 0.")
@@ -65,6 +68,7 @@ def launch(
     failures: Annotated[int, typer.Option(min=0, help="Start again so often after a host was killed or failed.")] = 10,
     grace: Annotated[float, typer.Option(min=1, help="Seconds to save in when this program is told to stop.")] = 35.0,
     address: AddressOption = "",
+    open_cluster: OpenOption = False,
     least: LeastOption = None,
     machines: MachinesOption = "",
     folder: FolderOption = "affinage",
@@ -97,7 +101,7 @@ def launch(
         elif on == "ray":
             if least is None:
                 _check_mesh(loaded, until, _given(hosts), devices)
-            launcher = cleanup.enter_context(_ray(hosts, address, least, devices, files_of(loaded)))
+            launcher = cleanup.enter_context(_ray(hosts, address, open_cluster, least, devices, files_of(loaded)))
         elif on == "ssh":
             launcher = _over_ssh(machines, hosts, by_ssh)
             _check_mesh(loaded, until, launcher.hosts, devices)
@@ -141,11 +145,19 @@ def _local(hosts: int | None, devices: int | None) -> "Launcher":
 
 @contextlib.contextmanager
 def _ray(
-    hosts: int | None, address: str, least: int | None, devices: int | None, files: dict[str, bytes]
+    hosts: int | None, address: str, open_cluster: bool, least: int | None, devices: int | None, files: dict[str, bytes]
 ) -> "Iterator[Launcher]":
     from affinage.launch.ray import RayLauncher
 
-    launcher = RayLauncher(_given(hosts), address=address, least=least, devices=devices, files=files, say=_Lines())
+    launcher = RayLauncher(
+        _given(hosts),
+        address=address,
+        open_cluster=open_cluster,
+        least=least,
+        devices=devices,
+        files=files,
+        say=_Lines(),
+    )
     try:
         yield launcher
     finally:

@@ -129,6 +129,7 @@ class _Asked(NamedTuple):
     graph: "Graph"
     counted: "Counted"
     data_tokens: int | None
+    data_rows: int | None
 
 
 def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
@@ -144,17 +145,27 @@ def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Pa
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
     vocabulary = _summary(runs, loaded, "tokenizer").get("vocabulary")
-    data_tokens = _summary(runs, loaded, _ROWS[section]).get("train", {}).get("tokens")
+    packed = _summary(runs, loaded, _ROWS[section]).get("train", {})
+    tokens, rows = packed.get("tokens"), packed.get("rows")
     characters = loaded.recipe.tokenizer.kind == "characters"
     counted = Counted(vocabulary if characters else None, _documents(runs, loaded, section))
-    return _Asked(recipe, overrides, loaded, section, planned_graph(loaded, counted), counted, data_tokens)
+    return _Asked(
+        recipe,
+        overrides,
+        loaded,
+        section,
+        planned_graph(loaded, counted),
+        counted,
+        tokens,
+        rows,
+    )
 
 
 def _plan_one(asked: _Asked, where: "Slice", compile_step: bool, as_json: bool) -> None:
     from affinage.planning.plan import TRAININGS, make_plan
 
     asked = _dividing(asked, where)
-    made = make_plan(asked.loaded.recipe, asked.graph, where, asked.data_tokens)
+    made = make_plan(asked.loaded.recipe, asked.graph, where, asked.data_tokens, asked.data_rows)
     verdict = _verdict(asked, made) if compile_step else None
     if as_json:
         told: dict[str, Any] = made.to_dict()

@@ -31,6 +31,7 @@ from affinage.errors import (
     EXIT_PREEMPTED,
     EXIT_USER_ERROR,
     Preempted,
+    TransientError,
     UserError,
     UserWarned,
     of_the_machine,
@@ -92,8 +93,9 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. Without arguments it is that of this process, which is all that it does.
 
-    Exit status: 0 done, 1 a defect of affinage (with traceback), 2 a mistake of the user (with what to do about it),
-    75 stopped after saving (start it again to go on), 130 interrupted. docs/terminal.md has them in full.
+    Exit status: 0 done, 1 a defect of affinage (with traceback) or what may be over when it is tried again, 2 a mistake
+    of the user (with what to do about it), 75 stopped after saving (start it again to go on), 130 interrupted.
+    docs/terminal.md has them in full.
     """
     if arguments is None:
         open_standard_streams()
@@ -142,7 +144,7 @@ def _exit(error: UserError | Preempted | ModuleNotFoundError) -> None:
         sys.exit(EXIT_PREEMPTED)
     if isinstance(error, UserError):
         _say(f"Error: {error}")
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(1 if isinstance(error, TransientError) else EXIT_USER_ERROR)
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         _say(masked("".join(traceback.format_exception(error))))

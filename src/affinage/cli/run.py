@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import rich
 import typer
@@ -15,6 +15,9 @@ from affinage.cli.working import Working
 from affinage.errors import UserError
 from affinage.hardware.joining import joined
 from affinage.stopping import OwnProcess
+
+if TYPE_CHECKING:
+    from affinage.recipe.load import LoadedRecipe
 
 
 def add_to(app: typer.Typer) -> None:
@@ -146,20 +149,24 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
     If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
     """
     with OwnProcess():  # told to stop while it reads its recipe it has nothing to lose
-        return _walk(recipe, how, until, strict)
+        from affinage.hardware.pulse import guarded
+
+        loaded = load(recipe, how.overrides)
+        if how.profile is not None:
+            profiled = (f"{name}.profile={how.profile}" for name in loaded.recipe.trainings)
+            loaded = load(recipe, [*(how.overrides or ()), *profiled])
+        with guarded(loaded.recipe.name, loaded.recipe.survival):
+            return _walk(loaded, recipe, how, until, strict)
 
 
-def _walk(recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path:
+def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path:
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result
+    from affinage.hardware.standstill import Standstill
     from affinage.stages.flow import Flow, Runs
     from affinage.stages.foresight import check, doubts
     from affinage.stages.road import road_of
 
-    loaded = load(recipe, how.overrides)
-    if how.profile is not None:
-        profiled = (f"{name}.profile={how.profile}" for name in loaded.recipe.trainings)
-        loaded = load(recipe, [*(how.overrides or ()), *profiled])
     road = road_of(loaded, write_report)
     if not road:
         raise UserError(
@@ -179,7 +186,12 @@ def _walk(recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path
         _tell(doubts(loaded))
         return flow.folder
     prepare_process(loaded)
-    with joined(loaded.recipe.silence_seconds) as hosts, only_data_on_stdout(how.as_json):
+    survival = loaded.recipe.survival
+    with (
+        joined(survival.silence_seconds) as hosts,
+        Standstill(loaded.recipe.name, flow.folder, survival),
+        only_data_on_stdout(how.as_json),
+    ):
         if not hosts.first:
             flow.follow()
             return flow.folder

@@ -20,6 +20,7 @@ import fsspec
 
 from affinage.data.atomic import write_json
 from affinage.errors import UserError
+from affinage.hardware.movement import waits_for_others
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _ATTEMPTS = 4  # in a row that bring nothing
@@ -229,5 +230,6 @@ def _refuse_hash(url: str, path: Path, wanted: str, found: str) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with waits_for_others():
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -116,5 +116,5 @@ def open_engine(settings: DataSettings) -> Iterator[Engine]:
         return
     from affinage.data.ray_engine import RayEngine  # Ray is an extra
 
-    with RayEngine(workers, settings.ray_address) as engine:
+    with RayEngine(workers, settings.ray_address, may_be_open=settings.ray_open_cluster) as engine:
         yield engine

@@ -8,6 +8,7 @@ from typing import Any
 
 from affinage.data.engine import Engine, Result, Task
 from affinage.errors import UserError
+from affinage.hardware.movement import waits_for_others
 from affinage.hardware.ray_cluster import connect
 
 _WAITING = 8  # tasks per worker that Ray is given in advance
@@ -20,7 +21,9 @@ def _applied(function: Callable[[Task], Result], task: Task) -> Result:
 class RayEngine(Engine):
     """Ray's workers. On several machines the folder of runs must be one that all of them see."""
 
-    def __init__(self, workers: int | None = None, address: str = "", temporary: Path | None = None) -> None:
+    def __init__(
+        self, workers: int | None = None, address: str = "", temporary: Path | None = None, may_be_open: bool = False
+    ) -> None:
         """Use as a context manager.
 
         Args:
@@ -28,8 +31,9 @@ class RayEngine(Engine):
             address: of a running cluster (`auto`, `HOST:6379`, `ray://HOST:10001`); empty starts one on this machine,
                 which listens on the loopback address only and ends with the context.
             temporary: where a Ray of our own keeps its sockets and logs; its path must be short.
+            may_be_open: join also a cluster that asks for no token.
         """
-        self._asked, self._address, self._temporary = workers, address, temporary
+        self._asked, self._address, self._temporary, self._may_be_open = workers, address, temporary, may_be_open
         self._ray: Any = None
 
     def __enter__(self) -> "RayEngine":
@@ -40,6 +44,8 @@ class RayEngine(Engine):
             self._asked,
             asked_by="data.engine",
             address_by="data.ray_address",
+            open_by="data.ray_open_cluster: true",
+            may_be_open=self._may_be_open,
             temporary=self._temporary,
         )
         return self
@@ -66,7 +72,8 @@ class RayEngine(Engine):
         waiting = [remote.remote(shared, task) for task in tasks[:ahead]]
         for position in range(len(tasks)):
             try:
-                result = self._ray.get(waiting[position])
+                with waits_for_others():  # Ray says when a worker is gone
+                    result = self._ray.get(waiting[position])
             except self._ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, UserError):
                     raise error.cause from None

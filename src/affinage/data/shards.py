@@ -15,6 +15,7 @@ import fsspec
 import numpy as np
 
 from affinage.data.atomic import atomic_file, write_json
+from affinage.data.uploads import upload, upload_file
 from affinage.errors import UserError
 
 _CHUNK = 16_000_000  # bytes
@@ -110,7 +111,7 @@ class ShardFolder:
                     copy.write(chunk)
             return
         with told(self._place):
-            self._filesystem.put_file(str(file), f"{self._path}/{file.name}")
+            upload_file(self._filesystem, f"{self._path}/{file.name}", file)
 
     def put(self, name: str, facts: dict[str, Any]) -> None:
         """Write facts as a JSON file."""
@@ -118,7 +119,7 @@ class ShardFolder:
             write_json(self._local / name, facts)
             return
         with told(self._place):
-            self._filesystem.pipe_file(f"{self._path}/{name}", json.dumps(facts, ensure_ascii=False, indent=2).encode())
+            upload(self._filesystem, f"{self._path}/{name}", json.dumps(facts, ensure_ascii=False, indent=2).encode())
 
     def forget_records(self, names: Iterable[str]) -> None:
         """Remove the records of shards."""

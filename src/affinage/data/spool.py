@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 
 _DOCUMENTS_PER_CHUNK = 65_536
 EXTRA = np.uint32  # of what goes beside tokens: a token may stand for hundreds of bytes, such as a run of spaces
@@ -28,6 +28,7 @@ class Spool:
     text_bytes: int = 0
     _keys: list[int] = field(default_factory=list)
     _lengths: list[int] = field(default_factory=list)
+    _begins: list[bool] = field(default_factory=list)
     _names: list[tuple[str, str, str]] = field(default_factory=list)
     _chunks: list[pa.RecordBatch] = field(default_factory=list)
     _file: BinaryIO | None = None
@@ -63,14 +64,19 @@ class Spool:
         text_bytes: int,
         names: tuple[str, str, str],
         extra: np.ndarray | None = None,
+        begins: bool = True,
     ) -> None:
-        """Add one document: its tokens, shuffle key, UTF-8 bytes of text, and (id, source, url)."""
+        """Add one document: its tokens, shuffle key, UTF-8 bytes of text, and (id, source, url).
+
+        One that does not begin something is a further part of what the document before it began, with the same key.
+        """
         assert self._file is not None
         self._file.write(tokens.astype(self.dtype, copy=False).data.cast("B"))
         if self._extra_file is not None:
             assert extra is not None and len(extra) == len(tokens)
             self._extra_file.write(extra.astype(EXTRA).data)
         self._keys.append(key)
+        self._begins.append(begins)
         self._lengths.append(len(tokens))
         self._names.append(names)
         self.text_bytes += text_bytes
@@ -101,6 +107,7 @@ class Spool:
             keys=keys[order],
             starts=np.concatenate([[0], np.cumsum(lengths[order])]),
             names=pa.Table.from_batches(self._chunks).take(pa.array(order)),
+            begins=np.array(self._begins, bool)[order],
         )
 
 
@@ -123,6 +130,7 @@ class Stream:
     keys: Integer[np.ndarray, " documents"]  # ascending
     starts: Integer[np.ndarray, " documents+1"]
     names: pa.Table  # id, source, url of each document
+    begins: Bool[np.ndarray, " documents"]  # whether it is no further part of the one before; see `Spool.append`
 
     def __len__(self) -> int:
         return int(self.starts[-1])

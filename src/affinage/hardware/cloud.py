@@ -52,7 +52,7 @@ class Session(Protocol):
 
 
 class CloudSlice:
-    """One TPU slice, by the name under which it stands in the cloud's queue.
+    """One TPU slice, by the name under which it stands in the cloud's queue; a form of `acquisition.Hardware`.
 
     As a context it is acquired on entering and released on leaving, whatever happens inside. A slice of the same name
     that is there already, or on its way, is taken over: a command that was killed finds what it pays for again.

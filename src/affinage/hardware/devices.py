@@ -62,3 +62,14 @@ def acquire() -> "list[jax.Device]":
             where=f"JAX_PLATFORMS={wanted}" if wanted else "",
             fix="Unset JAX_PLATFORMS to use what is here, or install JAX for the accelerator, e.g. `jax[cuda12]`.",
         ) from error
+
+
+class Present:
+    """The devices that are here, see `affinage.hardware.acquisition.Hardware`."""
+
+    def acquire(self) -> "list[jax.Device]":
+        """See `acquire`."""
+        return acquire()
+
+    def release(self) -> None:
+        """They are this process's until it ends."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from affinage.errors import UserError
+from affinage.hardware.movement import waits_for_others
 
 COORDINATOR, HOSTS, HOST = "AFFINAGE_COORDINATOR", "AFFINAGE_HOSTS", "AFFINAGE_HOST"
 DETECT = "auto"
@@ -42,6 +43,7 @@ class Hosts:
 
     index: int = 0
     count: int = 1
+    passed: int = 0  # moments that all hosts pass in the same order, by which one that is behind is known
     current: ClassVar["Hosts"]  # alone, until `affinage.hardware.joining.joined` is entered
     _asked: dict[str, int] = field(default_factory=dict)
     _together: bool = False
@@ -76,7 +78,8 @@ class Hosts:
         Args:
             name: of what is shared.
             value: what the first host decides; that of others is not looked at.
-            seconds: until the first host is given up; None: as long as it shows signs of life.
+            seconds: until the first host is given up; None: as long as it shows signs of life, after which
+                `affinage.hardware.standstill` leaves this process.
 
         Raises:
             HostLost: the first host has not told it in time.
@@ -144,7 +147,7 @@ class Hosts:
                 raise HostLost(f"host 0 cannot be reached: {error}") from error
 
     def hear(self, key: str, seconds: float | None, *, said: str) -> str:
-        """Wait until some host says `key`; None: without a limit but that of heartbeats.
+        """Wait until some host says `key`; None: as long as the first one shows signs of life, see `share`.
 
         Raises:
             HostLost: beginning with `said`, if nobody does.
@@ -152,15 +155,16 @@ class Hosts:
         from jax.errors import JaxRuntimeError
 
         until = None if seconds is None else time.monotonic() + seconds
-        while True:
-            left = _SLICE if until is None else min(_SLICE, until - time.monotonic())
-            try:
-                return str(_client().blocking_key_value_get(key, max(1, int(1000 * left))))
-            except JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise HostLost(f"host 0 cannot be reached: {error}") from error
-            if until is not None and time.monotonic() >= until:
-                raise HostLost(f"{said} for {seconds:g} s")
+        with waits_for_others():
+            while True:
+                left = _SLICE if until is None else min(_SLICE, until - time.monotonic())
+                try:
+                    return str(_client().blocking_key_value_get(key, max(1, int(1000 * left))))
+                except JaxRuntimeError as error:
+                    if "DEADLINE_EXCEEDED" not in str(error):
+                        raise HostLost(f"host 0 cannot be reached: {error}") from error
+                if until is not None and time.monotonic() >= until:
+                    raise HostLost(f"{said} for {seconds:g} s")
 
     def told(self, folder: str) -> dict[str, str]:
         """What was said so far under `folder/`, by the rest of its key.
@@ -176,6 +180,7 @@ class Hosts:
             raise HostLost(f"host 0 cannot be reached: {error}") from error
 
     def _key(self, kind: str, name: str) -> str:
+        self.passed += 1
         number = self._asked[name] = self._asked.get(name, 0) + 1
         return f"affinage/{kind}/{name}/{number}"
 

@@ -4,21 +4,22 @@ import contextlib
 import dataclasses
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from affinage.errors import EXIT_USER_ERROR, Preempted, UserError, of_the_machine
+from affinage.errors import EXIT_USER_ERROR, Preempted, TransientError, UserError, of_the_machine
 from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
 from affinage.hardware.links import Links, Why
 from affinage.hardware.silence import PATIENCE
+from affinage.hardware.stacks import say
 from affinage.stopping import at_leaving, leave
 
 # Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
 # tells who stands still, and where all the others are.
 _HEARTBEAT = 45
+_LATER = 10  # seconds that JAX waits longer for all hosts than we do
 _SHUTDOWN = 10  # seconds that a host waits for the others when it is done
 _FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one that died by itself
 _SAME_MISTAKE = 5.0  # seconds in which this host may find it, too
@@ -33,13 +34,13 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
     Enter it before JAX has computed anything. Only the coordinator's address is listened on, and on hosts that compute
     with their CPUs the address that leads to it.
 
-    When another host dies, this process is left with status 1 within a second, whatever it waits for, and when another
-    one's machine does not answer, after `silence` seconds of that; with status 2 when another one has found a mistake
-    of the user, unless this one finds it, too. One that was told to stop is no dead one: where they do not stop
-    together, JAX ends the others, after 45 s at most.
+    When another host dies, this process is left with status 1 within a second, whatever it waits for, or aborted by JAX
+    where that was the first one and JAX is faster; when another one's machine does not answer, after `silence` seconds
+    of that; with status 2 when another one has found a mistake of the user, unless this one finds it, too. One that was
+    told to stop is no dead one: where they do not stop together, JAX ends the others, after 45 s at most.
 
     Raises:
-        UserError: the others were not there in time.
+        TransientError: the others were not there in time.
     """
     found = place()
     if found is None or Hosts.current.count > 1:
@@ -52,18 +53,16 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
     def lost(host: int, why: Why, leaving: threading.Event) -> None:
         _leave_without(host, why, leaving, f"its machine has not answered for {silence:g} s" if why == "silent" else "")
 
-    links = Links(Hosts.current, *where, lost, silence, _say)
+    links = Links(Hosts.current, *where, lost, silence, say)
     try:
         with at_leaving(links.say_goodbye):
             yield Hosts.current
     except Preempted:
         links.say_goodbye()
         raise
-    except UserError:
-        links.say_goodbye(mistake=True)
-        raise
-    except OSError as error:
-        if of_the_machine(error):
+    except (UserError, OSError) as error:
+        mistake = error if isinstance(error, UserError) else of_the_machine(error)
+        if mistake and not isinstance(mistake, TransientError):
             links.say_goodbye(mistake=True)
         raise
     except RuntimeError:  # JAX's, of a collective: this process is left with a better word if a host has died
@@ -77,7 +76,10 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
 
 def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = "") -> None:
     """Leave this process, with the time to end by itself where it is leaving in good order."""
-    left = leaving.wait(_SAME_MISTAKE if why == "mistake" else _FIRST_DEATH)
+    if host == 0 and not (why or leaving.is_set()):
+        say("host 0 is gone")  # now: without it JAX may abort this process before it has left, and names nobody
+    # A machine that is silent does not end where anybody could see it.
+    left = leaving.wait({"mistake": _SAME_MISTAKE, "silent": 0.0}.get(why, _FIRST_DEATH))
     if why == "mistake":
         if left:
             return
@@ -85,11 +87,6 @@ def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = 
     if left:
         time.sleep(_LAST_WORK)  # then JAX, which waits for the dead one at its shutdown, would abort the process
     leave(f"host {host} is gone{reason and f': {reason}'}", 1)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
-        print(line, file=sys.stderr, flush=True)
 
 
 def _bound_to(found: Place) -> str:
@@ -105,6 +102,13 @@ def _connect(found: Place) -> None:
 
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM to itself
     _listen_on(_address_towards(found.coordinator))
+    what = f"host {found.host} of {found.hosts} did not meet the others within {JOIN} s"
+    where = f"{COORDINATOR}={found.coordinator}"
+    fix = "Start affinage on every host, each with its own number, and let the port through between them."
+    # A machine may take longer to come back, and whoever starts the hosts tries it again. JAX would abort the process.
+    too_late = threading.Timer(JOIN, leave, (f"{where}: {what}. {fix}", 1))
+    too_late.daemon = True
+    too_late.start()
     try:
         jax.distributed.initialize(
             found.coordinator,
@@ -112,17 +116,16 @@ def _connect(found: Place) -> None:
             found.host,
             cluster_detection_method=None if found.detected else "deactivate",
             coordinator_bind_address=_bound_to(found),
-            initialization_timeout=JOIN,
+            initialization_timeout=JOIN + _LATER,
             heartbeat_timeout_seconds=_HEARTBEAT,
             shutdown_timeout_seconds=_SHUTDOWN,
         )
+        too_late.cancel()
         jax.local_devices()  # now: the first question after devices waits until all hosts have asked it
     except RuntimeError as error:
-        raise UserError(
-            f"host {found.host} of {found.hosts} did not meet the others within {JOIN} s: {error}",
-            where=f"{COORDINATOR}={found.coordinator}",
-            fix="Start affinage on every host, each with its own number, and let the port through between them.",
-        ) from error
+        raise TransientError(f"{what}: {error}", where=where, fix=fix) from error
+    finally:
+        too_late.cancel()
 
 
 def _address_towards(coordinator: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import hmac
 import json
+import resource
 import secrets
 import selectors
 import socket
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from affinage.hardware.hosts import HostLost, Hosts
-from affinage.hardware.silence import KNOWN, LOOK_EVERY, PATIENCE, Ear, ask_often
+from affinage.hardware.silence import KNOWN, LOOK_EVERY, PATIENCE, Ear, ask_often, forget
 
 _KEY = "affinage/links"
 _CONNECT = 30.0  # seconds for the first host to answer; where its port cannot be reached, it goes without
@@ -22,6 +23,7 @@ _ALIVE_EVERY = 60  # seconds of silence after which the kernels ask each other, 
 _LATE = 10.0  # seconds after its goodbye in which the first host still answers who connects
 _GOODBYE = b"bye\n"
 _LINE = 256  # bytes, at most
+_FILES_OF_A_HOST = 3  # two links and JAX's
 _NAMED = 8  # hosts, at most, in one line
 
 Why = Literal["", "mistake", "silent"]  # its process ended, has found a mistake of the user, its machine is silent
@@ -34,15 +36,17 @@ class _Peer:
 
     host: int | None = None
     rest: bytes = b""
+    second: bool = False  # of the links to this host
 
 
 class Links:
     """A connection from every host to the first one. A host whose connection ends without a goodbye is gone.
 
     The kernel ends the connections of a process that is killed, while JAX's heartbeats take 45 s to be missed. A
-    machine that loses its power, or the network, is silent: see `affinage.hardware.silence`. A host that cannot
-    connect to the first is left to the heartbeats, and a silent one where this machine does not run Linux. Whoever
-    connects must know a token, which JAX's coordinator hands out.
+    machine that loses its power, or the network, is silent: see `affinage.hardware.silence`, for whose sake there is a
+    second connection, which may end, or not be had. A host that cannot connect to the first is left to the heartbeats,
+    and a silent one where this machine does not run Linux. Whoever connects must know a token, which JAX's coordinator
+    hands out.
 
     Args:
         hosts: of the run.
@@ -70,6 +74,7 @@ class Links:
         self._ended = threading.Event()
         self._left: set[int] = set()
         self._links: dict[int, socket.socket] = {}
+        self._second: dict[int, socket.socket] = {}
         if hosts.count > 1:
             work = self._serve if hosts.first else self._connect
             threading.Thread(target=work, name="links", daemon=True).start()
@@ -98,11 +103,11 @@ class Links:
     def _connect(self) -> None:
         try:
             said = json.loads(self._hosts.hear(_KEY, _CONNECT, said="host 0 has not said where it listens"))
-            link = socket.create_connection((self._address, said["port"]), _CONNECT)
-            link.settimeout(None)
-            _keep_alive(link)
-            link.sendall(f"{said['token']} {self._hosts.index}\n".encode())
+            link = self._connected(said)
             self._meet(0, link)
+            if KNOWN:
+                with contextlib.suppress(OSError):
+                    self._second[0] = self._connected(said, " again")
             with link.makefile("rb") as lines:
                 while line := lines.readline(_LINE):
                     if line == _GOODBYE:
@@ -115,7 +120,15 @@ class Links:
             return
         self._gone(0)
 
+    def _connected(self, said: dict[str, Any], more: str = "") -> socket.socket:
+        link = socket.create_connection((self._address, said["port"]), _CONNECT)
+        link.settimeout(None)
+        _keep_alive(link)
+        link.sendall(f"{said['token']} {self._hosts.index}{more}\n".encode())
+        return link
+
     def _serve(self) -> None:
+        _allow_files(_FILES_OF_A_HOST * self._hosts.count)
         try:
             family = socket.getaddrinfo(self._listens_on, 0, type=socket.SOCK_STREAM)[0][0]
             server = socket.create_server(
@@ -154,16 +167,22 @@ class Links:
         if not said or len(peer.rest) > _LINE or not all(self._take(line + b"\n", peer, link, token) for line in lines):
             selector.unregister(link)
             link.close()
-            if peer.host is not None:
+            if peer.second:
+                self._second.pop(peer.host or 0, None)
+            elif peer.host is not None:
                 self._gone(peer.host)
 
     def _take(self, line: bytes, peer: _Peer, link: socket.socket, token: str) -> bool:
         """Do what a line says; False where it is none of ours."""
         if peer.host is None:
-            peer.host = self._known(line, token)
-            if peer.host is not None:
+            peer.host, peer.second = self._known(line, token)
+            if peer.host is not None and peer.second:
+                self._second[peer.host] = link
+            elif peer.host is not None:
                 self._meet(peer.host, link)
             return peer.host is not None
+        if peer.second:
+            return True
         if line == _GOODBYE:
             self._left.add(peer.host)
         elif line == _line(peer.host, "mistake"):
@@ -172,24 +191,28 @@ class Links:
             return False
         return True
 
-    def _known(self, said: bytes, token: str) -> int | None:
-        """The number of a host that knows the token; None for anybody else."""
-        word, _, number = said.partition(b" ")
-        if not hmac.compare_digest(word, token.encode()) or not number.strip().isdigit():
-            return None
+    def _known(self, said: bytes, token: str) -> tuple[int | None, bool]:
+        """The number of a host that knows the token, None for anybody else; and whether it is its second link."""
+        word, number, *more = [*said.split(), b"", b""][:3]
+        again = more == [b"again"]
+        if not hmac.compare_digest(word, token.encode()) or not number.isdigit():
+            return None, again
         host = int(number)
-        return host if 0 < host < self._hosts.count and host not in self._links else None
+        there = self._second if again else self._links
+        return host if 0 < host < self._hosts.count and host not in there else None, again
 
     def _look(self) -> None:
         """Look for machines that are silent, as long as this host is not about to leave."""
         ears: dict[int, Ear] = {}
         while not self._ended.wait(LOOK_EVERY):
             found: dict[str, list[int]] = {}
+            if not self._hosts.first and 0 in self._second:
+                forget(self._second[0])
             for host, link in list(self._links.items()):
                 if host not in self._left:
                     ear = ears.setdefault(host, Ear())
                     with contextlib.suppress(OSError):  # it has ended, which its own thread sees
-                        found.setdefault(ear.look_at(link, self._patience), []).append(host)
+                        found.setdefault(ear.look_at(link, self._patience, self._second.get(host)), []).append(host)
             if silent := found.get("silent"):
                 self._tell(
                     f"{_named(silent)} not answering: the machine, or the network, may be dead. Without an answer for"
@@ -223,6 +246,14 @@ def _accept(server: socket.socket, selector: selectors.BaseSelector) -> None:
         selector.register(link, selectors.EVENT_READ, _Peer())
     except OSError:  # whoever it was is gone already, or too many files are open, which may pass
         time.sleep(_LOOK_EVERY)
+
+
+def _allow_files(more: int) -> None:
+    """Let this process open so many files more than it may, as far as that is its to say; 1,024 is usual."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, soft + more), hard))
 
 
 def _line(host: int, why: Why) -> bytes:

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 
@@ -63,6 +63,15 @@ class Launcher(Protocol):
 
     def finish(self) -> None:
         """No start follows, for now: end what was kept for a next one. Calling it again is fine."""
+        ...
+
+
+@runtime_checkable
+class Elastic(Launcher, Protocol):
+    """A launcher that starts fewer hosts where no more are there; `hosts` is how many the last start has."""
+
+    def has_room(self) -> bool:
+        """Whether a start would now have more hosts than the last one has. Asked now and then while these run."""
         ...
 
 

@@ -69,7 +69,7 @@ class HostProcess:
         given = os.environ if environment is None else environment
         self._environment = {**given, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self._output, self._begun = Output(), threading.Event()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         # The thread that starts it lives as long as it does: the kernel takes the end of that thread for a parent's.
         self._keeper = threading.Thread(target=self._keep, args=(list(command),), daemon=True)
         self._keeper.start()
@@ -122,7 +122,7 @@ class HostProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
+        except Exception as error:  # also what Python says of a command that cannot be one: somebody waits here
             self._error = error
         self._begun.set()
         if self._error is None:

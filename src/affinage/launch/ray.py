@@ -19,6 +19,7 @@ from affinage.launch.ray_agent import Agent, Job
 from affinage.launch.remains import Remains
 
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
+_SETTLES = 10.0  # seconds for what is ending on the machines
 _ANSWERS = 30.0  # seconds for an agent to start a process, or to kill it
 _LOOK_EVERY = 0.05  # seconds
 _ACCELERATORS = ("TPU", "GPU")
@@ -34,7 +35,9 @@ class RayLauncher:
     Args:
         hosts: how many.
         address: of a running cluster (`auto`, `HOST:6379`); "" starts one on this machine, on the loopback address.
-        least: start with so few hosts if the cluster has no more at that moment; None: wait for all.
+        open_cluster: join also one that others can reach, and that asks for no token.
+        least: start with so few hosts if the cluster has no more at that moment, and with more when it has; None: wait
+            for all.
         devices: of each host, played by its CPU; None: what JAX finds, all accelerators of a machine for one host.
         files: path here -> content, put on every host where the path does not hold the same; words of the command that
             are such a path are replaced by where the file is there.
@@ -43,7 +46,7 @@ class RayLauncher:
         say: takes the lines that the hosts write, each with the number of its host before it.
 
     Raises:
-        UserError: Ray is not installed, or the cluster does not answer.
+        UserError: Ray is not installed, or the cluster does not answer, or is open to all.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class RayLauncher:
         hosts: int,
         *,
         address: str = "",
+        open_cluster: bool = False,
         least: int | None = None,
         devices: int | None = None,
         files: Mapping[str, bytes] | None = None,
@@ -64,21 +68,25 @@ class RayLauncher:
         self._launch = secrets.token_hex(8)
         self._room: _Room | None = None
         cpus = max(hosts, os.cpu_count() or 1)
-        self._ray = connect(address, cpus, asked_by="--on ray", address_by="--address")
+        self._ray = connect(
+            address,
+            cpus,
+            asked_by="--on ray",
+            address_by="--address",
+            open_by="--open-cluster",
+            may_be_open=open_cluster,
+        )
 
     def start(self, command: Sequence[str]) -> "RayGang":
         """See `affinage.launch.gang.Launcher`. As many hosts as there is room for, if fewer than all are enough."""
-        machines = [node for node in self._ray.nodes() if node["Alive"]]
-        chips = _chips(machines) if self._devices is None else {}
+        bundle = self._bundle()
         if self._least < self._wanted:
-            able = sum(1 for node in machines if all(node["Resources"].get(k, 0) >= n for k, n in chips.items()))
-            self.hosts = max(self._least, min(self._wanted, able))
+            self.hosts = max(self._least, min(self._wanted, self._settled(bundle)))
             if self.hosts < self._wanted:
                 self._say(f"launch: {self.hosts} of {self._wanted} hosts are there")
         job = Job(self._program, list(command), of_cpu(self._devices), self._files, self._modules)
         # What runs the same command belongs together, also when another driver starts it.
         group = hashlib.sha256("\0".join(job.command).encode()).hexdigest()[:16]
-        bundle = {"CPU": 1.0, **chips}
         if self._room is not None and not self._room.serves(group, self.hosts, bundle):
             self._room.leave(for_good=False)
             self._room = None
@@ -91,6 +99,39 @@ class RayLauncher:
         except BaseException:
             self.finish()
             raise
+
+    def has_room(self) -> bool:
+        """See `affinage.launch.gang.Elastic`."""
+        if self.hosts >= self._wanted:
+            return False
+        try:
+            return self._free(self._bundle()) > self.hosts
+        except Exception:  # out of reach, or a machine unlike the others has come: no reason to end what runs
+            return False
+
+    def _bundle(self) -> dict[str, float]:
+        """What a host takes of a machine."""
+        chips = _chips(self._alive()) if self._devices is None else {}
+        return {"CPU": 1.0, **chips}
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _settled(self, bundle: Mapping[str, float]) -> int:
+        """Machines for a host, once what ends on them has ended: the actors of a driver that was killed, say."""
+        able = sum(_has(node["Resources"], bundle) for node in self._alive())
+        until = time.monotonic() + _SETTLES
+        while (free := self._free(bundle)) < min(able, self._wanted) and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY)
+        return free
+
+    def _free(self, bundle: Mapping[str, float]) -> int:
+        """Machines that have what a host takes, and that nobody else computes on."""
+        from ray._private.state import available_resources_per_node
+
+        left, ours = available_resources_per_node(), set(self._room.machines() if self._room else ())
+        alive = {node["NodeID"] for node in self._alive()}
+        return sum(node in ours or _has(left.get(node, {}), bundle) for node in alive)
 
     def finish(self) -> None:
         """See `affinage.launch.gang.Launcher`."""
@@ -158,13 +199,17 @@ class _Room:
                 return True
         return False
 
-    def _reachable(self) -> list[Any]:
-        """The agents whose machines are there."""
+    def machines(self) -> list[str]:
+        """Ray's names of the machines, by host."""
         from ray.util.placement_group import placement_group_table
 
-        there = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         at = placement_group_table(self._places)["bundles_to_node_id"]
-        return [agent for host, agent in enumerate(self.agents) if at.get(host) in there]
+        return [at.get(host, "") for host in range(len(self.agents))]
+
+    def _reachable(self) -> list[Any]:
+        """The agents whose machines are there."""
+        there = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        return [agent for agent, machine in zip(self.agents, self.machines(), strict=True) if machine in there]
 
     def leave(self, *, for_good: bool) -> None:
         """Give it back, with all that runs there; what is out of reach is told so by the end of its agent.
@@ -243,6 +288,10 @@ class RayGang:
         asked = [getattr(self._agents[host], method).remote(*words) for host in sorted(self._seen)]
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWERS)
+
+
+def _has(resources: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(resources.get(kind, 0) >= count for kind, count in bundle.items())
 
 
 def _chips(machines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from affinage.hardware.cloud import CloudSlice
+from affinage.hardware.acquisition import Hardware
+from affinage.hardware.cloud import Host
 from affinage.launch.gang import Gang, Launcher
 from affinage.launch.told import interruptible
 
@@ -11,14 +12,14 @@ class RentedLauncher:
     """Asks for the slice before a start, unless it is there, and starts the hosts on its machines.
 
     Args:
-        slice: released by whoever made it.
+        slice: of the cloud, or other machines that can be asked for; released by whoever made it.
         hosts: machines of the slice.
         on: a launcher for machines of these addresses, inside or outside the cloud's network.
         outside: take the machines' outer addresses.
     """
 
     def __init__(
-        self, slice: CloudSlice, hosts: int, on: Callable[[Sequence[str]], Launcher], outside: bool = False
+        self, slice: Hardware[Host], hosts: int, on: Callable[[Sequence[str]], Launcher], outside: bool = False
     ) -> None:
         self.hosts = hosts
         self._slice, self._on, self._outside = slice, on, outside

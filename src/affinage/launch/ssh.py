@@ -18,6 +18,7 @@ from affinage.launch.told import interruptible
 
 PORT = 8476  # where host 0 listens; JAX's own default on pods of TPUs
 _LOST = 255  # exit status of ssh itself
+_SILENT = "it does not answer"
 _CONNECT = 20  # seconds
 _OPTIONS = (
     "-o",
@@ -32,6 +33,7 @@ _OPTIONS = (
     "LogLevel=ERROR",
 )
 _ANSWERS = 60.0  # seconds for a machine to make a folder and to take the files
+_PREPARES = 3600.0  # seconds for the user's own command to prepare a machine
 _TELL = 30.0  # seconds for a signal to reach a host
 # What a host runs, with the command in place of the %s. A shell stays with the program, because ssh's own status for a
 # connection that is lost, 255, is also what it makes of a signal's kill. When the connection is lost the shell gets
@@ -127,9 +129,9 @@ class SshLauncher:
             with interruptible():
                 for address, process in zip(self._addresses, run):
                     try:
-                        said, _ = process.communicate(given, timeout=None if prepare else _ANSWERS)
+                        said, _ = process.communicate(given, timeout=_PREPARES if prepare else _ANSWERS)
                     except subprocess.TimeoutExpired:
-                        raise self._unprepared(address, _LOST, "it does not answer") from None
+                        raise _endless(address) if prepare else self._unprepared(address, _LOST, _SILENT) from None
                     if process.returncode:
                         raise self._unprepared(address, process.returncode, said.decode(errors="replace"))
         finally:
@@ -143,6 +145,14 @@ class SshLauncher:
             where="ssh" if status == _LOST else "--prepare",
             fix=f"Try it: {shlex.join([*self._ssh, address, 'true'])}",
         )
+
+
+def _endless(address: str) -> UserError:
+    return UserError(
+        f"host {address} cannot be prepared: the command has not ended within {_PREPARES / 60:g} minutes",
+        where="--prepare",
+        fix="A program that it leaves running must not hold its output: PROGRAM > /dev/null 2>&1 &",
+    )
 
 
 class SshGang:

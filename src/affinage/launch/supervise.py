@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
-from affinage.launch.gang import Ending, Gang, Launcher, Restarts
+from affinage.launch.gang import Elastic, Ending, Gang, Launcher, Restarts
 from affinage.launch.told import Told
 from affinage.secrets import masked
 
@@ -16,6 +16,7 @@ _AFTER_75 = 5.0  # seconds for the others: hosts that stop together have saved w
 _AFTER_2 = 5.0  # seconds in which the others find the same mistake
 _AFTER_0 = 60.0  # seconds for the others when one is done
 _LOOK_EVERY = 1.0  # seconds
+_ROOM_EVERY = 60.0  # seconds between two looks for room for more hosts, the first one after so many of a start
 _QUICK = 20.0  # seconds: a start that fails within them may do so for ever
 _PATIENT = 3  # quick failures in a row that are not waited after
 _LONGEST_PAUSE = 60.0  # seconds
@@ -32,7 +33,8 @@ def supervise(
     """Run a command of `affinage` on all hosts until it is done, starting them all again when one is lost.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the hosts, and nothing is started again. Whatever happens, nothing that
-    was started runs afterwards.
+    was started runs afterwards. Where a launcher is `Elastic` and finds room for more hosts, those that run are told to
+    save, and all start again, which is counted as no preemption.
 
     Args:
         launcher: starts the hosts.
@@ -57,6 +59,9 @@ def supervise(
                 return EXIT_PREEMPTED
             if end.status in (0, EXIT_USER_ERROR) or stop.number:
                 return end.status
+            if end.grows and end.status == EXIT_PREEMPTED:
+                spent.begun = True
+                continue
             used, pause = spent.by(end)
             if pause is None:
                 say(f"launch: {end.what}; given up after {used}")
@@ -72,6 +77,7 @@ class _End(NamedTuple):
     status: int  # of the host that decided over the others'
     what: str
     lasted: float | None  # seconds; None where the hosts could not be started
+    grows: bool = False  # it was told to end for the sake of a larger one
 
 
 @dataclasses.dataclass
@@ -131,13 +137,16 @@ def _run(
         return _End(1, masked(f"the hosts could not be started: {what}").partition("\n")[0], None)
     began = time.monotonic()
     try:
-        cause = _watch(gang, launcher.hosts, stop, grace, say)
+        cause, grows = _watch(gang, launcher, stop, grace, say)
     finally:
         gang.end()
-    return _End(cause.status, str(cause), time.monotonic() - began)
+    return _End(cause.status, str(cause), time.monotonic() - began, grows)
 
 
-def _watch(gang: Gang, hosts: int, stop: Told, grace: float, say: Callable[[str], None]) -> Ending:
+def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callable[[str], None]) -> tuple[Ending, bool]:
+    """The ending that decides over the others', and whether they were told to end for the sake of a larger start."""
+    hosts, grows, room = launcher.hosts, False, 0
+    look_at = time.monotonic() + _ROOM_EVERY
     endings: list[Ending] = []
     until = tell_at = float("inf")
     told = 0
@@ -149,9 +158,17 @@ def _watch(gang: Gang, hosts: int, stop: Told, grace: float, say: Callable[[str]
             told = stop.count
         worst = _cause(endings)
         if worst is None:
+            if time.monotonic() >= look_at and not told and not grows and isinstance(launcher, Elastic):
+                room = room + 1 if launcher.has_room() else 0
+                grows = room > 1  # at two looks: a machine may come and go
+                look_at = time.monotonic() + _ROOM_EVERY
+                if grows:
+                    say("launch: there is room for more hosts; these are told to save, and all start again")
+                    gang.tell(signal.SIGTERM)
+                    until = time.monotonic() + grace
             continue
         if worst.status not in (0, EXIT_PREEMPTED, EXIT_USER_ERROR) and not told:
-            return worst  # the others wait for it in vain
+            return worst, False  # the others wait for it in vain
         if until == float("inf"):
             patience = {0: _AFTER_0, EXIT_PREEMPTED: _AFTER_75}.get(worst.status, _AFTER_2)
             until = time.monotonic() + (grace if worst.out_of_sight else patience)
@@ -165,8 +182,8 @@ def _watch(gang: Gang, hosts: int, stop: Told, grace: float, say: Callable[[str]
         late = [str(host) for host in range(hosts) if host not in {ending.host for ending in endings}]
         say(f"launch: host {', '.join(late)} did not end in time, and is killed")
     if told and _cause(endings) is None:
-        return Ending(0, EXIT_PREEMPTED)
-    return _judged(_cause(endings) or Ending(0, 1), endings, bool(told))
+        return Ending(0, EXIT_PREEMPTED), False
+    return _judged(_cause(endings) or Ending(0, 1), endings, bool(told)), grows
 
 
 def _judged(cause: Ending, endings: Sequence[Ending], told: bool) -> Ending:

@@ -77,6 +77,7 @@ class DataSettings(Settings):
     engine: Literal["local", "ray"] = "local"  # the cores of this machine, or Ray's (pip install 'affinage[ray]')
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # tasks at the same time; auto: one a core
     ray_address: str = ""  # of a running cluster (`auto`, `HOST:6379`); empty: Ray is started on this machine
+    ray_open_cluster: bool = False  # join also one that others can reach, and that asks for no token
     memory_megabytes: float = Field(default=512.0, gt=0)  # what deduplication's sorting and comparing may hold at once
 
     @model_validator(mode="after")

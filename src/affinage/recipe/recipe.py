@@ -111,10 +111,15 @@ class Recipe(Settings):
         return [name for name in ("pretrain", "sft", "dpo") if getattr(self, name) is not None]
 
     @property
-    def silence_seconds(self) -> float:
-        """How long the machine of one of many hosts may not answer, in the whole run."""
-        of_each = (getattr(self, name).survival.silence_seconds for name in self.trainings)
-        return max(of_each, default=SurvivalSettings().silence_seconds)
+    def survival(self) -> SurvivalSettings:
+        """What holds outside of the trainings: of each setting what the most patient of them says."""
+        of_each = [getattr(self, name).survival for name in self.trainings] or [SurvivalSettings()]
+        return SurvivalSettings(
+            grace_seconds=max(one.grace_seconds for one in of_each),
+            stuck_seconds=max(one.stuck_seconds for one in of_each),
+            leave_when_stuck=min((one.leave_when_stuck for one in of_each), key=(False, None, True).index),
+            silence_seconds=max(one.silence_seconds for one in of_each),
+        )
 
     @property
     def chat_system_prompt(self) -> str:

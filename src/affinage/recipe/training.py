@@ -103,13 +103,14 @@ class SurvivalSettings(Settings):
     """What a run does when it is stopped or stuck."""
 
     grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM or SIGHUP until it is left; clouds give 30
-    # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer.
+    # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer;
+    # what is no step, in a training or not, after as many in which nothing moves.
     # 28, so that a host that stands still is named within 30.
     stuck_seconds: float = Field(default=28, gt=0)
     # End with status 75, for whatever starts it again; else only say so. null: where there are many hosts, or
     # `affinage launch` started this one.
     leave_when_stuck: bool | None = None
-    # Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named after some 2 s;
+    # Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named within a second;
     # the longest of a recipe's trainings holds for its whole run. Less than the 45 s after which JAX ends all hosts.
     silence_seconds: float = Field(default=5, ge=2, le=40)
 
@@ -224,8 +225,7 @@ class InLoopSettings(Settings):
     every_steps: int = Field(ge=1)  # also before the first step, and after the last
     items: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
-    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors and
-    # where there are many hosts.
+    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors.
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 

@@ -17,6 +17,7 @@ import rich
 
 from affinage.errors import UserError, errno_of
 from affinage.hardware.hosts import Hosts
+from affinage.hardware.standstill import Standstill
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import load_plugins
 from affinage.stages.locks import Locks, Taken, taken
@@ -136,6 +137,7 @@ class Flow:
         while (told := Hosts.current.share(_NEXT, None, seconds=None)) is not None:
             inputs = {name: store.find(name, key) for name, key in told["inputs"].items()}
             context = StageContext(self.loaded, store.find(told["stage"], told["key"]), inputs, self.folder)
+            Standstill.sign(told["stage"])
             with Hosts.current.all_at_work(), self._located_errors():
                 stages[told["stage"]].work(context)
 
@@ -220,10 +222,16 @@ class Flow:
         if stage.continues:
             link(self.folder / stage.name, folder)  # so that one can look at a training while it runs
         inputs = {name: store.find(name, key) for name, key in step.request.inputs.items()}
+
+        def progressed(what: str) -> None:
+            Standstill.sign()
+            watcher.progressed(what)
+
         watcher.began(step, folder)
+        Standstill.sign(stage.name)
         started, clock = time.time(), time.monotonic()
         with self._located_errors(), _told_full_disk(folder):
-            context = StageContext(self.loaded, folder, inputs, self.folder, watcher.progressed, watcher.measured)
+            context = StageContext(self.loaded, folder, inputs, self.folder, progressed, watcher.measured)
             if stage.before is not None:
                 stage.before(context, anew=step.reason.startswith("forced"))
             with _all_hosts(step) if stage.together else contextlib.nullcontext():

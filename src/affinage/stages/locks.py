@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from affinage.errors import UserError
+from affinage.hardware.movement import waits_for_others
 from affinage.stages.store import Request, Store
 
 Taken = Callable[[Request], contextlib.AbstractContextManager[bool]]  # see `taken`
@@ -112,7 +113,8 @@ def taken(locks: Locks, store: Store, say: Callable[[str], None], request: Reque
             if not told:
                 say(f"{request.stage}: waits for {locks.holder(name)}, which is at it")
             told = True
-            time.sleep(_LOOK_EVERY)
+            with waits_for_others():
+                time.sleep(_LOOK_EVERY)
     yield not complete
     if not (store.is_complete(request) and locks.read(name)):
         locks.release(name)  # copied only in part: whoever needs all of it must be able to write

@@ -9,6 +9,7 @@ from affinage.hardware.hosts import HostLost, Hosts
 _NOTHING_TO_SAVE = -1  # told in place of a point by a host that has left
 _PATIENCE = 10.0  # seconds for the other hosts to say how far they are
 _GOODBYE = 0.3  # seconds that the first host still answers after it has said that it leaves
+_AGREED = 60.0  # seconds to agree on a point: longer than it takes to find that a host does not answer
 _ASK_EVERY = 3600.0  # seconds; the wait for a word begins anew
 
 
@@ -60,8 +61,9 @@ class Agreement:
         """
         with self._lock:
             self._point += 1
-            while self._held and self._stop_at is None and self._error is None:
-                self._lock.wait()
+            agreed = self._lock.wait_for(lambda: not self._held or self._stop_at is not None or self._error, _AGREED)
+            if not agreed:
+                raise HostLost(f"the hosts have not agreed within {_AGREED:g} s where to stop")
             if self._error is not None:
                 raise self._error
             return self._stop_at is not None and self._point >= self._stop_at

@@ -14,7 +14,7 @@ from affinage.training.frozen import kept_frozen
 from affinage.training.job import Extension
 from affinage.training.program import Program
 from affinage.training.state import TrainState
-from affinage.training.summary import identity
+from affinage.training.summary import check_carried, identity
 
 # What an extension is for. Of `mixture`, only what holds from its first step on.
 _OPEN = ("steps", "schedule", "mixture")
@@ -36,6 +36,10 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
         fix = f"Set {job.name}.steps to more than {extension.step}."
         raise UserError(f"it has made {extension.step} of the {job.settings.steps} steps", where=where, fix=fix)
     meta = store.meta(extension.step)
+    try:
+        check_carried(meta)
+    except ValueError as error:
+        raise UserError(str(error), where=str(store.folder / str(extension.step))) from error
     accepted = (*job.settings.checkpoint.accept_changes, *_OPEN)
     now = identity(program)
     _refuse_another_past(meta, now, extension.step, job.settings.checkpoint.accept_changes, job.name)

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from affinage.checkpoint.mirror import Mirror
+from affinage.hardware.acquisition import Hardware
+from affinage.hardware.devices import Present
 from affinage.model import Graph
 from affinage.parallel import Strategy
 from affinage.recipe.parallel import ParallelSettings
@@ -15,6 +17,9 @@ from affinage.recipe.tracking import TrackersSettings
 from affinage.recipe.training import TrainSettings
 from affinage.tracking import Tracker
 from affinage.training.state import TrainState
+
+if TYPE_CHECKING:
+    import jax
 
 PyTree = Any
 HostBatch = Mapping[str, np.ndarray]
@@ -171,6 +176,7 @@ class TrainJob:
         extends: a checkpoint of another training to begin with, and go on from its step.
         mirror: copies what the first host saves elsewhere; None: it stays in the folder.
         store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
+        hardware: gives the devices, and is given back at the end.
         strategy: how the step is compiled; None: as the mesh asks for, see `affinage.parallel.strategy_for`.
     """
 
@@ -195,6 +201,7 @@ class TrainJob:
     extends: Extension | None = None
     mirror: Mirror | None = None
     store: Checkpoints | None = None
+    hardware: Hardware["jax.Device"] = field(default_factory=Present)
     strategy: Strategy | None = None
 
 

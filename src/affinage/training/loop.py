@@ -17,8 +17,8 @@ from affinage.checkpoint.store import seconds_at_most
 from affinage.errors import Preempted, UserError
 from affinage.hardware.allocator import give_back_freed_memory
 from affinage.hardware.collector import what_lives_is_left_alone
-from affinage.hardware.devices import acquire
 from affinage.hardware.hosts import Hosts
+from affinage.hardware.movement import waits_for_others
 from affinage.parallel import make_mesh
 from affinage.tracking import TrackedRun, Trackers
 from affinage.training.diagnosis import diagnose
@@ -35,7 +35,7 @@ from affinage.training.reporter import Reporter
 from affinage.training.saving import SaveRhythm
 from affinage.training.signals import StopRequest
 from affinage.training.state import TrainState
-from affinage.training.summary import checkpoint_meta, facts_for_trackers, identity, summarize
+from affinage.training.summary import check_carried, checkpoint_meta, facts_for_trackers, identity, summarize
 from affinage.training.tracing import Tracing
 from affinage.training.watchdog import Watchdog
 
@@ -70,7 +70,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, settings.survival, life))
 
         # ---- the program ----
-        mesh = make_mesh(job.mesh, acquire())
+        cleanup.callback(job.hardware.release)
+        mesh = make_mesh(job.mesh, job.hardware.acquire())
         program = Program(job, mesh, next(job.feed.iterate(0)))
         watchdog.begins("the compilation", may_take=_COMPILATION)
         with ledger.account("compile"):
@@ -130,7 +131,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             with ledger.account("validation"):
                 examination.look(start, state, report)
 
-        watchdog.begins("the way to the first step")
+        watchdog.begins("the way to the first step", may_take=_COMPILATION)
         hosts.meet("the first step")
         stop.something_to_lose()
         if stop.agreed():
@@ -181,18 +182,20 @@ def train(job: TrainJob) -> dict[str, Any]:
                 continue
 
             if judging and job.judge is not None and not stopping:
-                watchdog.begins("a look at the benchmarks")
+                watchdog.begins("a look at the benchmarks", may_take=_COMPILATION)
                 with ledger.account("validation"):
                     ended = job.judge.look(step, state, examination.asked_to_stop)
                 report.restart_clock()
                 stopping = stop.agreed()  # it may have been given up, too
 
             if ended or examining:
-                watchdog.begins("the validation")
+                watchdog.begins("the validation", may_take=_COMPILATION)
                 with ledger.account("validation"):
                     examination.look(step, state, report)
                 stopping = stop.agreed() or stopping  # it may have been given up: done again from this step
 
+            if stopping and stop.may_be_given_up:
+                display.say(f"{stop.signal_name}: saves step {step:,}; Ctrl-C once more leaves without it")
             if stopping or ended or saving:
                 watchdog.begins("the save", told_after=1, may_take=one_pass)  # it waits for the one before
                 with ledger.stall():
@@ -234,13 +237,14 @@ def _copied(mirror: Mirror, watchdog: Watchdog, stop: StopRequest) -> str:
     The first host copies; the others wait for it, as long as it shows that it is alive.
     """
     hosts = Hosts.current
-    watchdog.begins("the copy of the last save", told_after=math.inf)  # which knows by itself when it is stuck
+    watchdog.begins("the copy of the last save", told_after=math.inf)
 
     def seconds_left() -> float | None:
         left = stop.seconds_left()
         return None if left is None else left - _TO_LEAVE
 
-    missing = mirror.settle(seconds_left) if hosts.first else ""
+    with waits_for_others():  # the copy knows by itself when it is stuck
+        missing = mirror.settle(seconds_left) if hosts.first else ""
     newest = mirror.newest
     said = f"copied to {mirror.url}"
     if missing:
@@ -266,6 +270,7 @@ def _resume_or_begin(program: Program, store: Checkpoints, at_most: int | None =
     job = program.job
 
     def accept(meta: Mapping[str, Any]) -> None:
+        check_carried(meta)
         setting = f"{job.name}.checkpoint.accept_changes"
         accepted, where = job.settings.checkpoint.accept_changes, str(job.folder / "checkpoints")
         for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):

@@ -48,6 +48,11 @@ class StopRequest:
         """Whether to stop here. Every host calls it at the same moments of the training, and gets the same answer."""
         return bool(self) if self._agreement is None else self._agreement.reached()
 
+    @property
+    def may_be_given_up(self) -> bool:
+        """Whether a person waits, who can leave without the save."""
+        return self.signal_name.startswith(signal.SIGINT.name)
+
     def seconds_left(self) -> float | None:
         """Until the process is left with what is not saved; None: it is not left."""
         if self._counted_from is None:

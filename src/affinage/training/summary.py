@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 import affinage
 from affinage.checkpoint.facts import IDENTITY
@@ -38,6 +40,34 @@ def checkpoint_meta(program: Program, ledger: Ledger, health: Health, resumed_at
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
     }
+
+
+class _Health(TypedDict, total=False):
+    sick: list[int]
+    left_out: list[int]
+    rewinds: list[tuple[int, int]]
+    spikes: int
+
+
+class _Carried(TypedDict, total=False):
+    """Those of the facts above that a run goes on with."""
+
+    identity: dict[str, Any]
+    seconds: dict[str, FiniteFloat]
+    stalls: list[FiniteFloat]
+    clock: FiniteFloat
+    health: _Health
+    resumed_at: list[int]
+
+
+def check_carried(meta: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line, if facts that a run goes on with are not such as `checkpoint_meta` gives."""
+    try:
+        TypeAdapter(_Carried).validate_python(meta)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"what it says of its run is not of a training: {place}: {first['msg']}") from None
 
 
 def identity(program: Program) -> dict[str, Any]:

@@ -1,9 +1,6 @@
 """Notices that a step does not end, and says what every thread is at."""
 
 import contextlib
-import faulthandler
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -12,20 +9,27 @@ from types import TracebackType
 
 import numpy as np
 
-from affinage.hardware.hosts import COORDINATOR, Hosts
+from affinage.hardware.beats import AHEAD, Beats, Doing
+from affinage.hardware.hosts import Hosts
+from affinage.hardware.movement import Movement
+from affinage.hardware.stacks import Stacks, needs_no_telling, say, told_without_python
+from affinage.hardware.standstill import (
+    ELSEWHERE,
+    LAST_WORDS,
+    TO_END,
+    Standstill,
+    leaves_when_stuck,
+    patience_of,
+    stacks_in,
+)
 from affinage.recipe.training import SurvivalSettings
-from affinage.stopping import PARENT, OwnProcess, leave
-from affinage.training.beats import AHEAD, Beats, Doing
+from affinage.stopping import OwnProcess, leave
 from affinage.training.ledger import LifeSign
 
-FILE = "stuck.txt"
 _TIMES_P99 = 5.0
 _REMEMBERED = 1000  # steps
-_ELSEWHERE = 20.0  # times longer anything but a step may take: a compilation, a save, a look at benchmarks
 _LOOK_EVERY = 0.2  # seconds
 _LIFE_EVERY = 1.0  # seconds
-_DISK = 1.0  # seconds for the disk to take the stacks; else they go to standard error
-_LAST_WORDS = 1.0  # seconds in which the other hosts, which began to wait a little later, can still ask this one
 
 
 class Watchdog:
@@ -36,28 +40,34 @@ class Watchdog:
     leaves the process if the settings say so, which they do by themselves where there are many hosts, or a launcher
     starts it again: a collective waits for ever.
 
-    What is not a step, such as a compilation, has more time; of many hosts one that shows no sign of life in it is
-    named after stuck_seconds all the same. A save that runs beside the steps is told like a step, and not left.
+    What is not a step, such as a compilation, has more time: it is told after stuck_seconds in which nothing moves (see
+    `affinage.hardware.movement`), and after 20 times that in any case. Of many hosts one that shows no sign of life for
+    stuck_seconds is named by the others, whatever these are at by then, and left. A save that runs beside the steps is
+    told like a step, and not left.
     """
 
     def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
         self._name, self._folder, self._settings, self._life = name, folder, settings, life
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
-        self._patience = self._patience_to_leave = _ELSEWHERE
+        self._patience = self._patience_to_leave = ELSEWHERE
         self._stays = 0.0
         self._blamed = self._silent = ""
+        self._lost_told = False
         hosts = Hosts.current
         self._save = self._longest_save = 0.0  # seconds, as far as steps saw it
         self._save_told = False
-        self._file = folder / (FILE if hosts.first else f"stuck-{hosts.index}.txt")
-        self._leaves = settings.leave_when_stuck if settings.leave_when_stuck is not None else _starts_again(hosts)
+        self._stacks = Stacks(stacks_in(folder))
+        self._leaves = leaves_when_stuck(settings, hosts)
         self._told_at = 0.0
+        self._movement, self._still_told = Movement(), False
         self._beats = Beats(hosts, self._doing)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._alone = contextlib.ExitStack()
 
     def __enter__(self) -> "Watchdog":
+        self._alone.enter_context(Standstill.looked_after_by_another())
         self._thread.start()
         # Apart from the other, which must see that the disk does not answer.
         threading.Thread(target=self._live, name="life", daemon=True).start()
@@ -68,15 +78,18 @@ class Watchdog:
     ) -> None:
         self._ended.set()
         self._beats.close()
-        self._thread.join()
+        self._thread.join(TO_END)
+        needs_no_telling()
+        self._alone.close()  # who looks from here on sees a disk that does not answer
         self._life.show()
 
     def begins(
-        self, what: str, *, told_after: float = _ELSEWHERE, left_after: float = _ELSEWHERE, may_take: float = 0.0
+        self, what: str, *, told_after: float = ELSEWHERE, left_after: float = ELSEWHERE, may_take: float = 0.0
     ) -> None:
         """Something else than a step begins; after so many times the patience with a step it is told, and left.
 
-        It is not left before `may_take` seconds, for what is longer the larger the model is.
+        Where it may be told later than a step it is told as early if nothing moves. It is not left before `may_take`
+        seconds, for what is longer the larger the model is.
         """
         self._begin(what, told_after, left_after, may_take)
 
@@ -95,11 +108,12 @@ class Watchdog:
         limit = max(self._settings.stuck_seconds, _TIMES_P99 * self._longest_save)
         if seconds > limit and not self._save_told:
             self._save_told = True
-            self._tell_all(f"{self._name}: the save beside the steps has not ended for {seconds:.0f} s")
+            self._stacks.tell(f"{self._name}: the save beside the steps has not ended for {seconds:.0f} s")
 
     def _begin(self, what: str, told_after: float, left_after: float, may_take: float = 0.0) -> None:
         self._last, self._what, self._told, self._blamed, self._silent = time.monotonic(), what, False, "", ""
-        self._stays = may_take
+        self._still_told, self._stays = False, may_take
+        Hosts.current.passed += 1
         self._patience, self._patience_to_leave = told_after, max(told_after, left_after)
         self._begun += 1
 
@@ -114,75 +128,65 @@ class Watchdog:
         return max(patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
 
     def _doing(self) -> Doing:
-        # The first host alone looks so early: it asks itself, and what all ask one grows with the square of the hosts.
-        limit = self._settings.stuck_seconds if Hosts.current.first else self.limit
-        return Doing(self._begun, self._what, time.monotonic() - self._last > limit - AHEAD)
+        # The first host looks always, and alone: it asks itself, and what all ask one grows with the square of them.
+        still = min(self._movement.seconds, time.monotonic() - self._last) if self._patience > 1 else 0.0
+        late = time.monotonic() - self._last > self.limit - AHEAD or still > self._settings.stuck_seconds - AHEAD
+        return Doing(Hosts.current.passed, self._what, late or Hosts.current.first, round(still, 1))
 
     def _live(self) -> None:
         while not self._ended.wait(_LIFE_EVERY):
             self._life.show()
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(_LOOK_EVERY, self._settings.stuck_seconds / 4)):
+        patience = self._settings.stuck_seconds
+        while not self._ended.wait(min(_LOOK_EVERY, patience / 4)):
+            told_without_python(patience)
             begun, waited = self._begun, time.monotonic() - self._last
+            still = min(self._movement.look(), waited) if self._patience > 1 else 0.0
+            self._look_for_life(waited)
             if not self._told and waited > self.limit:
                 self._told, self._told_at = True, time.monotonic()
-                self._tell(waited)
-            elif not self._told and not self._silent and waited > self._settings.stuck_seconds:
-                self._name_silent(waited)
+                self._tell(f"{self._what} has not ended for {waited:.0f} s")
+            elif not self._told and waited > patience:
+                self._look_closer(waited, still)
             if self._told and self._leaves and waited > max(self._stays, self._seconds(self._patience_to_leave)):
-                ended = self._ended.wait(self._told_at + _LAST_WORDS - time.monotonic())
+                ended = self._ended.wait(self._told_at + LAST_WORDS - time.monotonic())
                 if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
                     self._leave(time.monotonic() - self._last)
 
-    def _name_silent(self, waited: float) -> None:
+    def _look_for_life(self, waited: float) -> None:
+        """At the other hosts: by how long they say nothing, not by when this one began what it is at."""
+        patience = patience_of(self._settings)
+        lost = self._beats.lost(patience)
+        if lost and not (self._lost_told or self._silent or self._told):
+            self._miss(waited, lost)
+        self._lost_told = bool(lost)
+        if lost and self._leaves and not self._ended.wait(LAST_WORDS) and self._beats.lost(patience):
+            self._blamed = f": {lost}"
+            self._leave(time.monotonic() - self._last)
+
+    def _look_closer(self, waited: float, still: float) -> None:
+        """At what may take so long."""
         begun, silent = self._begun, self._beats.silent()
-        if silent and self._begun == begun:
+        if silent and not (self._silent or self._lost_told) and self._begun == begun:
             self._silent = silent
-            self._say(f"{self._name}: {self._what} has not ended for {waited:.0f} s, and {self._silent}")
+            self._miss(waited, silent)
+        elif still > patience_of(self._settings) and not (self._silent or self._still_told):
+            self._still_told = True
+            self._tell(f"nothing has moved for {still:.0f} s in {self._what}")
 
-    def _say(self, line: str) -> None:
-        # Whoever read it may be gone; the process is left all the same.
-        with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+    def _miss(self, waited: float, silent: str) -> None:
+        self._stacks.tell(f"{self._name}: {self._what} has not ended for {waited:.0f} s, and {silent}")
 
-    def _tell(self, waited: float) -> None:
-        said, begun = f"{self._name}: {self._what} has not ended for {waited:.0f} s", self._begun
-        self._tell_all(said)
+    def _tell(self, what: str) -> None:
+        said, begun = f"{self._name}: {what}", self._begun
+        self._stacks.tell(said)
         blamed = self._beats.blame()
         if blamed and self._begun == begun:
             self._blamed = f": {blamed}"
-            self._say(f"{said}{self._blamed}")
-            self._write(f"\n{said}{self._blamed}\n")
-
-    def _tell_all(self, said: str) -> None:
-        """Tell it with the stacks of all threads."""
-        written = self._write(f"{said}\n\n", stacks=True)
-        self._say(f"{said}; all stacks are {f'in {self._file}' if written else 'here'}")
-        if not written:
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
-                faulthandler.dump_traceback(sys.stderr.fileno())
-
-    def _write(self, text: str, stacks: bool = False) -> bool:
-        """Add to the file; whether the disk, which may be what everybody waits for, has taken it in time."""
-
-        def write() -> None:
-            with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                if stacks:
-                    faulthandler.dump_traceback(file)
-                done.set()
-
-        done = threading.Event()
-        threading.Thread(target=write, name="stacks", daemon=True).start()
-        return done.wait(_DISK)
+            say(f"{said}{self._blamed}")
+            self._stacks.add(f"\n{said}{self._blamed}\n")
 
     def _leave(self, waited: float) -> None:
         if OwnProcess.current is not None:
             leave(f"{self._name}: {self._what} has not ended for {waited:.0f} s{self._blamed}")
-
-
-def _starts_again(hosts: Hosts) -> bool:
-    """Whether somebody is taken to start this process again: `affinage launch`, or whoever starts many hosts."""
-    return hosts.count > 1 or PARENT in os.environ or COORDINATOR in os.environ

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from affinage.training import beats
-from affinage.training.beats import Beats, Doing
+from affinage.hardware import beats, stacks
+from affinage.hardware.beats import Beats, Doing
 from hosts_in_memory import Coordinator, HostInMemory
 
 LIMIT = 120  # seconds until what does not come is a failure
@@ -125,7 +125,7 @@ def test_nobody_looks_while_nothing_takes_long(three: Three):
 
 
 def test_a_host_is_not_called_silent_as_long_as_it_gives_a_sign(three: Three, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(beats, "_SILENT_FOR_LONG", 1.0)
+    monkeypatch.setattr(beats, "SILENT_FOR_LONG", 1.0)
     three.until("host 2 is at step 5")
     silent = three.beats[1].silent
     wait_until(lambda said: not said, silent)
@@ -142,5 +142,5 @@ def test_nothing_is_collected_while_python_looks_at_its_threads(monkeypatch: pyt
         return look()
 
     monkeypatch.setattr(sys, "_current_frames", looked)
-    assert "test_beats.py" in beats._where()
+    assert "test_beats.py" in stacks.where()
     assert collects == [False] and gc.isenabled()

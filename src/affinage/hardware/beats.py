@@ -1,25 +1,22 @@
 """What every host is at, said by each once a second, so that one that is stuck can be named."""
 
 import contextlib
-import gc
 import json
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, NamedTuple
 
 from affinage.hardware.hosts import HostLost, Hosts
+from affinage.hardware.stacks import where
 
 AHEAD = 5.0  # seconds before the others are to be named that a host begins to look at what they say
 _EVERY = 1.0  # seconds
 _SILENT = 3.0  # seconds in which a host that lives has said something new, and the first one has answered
 # The same where nothing is late yet, as in a compilation that keeps all processors busy. JAX ends all hosts after 45.
-_SILENT_FOR_LONG = 10.0
+SILENT_FOR_LONG = 10.0
 _FOLDER = "affinage/beat"
-_OTHERS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_FIRST = "affinage/beat of the first"  # for those who look at it alone
 
 
 class Doing(NamedTuple):
@@ -28,13 +25,20 @@ class Doing(NamedTuple):
     begun: int  # how many things, counted alike on all hosts
     what: str  # the last of them
     late: bool  # it may soon have to be said who keeps it waiting
+    still: float = 0.0  # seconds for which it has done nothing, and waits for nobody
+    waits: bool = False  # for the first host, the only one that it then looks at
 
 
 class _Seen(NamedTuple):
     """What a host said last, and since when it says nothing else."""
 
-    said: dict[str, Any]
+    said: str
     since: float
+
+    @property
+    def beat(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.said)
+        return found
 
 
 class Beats:
@@ -63,22 +67,27 @@ class Beats:
         while not self._ended.wait(_EVERY):
             number += 1
             doing, self._asked = self._doing(), self._asked or time.monotonic()
-            said = {"beat": number, "count": doing.begun, "what": doing.what, "where": _where()}
+            beat = {"beat": number, "count": doing.begun, "what": doing.what, "where": where(), "still": doing.still}
+            said = json.dumps(beat)
             # JAX ends the process when the first host stays away; one that comes back is beaten to again.
             with contextlib.suppress(HostLost):
-                self._hosts.tell(f"{_FOLDER}/{self._hosts.index}", json.dumps(said), anew=True)
+                self._hosts.tell(f"{_FOLDER}/{self._hosts.index}", said, anew=True)
+                if self._hosts.first:
+                    self._hosts.tell(f"{_FIRST}/0", said, anew=True)
                 if doing.late:
-                    self._look(self._hosts.told(_FOLDER))
+                    self._look(self._hosts.told(_FOLDER), range(self._hosts.count))
+                elif doing.waits:
+                    self._look(self._hosts.told(_FIRST), range(1))
                 else:
-                    self._looks_since = None
+                    self._looks_since, self._seen = None, {}
                 self._asked = None
 
-    def _look(self, told: Mapping[str, str]) -> None:
-        """Note what every host says, and since when."""
+    def _look(self, told: Mapping[str, str], hosts: range) -> None:
+        """Note what these hosts say, and since when."""
         now, before = time.monotonic(), self._seen if self._looks_since is not None else {}
         seen = {}
-        for host in range(self._hosts.count):
-            said = json.loads(told.get(str(host), "{}"))
+        for host in hosts:
+            said = told.get(str(host), "{}")
             known = before.get(host)
             seen[host] = known if known is not None and known.said == said else _Seen(said, now)
         self._seen = seen
@@ -103,57 +112,40 @@ class Beats:
 
     def silent(self) -> str:
         """Which hosts show no sign of life, in words; "" where this one sees none, or has not looked long enough."""
-        asked, looked, since = self._asked, self._looked, self._looks_since
-        if asked is not None and time.monotonic() - asked >= _SILENT_FOR_LONG:
+        return self._silent_for(SILENT_FOR_LONG)
+
+    def lost(self, seconds: float) -> str:
+        """`silent`, where it is so for as many seconds, too."""
+        return self._silent_for(max(seconds, SILENT_FOR_LONG))
+
+    def first_stands_still(self, seconds: float) -> str:
+        """What the first host is at, if it says that it does nothing for so long; else ""."""
+        first = self._seen[0].beat if 0 in self._seen else {}
+        return f"host 0 is {_told(first)}" if first.get("still", 0.0) >= seconds else ""
+
+    def _silent_for(self, seconds: float) -> str:
+        asked = self._asked
+        if asked is not None and time.monotonic() - asked >= seconds:
             return "host 0 does not answer"
-        if asked is not None or since is None:
-            return ""
-        return "; ".join(self._no_sign_of(host) for host in self._silent(looked, _SILENT_FOR_LONG))
+        return "; ".join(self._no_sign_of(host) for host in self._silent(self._looked, seconds))
 
     def _silent(self, looked: float, seconds: float) -> list[int]:
+        if self._looks_since is None:
+            return []
         return [host for host, seen in self._seen.items() if looked - seen.since >= seconds]
 
     def _no_sign_of(self, host: int) -> str:
-        return f"host {host} shows no sign of life, last {_told(self._seen[host].said)}"
+        return f"host {host} shows no sign of life, last {_told(self._seen[host].beat)}"
 
     def _in_words(self, looked: float) -> str:
-        seen = self._seen
+        beats = {host: seen.beat for host, seen in self._seen.items()}
         silent = self._silent(looked, _SILENT)
-        most = max(seen[host].said.get("count", 0) for host in seen)
-        behind = [host for host in seen if seen[host].said.get("count", 0) < most and host not in silent]
+        most = max(beat.get("count", 0) for beat in beats.values())
+        behind = [host for host, beat in beats.items() if beat.get("count", 0) < most and host not in silent]
         told = [self._no_sign_of(host) for host in silent]
-        told += [f"host {host} is behind, {_told(seen[host].said)}" for host in behind]
-        return "; ".join(told or [f"host {host} is {_told(seen[host].said)}" for host in seen])
+        told += [f"host {host} is behind, {_told(beats[host])}" for host in behind]
+        return "; ".join(told or [f"host {host} is {_told(beat)}" for host, beat in beats.items()])
 
 
 def _told(beat: dict[str, Any]) -> str:
     return f"at {beat['what']} ({beat['where']})" if beat else "before its first sign"
-
-
-def _frames() -> dict[int, FrameType]:
-    """What each thread is at.
-
-    Python 3.11 holds a lock meanwhile that each new thread needs. A collection in the midst of it, which lets others
-    run, would stop the process for good (python/cpython#106883), so there is none.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _where() -> str:
-    """The innermost line of ours, or of the user's, that the main thread is at."""
-    frame = _frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not _ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return "nowhere"
-    return f"{frame.f_code.co_name}, {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-def _ours(file: str) -> bool:
-    return "/affinage/" in file or not file.startswith((*_OTHERS, "<"))

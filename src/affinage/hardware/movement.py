@@ -1,0 +1,143 @@
+"""Whether this process does anything: by where its main thread is, what it computes, and what it reads and writes."""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from affinage.hardware.stacks import where
+
+KNOWN = sys.platform == "linux"  # elsewhere what is read, written, and done by others that were started is not told
+_LOOK_EVERY = 1.0  # seconds
+_SHARE = 0.05  # of one processor: what stands still, with all that looks after it, takes less than 0.02
+_BYTES = 10_000  # a second: a line that moves on a terminal has some 2,000
+_JUMP = 5.0  # seconds between two looks: this process was stopped itself (Ctrl-Z), or its machine
+
+
+class _Work(NamedTuple):
+    seconds: float  # of processors
+    bytes: int  # read and written, from disks and pipes; a kernel counts no sockets there
+
+    def enough_since(self, before: "_Work", seconds: float) -> bool:
+        """Whether what was done in these seconds is more than to look and to wait."""
+        return self.seconds - before.seconds > _SHARE * seconds or self.bytes - before.bytes > _BYTES * seconds
+
+
+class Movement:
+    """For how long this process has done nothing, look by look; use it from one thread.
+
+    It moves where its main thread comes to another line of ours or of the user's, where it or a process that it has
+    started computes, reads or writes, and where somebody counts a `sign`. It may also wait, see `waits_for_others`.
+    """
+
+    def __init__(self) -> None:
+        self._looked = self._moved = time.monotonic()
+        self._signs = 0
+        self._at: tuple[str, int] | None = None
+        self._own = _own()
+        self._others: dict[int, _Work] | None = None  # looked at only while this process does nothing
+
+    def sign(self) -> None:
+        """Something was done; from any thread."""
+        self._signs += 1
+
+    @property
+    def seconds(self) -> float:
+        """Without a movement, at the last look; from any thread."""
+        return self._looked - self._moved
+
+    def look(self) -> float:
+        """`seconds`, after a look at what has moved; at most once a second."""
+        now = time.monotonic()
+        since = now - self._looked
+        if since >= _LOOK_EVERY:
+            at = (where(), self._signs)
+            moved = is_waiting() or since > _JUMP or at != self._at or _own().enough_since(self._own, since)
+            if moved or self._others_moved(since):
+                self._moved = now
+            if moved:
+                self._others = None
+            self._at, self._looked = at, now
+            self._own = _own()  # without what the look took
+        return self.seconds
+
+    def _others_moved(self, since: float) -> bool:
+        before, self._others = self._others, _started()
+        if before is None:
+            return False
+        found = self._others
+        return found.keys() != before.keys() or any(found[pid].enough_since(before[pid], since) for pid in found)
+
+
+class _Waits:
+    now = 0  # reasons for which the main thread may do nothing
+
+
+@contextlib.contextmanager
+def waits_for_others() -> Iterator[None]:
+    """Inside, the main thread waits for what somebody else does, who is watched where he does it."""
+    mine = threading.current_thread() is threading.main_thread()
+    _Waits.now += mine
+    try:
+        yield
+    finally:
+        _Waits.now -= mine
+
+
+class _Upkeep(threading.local):
+    everybody = 0.0  # seconds of processors
+    seconds = 0.0  # of this thread, as far as they are counted there
+
+
+def count_out() -> None:
+    """What this thread has computed so far was no movement, but what is done again and again beside a work."""
+    now = time.thread_time()
+    _Upkeep.everybody += now - _upkeep.seconds
+    _upkeep.seconds = now
+
+
+_upkeep = _Upkeep()
+
+
+def is_waiting() -> bool:
+    """Whether the main thread is in `waits_for_others`."""
+    return _Waits.now > 0
+
+
+def _own() -> _Work:
+    return _Work(time.process_time() - _Upkeep.everybody, _bytes("self"))
+
+
+def _bytes(pid: int | str) -> int:
+    try:
+        facts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        return sum(int(facts[name]) for name in ("rchar", "wchar", "read_bytes"))  # the last: also of mapped files
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _started() -> dict[int, _Work]:
+    """What the processes have done that this one has started, and those that they have; on Linux.
+
+    Elsewhere what workers of ours do is not known: each look finds others, as if they moved.
+    """
+    if not KNOWN:
+        return {-time.monotonic_ns(): _Work(0.0, 0)} if multiprocessing.active_children() else {}
+    parents, seconds = {}, {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
+                parents[int(entry)] = int(fields[1])
+                seconds[int(entry)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    found: set[int] = set()
+    new = {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        found |= new
+    return {pid: _Work(seconds[pid], _bytes(pid)) for pid in found}

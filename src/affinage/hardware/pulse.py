@@ -1,0 +1,89 @@
+"""Shows a small process beside this one that this one lives, as no thread of it can tell that all of them stand.
+
+That process is `affinage.hardware.guard`.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from affinage.hardware.beats import SILENT_FOR_LONG
+from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS, Hosts
+from affinage.hardware.stacks import say, where
+from affinage.hardware.standstill import ELSEWHERE, leaves_when_stuck, patience_of
+from affinage.stopping import PARENT, OwnProcess
+
+if TYPE_CHECKING:
+    from affinage.recipe.training import SurvivalSettings
+
+_EVERY = 1.0  # seconds
+_ENDED_WITHIN = 5.0  # seconds for the process, and for the thread; what hangs is not waited for
+
+
+@contextlib.contextmanager
+def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
+    """Inside, another process tells when this one shows no sign of life for stuck_seconds.
+
+    That is one that is stopped (SIGSTOP), or whose threads native code lets none run, at whatever it is, also while it
+    joins the others. Where it is started again it is killed, so that it is: soon if it is stopped, else late. Only
+    where somebody else watches over this process: one at a terminal has its user, and is stopped with all of its group.
+    """
+    watched_over = PARENT in os.environ or COORDINATOR in os.environ
+    if not watched_over or OwnProcess.current is None or sys.platform == "win32":
+        yield
+        return
+    # Where nothing tells that a process is stopped, none is ended for it.
+    leaves = int(leaves_when_stuck(settings, Hosts.current) and os.path.exists("/proc/self/stat"))
+    patience = max(patience_of(settings), SILENT_FOR_LONG)
+    times = patience, max(patience, ELSEWHERE * settings.stuck_seconds)
+    words = [str(Path(__file__).with_name("guard.py")), *map(str, (os.getpid(), *times, leaves))]
+    try:
+        guard = subprocess.Popen(
+            [sys.executable, "-IS", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0
+        )
+    except OSError as error:  # no process can be had; the run can do without
+        say(f"{_me(name)}: no process looks whether this one lives: {error}")
+        yield
+        return
+    assert guard.stdin is not None
+    os.set_blocking(guard.stdin.fileno(), False)
+    _tell(name, guard.stdin)  # before anything can stop this one, so that it has a name
+    ended = threading.Event()
+    thread = threading.Thread(target=_show, args=(name, guard.stdin, ended), name="pulse", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        guard.kill()  # not by the end of what it reads: a process that was forked meanwhile may hold that open
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(_ENDED_WITHIN)
+        thread.join(_ENDED_WITHIN)
+        if not thread.is_alive():
+            guard.stdin.close()
+
+
+def _show(name: str, guard: IO[bytes], ended: threading.Event) -> None:
+    while not ended.wait(_EVERY):
+        _tell(name, guard)
+
+
+def _tell(name: str, guard: IO[bytes]) -> None:
+    try:
+        said = f"{_me(name)}\t{where()}\n"
+    except Exception:  # a sign of life all the same
+        said = f"{name}\tan unknown place\n"
+    with contextlib.suppress(OSError):  # the other one is gone, or does not read
+        guard.write(said.encode(errors="replace"))
+
+
+def _me(name: str) -> str:
+    hosts = Hosts.current
+    if hosts.count > 1:
+        return f"{name}, host {hosts.index}"
+    return f"{name}, host {os.environ[HOST]}" if os.environ.get(HOSTS, "1") != "1" and HOST in os.environ else name

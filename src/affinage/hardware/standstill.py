@@ -1,0 +1,164 @@
+"""Notices that a run does nothing, whatever it is at, and of many hosts that another one shows no sign of life."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar
+
+from affinage.hardware.beats import AHEAD, Beats, Doing
+from affinage.hardware.hosts import COORDINATOR, Hosts
+from affinage.hardware.movement import KNOWN, Movement, is_waiting
+from affinage.hardware.stacks import Stacks, needs_no_telling, say, told_without_python
+from affinage.stopping import PARENT, OwnProcess, leave
+
+if TYPE_CHECKING:
+    from affinage.recipe.training import SurvivalSettings
+
+ELSEWHERE = 20.0  # times stuck_seconds without a movement until a process is left
+LAST_WORDS = 1.0  # seconds in which the other hosts, which began to wait a little later, can still ask this one
+TO_END = 10.0  # seconds for a thread that looks on; one that writes to a disk that does not answer is not waited for
+_FILE = "stuck.txt"
+_LOOK_EVERY = 0.25  # seconds
+_SEEN_LATER = 1.0  # seconds that a movement, or a sign of life, was there before it is seen at most
+
+
+class Standstill:
+    """A thread beside a run. While entered, it expects the run to move; see `affinage.hardware.movement`.
+
+    Where nothing has moved for stuck_seconds, it writes the stacks of all threads to stuck.txt and says so, once for
+    each standstill; after 20 times that it leaves the process where that is started again. It is no standstill to wait
+    for another host, or for another process. Of many hosts all show signs of life meanwhile. The first one looks at
+    all, the others at the first: one that gives none for stuck_seconds is named, with the stacks of whoever misses it,
+    and left as well.
+    """
+
+    current: ClassVar["Standstill | None"] = None
+
+    def __init__(self, name: str, folder: Path, settings: "SurvivalSettings") -> None:
+        self._name, self._hosts = name, Hosts.current
+        self._patience, self._stuck_seconds = patience_of(settings), settings.stuck_seconds
+        self._leaves = leaves_when_stuck(settings, self._hosts)
+        self._stacks = Stacks(stacks_in(folder))
+        self._what, self._blamed = "the beginning", ""
+        self._told, self._first_told, self._lost_told = False, False, False
+        self._movement = Movement()
+
+    def __enter__(self) -> "Standstill":
+        if Standstill.current is None:
+            Standstill.current = self
+            self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if Standstill.current is self:
+            Standstill.current = None
+            self._end()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def looked_after_by_another() -> Iterator[None]:
+        """Inside, whoever enters this watches the process, and says what it is at."""
+        outer = Standstill.current
+        if outer is None:
+            yield
+            return
+        outer._end()
+        try:
+            yield
+        finally:
+            outer._begin()
+
+    @staticmethod
+    def sign(stage: str = "") -> None:
+        """Something was done; or another stage has begun."""
+        if Standstill.current is not None:
+            Standstill.current._what = stage or Standstill.current._what
+            Standstill.current._movement.sign()
+
+    def _begin(self) -> None:
+        self._told, self._first_told, self._lost_told = False, False, False
+        self._ended, self._movement = threading.Event(), Movement()
+        self._beats = Beats(self._hosts, self._doing)
+        self._thread = threading.Thread(target=self._watch, name="standstill", daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._beats.close()
+        self._thread.join(TO_END)
+        needs_no_telling()
+
+    def _doing(self) -> Doing:
+        still = self._movement.seconds
+        late = self._hosts.first or still > self._patience - AHEAD
+        return Doing(self._hosts.passed, self._what, late, round(still, 1), waits=is_waiting())
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(_LOOK_EVERY, self._patience / 4)):
+            told_without_python(self._stuck_seconds)
+            still = self._movement.look()
+            if still <= self._patience:
+                self._told = False
+            elif not self._told:
+                self._told = True
+                self._tell(f"nothing has moved for {still:.0f} s in {self._what}")
+            if self._told and self._leaves and KNOWN and still > ELSEWHERE * self._stuck_seconds:
+                self._leave(f"nothing has moved for {still:.0f} s in {self._what}{self._blamed}")
+            self._look_at_others()
+
+    def _look_at_others(self) -> None:
+        patience = self._patience - _SEEN_LATER  # it is told by them, and seen by this one
+        lost = self._beats.lost(patience)
+        if lost and not self._lost_told:
+            self._stacks.tell(f"{self._me()}: {lost}")
+            self._ended.wait(LAST_WORDS)
+            lost = self._beats.lost(patience)
+        self._lost_told = bool(lost)
+        if lost and self._leaves:
+            self._leave(lost)
+        first = self._beats.first_stands_still(self._patience) if is_waiting() else ""
+        if first and not self._first_told:
+            say(f"{self._me()}: {first}, where nothing moves")
+        self._first_told = bool(first)
+
+    def _me(self) -> str:
+        return self._name if self._hosts.count == 1 else f"{self._name}, host {self._hosts.index}"
+
+    def _tell(self, what: str) -> None:
+        self._stacks.tell(f"{self._me()}: {what}")
+        blamed = self._beats.blame()
+        self._blamed = blamed and f": {blamed}"
+        if blamed:
+            said = f"{self._me()}: {what}{self._blamed}"
+            say(said)
+            self._stacks.add(f"\n{said}\n")
+
+    def _leave(self, why: str) -> None:
+        if OwnProcess.current is not None and not self._ended.is_set():
+            leave(f"{self._name}: {why}")
+
+
+def patience_of(settings: "SurvivalSettings") -> float:
+    """Seconds without a movement after which it is told: so that it is so, as seen once a second, in time."""
+    return max(settings.stuck_seconds - _SEEN_LATER, settings.stuck_seconds / 2)
+
+
+def stacks_in(folder: Path) -> Path:
+    """The file in which this host tells its stacks."""
+    hosts = Hosts.current
+    return folder / (_FILE if hosts.first else f"stuck-{hosts.index}.txt")
+
+
+def leaves_when_stuck(settings: "SurvivalSettings", hosts: Hosts) -> bool:
+    """Whether to leave this process; by itself where somebody is taken to start it again.
+
+    That is `affinage launch`, or whoever starts many hosts.
+    """
+    if settings.leave_when_stuck is not None:
+        return settings.leave_when_stuck
+    return hosts.count > 1 or PARENT in os.environ or COORDINATOR in os.environ

@@ -1,0 +1,93 @@
+"""What does nothing is told with its stacks; what works, or waits for somebody who does, is not."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from affinage.hardware import movement
+from affinage.hardware.movement import Movement, waits_for_others
+from affinage.hardware.standstill import Standstill
+from affinage.recipe.training import SurvivalSettings
+
+LIMIT = 120  # seconds until what does not come is a failure
+_HOLDS_PYTHON = """
+import ctypes, sys
+from pathlib import Path
+from affinage.hardware.standstill import Standstill
+from affinage.recipe.training import SurvivalSettings
+from affinage.stopping import OwnProcess
+
+def native():
+    ctypes.PyDLL(None).sleep(1000)  # keeps the lock of the interpreter
+
+with OwnProcess(), Standstill("run", Path(sys.argv[1]), SurvivalSettings(stuck_seconds=2.0)):
+    import time; time.sleep(1.0)
+    native()
+"""
+_COMPUTES = "print(1, flush=True)\nwhile True: sum(range(1000))"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movement, "_LOOK_EVERY", 0.1)
+
+
+def stands_still_here(file: Path) -> None:
+    late = time.monotonic() + LIMIT
+    while not (file.exists() and "Thread 0x" in file.read_text()):
+        time.sleep(2.0)
+        assert time.monotonic() < late
+
+
+def test_a_single_process_that_stands_still_tells_where_and_is_not_left(tmp_path: Path, capfd):
+    with Standstill("run", tmp_path / "run", SurvivalSettings(stuck_seconds=1.0)):
+        stands_still_here(tmp_path / "run" / "stuck.txt")
+    assert "in stands_still_here" in (tmp_path / "run" / "stuck.txt").read_text()
+    assert "run: nothing has moved for" in capfd.readouterr().err
+
+
+def test_somebody_who_looks_closer_tells_it_alone(tmp_path: Path, quick):
+    with Standstill("run", tmp_path, SurvivalSettings(stuck_seconds=0.2)), Standstill.looked_after_by_another():
+        time.sleep(1.0)
+    assert not (tmp_path / "stuck.txt").exists()
+
+
+def still_after(seconds: float, work) -> float:
+    """For how long nothing moved at the end of that time."""
+    watched, until = Movement(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        work()
+        found = watched.look()
+    return found
+
+
+def test_what_computes_reads_or_waits_for_others_moves(tmp_path: Path, quick):
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    assert still_after(0.9, lambda: time.sleep(0.11)) > 0.4
+    assert still_after(0.9, lambda: sum(range(100_000))) < 0.4
+    assert still_after(0.9, lambda: (time.sleep(0.11), (tmp_path / "file").read_bytes())) < 0.4
+    with waits_for_others():
+        assert still_after(0.9, lambda: time.sleep(0.11)) < 0.4
+
+
+def test_what_a_process_of_its_own_computes_is_a_movement(quick):
+    with subprocess.Popen([sys.executable, "-c", _COMPUTES], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout.readline()
+            assert still_after(0.9, lambda: time.sleep(0.11)) < 0.4
+        finally:
+            child.kill()
+
+
+def test_native_code_that_lets_no_thread_run_is_told_by_one_that_is_not_of_python(tmp_path: Path):
+    given = [sys.executable, "-c", _HOLDS_PYTHON, str(tmp_path)]
+    with subprocess.Popen(given, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            said = iter(child.stderr)
+            assert next(line for line in said if "Timeout" in line)
+            assert next(line for line in said if "in native" in line)
+        finally:
+            child.kill()
