@@ -89,3 +89,20 @@ def test_a_stage_that_the_recipe_has_not_is_refused(capsys: pytest.CaptureFixtur
     assert "small has no `dpo`" in (said := capsys.readouterr().err) and "It has: pretrain." in said
     with pytest.raises(UserError, match="no `sft`"):
         only("sft", load_recipe(SMALL, ["pretrain=null"]).recipe)
+
+
+def test_a_plan_says_where_the_guard_of_epochs_ends_it():
+    def said(changes: list[str], rows: int | None = None) -> list[str]:
+        loaded = load_recipe(SMALL, [*SETTINGS, *changes, "pretrain=null", "dpo=null"])
+        made = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-8"), data_rows=rows)
+        return [warning for warning in made.warnings if "max_epochs" in warning]
+
+    guard, limited = "sft.max_epochs=2", "sft.sources=[{path: chats.jsonl, examples: %d}]"
+    assert not said([], rows=10)
+    assert "50 steps, which need 200 rows; how many there are" in said([guard])[0]
+    assert "there are 100, so it ends after step 25" in said([guard], rows=100)[0]
+    assert not said([guard], rows=200)
+    (told,) = said([guard, limited % 500, "sft.held_out=0.2"])
+    assert "at most 400 conversations" in told and "fewer than 128 tokens" in told and "more than 2.00 share" in told
+    assert "it ends after step 20 or before" in said([guard, limited % 100, "sft.held_out=0.2"])[0]
+    assert "depends on the mixture" in said([guard, "sft.mixture={chats: 1}"])[0]

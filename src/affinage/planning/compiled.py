@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
+from affinage.hardware.described import NOT_NEEDED, Described
 from affinage.hardware.slices import Slice, find_slice
 from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
 from affinage.recipe.load import load_recipe
 from affinage.recipe.plugins import load_plugins
 
-_NOTHING = "The estimate needs nothing: leave out --compile."
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(")
 _BODY = re.compile(r" body=%?([\w.\-]+)")
@@ -71,7 +71,7 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice, counted: Cou
     """
     if where.platform == "tpu" and not where.topology:
         why = "its compiler, which libtpu no longer brings"
-        raise UserError(f"compiling for {where.name} needs {why}", where="--compile", fix=_NOTHING)
+        raise UserError(f"compiling for {where.name} needs {why}", where="--compile", fix=NOT_NEEDED)
     if where.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         fix = "Install it: pip install 'affinage[tpu]' (Linux on x86; it needs no TPU)"
         raise UserError("compiling for a TPU needs the package `libtpu`", where="--compile", fix=fix)
@@ -174,9 +174,9 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
     load_plugins(loaded)
     name, settings, context = training_settings(loaded.recipe)
     graph = planned_graph(loaded, counted)
-    devices = _devices(where)
     sizes = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
-    mesh = make_mesh(sizes, devices)
+    hardware = Described(where)
+    mesh = make_mesh(sizes, hardware.acquire())
     shapes = batch_shapes(graph, rows_per_step(settings, mesh.size), context)
     batch = {key: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for key, leaf in shapes.items()}
     parallel = loaded.recipe.parallel
@@ -189,43 +189,12 @@ def _program(recipe: str, overrides: Sequence[str], where: Slice, counted: Count
         mesh=sizes,
         seed=loaded.recipe.seed,
         feed=nothing,
+        hardware=hardware,
         folder=Path(),
         name=name,
         parallel=parallel,
     )
     return Program(job, mesh, batch)
-
-
-def _devices(where: Slice) -> list[Any]:
-    """Those of a described slice of TPUs; else those that are here.
-
-    Raises:
-        UserError: where there are not enough GPUs of the kind.
-    """
-    import jax
-    from jax.experimental import topologies
-
-    from affinage.hardware.chips import chip
-
-    if where.platform == "tpu":
-        described: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
-        described |= {"num_slices": where.slices} if where.slices > 1 else {}
-        return list(topologies.get_topology_desc(where.topology, "tpu", **described).devices)
-    if where.platform == "cpu":
-        return jax.devices("cpu")[:1]
-    try:
-        here = jax.devices("gpu")
-    except RuntimeError:
-        here = []
-    kind = [device for device in here if chip(device.device_kind).name == where.chip.name]
-    if len(kind) < where.devices:
-        has = ", ".join(sorted({device.device_kind for device in here})) or "none"
-        raise UserError(
-            f"compiling for {where.name} needs {where.devices} {where.chip.name} on this machine; its GPUs: {has}",
-            where="--compile",
-            fix=_NOTHING,
-        )
-    return kind[: where.devices]
 
 
 def main(arguments: Sequence[str]) -> None:

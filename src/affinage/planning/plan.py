@@ -17,6 +17,7 @@ from affinage.parallel.mesh import axis_sizes
 from affinage.parallel.sharding import table_with
 from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.experts import is_dropless
+from affinage.planning.guard import epoch_guard
 from affinage.planning.local import Split, lay_out
 from affinage.planning.memory import Memory, step_memory
 from affinage.planning.remedy import remedy
@@ -52,6 +53,7 @@ class Plan:
         price: US dollars per chip and hour, None where it is not known.
         price_source: what is known of where it comes from; empty for the recipe's own.
         choice: what `remat: auto` stands for here.
+        guard: what `max_epochs` does to the steps, in words; empty where it does nothing.
     """
 
     recipe: str
@@ -66,6 +68,7 @@ class Plan:
     price: float | None
     price_source: str = ""
     choice: Choice | None = None
+    guard: str = ""
 
     @property
     def capacity(self) -> int:
@@ -135,7 +138,7 @@ class Plan:
                 "attention is computed without a kernel: all pairs of positions are, and are kept. See what "
                 f"`--set {self.section}.attention=cudnn` does to this plan"
             )
-        return tuple(found)
+        return (*found, *([self.guard] if self.guard else []))
 
     def _attention_by_name(self) -> bool:
         """Whether a GPU's own kernel would take all of this model's attention, if it were asked for."""
@@ -270,8 +273,12 @@ def preferring(graph: Graph, settings: DpoSettings, context: int, documents: int
     return preference_graph(graph, settings, documents or 2 * max(1, round(context / (2 * ANSWER))))
 
 
-def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | None = None, data_rows: int | None = None
+) -> Plan:
     """Estimate a recipe on a slice; nothing is compiled and no device is used.
+
+    Of the training data `data_tokens` and `data_rows` are known where they have been packed.
 
     Raises:
         UserError: as training would: for a mesh, a batch and a model that do not divide.
@@ -293,7 +300,19 @@ def make_plan(recipe: Recipe, graph: Graph, where: Slice, data_tokens: int | Non
     own = own_price(recipe, where)
     price, source = (where.chip.price, where.chip.price_source) if own is None else (own, "")
     return Plan(
-        recipe.name, section, where, split, settings, memory, time, facts, tuple(claimed), price, source, choice
+        recipe.name,
+        section,
+        where,
+        split,
+        settings,
+        memory,
+        time,
+        facts,
+        tuple(claimed),
+        price,
+        source,
+        choice,
+        epoch_guard(settings, split.rows, context, data_rows),
     )
 
 
