@@ -176,6 +176,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.drive:
         sys.exit(drive(arguments.drive[0], Path(arguments.drive[1])))
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on the loopback address alone: it asks for no token
     from ray.cluster_utils import Cluster
 
     folder = Path(tempfile.mkdtemp(prefix="affinage-chaos-ray-"))

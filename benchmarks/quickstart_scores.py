@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run_scores import cells, evaluations, pairs, result, seconds, watched
+from run_scores import cells, differences, evaluations, pairs, result, seconds, watched
 
 QUESTIONS = [
     ("facts, form seen", "pocket_facts", "acc"),
@@ -74,8 +74,9 @@ def main() -> None:
     rows, took = scores(folder), seconds(folder)
     (right,) = pairs(folder).values()
     print(table(rows))
-    print(f"\nall stages: {took:.0f} s; after DPO {right:.1%} of the held-out pairs are right")
+    print(f"\nall stages: {took:.0f} s; after DPO {right} are right")
     looks = watched(folder, "sft")
+    paired = [line for models in (("base", "sft"), ("sft", "dpo")) for line in differences(folder, *models)]
     results = [
         result(
             f"{row['what']}, {row['language']}, {row['model']}",
@@ -86,9 +87,9 @@ def main() -> None:
         )
         for row in rows
     ]
-    results += looks
+    results += [*paired, *looks]
     results.append(result("all stages", took, LIMIT_SECONDS, "s"))
-    results.append(result("held-out pairs, dpo", right, 0.5, "share"))
+    results.append(right.result("held-out pairs, dpo"))
     print(json.dumps({"benchmark": "quickstart_scores", "results": results}))
 
 

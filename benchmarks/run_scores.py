@@ -1,10 +1,15 @@
 """What the three models of a run scored, and its tunings when they were looked at; read by others here."""
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.data.lineage import spans_of_rows
+from affinage.data.validation_rows import ValidationRows
+from affinage.evaluation.compare import Answers, compare
 from affinage.stages.watching import LOOKS, worse
 
 MODELS = ("base", "sft", "dpo")
@@ -15,10 +20,62 @@ def evaluations(run: Path) -> dict[str, Any]:
     return {model: json.loads((run / f"evaluate-{model}" / "results.json").read_text()) for model in MODELS}
 
 
-def pairs(run: Path) -> dict[str, float]:
-    """By source: the share of held-out pairs of which the preferred answer has the higher reward after DPO."""
+@dataclass(frozen=True)
+class Share:
+    """How many of some things are right."""
+
+    value: float
+    of: int
+
+    @property
+    def stderr(self) -> float:
+        return math.sqrt(self.value * (1 - self.value) / max(1, self.of - 1))
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:.1f} ± {100 * self.stderr:.1f} % of {self.of} held-out pairs"
+
+    def result(self, name: str) -> dict[str, Any]:
+        return result(name, self.value, 0.5, f"share of {self.of} pairs", self.stderr)
+
+
+def pairs(run: Path) -> dict[str, Share]:
+    """By source: the held-out pairs of which the preferred answer has the higher reward after DPO."""
     validation = json.loads((run / "dpo" / "summary.json").read_text())["validation"]
-    return {name: facts["rewards/accuracies"] for name, facts in validation.items()}
+    limit = json.loads((run / "recipe.json").read_text())["dpo"]["validation_rows"]
+    held_out = run / "preferences" / "validation"
+    return {
+        name: Share(facts["rewards/accuracies"], _pairs_in(held_out / name, limit))
+        for name, facts in validation.items()
+    }
+
+
+def _pairs_in(folder: Path, limit: int) -> int:
+    """How many pairs the rows hold that the validation reads."""
+    rows = ValidationRows(folder, batch=limit, limit=limit).rows_of(0).tolist()
+    return sum(map(len, spans_of_rows(folder, rows).values()))
+
+
+def differences(run: Path, before: str, after: str) -> list[dict[str, Any]]:
+    """What two models of a run score on the same items, printed and as results: the second's score less the first's."""
+    return between(before, Answers(run / f"evaluate-{before}"), after, Answers(run / f"evaluate-{after}"))
+
+
+def between(before: str, first: Answers, after: str, second: Answers) -> list[dict[str, Any]]:
+    """What two models by these names score on the same items; see `differences`."""
+    results = []
+    print(f"| {before} to {after} | points, 95 % interval | items |\n|---|---|---|")
+    for one in compare(first, second):
+        interval = f"{100 * one.low:+.1f} to {100 * one.high:+.1f}"
+        print(f"| {one.task} {one.metric} | {100 * one.difference:+.1f} ({interval}) | {one.items} |")
+        found = result(
+            f"{one.task} {one.metric}, {before} to {after}",
+            one.difference,
+            None,
+            f"difference of share of {one.items} items",
+            one.stderr,
+        )
+        results.append(found | {"low": one.low, "high": one.high, "real": one.is_real})
+    return results
 
 
 def seconds(run: Path) -> float:

@@ -6,8 +6,10 @@ A llama-like model with AdamW, a state of 500 MB, its own training step on one C
 the state, and a save every other step. The stall is the time until the save lets the loop go on, where the save before
 is done; its CPU is that of all threads, which other work on the machine changes less. On a CPU that is not all: the
 step after it finds the state in use and copies it first, while the save is written; by how much it is longer than one
-without a save has a line of its own. CPU of a save is that of all threads while no step runs; its share is of the
-default interval's steps.
+without a save has a line of its own. CPU of a save is that of all threads while no step runs. The wall clock that it
+costs is the stall, two steps beside which it is written, and what is then left of it, less two steps without a save.
+Their shares are of the steps between two saves by default: 1000, or those of 5 minutes where that is sooner. The first
+save, which imports and makes threads, has a line of its own, and no part in the others.
 
 Memory is the largest resident size of the process as a multiple of the state, Python and JAX in it: once with that
 step, and once with a program in its place that needs no memory of its own, as only then it is saving that one sees.
@@ -22,6 +24,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -43,15 +46,20 @@ FULL = Size(width=512, ffn=1408, heads=8, layers=11, vocabulary=8192, context=64
 QUICK = Size(width=256, ffn=704, heads=8, layers=4, vocabulary=2048, context=64, batch=2)
 MODES = ("affinage", "orbax", "no saves")
 LOOPS = ("training", "copies")
+ALONE = 8  # steps without a save
 OF_HOSTS = ("affinage", "affinage, copied", "orbax")
 
 LINES = (  # name, fact, unit, loop
+    ("stall of the loop, first save", "first stall", "ms", "training"),
     ("stall of the loop, median", "stall", "ms", "training"),
     ("stall of the loop, most", "most stall", "ms", "training"),
     ("CPU of all threads in the stall, median", "own stall", "ms", "training"),
     ("the step after it, beyond one without a save, median", "step after", "ms", "training"),
     ("a save, until it is on disk", "save", "s", "training"),
     ("CPU of a save", "cpu", "s", "training"),
+    ("wall clock that a save costs, median", "lost", "s", "training"),
+    ("the default interval", "interval", "s", "training"),
+    ("wall clock that a save costs, of the default interval", "lost share", "%", "training"),
     ("CPU of a save, of the default interval's steps", "share", "%", "training"),
     ("the hash of it, of the same", "hash", "%", "training"),
     ("most resident memory, training", "most memory", "x state", "training"),
@@ -71,8 +79,8 @@ def most_resident() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def saver(mode: str, folder: Path) -> tuple[Any, Any]:
-    """(start a save of a step and a state, wait until all are on disk)."""
+def saver(mode: str, folder: Path, state: Any) -> tuple[Any, Any]:
+    """(start a save of a step and a state like this one, wait until all are on disk)."""
     if mode.startswith("affinage"):
         from affinage.checkpoint import CheckpointStore
         from affinage.checkpoint import store as of_store
@@ -80,6 +88,7 @@ def saver(mode: str, folder: Path) -> tuple[Any, Any]:
         if mode == "affinage, copied":
             of_store.can_be_held, of_store.hold = (lambda state: False), (lambda state: None)
         store = CheckpointStore(folder)
+        store.prepare(state.named())  # as the loop does, before its first step
         return (lambda step, state: store.save(step, state, {"step": step})), store.wait
     if mode == "orbax":
         from orbax.checkpoint import v1 as ocp
@@ -160,7 +169,6 @@ def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict
     import jax
 
     from affinage.hardware.allocator import give_back_freed_memory
-    from affinage.recipe.training import CheckpointSettings
 
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
@@ -174,12 +182,13 @@ def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict
         give_back_freed_memory()
         advance(1)
     start, cpu = time.perf_counter(), time.process_time()
-    advance(4)
-    seconds_of_steps = (time.process_time() - cpu) / 4 * CheckpointSettings().every_steps
-    alone = (time.perf_counter() - start) / 4
+    advance(ALONE)
+    cpu_alone, alone = (time.process_time() - cpu) / ALONE, (time.perf_counter() - start) / ALONE
+    steps_between = steps_between_saves(alone)
+    cpu_between, between = cpu_alone * steps_between, alone * steps_between
 
-    save, wait = saver(mode, folder / "steps")
-    stalls, own, whole, cpu_of_save, longer = [], [], [], [], []
+    save, wait = saver(mode, folder / "steps", state)
+    stalls, own, whole, cpu_of_save, longer, lost = [], [], [], [], [], []
     for number in range(saves + 1):
         start, cpu = time.perf_counter(), time.process_time()
         save(number, state.named())
@@ -189,24 +198,39 @@ def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict
             wait()
             whole.append(time.perf_counter() - start)
             cpu_of_save.append(time.process_time() - cpu)
-        start = time.perf_counter()
+            advance(2)
+            continue
+        on = time.perf_counter()
         advance(1)
-        if number % 2 == 0:
-            longer.append(1e3 * (time.perf_counter() - start - alone))
+        longer.append(1e3 * (time.perf_counter() - on - alone))
         advance(1)
         wait()
+        lost.append(time.perf_counter() - start - 2 * alone)
     return {
         "state": held,
-        "stall": statistics.median(stalls[1:]),  # the first one imports, and makes threads
+        "first stall": stalls[0],
+        "stall": statistics.median(stalls[1:]),
         "most stall": max(stalls[1:]),
         "own stall": statistics.median(own[1:]),
         "step after": statistics.median(longer[1:]),
         "save": statistics.median(whole),
         "cpu": statistics.median(cpu_of_save),
-        "share": 100 * statistics.median(cpu_of_save) / seconds_of_steps,
-        "hash": 100 * _seconds_of_hash(folder / "steps") / seconds_of_steps,
+        "lost": statistics.median(lost[1:]),
+        "interval": between,
+        "lost share": 100 * statistics.median(lost[1:]) / between,
+        "share": 100 * statistics.median(cpu_of_save) / cpu_between,
+        "hash": 100 * _seconds_of_hash(folder / "steps") / cpu_between,
         "most memory": most_resident() / held,
     }
+
+
+def steps_between_saves(seconds: float) -> float:
+    """How many steps of so many seconds there are between two saves by default."""
+    from affinage.recipe.training import CheckpointSettings
+
+    default = CheckpointSettings()
+    by_clock = math.inf if default.every_minutes is None else 60 * default.every_minutes / seconds
+    return min(default.every_steps, by_clock)
 
 
 def work_together(mode: str, size: Size, saves: int, folder: Path) -> dict[str, Any]:
@@ -220,7 +244,7 @@ def work_together(mode: str, size: Size, saves: int, folder: Path) -> dict[str, 
         import jax
 
         state, move = begin("copies", size, 100, folder, hosts.count)
-        save, wait = saver(mode, folder / "steps")
+        save, wait = saver(mode, folder / "steps", state)
         stalls = []
         with what_lives_is_left_alone():
             for number in range(saves + 1):

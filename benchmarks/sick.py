@@ -1,0 +1,110 @@
+"""Sick numbers and spikes, in any layer and at any step of small trainings; for `chaos.py --parts sick`."""
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
+
+import tiny
+from sick_layers import INJECTIONS, SITES, SPIKE, graph, sick_kind
+
+from affinage.checkpoint import CheckpointStore
+from affinage.training import TrainJob, train
+from affinage.training.health import Health
+
+STEPS, SETTLED = 300, 100  # steps of a run, and those before the first injection: a window that knows the losses
+EACH = {"skip": 30, "rewind": 10}  # injections of a run: after ten rewinds it goes back no more
+DONE = {"skip": "skipped", "rewind": "rewound"}  # how health.jsonl begins to tell of it
+POLICIES = tuple(EACH)
+KINDS = ("NaN", "Inf", "spike")
+
+
+class Feed(tiny.RandomFeed):
+    """Rows of a token or two each, soon learned, so that a spike stands out; sick in the steps that are named."""
+
+    def __init__(self, sick: dict[int, int], row: int) -> None:
+        super().__init__()
+        self._sick, self._row = sick, row
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        batch = super().batch(step)
+        batch["tokens"] = 7 * batch["rows"][:, None] + batch["segment_ids"]
+        sick = np.zeros(self.rows, np.int32)
+        sick[(step + self._row) % self.rows] = self._sick.get(step + 1, 0)
+        return {**batch, "sick": sick}
+
+    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
+        step = start_step
+        while True:
+            yield self.batch(step)
+            step += 1
+
+
+def _job(folder: Path, feed: Feed, policy: str) -> TrainJob:
+    never = {"most_in_a_row": STEPS, "most": STEPS}  # the breaker has its own tests
+    health = {"on_non_finite": policy, "on_spike": policy, **never}
+    saves = {"every_steps": 5, "keep_last": 3}
+    settings = tiny.settings(STEPS, checkpoint=saves, health=health, validate_every=STEPS)
+    return TrainJob(graph=graph(), settings=settings, mesh={"data": 1}, seed=1, feed=feed, folder=folder)
+
+
+def _state(folder: Path) -> list[bytes]:
+    store = CheckpointStore(folder / "checkpoints")
+    state = store.restore(store.steps()[-1], {"params": None, "opt_state": None})
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def _without(job: TrainJob, steps: set[int]) -> None:
+    """Train as if these batches had never been there; nothing is sick, and nothing has to be found."""
+    begin = Health.__init__
+
+    def knowing(health: Health, *given: object, **named: object) -> None:
+        begin(health, *given, **named)  # type: ignore[arg-type]
+        health.left_out = sorted(steps)
+
+    Health.__init__ = knowing  # type: ignore[method-assign, assignment]
+    try:
+        train(job)
+    finally:
+        Health.__init__ = begin  # type: ignore[method-assign]
+
+
+def inject(folder: Path, injections: int) -> dict[str, float]:
+    """As many in all, half of them under each policy, in runs that are compared with one that lacks these batches."""
+    draw, number = random.Random(0), 0
+    found: Counter[str] = Counter()
+    with sick_kind():
+        for policy in POLICIES:
+            left = injections // len(POLICIES)
+            while left > 0:
+                steps = draw.sample(range(SETTLED, STEPS), min(left, EACH[policy]))
+                sick = {step: _drawn(draw, found, policy) for step in steps}
+                left, number = left - len(steps), number + 1
+                hurt, well = folder / f"hurt-{number}", folder / f"well-{number}"
+                train(_job(hurt, Feed(sick, number), policy))
+                _without(_job(well, Feed({}, number), policy), set(sick))
+                events = [json.loads(line) for line in (hurt / "health.jsonl").read_text().splitlines()]
+                done = {event["step"] for event in events if str(event["done"]).startswith(DONE[policy])}
+                found[f"{policy}: done as the policy says"] += len(done & set(sick))
+                found["clean steps left out"] += len({event["step"] for event in events} - set(sick))
+                found["runs"] += 1
+                found["runs that ended with other bits"] += _state(hurt) != _state(well)
+                print(f"sick: {number} runs, {dict(found)}", flush=True)
+    told = ["runs that ended with other bits", "clean steps left out"]
+    return {"injections": injections} | {name: found[name] for name in sorted({*found, *told})}
+
+
+def _drawn(draw: random.Random, found: Counter[str], policy: str) -> int:
+    """The code of an injection."""
+    kind = draw.choice(KINDS)
+    found[f"{policy}: {kind}"] += 1
+    if kind == "spike":
+        return SPIKE + draw.randrange(SITES)
+    return 1 + draw.choice([number for number, (_, _, name) in enumerate(INJECTIONS) if kind in name])
