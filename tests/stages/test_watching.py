@@ -302,7 +302,7 @@ def test_a_look_that_was_stopped_is_gone_on_with(
         return len(asked) == 2
 
     def look(stop: Callable[[], bool]) -> str:
-        judge = judge_of(context, settings, model.graph, SimpleNamespace(context=model.context), "")  # type: ignore[arg-type]
+        judge = judge_of(context, settings, settings.steps, model.graph, SimpleNamespace(context=model.context), "")  # type: ignore[arg-type]
         assert judge is not None
         params = jax.device_put(model.params, jax.devices()[0])  # which batches are split over; of one row each
         return judge.look(40, SimpleNamespace(params=params), stop)  # type: ignore[arg-type]
@@ -322,3 +322,6 @@ def test_it_ends_when_its_rows_were_seen_once(tmp_path: Path):
     summary = json.loads((tmp_path / "runs/tiny/sft/summary.json").read_text())
     rows = sum(len(np.load(path)) for path in (tmp_path / "runs/tiny/conversations/train").rglob("rows-*.npy"))
     assert summary["steps"] == rows // 8 and "max_epochs" in summary["ended"]
+    lines = map(json.loads, (tmp_path / "runs/tiny/sft/metrics.jsonl").read_text().splitlines())
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert rates[-1] < rates[len(rates) // 2] < max(rates)

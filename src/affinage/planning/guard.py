@@ -18,8 +18,8 @@ def epoch_guard(settings: TrainSettings, rows: int, context: int, found: int | N
     epochs, steps = settings.max_epochs, settings.steps
     needed = steps * rows / epochs
     guard = (
-        f"max_epochs: {epochs:g} ends the training once its rows have been seen so often, and this plan counts all "
-        f"{steps:,} steps, which need {needed:,.0f} rows"
+        f"max_epochs: {epochs:g} ends the training, and its schedule, once its rows have been seen so often, and this "
+        f"plan counts all {steps:,} steps, which need {needed:,.0f} rows"
     )
     if settings.mixture is not None:
         return f"{guard}; which source is seen so often first depends on the mixture"

@@ -95,7 +95,7 @@ class TuningSettings(TrainSettings):
     sample: float = Field(default=1.0, gt=0, le=1)  # share of the conversations of each source, chosen by their content
     bad_conversations: Literal["stop", "skip"] = "stop"  # lines that are none: an error, or counted
     base_step: int | None = Field(default=None, ge=1)  # of the model to begin with, a checkpoint it kept; default: last
-    max_epochs: float | None = Field(default=None, gt=0)  # the training ends there if its steps are more; 1 is wise
+    max_epochs: float | None = Field(default=None, gt=0)  # where it, and its schedule, end if steps are more
     watch: WatchSettings | None = None
     mixture: Mixture | None = None  # {source: weight}, shares of rows; default: every row once an epoch
     context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining

@@ -9,7 +9,7 @@ from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash
 from affinage.stages.texts import chat_tokenizer
 from affinage.stages.trainings import begin_with, chat_facts, graph_of, mesh_of, parallel_of, run_training, token_rows
-from affinage.stages.watching import judge_of
+from affinage.stages.watching import judge_of, within_epochs
 
 if TYPE_CHECKING:
     from affinage.model import Graph
@@ -83,10 +83,12 @@ def dpo(context: StageContext) -> Summary:
     """Teach the model to prefer the chosen answers, held to the model that it was."""
     from affinage.data.preference_feed import PreferenceFeed, PreferenceRows, read_reference
 
-    settings, inputs = _settings(context), context.inputs
+    asked, inputs = _settings(context), context.inputs
     rows, told = inputs["preferences"], inputs.get("reference")
-    feed, held_out = token_rows(context, settings, rows)
+    feed, held_out = token_rows(context, asked, rows)
+    settings = within_epochs(asked, feed, "dpo")
     train, validation, data = None, {}, {"rows": content_hash(rows, "train")}
+    system_prompt = context.recipe.chat_system_prompt
     if told is not None:
         train, validation = read_reference(told / "train"), read_reference(told / "validation")
         data["reference"] = content_hash(told, "train")
@@ -99,11 +101,11 @@ def dpo(context: StageContext) -> Summary:
             feed if train is None else PreferenceFeed(feed, train),
             data=data,
             validation={name: PreferenceRows(found, validation.get(name)) for name, found in held_out.items()},
-            judge=judge_of(context, settings, _base_graph(context), feed, context.recipe.chat_system_prompt),
+            judge=judge_of(context, settings, asked.steps, _base_graph(context), feed, system_prompt),
         ),
         # What it is used with is the model itself, whose loss is of the next token.
         graph=_base_graph(context),
-        facts={"context": feed.context, "system_prompt": context.recipe.chat_system_prompt, **chat_facts(context)},
+        facts={"context": feed.context, "system_prompt": system_prompt, **chat_facts(context)},
     )
 
 

@@ -26,7 +26,7 @@ from affinage.stages.initial import (
 )
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash, write_json
-from affinage.stages.watching import judge_of
+from affinage.stages.watching import judge_of, within_epochs
 
 if TYPE_CHECKING:
     from affinage.data.feed import RowFeed
@@ -88,15 +88,16 @@ def sft(context: StageContext) -> Summary:
     from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
 
-    settings = context.recipe.sft
-    assert settings is not None
+    asked = context.recipe.sft
+    assert asked is not None
     tokenizer = Tokenizer.load(context.inputs["tokenizer"])
     graph = graph_of(context, tokenizer)
     if Hosts.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
         for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
             rich.get_console().print(example, markup=False, highlight=False)
-    feed, validation = token_rows(context, settings, context.inputs["conversations"])
+    feed, validation = token_rows(context, asked, context.inputs["conversations"])
+    settings = within_epochs(asked, feed, "sft")
     return _train(
         context,
         graph,
@@ -107,7 +108,7 @@ def sft(context: StageContext) -> Summary:
         documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
         facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
         initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
-        judge=judge_of(context, settings, graph, feed, settings.system_prompt),
+        judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
     )
 
 

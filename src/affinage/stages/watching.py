@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
@@ -30,6 +30,7 @@ _YES_OR_NO = ("acc_norm", "acc", "exact_match")
 
 Answers = Mapping[str, list[int]]  # task -> 1 for every item that was right, 0 for the others
 Stop = Callable[[], bool]
+Tuning = TypeVar("Tuning", bound=TuningSettings)
 
 
 def worse(before: list[int], now: list[int]) -> float:
@@ -120,14 +121,36 @@ def scores(answers: Answers) -> dict[str, dict[str, float]]:
     return found
 
 
+def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
+    """The settings with no more steps than `max_epochs` allows, at the last of which the schedule ends, too.
+
+    A warm-up that is longer than they are becomes a tenth of them. Raises UserError if the schedule begins after them.
+    """
+    if settings.max_epochs is None:
+        return settings
+    steps, schedule = _last_step(feed, settings.steps, settings.max_epochs), settings.schedule
+    if steps == settings.steps:
+        return settings
+    if schedule.from_step >= steps:
+        raise UserError(
+            f"the rows have been seen {settings.max_epochs:g} times after step {steps:,}, and the schedule begins at "
+            f"step {schedule.from_step:,}",
+            where=f"{where}.max_epochs",
+            fix="Allow more epochs, or give more conversations.",
+        )
+    if schedule.warmup_steps > steps - schedule.from_step:
+        schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
+    return settings.model_copy(update={"steps": steps, "schedule": schedule})
+
+
 def judge_of(
-    context: StageContext, settings: TuningSettings, graph: "Graph", feed: "RowFeed", system_prompt: str
+    context: StageContext, settings: TuningSettings, asked: int, graph: "Graph", feed: "RowFeed", system_prompt: str
 ) -> Watch | None:
-    """The judge that a tuning's settings ask for; None if it goes on to its last step in any case."""
-    last_step = None
-    if settings.max_epochs is not None:
-        last_step = _last_step(feed, settings.steps, settings.max_epochs)
-        last_step = None if last_step == settings.steps else last_step
+    """The judge that a tuning's settings ask for; None if it goes on to its last step in any case.
+
+    `asked` is how many steps the recipe has; those of `settings` may be fewer, see `within_epochs`.
+    """
+    last_step = settings.steps if settings.steps < asked else None
     if settings.watch is None and last_step is None:
         return None
 
