@@ -5,12 +5,15 @@ Counts of the operations in the compiled text of a dense and a mixture model's s
 """
 
 import collections
+import math
 import re
 from typing import Any
 
 import jax
 import meshes
 import pytest
+
+from affinage.training.program import Program
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 RING = {"context_attention": "ring"}
@@ -59,10 +62,16 @@ SHARDINGS: dict[str, str] = {
 }
 
 
-def counts(name: str) -> tuple[int, ...]:
+def step_of(name: str) -> Program:
     sizes, parallel, model = STEPS[name]
-    one = meshes.program(meshes.graph(model, layers=2), sizes, parallel=parallel)
-    text = one.compile_training().as_text()
+    return meshes.program(meshes.graph(model, layers=2), sizes, parallel=parallel)
+
+
+def counts(name: str) -> tuple[int, ...]:
+    return collectives(step_of(name).compile_training().as_text())
+
+
+def collectives(text: str) -> tuple[int, ...]:
     found = collections.Counter(re.findall(rf" ({'|'.join(KINDS)})(?:-start)?\(", text))
     return tuple(found[kind] for kind in KINDS)
 
@@ -77,7 +86,15 @@ def shardings() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_sends_what_it_sent(name: str):
-    assert dict(zip(KINDS, counts(name), strict=True)) == dict(zip(KINDS, EXPECTED[name], strict=True))
+    step = step_of(name)
+    compiled = step.compile_training()
+    assert dict(zip(KINDS, collectives(compiled.as_text()), strict=True)) == dict(
+        zip(KINDS, EXPECTED[name], strict=True)
+    )
+    # The new state is written where the old one is: memory is planned so.
+    state = jax.tree.leaves(step.abstract)
+    bytes_of_a_device = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in state)
+    assert compiled.memory_analysis().alias_size_in_bytes >= bytes_of_a_device
 
 
 def test_the_weights_lie_where_they_lay():

@@ -32,8 +32,13 @@ def final_params(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Nursery]:
-    with runs.Nursery(tmp_path_factory.mktemp("cache")) as nursery:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def nursery(cache: Path) -> Iterator[runs.Nursery]:
+    with runs.Nursery(cache) as nursery:
         yield nursery
 
 
@@ -46,6 +51,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: runs.Nursery)
 
 def newest(folder: Path) -> int:
     return max([0, *CheckpointStore(folder / "checkpoints").steps()])
+
+
+def test_a_compiled_step_is_kept_and_read_by_the_next_start(tmp_path: Path, cache: Path, nursery):
+    def kept() -> dict[str, int]:
+        return {file.name: file.stat().st_mtime_ns for file in cache.rglob("jit_step-*-cache")}
+
+    for file in cache.rglob("jit_*"):
+        file.unlink()
+    nursery.finish(tmp_path / "one", 6)
+    first = kept()
+    nursery.finish(tmp_path / "other", 6)
+    assert first and kept() == first
 
 
 @pytest.mark.slow
