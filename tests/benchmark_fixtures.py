@@ -60,6 +60,17 @@ XWINOGRAD_TOKENS = {
 }
 GRAMMAR = {"question": "Il <...> beau.", "answerA": "fait", "answerB": "est", "answerC": "a", "answerD": "va"}
 WINOGRANDE = {"sentence": "Ann beat Eve because _ was fast.", "option1": "Ann", "option2": "Eve", "answer": "1"}
+FQUAD = {
+    "context": "Le pont, bâti en 1612, est vieux.",
+    "question": "Quand le pont fut-il bâti ?",
+    "answers": {"text": ["en 1612"], "answer_start": [14]},
+    "is_impossible": False,
+}
+FQUAD_IMPOSSIBLE = FQUAD | {
+    "question": "Qui bâtit le pont ?",
+    "answers": {"text": [], "answer_start": []},
+    "is_impossible": True,
+}
 FRENCH_ARC = {"question": "Où vit la baleine ?", "choices": ["en mer", "en l'air"], "answerKey": "B"}
 
 # task: (an item as in the hub's dataset, the same in another form or None)
@@ -94,9 +105,24 @@ ITEMS = {
     "french_bench_vocab": (GRAMMAR | {"answer": "B"}, None),
     "french_bench_reading_comp": (GRAMMAR | {"context": "Le ciel est bleu.", "answer": "C"}, None),
     "french_bench_topic_based_nli": ({"text": "Très bon.", "topic": "goût", "polarity": "positif"}, None),
+    "french_bench_xnli": ({"premise": "Il pleut.", "hypothesis": "Il fait beau.", "label": 2}, None),
+    "french_bench_fquadv2_bool": (FQUAD_IMPOSSIBLE, None),
+    "french_bench_fquadv2": (FQUAD_IMPOSSIBLE, None),
+    "french_bench_fquadv2_hasAns": (FQUAD, None),
+    "french_bench_fquadv2_genq": (FQUAD, None),
+    "french_bench_multifquad": (
+        {
+            "context": "Le pont, vieux et long, a trois arches.",
+            "question": "Comment est le pont ?",
+            "answers": {"text": ["vieux", "long"], "answer_start": [9, 18]},
+        },
+        None,
+    ),
     "french_bench_orangesum_abstract": ({"text": "Le pont, long, est vieux.", "summary": "Un vieux pont."}, None),
     "french_bench_orangesum_title": ({"text": "Le pont, long, est vieux.", "summary": "Le pont"}, None),
     "french_bench_trivia": ({"Question": "Quelle est la capitale de la France ?", "Answer": "Paris"}, None),
+    "french_bench_opus_perplexity": ({"text": "Le pont est vieux, mais il tient."}, None),
+    "french_bench_wikitext_fr": ({"paragraph": "Le pont , long de 3 @,@ 5 km , est vieux . \n"}, None),
 }
 
 

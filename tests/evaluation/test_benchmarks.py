@@ -59,6 +59,11 @@ def test_every_benchmark_has_a_fixture_and_a_definition():
         assert load_yaml(DEFINITIONS / benchmark.definition)["task"] == name
 
 
+def test_all_of_french_bench_is_known():
+    files = (DEFINITIONS / "french_bench").glob("french_bench_*.yaml")
+    assert {file.stem for file in files} == {name for name in BENCHMARKS if name.startswith("french_bench_")}
+
+
 def test_the_hub_s_definitions_are_found_without_reading_all_of_them():
     manager = task_manager([*JULIAN, *FRENCH])
     assert {*JULIAN, *FRENCH} <= set(manager.all_tasks) and len(manager.all_tasks) < 1000
@@ -91,6 +96,69 @@ def test_the_group_julian_gives_its_seven_headline_metrics(tmp_path):
         assert entry["items"] == 2 and entry["metrics"][metric]["value"] in (0, 1), task  # two copies of one item
         assert entry["metrics"][metric]["stderr"] == 0, task
     assert scored["lambada_openai"]["metrics"]["perplexity"]["value"] > 1
+
+
+def test_the_group_french_is_scored_with_a_metric_and_a_standard_error_of_every_task(tmp_path):
+    folder = write_items(tmp_path / "items", FRENCH, copies=2)
+    results = evaluate(tiny_llama(), ["french"], data_dir=folder, batch=8)
+    scored = results["tasks"]
+    assert set(scored) == set(FRENCH) and not results["missing"]
+    assert {"french_bench_xnli", "french_bench_fquadv2_bool"} < set(FRENCH)
+    for task in FRENCH:
+        entry = scored[task]
+        assert entry["items"] == 2 and entry["metrics"]["acc"]["value"] in (0, 1), task  # two copies of one item
+        assert entry["metrics"]["acc"]["stderr"] == 0, task
+        assert all(score["stderr"] is not None for score in entry["metrics"].values()), task
+    assert scored["french_bench_xnli"]["chance"] == pytest.approx(1 / 3)
+    assert scored["french_bench_fquadv2_bool"]["chance"] == 1 / 2
+
+
+def test_what_french_bench_has_besides_is_scored_by_name(tmp_path):
+    besides = [name for name in BENCHMARKS if name.startswith("french_bench_") and name not in FRENCH]
+    folder = write_items(tmp_path / "items", besides, copies=2)
+    scored = evaluate(tiny_llama(), besides, data_dir=folder, batch=8, max_new_tokens=8)["tasks"]
+    assert set(scored) == set(besides)
+    for task, entry in scored.items():
+        metrics = entry["metrics"]
+        assert entry["items"] == 2 and metrics, task
+        if set(metrics) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}:
+            assert all(score["stderr"] is None for score in metrics.values()), task
+            assert metrics["byte_perplexity"]["value"] == pytest.approx(2 ** metrics["bits_per_byte"]["value"])
+            assert metrics["word_perplexity"]["value"] > metrics["byte_perplexity"]["value"] > 1
+        else:
+            assert all(0 <= score["value"] <= 1 for score in metrics.values()), task
+            means = {"exact", "f1", "is_included"} & set(metrics)
+            assert all(metrics[metric]["stderr"] == 0 for metric in means), task  # two copies of one item
+            assert set(metrics) - means <= {"rouge1"}, task
+
+
+def test_a_text_that_is_the_right_one_scores_all(tmp_path):
+    model = tiny_llama()
+    right = {
+        "french_bench_fquadv2": lambda said: {"answers": {"text": [said]}, "is_impossible": False},
+        "french_bench_fquadv2_hasAns": lambda said: {"answers": {"text": [said]}},
+        "french_bench_fquadv2_genq": lambda said: {"question": said},
+        "french_bench_multifquad": lambda said: {"answers": {"text": [said]}},
+        "french_bench_trivia": lambda said: {"Answer": said},
+    }
+    write_items(tmp_path, right)
+    first = evaluate(model, list(right), data_dir=tmp_path, max_new_tokens=8)
+    for task, of in right.items():
+        (said,) = (item["answer"] for item in first["samples"][task])
+        assert first["tasks"][task]["metrics"]["f1"]["value"] < 1, task
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps(ITEMS[task][0] | of(said)) + "\n", encoding="utf-8")
+    again = evaluate(model, list(right), data_dir=tmp_path, max_new_tokens=8)["tasks"]
+    for task, entry in again.items():
+        assert all(score["value"] == pytest.approx(1) for score in entry["metrics"].values()), task
+
+
+def test_one_file_may_hold_the_items_of_two_tasks(tmp_path):
+    for name, of in (("fquadv2", "french_bench_fquadv2"), ("fquadv2_hasAns", "french_bench_fquadv2_genq")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ITEMS[of][0]) + "\n", encoding="utf-8")
+    twice = ["french_bench_fquadv2", "french_bench_fquadv2_bool"]
+    answered = ["french_bench_fquadv2_hasAns", "french_bench_fquadv2_genq"]
+    assert [task["task"] for task in find_tasks([*twice, *answered], {}, tmp_path).local] == [*twice, *answered]
+    assert [file.name for file in files_of([*twice, *answered], tmp_path)] == ["fquadv2.jsonl", "fquadv2_hasAns.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,12 @@ def _arc_with_letters(item: Item) -> Item:
     return item | {"choices": item["choices"]["text"], "answerKey": "ABCDE"[right]}
 
 
-_FRENCH_BENCH = "french_bench/french_bench_{}.yaml"
-_GENERATED = ("orangesum_abstract", "orangesum_title", "trivia")  # texts, scored by ROUGE; named one by one
+def _french_bench(name: str, files: tuple[str, ...] = (), as_published: Callable[[Item], Item] = dict) -> Benchmark:
+    """A task of FrenchBench, all of which stand in one folder of the harness."""
+    task = f"french_bench_{name}"
+    return Benchmark(task, f"french_bench/{task}.yaml", files, as_published)
+
+
 BENCHMARKS = {
     benchmark.task: benchmark
     for benchmark in (
@@ -110,18 +114,33 @@ BENCHMARKS = {
         Benchmark("xwinograd_fr", "xwinograd/xwinograd_fr.yaml", (), _winograd_schema),
         Benchmark("multiblimp_fra", "multiblimp/multiblimp_fra.yaml", ("multiblimp_fr",), _minimal_pair),
         Benchmark("lambada_openai_mt_fr", "lambada_multilingual/lambada_mt_fr.yaml", ("lambada_fr",)),
-        Benchmark("french_bench_arc_challenge", _FRENCH_BENCH.format("arc_challenge"), (), _arc_with_letters),
-        Benchmark("french_bench_hellaswag", _FRENCH_BENCH.format("hellaswag"), (), _preprocessed),
-        Benchmark("french_bench_boolqa", _FRENCH_BENCH.format("boolqa"), ("boolq_fr",)),
-        Benchmark("french_bench_grammar", _FRENCH_BENCH.format("grammar")),
-        Benchmark("french_bench_vocab", _FRENCH_BENCH.format("vocab")),
-        Benchmark("french_bench_reading_comp", _FRENCH_BENCH.format("reading_comp")),
-        Benchmark("french_bench_topic_based_nli", _FRENCH_BENCH.format("topic_based_nli")),
-        *(Benchmark(f"french_bench_{name}", _FRENCH_BENCH.format(name)) for name in _GENERATED),
+        _french_bench("arc_challenge", (), _arc_with_letters),
+        _french_bench("hellaswag", (), _preprocessed),
+        _french_bench("boolqa", ("boolq_fr",)),
+        _french_bench("grammar"),
+        _french_bench("vocab"),
+        _french_bench("reading_comp"),
+        _french_bench("topic_based_nli"),
+        _french_bench("xnli"),
+        _french_bench("fquadv2_bool", ("fquadv2",)),
+        _french_bench("fquadv2", ("fquadv2",)),
+        _french_bench("fquadv2_hasAns", ("fquadv2_hasAns",)),
+        _french_bench("fquadv2_genq", ("fquadv2_hasAns",)),
+        _french_bench("multifquad"),
+        _french_bench("orangesum_abstract"),
+        _french_bench("orangesum_title"),
+        _french_bench("trivia"),
+        _french_bench("opus_perplexity"),
+        _french_bench("wikitext_fr"),
     )
 }
 JULIAN = ("hellaswag", "piqa", "lambada_openai", "arc_easy", "arc_challenge", "winogrande", "boolq")
-_ELSEWHERE = (*JULIAN, "belebele_eng_Latn", "xwinograd_en", *(f"french_bench_{name}" for name in _GENERATED))
+# Named one by one: the groups are of what log-likelihoods answer, each score with a standard error.
+_QUESTIONS = ("fquadv2", "fquadv2_hasAns", "fquadv2_genq", "multifquad", "trivia")  # answered by generated texts
+_SUMMARIES = ("orangesum_abstract", "orangesum_title")  # generated, too
+_WHOLE_TEXTS = ("opus_perplexity", "wikitext_fr")  # perplexities, of which the harness has no standard error
+_ONE_BY_ONE = tuple(f"french_bench_{name}" for name in (*_QUESTIONS, *_SUMMARIES, *_WHOLE_TEXTS))
+_ELSEWHERE = (*JULIAN, "belebele_eng_Latn", "xwinograd_en", *_ONE_BY_ONE)
 FRENCH = tuple(name for name in BENCHMARKS if name not in _ELSEWHERE)
 QUICKSTART = "quickstart"  # another name for the pocket world's own benchmarks
 POCKET_TASKS = tuple(
@@ -138,10 +157,11 @@ def of_pocket_world(task: str) -> bool:
 
 
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
-    """The files of a folder that these benchmarks and groups read."""
+    """The files of a folder that these benchmarks and groups read, each once."""
     members = [member for task in tasks for member in GROUPS.get(task, (task,))]
     folder = Path(data_dir).expanduser()
-    return [file for name in members if name in BENCHMARKS and (file := BENCHMARKS[name].file_in(folder))]
+    found = (BENCHMARKS[name].file_in(folder) for name in members if name in BENCHMARKS)
+    return list(dict.fromkeys(file for file in found if file is not None))
 
 
 def names_of(tasks: Sequence[str], data_dir: Path | None) -> tuple[list[str], list[str]]:
