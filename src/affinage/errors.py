@@ -14,7 +14,8 @@ EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a
 
 _FULL = "Make room, then run the same command again: what is complete is kept."
 _OTHER_PLACE = "Name another file or folder, or let this one be read and written."
-_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_OF_A_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
+_TRANSIENT = (errno.EIO, *_OF_A_NETWORK)
 _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OTHER_PLACE),
@@ -24,6 +25,7 @@ _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
 }
 _NUMPY_HAS_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # of ndarray.tofile, and so of numpy.save
 _OF_RUST = re.compile(r"\(os error (\d+)\)")
+_OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
 _TOLD_BY_RUST = ("SafetensorError",)
 
 
@@ -87,8 +89,21 @@ def errno_of(error: BaseException) -> int:
         return error.errno
     if isinstance(error, OSError) and _NUMPY_HAS_NO_ROOM.fullmatch(str(error)):
         return errno.ENOSPC
-    in_words = _OF_RUST.search(str(error)) if type(error).__name__ in _TOLD_BY_RUST else None
+    in_words = (_OF_RUST if type(error).__name__ in _TOLD_BY_RUST else _OF_TENSORSTORE).search(str(error))
     return int(in_words[1]) if in_words else 0
+
+
+def disk_error(error: BaseException | None, *, lasting: bool = True) -> OSError | None:
+    """The error of a disk, or of its network, that an error comes from, as libraries tell it; None if from no such.
+
+    Where `lasting` is False only what is of a network, as a sector that cannot be read (EIO) stays so.
+    """
+    while error is not None:
+        number = errno_of(error)
+        if number in (_TRANSIENT if lasting else _OF_A_NETWORK):
+            return error if isinstance(error, OSError) else OSError(number, os.strerror(number))
+        error = error.__cause__
+    return None
 
 
 class Preempted(Exception):

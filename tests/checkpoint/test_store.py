@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,91 @@ def test_hosts_wait_longer_for_a_larger_checkpoint(tmp_path: Path, monkeypatch: 
         store.save(1, large, {})
         assert store.restore_newest(large) is None
     assert set(host.waits) == {*told} and set(host.waits.values()) == {600 + 72e9 / 10e6}
+
+
+def _fails(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
+    """Have a file that is opened, or read, fail with an error of the disk."""
+    opened, read = open, Path.read_bytes
+
+    def fail(at: Any) -> None:
+        if isinstance(at, str | Path) and Path(at) == path:
+            raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("builtins.open", lambda file, *more, **named: (fail(file), opened(file, *more, **named))[1])
+    monkeypatch.setattr(Path, "read_bytes", lambda self: (fail(self), read(self))[1])
+
+
+FILES = ["SHA256SUMS", "params/_METADATA", "_CHECKPOINT_METADATA"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT])
+def test_a_network_that_fails_is_not_taken_for_damage(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int, file: str
+):
+    saved(store, 1, 2)
+    with monkeypatch.context() as patch:
+        _fails(patch, store.folder / "2" / file, number)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            store.restore_newest(abstract(sharding("fsdp", 1)))
+    assert store.restore_newest(abstract(sharding("fsdp", 1)))[0] == 2
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_cannot_be_read_is_damage(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, file: str):
+    saved(store, 1, 2)
+    _fails(monkeypatch, store.folder / "2" / file, errno.EIO)
+    with pytest.warns(CheckpointWarning, match="checkpoint 2 cannot be read: .*[Ii]nput/output error"):
+        assert store.restore_newest(abstract(sharding("fsdp", 1)))[0] == 1
+
+
+def _of_tensorstore() -> Exception:
+    error = Exception("Encountered error while reading an array")
+    error.__cause__ = ValueError(f"NOT_FOUND: Error reading file [source locations='x' os_error_code='{errno.EIO}']")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(_of_tensorstore(), OSError), (OSError(errno.ESTALE, "stale"), OSError), (MemoryError(), MemoryError)],
+)
+def test_what_is_no_matter_of_a_checkpoint_is_no_mistake_of_the_user(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: Exception, told: type[Exception]
+):
+    def load(*_: object) -> None:
+        raise error
+
+    saved(store, 1)
+    monkeypatch.setattr(store, "_load", load)
+    with pytest.raises(told):
+        store.restore(1, abstract(sharding("fsdp", 1)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_hosts_go_on_from_one_step_though_one_cannot_read_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: int
+):
+    store = CheckpointStore(tmp_path)
+    saved(store, 1, 2)
+    shared = {"checkpoints/1": "[1, 2]", "what is called like one/1": "[1, 2]", "damage/1": '""', "damage/2": '""'}
+    words = {f"affinage/share/{name}": value for name, value in shared.items()}
+    words |= {f"affinage/least/whether it was read/{turn}/0": str(int(turn == 2 or who == 1)) for turn in (1, 2)}
+    host = HostInMemory(1, 2, coordinator=Coordinator(words))
+    load = store._load
+
+    def load_but_one(step: int, wanted: Any) -> Any:
+        if who == 1 and step == 2:
+            raise ValueError("no")
+        return load(step, wanted)
+
+    monkeypatch.setattr(Hosts, "current", host)
+    monkeypatch.setattr(store, "_load", load_but_one)
+    with host.all_at_work(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = store.restore_newest(abstract(sharding("fsdp", 1)))
+    assert found is not None and found[0] == 1
+    assert [str(each.message) for each in said] == ["checkpoint 2 cannot be read: no"] * who
+    assert [words[f"affinage/least/whether it was read/{turn}/1"] for turn in (1, 2)] == [str(int(who == 0)), "1"]
 
 
 def test_hosts_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

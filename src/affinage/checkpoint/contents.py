@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorstore
 
+from affinage.errors import disk_error
+
 _LARGEST = 2**26  # bytes of JSON; of ten thousand arrays it is some megabytes
 _DEEPEST = 100  # levels of what is said of a run
 _SLACK = 2**22  # numbers: small arrays lie within compressed pages
@@ -20,6 +22,7 @@ def strange(folder: Path, trees: list[str]) -> str:
     """Why the arrays in some trees of a step must not be read; "" if nothing speaks against it.
 
     Weights are never compressed, so a step has a byte for each number at least, and no chunk is larger than its array.
+    Raises OSError where the network of the disk failed.
     """
     for name in ("_CHECKPOINT_METADATA", *(f"{tree}/{file}" for tree in trees for file in ("_METADATA", "_sharding"))):
         if (folder / name).is_file() and (size := (folder / name).stat().st_size) > _LARGEST:
@@ -27,6 +30,9 @@ def strange(folder: Path, trees: list[str]) -> str:
     try:
         return next(filter(None, (_strange_tree(folder / tree) for tree in trees)), "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        failed = disk_error(error, lasting=False)
+        if failed is not None:
+            raise failed from error
         return f"what it says of its arrays cannot be read: {first_line(error)}"
 
 

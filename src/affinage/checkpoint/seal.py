@@ -1,5 +1,6 @@
 """The seal of a checkpoint: SHA256SUMS, written last, with the hash of every file; `sha256sum -c` reads it, too."""
 
+import errno
 import hashlib
 import os
 import re
@@ -7,6 +8,8 @@ import stat
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from affinage.errors import disk_error
 
 SEAL = "SHA256SUMS"
 _LARGEST = 2**26  # bytes of a seal: half a million files, where a checkpoint has some for each host
@@ -41,12 +44,17 @@ def damage(folder: Path, only: Collection[str] | None = None) -> str:
     Args:
         folder: what `seal` was called with, or a copy of it.
         only: read the contents of the files in these sub-folders, and beside them, alone; None: of all files.
+
+    Raises:
+        OSError: it could not be looked at, which says nothing of the folder: the network of the disk failed.
     """
     if folder.is_symlink():
         return "it is a symbolic link"
     try:
         sealed = _read(folder / SEAL)
     except (OSError, ValueError) as error:
+        if disk_error(error, lasting=False) is not None:
+            raise
         return f"its {SEAL} cannot be read: {error}"
     found = dict(_entries(folder))
     for name, status in found.items():
@@ -58,10 +66,14 @@ def damage(folder: Path, only: Collection[str] | None = None) -> str:
         return f"{added[0]} was not there when it was sealed"
     wanted = [name for name in sealed if only is None or "/" not in name or name.partition("/")[0] in only]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for name, digest in zip(wanted, pool.map(lambda name: _digest(folder / name), wanted), strict=True):
-            if digest != sealed[name]:
-                return f"{name} is not what was written"
-    return ""
+        digests = pool.map(lambda name: _digest(folder / name), wanted)
+        try:
+            changed = [name for name, digest in zip(wanted, digests, strict=True) if digest != sealed[name]]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return f"it cannot be read: {error}"  # a sector of the disk is lost
+    return f"{changed[0]} is not what was written" if changed else ""
 
 
 def fingerprint(folder: Path) -> str:

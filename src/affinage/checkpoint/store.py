@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import threading
 import time
 import warnings
@@ -21,7 +20,7 @@ from affinage.checkpoint.coordination import by_coordinator
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.seal import damage, fingerprint, seal
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
-from affinage.errors import UserError, UserWarned
+from affinage.errors import UserError, UserWarned, disk_error, errno_of
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import count_out
@@ -35,7 +34,6 @@ _SLOWEST = 10e6  # bytes per second; a disk that takes or gives fewer is as good
 # Saves of all stores begin here, in the order in which they were asked for: Orbax numbers what hosts do together by one
 # count of the process, and two that began at once could be numbered otherwise on another host.
 _BEGINS = ThreadPoolExecutor(1, thread_name_prefix="saves")
-_CODE = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
 absl.logging.set_verbosity(absl.logging.FATAL)  # Orbax tells of every file it writes, and thrice of errors it raises
 
@@ -174,10 +172,10 @@ class CheckpointStore:
             try:
                 running.result()
             except ValueError as error:  # TensorStore's, of whatever kind
-                code = _CODE.search(str(error))
-                if code is None:
+                number = errno_of(error)
+                if not number:
                     raise
-                raise OSError(int(code[1]), os.strerror(int(code[1])), str(self.folder)) from error
+                raise OSError(number, os.strerror(number), str(self.folder)) from error
 
     def in_flight(self) -> float:
         """Seconds since the save that still runs began; 0 where none does. Waits for nothing.
@@ -193,6 +191,9 @@ class CheckpointStore:
         """What is wrong with a step; "" if it is what was saved as this step, and nothing that should not be read.
 
         See `affinage.checkpoint.seal.damage` and `affinage.checkpoint.contents.strange`.
+
+        Raises:
+            OSError: the network of the disk failed, which says nothing of the step.
         """
         folder = self.folder / str(step)
         found = damage(folder, None if only is None else only.keys())
@@ -203,6 +204,7 @@ class CheckpointStore:
                 return found
             saved_as = self._metadata(step).get("step")
         except Exception as error:  # whatever Orbax, TensorStore or JSON make of a stranger's files
+            _raise_of_network(error)
             return f"it cannot be read: {first_line(error)}"
         return "" if saved_as == step else f"it was saved as step {saved_as!r:.80}"
 
@@ -256,6 +258,12 @@ class CheckpointStore:
         return found
 
     def _unread(self, step: int, error: Exception) -> UserError:
+        """What to tell of it. Raises what is no matter of the checkpoint: of a disk, or of memory."""
+        failed = disk_error(error)
+        if failed is not None:
+            raise failed from error
+        if isinstance(error, MemoryError | jax.errors.JaxRuntimeError):
+            raise error
         return UserError(f"the checkpoint of step {step} cannot be read: {first_line(error)}", where=str(self.folder))
 
     def _refuse_damaged(self, step: int, found: str) -> None:
@@ -303,6 +311,7 @@ class CheckpointStore:
 
         Raises:
             UserError: if there are steps but none can be read; starting from nothing would hide it.
+            OSError: the network of the disk failed, which says nothing of the steps.
         """
         share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))  # the first may still seal a save
         steps, reason = share("checkpoints", self.steps()), ""
@@ -310,20 +319,31 @@ class CheckpointStore:
         wanted = max(called, default=0) if at_most is None else at_most
         for step in sorted(called, key=lambda step: (step > wanted, abs(step - wanted))):
             if step not in steps:
-                _warn(step, "it is not complete")
+                _warn_once(step, "it is not complete")
                 continue
             reason = self._damage_seen_by_first(step, abstract)
             if not reason:
+                found: dict[str, Any] = {}
                 try:
                     meta = self._facts(step)
                     accept(meta)
-                    return step, self._load(step, abstract), meta
+                    found = {"state": self._load(step, abstract), "meta": meta}
                 except UserError:
                     raise
                 except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
+                    _raise_of_network(error)
                     reason = self._misfit(step, abstract) or first_line(error)
+                    _warn(step, reason)
+                # All go on from one step, also where what one of them cannot read is whole for the others.
+                if Hosts.at_work().least("whether it was read", int(bool(found)), seconds=seconds_at_most(abstract)):
+                    return step, found["state"], found["meta"]
+                del found
+                if not reason:
+                    reason = "another host cannot read it"
+                    _warn_once(step, reason)
+            else:
+                _warn_once(step, reason)
             self._unreadable.add(step)
-            _warn(step, reason)
         if not steps:
             return None
         raise UserError(
@@ -393,6 +413,12 @@ class CheckpointStore:
                 remove(self.folder / str(step))
 
 
+def _raise_of_network(error: Exception) -> None:
+    failed = disk_error(error, lasting=False)
+    if failed is not None:
+        raise failed from error
+
+
 def seconds_at_most(state: PyTree) -> float:
     """In which a state of such arrays is written, hashed or read, unless the disk is as good as stuck."""
     return _PAUSE + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / _SLOWEST
@@ -435,6 +461,11 @@ def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _warn(step: int, reason: str) -> None:
+def _warn_once(step: int, reason: str) -> None:
+    """Of what all hosts know alike."""
     if Hosts.at_work().first:
-        warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
+        _warn(step, reason)
+
+
+def _warn(step: int, reason: str) -> None:
+    warnings.warn(f"checkpoint {step} cannot be read: {reason}", CheckpointWarning, stacklevel=3)
