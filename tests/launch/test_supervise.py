@@ -46,6 +46,8 @@ class Scripted:
                     return []
                 if script[0] == SAVES:
                     script.pop(0)
+                if not script:
+                    return []
                 if script[0] == TOLD:
                     signal.raise_signal(script.pop(0)[0])
                     return []
@@ -103,7 +105,7 @@ def test_hosts_give_way_to_more_of_them_and_that_is_no_preemption(monkeypatch):
     monkeypatch.setattr(sys.modules["affinage.launch.supervise"], "_LOOK_EVERY", 0.01)
     launcher = Growing([SAVES, (1, 75), (0, 75)], DONE)
     status, said = run(launcher, preemptions=0, failures=0)
-    assert status == 0 and launcher.begun == 2 and launcher.told == [signal.SIGTERM]
+    assert status == 0 and launcher.begun == 2 and launcher.told == [signal.SIGINT]
     assert said == ["launch: there is room for more hosts; these are told to save, and all start again"]
     assert launcher.looks == 5
     launcher = Growing([SAVES, (1, 75), (0, 75)], RuntimeError("it is gone again"), DONE)
@@ -112,6 +114,9 @@ def test_hosts_give_way_to_more_of_them_and_that_is_no_preemption(monkeypatch):
     status, said = run(Growing([SAVES, (1, 1), (0, 75)], DONE), preemptions=0, failures=0)  # one could not save
     assert status == 1 and said[-1] == "launch: host 1 failed with status 1; given up after 0 failures"
     assert run(Growing([SAVES, (1, 0), (0, 0)]), preemptions=0, failures=0)[0] == 0  # they were done anyway
+    monkeypatch.setattr(sys.modules["affinage.launch.supervise"], "_TO_GROW", 0.1)
+    status, said = run(Growing([SAVES], DONE), preemptions=0, failures=0)  # a save that does not end
+    assert status == 0 and said[1:] == ["launch: host 0, 1 did not end in time, and is killed"]
 
 
 def test_a_start_that_lasted_gives_the_restarts_back():

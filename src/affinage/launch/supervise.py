@@ -17,6 +17,7 @@ _AFTER_2 = 5.0  # seconds in which the others find the same mistake
 _AFTER_0 = 60.0  # seconds for the others when one is done
 _LOOK_EVERY = 1.0  # seconds
 _ROOM_EVERY = 60.0  # seconds between two looks for room for more hosts, the first one after so many of a start
+_TO_GROW = 1800.0  # seconds for hosts to save before more of them start; nobody takes this machine away
 _QUICK = 20.0  # seconds: a start that fails within them may do so for ever
 _PATIENT = 3  # quick failures in a row that are not waited after
 _LONGEST_PAUSE = 60.0  # seconds
@@ -164,8 +165,8 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
                 look_at = time.monotonic() + _ROOM_EVERY
                 if grows:
                     say("launch: there is room for more hosts; these are told to save, and all start again")
-                    gang.tell(signal.SIGTERM)
-                    until = time.monotonic() + grace
+                    gang.tell(signal.SIGINT)  # after which they take the time that their save needs
+                    until = time.monotonic() + _TO_GROW
             continue
         if worst.status not in (0, EXIT_PREEMPTED, EXIT_USER_ERROR) and not told:
             return worst, False  # the others wait for it in vain
@@ -181,8 +182,8 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
     if len(endings) < hosts:
         late = [str(host) for host in range(hosts) if host not in {ending.host for ending in endings}]
         say(f"launch: host {', '.join(late)} did not end in time, and is killed")
-    if told and _cause(endings) is None:
-        return Ending(0, EXIT_PREEMPTED), False
+    if (told or grows) and _cause(endings) is None:
+        return Ending(0, EXIT_PREEMPTED), grows and not told
     return _judged(_cause(endings) or Ending(0, 1), endings, bool(told)), grows
 
 
