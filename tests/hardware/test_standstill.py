@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from affinage.hardware import movement
 from affinage.hardware.movement import Movement, waits_for_others
-from affinage.hardware.standstill import Standstill
+from affinage.hardware.standstill import Standstill, looks_on
 from affinage.recipe.training import SurvivalSettings
 
 LIMIT = 120  # seconds until what does not come is a failure
@@ -91,3 +92,17 @@ def test_native_code_that_lets_no_thread_run_is_told_by_one_that_is_not_of_pytho
             assert next(line for line in said if "in native" in line)
         finally:
             child.kill()
+
+
+def test_a_watch_that_cannot_look_says_so_once_and_looks_again(capfd: pytest.CaptureFixture[str]):
+    ended, looks = threading.Event(), []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 4:
+            ended.set()
+        raise OSError(24, "Too many open files")
+
+    looks_on(look, ended, 0.0, "train")
+    assert len(looks) == 4
+    assert capfd.readouterr().err.count("train: who watches over it cannot look: OSError: [Errno 24] Too many") == 1

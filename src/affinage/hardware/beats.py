@@ -120,31 +120,34 @@ class Beats:
 
     def first_stands_still(self, seconds: float) -> str:
         """What the first host is at, if it says that it does nothing for so long; else ""."""
-        first = self._seen[0].beat if 0 in self._seen else {}
+        seen = self._seen.get(0)
+        first = {} if seen is None else seen.beat
         return f"host 0 is {_told(first)}" if first.get("still", 0.0) >= seconds else ""
 
     def _silent_for(self, seconds: float) -> str:
         asked = self._asked
         if asked is not None and time.monotonic() - asked >= seconds:
             return "host 0 does not answer"
-        return "; ".join(self._no_sign_of(host) for host in self._silent(self._looked, seconds))
-
-    def _silent(self, looked: float, seconds: float) -> list[int]:
-        if self._looks_since is None:
-            return []
-        return [host for host, seen in self._seen.items() if looked - seen.since >= seconds]
-
-    def _no_sign_of(self, host: int) -> str:
-        return f"host {host} shows no sign of life, last {_told(self._seen[host].beat)}"
+        looked, seen = self._looked, self._seen  # its thread may forget them meanwhile
+        return "; ".join(_no_sign_of(host, seen[host]) for host in _silent(seen, looked, seconds))
 
     def _in_words(self, looked: float) -> str:
-        beats = {host: seen.beat for host, seen in self._seen.items()}
-        silent = self._silent(looked, _SILENT)
-        most = max(beat.get("count", 0) for beat in beats.values())
+        seen = self._seen
+        beats = {host: found.beat for host, found in seen.items()}
+        silent = _silent(seen, looked, _SILENT)
+        most = max((beat.get("count", 0) for beat in beats.values()), default=0)
         behind = [host for host, beat in beats.items() if beat.get("count", 0) < most and host not in silent]
-        told = [self._no_sign_of(host) for host in silent]
+        told = [_no_sign_of(host, seen[host]) for host in silent]
         told += [f"host {host} is behind, {_told(beats[host])}" for host in behind]
         return "; ".join(told or [f"host {host} is {_told(beat)}" for host, beat in beats.items()])
+
+
+def _silent(seen: Mapping[int, _Seen], looked: float, seconds: float) -> list[int]:
+    return [host for host, found in seen.items() if looked - found.since >= seconds]
+
+
+def _no_sign_of(host: int, seen: _Seen) -> str:
+    return f"host {host} shows no sign of life, last {_told(seen.beat)}"
 
 
 def _told(beat: dict[str, Any]) -> str:

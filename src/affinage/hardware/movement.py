@@ -129,7 +129,10 @@ def _started() -> dict[int, _Work]:
     if not KNOWN:
         return {-time.monotonic_ns(): _Work(0.0, 0)} if multiprocessing.active_children() else {}
     parents, seconds = {}, {}
-    for entry in os.listdir("/proc"):
+    entries: list[str] = []
+    with contextlib.suppress(OSError):  # too many files are open, say
+        entries = os.listdir("/proc")
+    for entry in entries:
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()

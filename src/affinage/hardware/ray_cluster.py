@@ -88,7 +88,11 @@ def connect(
 
 def _on_loopback(ray: Any) -> bool:
     """Whether only this machine can reach the cluster: of nodes with a loopback address Ray listens on that alone."""
-    return all(ipaddress.ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes() if node["Alive"])
+    addresses = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+    try:
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+    except ValueError:  # a name, which Ray keeps of every machine but this one
+        return False
 
 
 def _asks_for_token(ray: Any, address_by: str) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
@@ -84,7 +84,10 @@ class Standstill:
         self._told, self._first_told, self._lost_told = False, False, False
         self._ended, self._movement = threading.Event(), Movement()
         self._beats = Beats(self._hosts, self._doing)
-        self._thread = threading.Thread(target=self._watch, name="standstill", daemon=True)
+        every = min(_LOOK_EVERY, self._patience / 4)
+        self._thread = threading.Thread(
+            target=looks_on, args=(self._look, self._ended, every, self._me()), name="standstill", daemon=True
+        )
         self._thread.start()
 
     def _end(self) -> None:
@@ -98,18 +101,17 @@ class Standstill:
         late = self._hosts.first or still > self._patience - AHEAD
         return Doing(self._hosts.passed, self._what, late, round(still, 1), waits=is_waiting())
 
-    def _watch(self) -> None:
-        while not self._ended.wait(min(_LOOK_EVERY, self._patience / 4)):
-            told_without_python(self._stuck_seconds)
-            still = self._movement.look()
-            if still <= self._patience:
-                self._told = False
-            elif not self._told:
-                self._told = True
-                self._tell(f"nothing has moved for {still:.0f} s in {self._what}")
-            if self._told and self._leaves and KNOWN and still > ELSEWHERE * self._stuck_seconds:
-                self._leave(f"nothing has moved for {still:.0f} s in {self._what}{self._blamed}")
-            self._look_at_others()
+    def _look(self) -> None:
+        told_without_python(self._stuck_seconds)
+        still = self._movement.look()
+        if still <= self._patience:
+            self._told = False
+        elif not self._told:
+            self._told = True
+            self._tell(f"nothing has moved for {still:.0f} s in {self._what}")
+        if self._told and self._leaves and KNOWN and still > ELSEWHERE * self._stuck_seconds:
+            self._leave(f"nothing has moved for {still:.0f} s in {self._what}{self._blamed}")
+        self._look_at_others()
 
     def _look_at_others(self) -> None:
         patience = self._patience - _SEEN_LATER  # it is told by them, and seen by this one
@@ -141,6 +143,19 @@ class Standstill:
     def _leave(self, why: str) -> None:
         if OwnProcess.current is not None and not self._ended.is_set():
             leave(f"{self._name}: {why}")
+
+
+def looks_on(look: Callable[[], None], ended: threading.Event, every: float, me: str) -> None:
+    """Look every so many seconds until `ended`. What goes wrong with that is told, and it is looked again."""
+    told = ""
+    while not ended.wait(every):
+        try:
+            look()
+        except Exception as error:
+            said = f"{me}: who watches over it cannot look: {type(error).__name__}: {error}"
+            if said != told:
+                say(said)
+            told = said
 
 
 def patience_of(settings: "SurvivalSettings") -> float:

@@ -19,6 +19,7 @@ from affinage.hardware.standstill import (
     TO_END,
     Standstill,
     leaves_when_stuck,
+    looks_on,
     patience_of,
     stacks_in,
 )
@@ -63,7 +64,10 @@ class Watchdog:
         self._movement, self._still_told = Movement(), False
         self._beats = Beats(hosts, self._doing)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        every = min(_LOOK_EVERY, settings.stuck_seconds / 4)
+        self._thread = threading.Thread(
+            target=looks_on, args=(self._look, self._ended, every, name), name="watchdog", daemon=True
+        )
         self._alone = contextlib.ExitStack()
 
     def __enter__(self) -> "Watchdog":
@@ -137,46 +141,48 @@ class Watchdog:
         while not self._ended.wait(_LIFE_EVERY):
             self._life.show()
 
-    def _watch(self) -> None:
+    def _look(self) -> None:
         patience = self._settings.stuck_seconds
-        while not self._ended.wait(min(_LOOK_EVERY, patience / 4)):
-            told_without_python(patience)
-            begun, waited = self._begun, time.monotonic() - self._last
-            still = min(self._movement.look(), waited) if self._patience > 1 else 0.0
-            self._look_for_life(waited)
-            if not self._told and waited > self.limit:
-                self._told, self._told_at = True, time.monotonic()
-                self._tell(f"{self._what} has not ended for {waited:.0f} s")
-            elif not self._told and waited > patience:
-                self._look_closer(waited, still)
-            if self._told and self._leaves and waited > max(self._stays, self._seconds(self._patience_to_leave)):
-                ended = self._ended.wait(self._told_at + LAST_WORDS - time.monotonic())
-                if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
-                    self._leave(time.monotonic() - self._last)
+        told_without_python(patience)
+        begun, waited = self._begun, time.monotonic() - self._last
+        still = min(self._movement.look(), waited) if self._patience > 1 else 0.0
+        self._look_for_life(waited)
+        if not self._told and waited > self.limit:
+            self._told, self._told_at = True, time.monotonic()
+            self._tell(self._unended(waited))
+        elif not self._told and waited > patience:
+            self._look_closer(waited, still)
+        if self._told and self._leaves and waited > max(self._stays, self._seconds(self._patience_to_leave)):
+            ended = self._ended.wait(self._told_at + LAST_WORDS - time.monotonic())
+            if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
+                self._leave(self._unended(time.monotonic() - self._last) + self._blamed)
 
     def _look_for_life(self, waited: float) -> None:
         """At the other hosts: by how long they say nothing, not by when this one began what it is at."""
         patience = patience_of(self._settings)
         lost = self._beats.lost(patience)
         if lost and not (self._lost_told or self._silent or self._told):
-            self._miss(waited, lost)
+            self._stacks.tell(f"{self._name}: {self._with(waited, lost)}")
         self._lost_told = bool(lost)
         if lost and self._leaves and not self._ended.wait(LAST_WORDS) and self._beats.lost(patience):
-            self._blamed = f": {lost}"
-            self._leave(time.monotonic() - self._last)
+            self._leave(self._with(time.monotonic() - self._last, lost))
 
     def _look_closer(self, waited: float, still: float) -> None:
         """At what may take so long."""
         begun, silent = self._begun, self._beats.silent()
         if silent and not (self._silent or self._lost_told) and self._begun == begun:
             self._silent = silent
-            self._miss(waited, silent)
+            self._stacks.tell(f"{self._name}: {self._with(waited, silent)}")
         elif still > patience_of(self._settings) and not (self._silent or self._still_told):
             self._still_told = True
             self._tell(f"nothing has moved for {still:.0f} s in {self._what}")
 
-    def _miss(self, waited: float, silent: str) -> None:
-        self._stacks.tell(f"{self._name}: {self._what} has not ended for {waited:.0f} s, and {silent}")
+    def _unended(self, waited: float) -> str:
+        return f"{self._what} has not ended for {waited:.0f} s"
+
+    def _with(self, waited: float, lost: str) -> str:
+        """What is missed, after what this host is at if that takes long, too."""
+        return f"{self._unended(waited)}, and {lost}" if waited > self._settings.stuck_seconds else lost
 
     def _tell(self, what: str) -> None:
         said, begun = f"{self._name}: {what}", self._begun
@@ -187,6 +193,6 @@ class Watchdog:
             say(f"{said}{self._blamed}")
             self._stacks.add(f"\n{said}{self._blamed}\n")
 
-    def _leave(self, waited: float) -> None:
+    def _leave(self, why: str) -> None:
         if OwnProcess.current is not None:
-            leave(f"{self._name}: {self._what} has not ended for {waited:.0f} s{self._blamed}")
+            leave(f"{self._name}: {why}")
