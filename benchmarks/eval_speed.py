@@ -174,7 +174,8 @@ def main() -> None:
                 "peak_flops": peak,
                 "share_of_peak": flops / mine["wall"] / peak,
                 "seconds": {"ours": mine, "hf": his},
-                "cpu_seconds_of_turns": [[one["cpu"], other["cpu"]] for one, other in turns],
+                "ratios_of_turns": [other["wall"] / one["wall"] for one, other in turns],
+                "ratios_of_cpu_of_turns": [other["cpu"] / one["cpu"] for one, other in turns],
             }
             results.append(row)
             print(
