@@ -62,6 +62,17 @@ def test_help_imports_nothing_heavy_and_little():
     assert found == "[]" and int(modules) < 500  # of which its quickness is made
 
 
+def test_an_estimate_for_a_tpu_needs_no_library_of_accelerators(tmp_path):
+    code = (
+        "import sys; from affinage.cli import main\n"
+        "try: main(['plan', 'gpt2-124m', '--on', 'v4-8'])\n"
+        "except SystemExit: from jax._src import xla_bridge\n"
+        "print('libtpu' in sys.modules, xla_bridge.backends_are_initialized())"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert "v4-8" in shown.stdout and shown.stdout.endswith("False False\n"), shown.stdout + shown.stderr
+
+
 def test_planning_data_needs_no_jax(tmp_path):
     code = f"import sys; from affinage.cli import main\ntry: main(['data', {TINY!r}, '--dry-run'])\nfinally: "
     shown = subprocess.run(
