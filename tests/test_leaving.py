@@ -163,9 +163,63 @@ def test_an_error_that_a_library_has_made_of_the_word_to_stop_is_that_word():
     assert ran.stdout == "SIGTERM; the stage that was running begins anew ValueError\n", ran.stderr
 
 
+@pytest.mark.parametrize("listens", [False, True], ids=["nobody listens", "somebody listens later"])
+def test_a_word_to_stop_that_a_library_has_swallowed_is_heard_all_the_same(listens: bool):
+    program = (
+        "import os, signal, time; import affinage.stopping as s; s._UNWINDS = 600 if {listens} else 0.5\n"
+        "def listener(number): print(number.name, 'is heard', flush=True); os._exit(0)\n"
+        "with s.OwnProcess() as process:\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); [sum(range(100)) for _ in range(10**9)]\n"
+        "    except Exception: pass\n"
+        "    if {listens}:\n"
+        "        time.sleep(0.5)\n"
+        "        with process.listen(listener): time.sleep(600)\n"
+        "    time.sleep(600)\n"
+    ).replace("{listens}", str(listens))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    if listens:
+        assert (ran.returncode, ran.stdout) == (0, "SIGTERM is heard\n"), ran.stderr
+    else:
+        assert ran.returncode == 75 and "Stopped: SIGTERM; the stage that was running" in ran.stderr, ran.stderr
+
+
+IN_A_FINALIZER = """
+class Freed:
+    def __del__(self): tell()
+Freed()
+"""
+AS_A_LOCK_OF_AN_IMPORT_IS_FREED = """
+import _frozen_importlib
+class Locks:
+    def __getattr__(self, name): return getattr(locks, name)
+    def acquire_lock(self):
+        locks.acquire_lock()
+        if sys._getframe(1).f_code.co_name == "cb": tell()
+locks, _frozen_importlib._imp = _frozen_importlib._imp, Locks()
+import wave
+"""
+
+
+@pytest.mark.parametrize("where", [IN_A_FINALIZER, AS_A_LOCK_OF_AN_IMPORT_IS_FREED], ids=["finalizer", "import"])
+def test_told_where_python_ignores_what_is_raised_it_ends_without_a_traceback(where: str):
+    program = (
+        "import os, signal, sys, time; import affinage.stopping as s; s._PATIENCE = 0.5\n"
+        "def tell(): print('told', flush=True); os.kill(os.getpid(), signal.SIGTERM); sum(range(100))\n"
+        f"with s.OwnProcess():\n    exec({where!r}); time.sleep(600)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 75 and ran.stdout.startswith("told\n"), ran.stderr
+    assert "Stopped: SIGTERM" in ran.stderr and "Traceback" not in ran.stderr, ran.stderr
+
+
 def test_a_run_can_be_told_to_stop_from_its_start_on(tmp_path: Path):
     """While it imports, reads its recipe, and in its first stage: it has nothing to lose, or saves."""
-    program = "from affinage.__main__ import main; print('begins', flush=True); main()"
+    program = (
+        "import sys; from affinage.__main__ import main\n"
+        "class Telling:\n"  # from here on signals are heeded
+        "    def find_spec(name, *_): name == 'affinage.cli' and print('begins', flush=True)\n"
+        "sys.meta_path.insert(0, Telling); main()"
+    )
     recipe = Path(__file__).parent / "recipes" / "tiny.yaml"
     for index, seconds in enumerate((0.05, 0.2, 0.4, 0.7, 1.2)):
         process = subprocess.Popen(

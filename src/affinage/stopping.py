@@ -22,6 +22,7 @@ PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
 PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
+_UNWINDS = 15.0  # seconds for what is under way to end after Preempted; longer than what it waits for by itself
 
 Listener = Callable[[signal.Signals], None]
 _farewells: list[Callable[[], None]] = []
@@ -32,8 +33,9 @@ class OwnProcess:
 
     Python runs signal handlers between two bytecodes of the main thread, so one that compiles for a minute hears of a
     signal a minute later. Here a thread hears of it at once. As long as nobody listens, see `listen`, the main thread
-    raises Preempted, and if it does not come to that within three seconds the process is left. Outside the main
-    thread, where Python allows no handlers, it does nothing.
+    raises Preempted, and if it does not come to that within three seconds the process is left. It is left later where
+    it goes on all the same, as a library has swallowed that; or whoever listens next is told. Outside the main thread,
+    where Python allows no handlers, it does nothing.
     """
 
     current: ClassVar["OwnProcess | None"] = None
@@ -41,6 +43,7 @@ class OwnProcess:
     def __init__(self) -> None:
         self._listener: Listener | None = None
         self._raised = threading.Event()
+        self._heeded = threading.Event()  # it has come through, or somebody listens
         self._why = ""  # Preempted was raised
         self._before: dict[int, signal.Handlers | int | None] = {}
 
@@ -60,6 +63,7 @@ class OwnProcess:
     ) -> None:
         if OwnProcess.current is self:
             OwnProcess.current = None
+            self._heeded.set()
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._fd_before)
@@ -71,10 +75,12 @@ class OwnProcess:
     def listen(self, listener: Listener) -> Iterator[None]:
         """Inside, `listener` is told of every signal, in a thread of its own, and nothing is raised."""
         self._listener = listener
+        self._heeded.set()
         try:
             yield
         finally:
             self._listener = None
+            self._heeded.clear()
 
     def _hear(self) -> None:
         with self._ear:
@@ -85,16 +91,28 @@ class OwnProcess:
 
     def _tell(self, number: signal.Signals) -> None:
         drop_what_nobody_reads()
+        if self._listener is None and self._raised.wait(_PATIENCE):
+            self._heeded.wait(_UNWINDS)
         if self._listener is not None:
             self._listener(number)
-        elif not self._raised.wait(_PATIENCE):
+        elif OwnProcess.current is self:
             leave(f"{number.name}; the stage that was running begins anew")
 
     def _in_main(self, number: int, frame: FrameType | None) -> None:
-        if self._listener is None and not self._raised.is_set():
+        if self._listener is None and not self._raised.is_set() and not _ignored(frame):
             self._why = f"{signal.Signals(number).name}; the stage that was running begins anew"
             self._raised.set()
             raise Preempted(self._why)
+
+
+def _ignored(frame: FrameType | None) -> bool:
+    """Whether Python would print what is raised here, and go on: in a finalizer, or as it frees a lock of an import."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or (code.co_name == "cb" and code.co_filename.startswith("<frozen importlib")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
