@@ -20,6 +20,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("NPROC", "16")  # XLA's threads: a collective holds one for each device while it waits
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in the background so, and it is inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded by what tests start, and not here
+    signal.signal(signal.SIGHUP, lambda *_: None)
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # tests that compile for TPUs run beside each other
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"

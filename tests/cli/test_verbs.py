@@ -65,12 +65,11 @@ def test_help_imports_nothing_heavy_and_little():
 def test_an_estimate_for_a_tpu_needs_no_library_of_accelerators(tmp_path):
     code = (
         "import sys; from affinage.cli import main\n"
-        "try: main(['plan', 'gpt2-124m', '--on', 'v4-8'])\n"
-        "except SystemExit: from jax._src import xla_bridge\n"
-        "print('libtpu' in sys.modules, xla_bridge.backends_are_initialized())"
+        "sys.modules |= dict.fromkeys(['libtpu', 'jax_cuda12_plugin'])  # importing them is an ImportError\n"
+        "main(['plan', 'gpt2-124m', '--on', 'v4-8'])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert "v4-8" in shown.stdout and shown.stdout.endswith("False False\n"), shown.stdout + shown.stderr
+    assert shown.returncode == 0 and "gpt2-124m on v4-8" in shown.stdout, shown.stderr
 
 
 def test_planning_data_needs_no_jax(tmp_path):

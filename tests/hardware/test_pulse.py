@@ -15,7 +15,7 @@ from affinage.hardware import pulse
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 
-pulse.SILENT_FOR_LONG, pulse.ELSEWHERE = {patience}, 6
+pulse.SILENT_FOR_LONG, pulse.ELSEWHERE = {patience}, {longest}
 with OwnProcess(), pulse.guarded("train", SurvivalSettings(stuck_seconds=1, leave_when_stuck={leaves})):
     print("begun", flush=True)
     {at}
@@ -23,17 +23,26 @@ with open(f"/proc/self/task/{{os.getpid()}}/children") as children:
     print("done, with as many processes left:", len(children.read().split()), flush=True)
 """
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
-NATIVE = "ctypes.PyDLL(None).sleep({seconds})"  # which lets no thread of Python run
+# Native code that lets no thread of Python run: for ever, and until a byte comes.
+NATIVE = "ctypes.PyDLL(None).sleep(3600)"
+NATIVE_UNTIL_TOLD = "ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)"
 DONE = "done, with as many processes left: "
 LATE = 300  # seconds until what does not come is a failure
 
 
-def started(at: str, patience: float = 2.0, leaves: bool | None = None, **environment: str) -> subprocess.Popen:
+def started(
+    at: str, patience: float = 2.0, leaves: bool | None = None, longest: float = 6.0, **environment: str
+) -> subprocess.Popen:
     given = {**os.environ, "AFFINAGE_PARENT": "1", **environment}
-    run = RUN.format(at=at, patience=patience, leaves=leaves)
-    pipe = subprocess.PIPE
+    run = RUN.format(at=at, patience=patience, leaves=leaves, longest=longest)
     return subprocess.Popen(
-        [sys.executable, "-c", run], env=given, text=True, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
+        [sys.executable, "-c", run],
+        env=given,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
@@ -43,9 +52,7 @@ def ended(run: subprocess.Popen) -> tuple[int, str]:
     return run.returncode, said
 
 
-@pytest.mark.parametrize(
-    ("at", "how"), [(STOPPED, "it is stopped, as by SIGSTOP"), (NATIVE.format(seconds=3600), "it was last at")]
-)
+@pytest.mark.parametrize(("at", "how"), [(STOPPED, "it is stopped, as by SIGSTOP"), (NATIVE, "it was last at")])
 def test_a_lone_process_that_stands_still_with_all_its_threads_is_named_and_ended(at: str, how: str):
     status, said = ended(started(at))
     assert status == -signal.SIGKILL
@@ -53,8 +60,14 @@ def test_a_lone_process_that_stands_still_with_all_its_threads_is_named_and_ende
 
 
 def test_one_that_comes_to_life_again_is_named_and_goes_on():
-    status, said = ended(started(NATIVE.format(seconds=4)))
-    assert status == 0 and "train shows no sign of life for" in said and "done" in said, said
+    run = started(NATIVE_UNTIL_TOLD, longest=LATE)
+    assert run.stdout is not None and run.stdin is not None
+    assert run.stdout.readline() == "begun\n"
+    assert "train shows no sign of life for" in run.stdout.readline()
+    run.stdin.write("\n")
+    run.stdin.flush()
+    status, said = ended(run)
+    assert status == 0 and "done" in said and "is ended" not in said, said
 
 
 def test_one_that_is_to_stay_is_named_and_stays():
@@ -83,7 +96,7 @@ def test_one_that_lives_is_not_spoken_of_though_it_cannot_say_where_it_is():
 
 def test_a_process_that_was_forked_meanwhile_keeps_nobody_waiting():
     forked = "started = os.fork() or time.sleep(60) or os._exit(0)"
-    run = started(forked)
+    run = started(forked, PYTHONWARNINGS="ignore")  # a later Python warns of forks beside threads
     assert run.stdout is not None
     assert [run.stdout.readline() for _ in range(2)] == ["begun\n", f"{DONE}1\n"]
     assert run.wait(LATE) == 0

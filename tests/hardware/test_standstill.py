@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,22 @@ def test_a_single_process_that_stands_still_tells_where_and_is_not_left(tmp_path
 
 def test_somebody_who_looks_closer_tells_it_alone(tmp_path: Path, quick):
     with Standstill("run", tmp_path, SurvivalSettings(stuck_seconds=0.2)), Standstill.looked_after_by_another():
+        (tmp_path / "stuck.txt").unlink(missing_ok=True)  # on a busy machine it takes that long to come here
         time.sleep(1.0)
-    assert not (tmp_path / "stuck.txt").exists()
+        assert not (tmp_path / "stuck.txt").exists()
 
 
-def still_after(seconds: float, work) -> float:
+def come_to(true: Callable[[float], bool], work: Callable[[], object]) -> None:
+    """Do a work again and again until this is so of the seconds for which nothing moved at the end of a second.
+
+    On a busy machine what works may not come to it in one second, and threads of other tests may work in another.
+    """
+    late = time.monotonic() + LIMIT
+    while not true(found := still_after(0.9, work)):
+        assert time.monotonic() < late, found
+
+
+def still_after(seconds: float, work: Callable[[], object]) -> float:
     """For how long nothing moved at the end of that time."""
     watched, until = Movement(), time.monotonic() + seconds
     while time.monotonic() < until:
@@ -65,20 +77,28 @@ def still_after(seconds: float, work) -> float:
     return found
 
 
+def moves(still: float) -> bool:
+    return still < 0.4
+
+
+def stands_still(still: float) -> bool:
+    return still > 0.4
+
+
 def test_what_computes_reads_or_waits_for_others_moves(tmp_path: Path, quick):
     (tmp_path / "file").write_bytes(bytes(100_000))
-    assert still_after(0.9, lambda: time.sleep(0.11)) > 0.4
-    assert still_after(0.9, lambda: sum(range(100_000))) < 0.4
-    assert still_after(0.9, lambda: (time.sleep(0.11), (tmp_path / "file").read_bytes())) < 0.4
+    come_to(stands_still, lambda: time.sleep(0.11))
+    come_to(moves, lambda: sum(range(100_000)))
+    come_to(moves, lambda: (time.sleep(0.11), (tmp_path / "file").read_bytes()))
     with waits_for_others():
-        assert still_after(0.9, lambda: time.sleep(0.11)) < 0.4
+        come_to(moves, lambda: time.sleep(0.11))
 
 
 def test_what_a_process_of_its_own_computes_is_a_movement(quick):
     with subprocess.Popen([sys.executable, "-c", _COMPUTES], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout.readline()
-            assert still_after(0.9, lambda: time.sleep(0.11)) < 0.4
+            come_to(moves, lambda: time.sleep(0.11))
         finally:
             child.kill()
 
