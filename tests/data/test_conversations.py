@@ -22,7 +22,7 @@ from affinage.data.packing import best_fit
 from affinage.data.special_tokens import BOS, IM_END, PAD
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.recipe.tuning import ConversationSettings, SftSettings
 
 CONTEXT = 160
@@ -339,3 +339,14 @@ def test_packing_equals_the_textbooks(lengths: list[int]):
 def test_packing_refuses_what_cannot_fit():
     with pytest.raises(ValueError, match="does not fit"):
         best_fit([5, 21], 20)
+
+
+def test_what_cannot_be_used_is_told_with_its_first_reason(bpe: Tokenizer, tmp_path: Path):
+    bad = [{"text": "x"}, {"messages": []}]
+    some = write_lines(tmp_path / "some.jsonl", [{"messages": ask("Why?", "x")}, *bad])
+    with pytest.warns(UserWarned, match=r"2 conversations cannot be used, first: .*some.jsonl.*no conversation"):
+        prepare_conversations(settings(some, bad_conversations="skip"), bpe, tmp_path / "out", context=CONTEXT, seed=0)
+    none = settings(write_lines(tmp_path / "none.jsonl", bad), bad_conversations="skip")
+    with pytest.raises(UserError, match="not one token of 2") as wrong:
+        prepare_conversations(none, bpe, tmp_path / "out", context=CONTEXT, seed=0)
+    assert "2 of them cannot be used, the first as " in wrong.value.fix and "no conversation" in wrong.value.fix

@@ -3,6 +3,7 @@
 import functools
 import shutil
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from affinage.data.row_files import told_marks, write_facts, write_rows
 from affinage.data.special_tokens import Marks
 from affinage.data.spool import EXTRA, Spool, Stream
 from affinage.data.tokenizer import Tokenizer
-from affinage.errors import UserError
+from affinage.errors import UserError, UserWarned
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 
@@ -70,12 +71,17 @@ def write_tuning_rows(job: Job, tokenizer: Tokenizer, folder: Path) -> dict[str,
     for part in ("train", "validation", "scratch"):
         shutil.rmtree(folder / part, ignore_errors=True)  # left by a run that was killed
     counts: dict[str, Counter[str]] = {}
+    bad: list[UserError] = []
     with Spool(folder / "scratch" / "examples", tokenizer.dtype, extra=True) as spool:
         for place, name, index in located(job.settings, job.world_folder, job.world_file):
             job.progress(f"reading {name}")
-            counts[name] = _spool_source(job, job.settings.sources[index], place, name, spool, tokenizer)
+            counts[name] = _spool_source(job, job.settings.sources[index], place, name, spool, tokenizer, bad)
         if not len(spool):
-            raise _nothing_to_train(sum(counts.values(), Counter()), job.section)
+            raise _nothing_to_train(sum(counts.values(), Counter()), job.section, bad)
+        if bad:
+            found = sum(count["bad"] for count in counts.values())
+            said = f"{found:,} conversations cannot be used, first: {bad[0].where}: {bad[0].what}"
+            warnings.warn(said, UserWarned, stacklevel=2)
         stream = spool.shuffled()
         limits = {name: job.settings.sources[index].examples for _, name, index in _places(job)}
         chosen = _limited(stream, limits, job.settings.sample, counts)
@@ -108,17 +114,32 @@ def _places(job: Job) -> Iterator[tuple[str, str, int]]:
 
 
 def _spool_source(
-    job: Job, source: ConversationSettings, place: str, name: str, spool: Spool, tokenizer: Tokenizer
+    job: Job,
+    source: ConversationSettings,
+    place: str,
+    name: str,
+    spool: Spool,
+    tokenizer: Tokenizer,
+    bad: list[UserError],
 ) -> Counter[str]:
-    """Append a source's examples; beside each token goes 0, or 1 + its UTF-8 bytes if it is trained."""
+    """Append a source's examples; beside each token goes 0, or 1 + its UTF-8 bytes if it is trained.
+
+    What is wrong with the first line that cannot be used, of all sources, is in `bad` afterwards.
+    """
     piece_bytes, counts = tokenizer.piece_bytes, Counter[str]()
     share = job.settings.sample * 2**64
+
+    def leave_out(error: UserError) -> None:
+        if job.settings.bad_conversations == "stop":
+            raise error
+        counts["bad"] += 1
+        if not bad:
+            bad.append(error)
+
     for line in job.lines(source, place):
         counts["conversations"] += 1
         if isinstance(line, UserError):
-            if job.settings.bad_conversations == "stop":
-                raise line
-            counts["bad"] += 1
+            leave_out(line)
             continue
         content, encode = line
         if job.settings.sample < 1 and int(shuffle_keys([content], job.seed, "sampled examples")[0]) >= share:
@@ -126,10 +147,8 @@ def _spool_source(
             continue
         try:
             examples = encode(counts)
-        except UserError:  # of a chat template
-            if job.settings.bad_conversations == "stop":
-                raise
-            counts["bad"] += 1
+        except UserError as error:  # of a chat template
+            leave_out(error)
             continue
         for number, example in enumerate(examples):
             tokens, trained = np.array(example.tokens, spool.dtype), np.array(example.trained)
@@ -210,10 +229,11 @@ def _write_part(
     return counted
 
 
-def _nothing_to_train(counts: Counter[str], section: str) -> UserError:
+def _nothing_to_train(counts: Counter[str], section: str, bad: Sequence[UserError]) -> UserError:
+    why = f", the first as {bad[0].what}" if bad else ""
     return UserError(
         f"not one token of {counts['conversations']} conversations would be trained",
         where=f"{section}.sources",
-        fix=f"{counts['bad']} of them cannot be used, {counts['dropped']} have no answer within the context; "
+        fix=f"{counts['bad']} of them cannot be used{why}; {counts['dropped']} have no answer within the context; "
         f"only what the assistant says is trained: look at the roles, or raise {section}.context",
     )
