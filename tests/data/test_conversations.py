@@ -24,6 +24,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError, UserWarned
 from affinage.recipe.tuning import ConversationSettings, SftSettings
+from affinage.stages.texts import tell_dropped_reasoning
 
 CONTEXT = 160
 
@@ -164,8 +165,10 @@ def test_the_example_marks_trained_tokens_with_and_without_colour(chats: Path, b
     assert "\x1b[1;32m⟦behind" in capture.get()
 
 
+CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
 SHAPES = [
     {"messages": ask("q", "a")},
+    {"messages": [{**message, "tool_calls": None, "thinking": None} for message in ask("q", "a")]},
     {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     {"prompt": "q", "completion": "a"},
     {"prompt": ask("q", "")[:1], "completion": ask("", "a")[1:]},
@@ -207,6 +210,22 @@ def test_files_may_be_compressed_and_folders_or_globs(tmp_path: Path):
         ('{"messages": [1]}', "no object but 1"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', "role 'tool'"),
         ('{"prompt": "x", "completion": null}', "content of message 2"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
+            "content of message 1",
+        ),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "x", "reasoning": ["y"]}]}),
+            "reasoning_content of message 1",
+        ),
+        (
+            json.dumps({"messages": [*ask("x", "y"), CALL]}),
+            "a message has tool_calls, and calls of tools are not trained",
+        ),
+        (
+            json.dumps({"conversations": [{"from": "gpt", "value": "", "function_call": {"name": "f"}}]}),
+            "function_call",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_by_number(tmp_path: Path, line: str, complaint: str):
@@ -257,12 +276,35 @@ def test_parquet_and_folders_of_datasets_are_read_as_lines_are(tmp_path: Path):
 
 
 def test_bad_lines_are_counted_if_they_are_to_be_skipped(bpe: Tokenizer, tmp_path: Path):
-    path = write_lines(tmp_path / "c.jsonl", [{"messages": ask("Why?", "x")}, {"text": "x"}, {"messages": []}])
+    talk, told = ask("Why?", "x"), {"role": "tool", "content": "{}"}
+    picture = [{"role": "user", "content": [{"type": "image"}]}, talk[1]]
+    bad = [{"text": "x"}, *({"messages": each} for each in ([], [*talk, CALL], [*talk, told], picture))]
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": talk}, *bad])
     with pytest.raises(UserError, match="no conversation"):
         prepare_conversations(settings(path), bpe, tmp_path / "out", context=CONTEXT, seed=0)
     skipping = settings(path, bad_conversations="skip")
     summary = prepare_conversations(skipping, bpe, tmp_path / "out", context=CONTEXT, seed=0)
-    assert summary["bad"] == 2 and summary["train"]["conversations"] == 1
+    assert summary["bad"] == len(bad) == 5 and summary["train"]["conversations"] == 1
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_beside_an_answer_is_read_under_its_names(tmp_path: Path, key: str):
+    question, answer = ask("q", "a")
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": [question, {**answer, key: "cafe\u0301\r\nriver"}]}])
+    assert next(read(str(path))).messages == [question, {**answer, "reasoning_content": "café\nriver"}]
+
+
+def test_chatml_counts_reasoning_as_dropped(bpe: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    question, answer = ask("Why?", "The river rose.")
+    talks = [[question, {**answer, "reasoning": "Rain."}], [question, {**answer, "reasoning": "The river rose."}]]
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": talk} for talk in talks])
+    chosen = settings(path, held_out=0)
+    summary = prepare_conversations(chosen, bpe, tmp_path / "out", context=CONTEXT, seed=0)
+    assert summary["reasoning_dropped"] == 1 and summary["train"]["conversations"] == 2
+    [expected] = encode_conversation([question, answer], bpe, chosen.system_prompt)
+    assert unpacked(tmp_path / "out" / "train") == [tuple(map(tuple, expected))] * 2
+    tell_dropped_reasoning(summary, "conversations")
+    assert "conversations: 1 have reasoning that the chat template does not write" in capsys.readouterr().out
 
 
 def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Path):

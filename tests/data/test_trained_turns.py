@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from template_forms import LATER, PHI3, QWEN, SYSTEM, THINKING, USER, folder_of, ours, theirs
 
-from affinage.data.chat import encode_conversation, encode_documents
+from affinage.data.chat import drops_reasoning, encode_conversation, encode_documents
 from affinage.data.conversations import prepare_conversations, show_examples
 from affinage.data.feed import RowFeed
 from affinage.data.hub_tokenizer import HubTokenizer
@@ -55,6 +55,61 @@ def test_every_token_of_an_answer_is_trained_once_after_what_generation_sees(for
             edges = np.flatnonzero(np.diff(np.array([False, *trained, False]).astype(int)))
             found += [(ids[:start], ids[start:stop]) for start, stop in edges.reshape(-1, 2)]
         assert found == answers_of(form, messages)
+
+
+def beside(message: dict) -> dict:
+    """Its reasoning, if any, beside its content."""
+    thought, mark, content = message["content"].removeprefix("<think>\n").partition("\n</think>\n\n")
+    return {**message, "content": content, "reasoning_content": thought} if mark else message
+
+
+@pytest.mark.parametrize("form", THINKING)
+def test_reasoning_beside_the_content_is_trained_as_if_it_stood_in_it(form: str):
+    for messages in told(form):
+        apart = [beside(message) for message in messages]
+        assert (apart != messages) == any("<think>" in message["content"] for message in messages)
+        assert not drops_reasoning(apart, ours(form), "")
+        # R1's leaves the newlines after the reasoning of earlier turns where it stood in them.
+        found, expected = (encode_conversation(each, ours(form), "") for each in (apart, messages))
+        assert found == expected if form == "qwen-3" else said(found) == said(expected)
+
+
+def said(parts: list[tuple[list[int], list[bool]]]) -> list[list[int]]:
+    return [[i for i, t in zip(*part, strict=True) if t] for part in parts]
+
+
+def test_reasoning_never_becomes_a_control_token():
+    spelled = {**PLAIN, "reasoning_content": "oh<|im_end|>\n<|im_start|>user"}
+    [(ids, _)] = encode_conversation([USER, spelled], ours("qwen-3"), "")
+    [(plain, _)] = encode_conversation([USER, PLAIN], ours("qwen-3"), "")
+    for piece in ("<|im_start|>", "<|im_end|>"):
+        assert ids.count(ours("qwen-3").controls[piece]) == plain.count(ours("qwen-3").controls[piece])
+    assert not drops_reasoning([USER, spelled], ours("qwen-3"), "")
+
+
+def test_what_ends_a_document_is_no_token_that_ends_a_thought():
+    tokenizer = HubTokenizer(folder_of("qwen"))
+    said = "{{ message.content + '<|im_end|>' }}"
+    tokenizer.use_template("{% for message in messages %}" + said + "{% endfor %}")
+    assert tokenizer.template.marks(tokenizer).end == tokenizer.controls["<|endoftext|>"]
+    thought = "{% if message.reasoning_content %}{{ message.reasoning_content + '<|endoftext|>' }}{% endif %}"
+    tokenizer.use_template("{% for message in messages %}" + thought + said + "{% endfor %}")
+    assert tokenizer.template.marks(tokenizer).end == tokenizer.controls["<|im_start|>"]
+
+
+def test_reasoning_that_is_not_written_is_counted(tmp_path: Path):
+    talks = [[USER, beside(THOUGHT), USER, PLAIN], [USER, PLAIN], [USER, {**PLAIN, "thinking": None}]]
+    assert "reasoning_dropped" not in prepare(tmp_path, talks)
+    summary = prepare(tmp_path, talks, form="qwen")
+    assert summary["reasoning_dropped"] == summary["by_source"]["chats"]["reasoning_dropped"] == 1
+    assert summary["train"]["conversations"] == 3
+    pair = {"prompt": [USER, beside(SUM), USER], "chosen": [beside(THOUGHT)], "rejected": [PLAIN]}
+    path = tmp_path / "pairs.jsonl"
+    chosen = DpoSettings.model_validate({**SETTINGS, "sources": [str(path)]})
+    for prompt, form, dropped in ((pair["prompt"], "qwen-3", 1), ([USER], "qwen-3", 0), ([USER], "qwen", 1)):
+        path.write_text(json.dumps({**pair, "prompt": prompt}) + "\n")
+        summary = prepare_preferences(chosen, ours(form), tmp_path / "rows", context=400, seed=0, system_prompt="")
+        assert summary.get("reasoning_dropped", 0) == dropped  # Qwen 3's leaves out that of earlier turns
 
 
 def test_answers_that_the_template_leaves_as_they_are_stay_in_one_text():
@@ -107,6 +162,10 @@ def test_a_template_that_leaves_out_what_is_said_is_refused():
     tokenizer = HubTokenizer(folder_of("qwen"))
     parts = "{% for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
     tokenizer.use_template("{% for message in messages %}<|im_start|>" + parts + "<|im_end|>{% endfor %}")
+    with pytest.raises(UserError, match="does not write what message 2 says"):
+        encode_conversation([USER, THOUGHT], tokenizer, "")
+    marked = "<|im_start|>{% generation %}" + parts + "<|im_end|>{% endgeneration %}"
+    tokenizer.use_template("{% for message in messages %}" + marked + "{% endfor %}")
     with pytest.raises(UserError, match="does not write what message 2 says"):
         encode_conversation([USER, THOUGHT], tokenizer, "")
 

@@ -211,7 +211,8 @@ def write_duplicates(run: Path) -> None:
 
 def conversations_summary() -> dict[str, Any]:
     train = {"rows": 1200, "tokens": 150_000, "trained_tokens": 61_000, "conversations": 2352}
-    return {"conversations": 2400, "truncated": 12, "dropped": 3, "context": 128, "train": train}
+    counted = {"conversations": 2400, "truncated": 12, "dropped": 3, "reasoning_dropped": 17}
+    return {**counted, "context": 128, "train": train}
 
 
 def probe_summary() -> dict[str, Any]:

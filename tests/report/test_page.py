@@ -194,6 +194,7 @@ def test_facts_are_on_the_page(tmp_path: Path) -> None:
             "42 runs of words",
         ),
         "any out for validation: notes.fr.",
+        "17 have reasoning that the chat template does not write",
         *("Linear probe", "5 of each class", "88.6 ± 0.7%", "449 held-out images", "Fullest expert", "Choices dropped"),
     ):
         assert expected in shown, expected

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Sequence
 
+from affinage.data.chat_template import REASONING, Message, unshielded
 from affinage.data.special_tokens import Marks
 from affinage.data.tokenizer import Tokenizer
-from affinage.data.trained_turns import Encoded, encode_turns
+from affinage.data.trained_turns import Encoded, encode_turns, write_turns
 from affinage.errors import UserError
-
-Message = Mapping[str, str]
 
 _OPENING = "{{- bos_token -}}"  # of a template
 ROLES = ("system", "user", "assistant")
@@ -23,8 +23,9 @@ def check_messages(messages: Sequence[Message], *, where: str = "") -> None:
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise UserError(f"message {number} has the role {role!r}", where=where, fix=f"roles are {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise UserError(f"the content of message {number} is not a text but {content!r}", where=where)
+        for name, text in (("content", content), (REASONING, message.get(REASONING, ""))):
+            if not isinstance(text, str):
+                raise UserError(f"the {name} of message {number} is not a text but {reprlib.repr(text)}", where=where)
         if role == "system" and number > 1:
             raise UserError(f"message {number} is a system message", where=where, fix="only the first one may be")
 
@@ -44,7 +45,7 @@ def encode_conversation(
     In the tokenizer's template, which may make several texts of one conversation: see `encode_turns`. Or in ChatML,
     what a text begins with (`<s>`) and, per message, `<|im_start|>{role}\\n{content}<|im_end|>\\n`. Trained are
     the assistant's content and the token that ends it, from the message `trained_from` on. Content that spells a
-    control token stays text.
+    control token stays text. ChatML has no place for reasoning: see `drops_reasoning`.
     Raises UserError as `check_messages` does, and for a vocabulary without ChatML's tokens.
     """
     check_messages(messages)
@@ -75,6 +76,25 @@ def encode_documents(
         return encoded
     end = conversation_marks(tokenizer).end  # they need not begin with an id of their own
     return [([*tokens, end], [*trained, False]) for tokens, trained in encoded]
+
+
+def drops_reasoning(
+    messages: Sequence[Message], tokenizer: Tokenizer, system_prompt: str, *, trained_from: int = 0
+) -> bool:
+    """Whether reasoning stands in none of the texts that `encode_conversation` makes; in ChatML none of it does.
+
+    Raises UserError as `encode_conversation` does.
+    """
+    reasoning = [thought for message in messages if (thought := message.get(REASONING, "").strip())]
+    if not reasoning:
+        return False
+    texts = [message["content"] for message in messages]  # some data has it in the answer, too
+    if tokenizer.template is not None:
+        told = with_system_prompt(messages, system_prompt)
+        first = trained_from + len(told) - len(messages)
+        written = write_turns(tokenizer.template, told, tokenizer, trained_from=first)
+        texts = [unshielded(text, tokenizer) for text, _ in written]
+    return any(all(one not in text for text in texts) for one in reasoning)
 
 
 def conversation_marks(tokenizer: Tokenizer) -> Marks:

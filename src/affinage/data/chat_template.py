@@ -19,13 +19,20 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
+Message = Mapping[str, str]  # role, content, and of some answers REASONING
 Span = tuple[int, int]  # of characters
 
 _MOST_TURNS = 100_000  # of all loops of one rendering
 _MOST_CHARACTERS = 10_000_000  # of what one rendering makes, and of every text on the way
 WHERE = "chat_template"  # the setting that messages name
+REASONING = "reasoning_content"  # of a message: what was thought before its content was said
 PROBE = "Zq7"  # a text that no template has of itself
+
+_NO_SYSTEM = "If it knows no system messages, set `system_prompt: ''` and leave them out of the conversations."
+_DATE = (
+    "There is no clock, because rows must be the same tomorrow. Write the date into the first line of the template: "
+    "{% macro strftime_now(format) %}2026-01-31{% endmacro %}"
+)
 
 
 class ChatTemplate:
@@ -57,7 +64,7 @@ class ChatTemplate:
 
     def rendered(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and the parts of it in {% generation %} blocks. Raises UserError as `render` does."""
-        told = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+        told = [_told(message) for message in messages]
         try:
             with self._one_at_a_time:
                 self._environment.begin()
@@ -72,10 +79,9 @@ class ChatTemplate:
                 return "".join(self._environment.pieces), list(self._environment.spans)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             roles = ", ".join(message["role"] for message in told)
+            fix = _DATE if "strftime_now" in str(error) else _NO_SYSTEM
             raise UserError(
-                f"the chat template refuses a conversation of {roles}: {error}",
-                where=WHERE,
-                fix="If it knows no system messages, set `system_prompt: ''` and leave them out of the conversations.",
+                f"the chat template refuses a conversation of {roles}: {error}", where=WHERE, fix=fix
             ) from error
         except (RecursionError, MemoryError) as error:
             raise UserError("the chat template does not come to an end", where=WHERE) from error
@@ -105,7 +111,9 @@ class ChatTemplate:
         if self._marks is not None:
             return self._marks
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-        written = {*tokenizer.encode_rendered(self.render([question, answer, question, answer]))[0]}
+        thoughtful = {**answer, REASONING: "?"}  # around which some write control tokens of their own
+        talks = [[question, each, question, each] for each in (answer, thoughtful)]
+        written = {token for talk in talks for token in tokenizer.encode_rendered(self.render(talk))[0]}
         likely = [tokenizer.marks.end, tokenizer.pad, *tokenizer.controls.values()]
         found = next((token for token in likely if token is not None and token not in written), None)
         if found is None:
@@ -113,6 +121,14 @@ class ChatTemplate:
         pad = found if tokenizer.pad is None or tokenizer.pad in written else tokenizer.pad
         self._marks = Marks(None, found, pad)
         return self._marks
+
+
+def _told(message: Message) -> dict[str, str]:
+    """A message as templates read it: some know its reasoning as `thinking`, as transformers tells it, too."""
+    told = {"role": str(message["role"]), "content": str(message["content"])}
+    if REASONING not in message:
+        return told
+    return {**told, REASONING: str(message[REASONING]), "thinking": str(message[REASONING])}
 
 
 def shield(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message]:
@@ -123,7 +139,8 @@ def shield(messages: Sequence[Message], tokenizer: "Tokenizer") -> list[Message]
             text = text.replace(piece, shielded_piece(piece))
         return text
 
-    return [{**message, "content": shielded(message["content"])} for message in messages]
+    said = ("content", REASONING)
+    return [{key: shielded(text) if key in said else text for key, text in each.items()} for each in messages]
 
 
 def unshielded(text: str, tokenizer: "Tokenizer") -> str:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.data.chat import Message, check_messages
+from affinage.data.chat import check_messages
+from affinage.data.chat_template import REASONING, Message
 from affinage.data.records import encodable
 from affinage.errors import UserError
 
@@ -17,6 +18,9 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
 _ANSWERS = ("completion", "output", "response", "answer")
 _ADDED = ("input", "context")  # to an instruction: the text that it is about
 _SYSTEMS = ("system", "system_prompt")
+_REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that says something counts
+_CALLS = ("tool_calls", "function_call")
+_NO_TOOLS = "Leave such conversations out, or skip and count them with `bad_conversations: skip`."
 
 Item = Mapping[str, Any]
 
@@ -93,10 +97,18 @@ def text_message(message: Any, where: str) -> Message:
     """A message with the names of roles and the form of text that are ours."""
     if not isinstance(message, dict):
         raise UserError(f"a message that is no object but {message!r}", where=where)
+    if called := next((key for key in _CALLS if message.get(key)), None):
+        raise UserError(f"a message has {called}, and calls of tools are not trained", where=where, fix=_NO_TOOLS)
     role = message.get("role", message.get("from"))
-    content = message.get("content", message.get("value"))
-    if isinstance(content, str):
-        text = encodable(content.replace("\r\n", "\n").replace("\r", "\n"))
-        content = unicodedata.normalize("NFC", text)
+    content = _as_text(message.get("content", message.get("value")))
+    given = [message[key] for key in _REASONINGS if message.get(key) is not None]
+    thought = {REASONING: _as_text(next(filter(None, given), ""))} if given else {}
     # What is no text yet is refused by check_messages, which can say which message it is.
-    return {"role": _ROLES.get(str(role), role), "content": content}  # type: ignore[dict-item]
+    return {"role": _ROLES.get(str(role), role), "content": content, **thought}
+
+
+def _as_text(value: Any) -> Any:
+    """A text in Unicode's NFC with newlines as \\n; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    return unicodedata.normalize("NFC", encodable(value.replace("\r\n", "\n").replace("\r", "\n")))

@@ -11,7 +11,8 @@ import numpy as np
 from rich.text import Text
 
 from affinage.data.batch import segments
-from affinage.data.chat import Message, conversation_marks, cut_document, encode_documents
+from affinage.data.chat import conversation_marks, cut_document, drops_reasoning, encode_documents
+from affinage.data.chat_template import Message
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows
@@ -37,7 +38,8 @@ def prepare_conversations(
 
     Several conversations share a row; each begins with <s>, so that none sees another. What is longer than `context`
     is shortened or left out as `too_long` says, and left out if nothing trained remains. One that the chat template
-    writes several times is `unrolled`. `world_folder` is where `pocket-world` was written.
+    writes several times is `unrolled`; one of whose reasoning it does not write some is `reasoning_dropped`.
+    `world_folder` is where `pocket-world` was written.
     """
 
     def lines(source: ConversationSettings, place: str) -> Lines:
@@ -81,6 +83,7 @@ def _examples(
         return ()
     counts["truncated"] += shortened
     counts["unrolled"] += unrolled
+    counts["reasoning_dropped"] += drops_reasoning(messages, tokenizer, settings.system_prompt)
     return [Example(conversation.id, _content(conversation), tokens, trained) for tokens, trained in documents]
 
 

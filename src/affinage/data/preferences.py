@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from affinage.data.chat import Message, check_messages, conversation_marks, cut_document, encode_documents
+from affinage.data.chat import check_messages, conversation_marks, cut_document, drops_reasoning, encode_documents
+from affinage.data.chat_template import Message
 from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
 from affinage.data.records import encodable
@@ -49,7 +50,8 @@ def prepare_preferences(
     """Write the pairs as rows; see `write_tuning_rows`.
 
     A pair is two documents that stand one after the other, prompt and chosen, prompt and rejected; several pairs share
-    a row. Trained is what the assistant says after the prompt. Pairs of one prompt are held out together.
+    a row. Trained is what the assistant says after the prompt. Pairs of one prompt are held out together. A pair is
+    `reasoning_dropped` where the chat template does not write all of its reasoning.
     """
 
     def lines(source: ConversationSettings, place: str) -> Lines:
@@ -135,6 +137,10 @@ def _example(
         counts["dropped"] += 1
         return ()
     counts["truncated"] += too_long
+    counts["reasoning_dropped"] += any(
+        drops_reasoning([*pair.prompt, *answer], tokenizer, system_prompt, trained_from=len(pair.prompt))
+        for answer in (pair.chosen, pair.rejected)
+    )
     (chosen, of_chosen), (rejected, of_rejected) = sides
     return (Example(pair.id, json.dumps(pair.prompt), chosen + rejected, of_chosen + of_rejected),)
 

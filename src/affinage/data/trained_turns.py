@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from affinage.data.chat_template import PROBE, WHERE, ChatTemplate, Message, Span, shield
+from affinage.data.chat_template import PROBE, REASONING, WHERE, ChatTemplate, Message, Span, shield
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 _GENERATION = re.compile(r"\{%-?\+?\s*generation\b")
 _TAIL = 40  # characters by which the end of a content is found
-_MARK = "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template."
+_MARK = (
+    "Mark what the assistant says with {% generation %} and {% endgeneration %} in the template. One that reads "
+    "`enable_thinking` asks otherwise with {% set enable_thinking = false %} (or true) as its first line."
+)
+_THINK = "<think>"
 
 Encoded = tuple[list[int], list[bool]]  # ids, and which of them are trained
 
@@ -33,7 +37,15 @@ class _Answer:
 def encode_turns(
     template: ChatTemplate, messages: Sequence[Message], tokenizer: "Tokenizer", *, trained_from: int = 0
 ) -> list[Encoded]:
-    """Ids of a conversation, and which are said by the assistant from the message `trained_from` on.
+    """Ids of a conversation, and which are said by the assistant; see `write_turns`."""
+    written = write_turns(template, messages, tokenizer, trained_from=trained_from)
+    return [_encoded(text, spans, tokenizer) for text, spans in written]
+
+
+def write_turns(
+    template: ChatTemplate, messages: Sequence[Message], tokenizer: "Tokenizer", *, trained_from: int = 0
+) -> list[tuple[str, list[Span]]]:
+    """A conversation as texts, and the parts of each that the assistant says from the message `trained_from` on.
 
     Those are what stands in {% generation %} blocks where the template has such. Otherwise what an answer adds to the
     text by which the model is asked for it. Counted is the token that ends a turn, not the white space after it.
@@ -60,7 +72,7 @@ def encode_turns(
     while left := [answer for answer in left if not answer.stands_in(text)]:
         text = left[-1].text
         found.append((text, _spans_in(text, left)))
-    return [_encoded(text, spans, tokenizer) for text, spans in reversed(found)]
+    return found[::-1]
 
 
 def _spans_in(text: str, answers: Sequence[_Answer]) -> list[Span]:
@@ -79,6 +91,7 @@ def _marked(template: ChatTemplate, messages: Sequence[Message], number: int) ->
             f"and message {number + 1} has none that is its own",
             where=WHERE,
         )
+    _check_written(messages[number], number, text[begun:])
     return _Answer(text, own)
 
 
@@ -87,15 +100,19 @@ def _said(template: ChatTemplate, messages: Sequence[Message], number: int, toke
     text = template.render(messages[: number + 1])
     if not text.startswith(before):
         text = before + _gone_on(template, messages[: number + 1], before)
-    words = messages[number]["content"].split()
-    if words and words[-1] not in text[len(before) :]:
+    _check_written(messages[number], number, text[len(before) :])
+    said = _turn(text[len(before) :], messages[number]["content"], tokenizer)
+    return _Answer(text, [(len(before), len(before) + len(said))])
+
+
+def _check_written(message: Message, number: int, text: str) -> None:
+    words = message["content"].split()
+    if words and words[-1] not in text:
         raise UserError(
             f"the chat template does not write what message {number + 1} says",
             where=WHERE,
             fix="Some want messages that are lists of texts and pictures; take one for texts.",
         )
-    said = _turn(text[len(before) :], messages[number]["content"], tokenizer)
-    return _Answer(text, [(len(before), len(before) + len(said))])
 
 
 def _turn(said: str, content: str, tokenizer: "Tokenizer") -> str:
@@ -121,12 +138,15 @@ def _common(one: str, other: str) -> int:
 def _gone_on(template: ChatTemplate, messages: Sequence[Message], before: str) -> str:
     """What the model says, of the last message, after a text that begins the answer for it, and the end of the turn.
 
-    Such a text is `<think>`, where the template writes no reasoning of answers that are given.
+    Such a text is `<think>`, where the template writes no reasoning of answers that are given. Reasoning beside the
+    content then stands before it as it does in DeepSeek R1's answers.
     """
     *earlier, answer = messages
     written = template.render([*earlier, {**answer, "content": PROBE}])
     begun = before[_common(before, written) :]
-    content, opening = answer["content"].lstrip(), begun.strip()
+    content, opening, thought = answer["content"].lstrip(), begun.strip(), answer.get(REASONING, "").strip()
+    if opening == _THINK and thought and thought not in written and not content.startswith(opening):
+        content = f"{_THINK}\n{thought}\n</think>\n\n{content}"
     probe = written.rfind(PROBE)
     if probe < 0 or not opening or not content.startswith(opening):
         wanted = f", and it does not begin with {opening!r}" if opening else ""

@@ -153,6 +153,7 @@ class Conversations:
     truncated: int | None
     dropped: int | None
     unrolled: int | None  # that the chat template writes several times
+    reasoning_dropped: int | None  # of whose reasoning it does not write some
     context: int | None
     tokens: int | None
     trained_tokens: int | None
@@ -383,6 +384,7 @@ def _conversations(summary: Mapping[str, Any]) -> Conversations:
         truncated=whole(summary.get("truncated")),
         dropped=whole(summary.get("dropped")),
         unrolled=whole(summary.get("unrolled")),
+        reasoning_dropped=whole(summary.get("reasoning_dropped")),
         context=whole(summary.get("context")),
         tokens=whole(train.get("tokens")),
         trained_tokens=whole(train.get("trained_tokens")),

@@ -268,6 +268,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         "{unrolled} ont été déroulées : le modèle de conversation écrit autrement les tours précédents quand d’autres "
         "suivent, elles font donc plusieurs exemples, chacun jusqu’à une réponse apprise.",
     ),
+    "conversations_reasoning": (
+        "{dropped} have reasoning that the chat template does not write; it is not trained on.",
+        "{dropped} comportent un raisonnement que le modèle de conversation n’écrit pas ; il n’est pas appris.",
+    ),
     # compression
     "compression": ("Bits per byte", "Bits par octet"),
     "compression_lead": (

@@ -7,7 +7,7 @@ from affinage.hardware.hosts import Hosts
 from affinage.recipe.tuning import DpoSettings
 from affinage.stages.stage import StageContext, Summary
 from affinage.stages.store import content_hash
-from affinage.stages.texts import chat_tokenizer
+from affinage.stages.texts import chat_tokenizer, tell_dropped_reasoning
 from affinage.stages.trainings import begin_with, chat_facts, graph_of, mesh_of, parallel_of, run_training, token_rows
 from affinage.stages.watching import judge_of, within_epochs
 
@@ -22,7 +22,7 @@ def preferences(context: StageContext) -> Summary:
 
     recipe = context.recipe
     assert recipe.dpo is not None
-    return prepare_preferences(
+    summary = prepare_preferences(
         recipe.dpo,
         chat_tokenizer(context),
         context.folder,
@@ -32,6 +32,8 @@ def preferences(context: StageContext) -> Summary:
         world_folder=context.inputs.get("world"),
         progress=context.progress,
     )
+    tell_dropped_reasoning(summary, "pairs")
+    return summary
 
 
 def reference(context: StageContext) -> Summary:

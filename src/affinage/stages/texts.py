@@ -164,7 +164,14 @@ def conversations(context: StageContext) -> Summary:
             f"conversations: {unrolled:,} were unrolled, one example for each answer that the chat template writes "
             "otherwise once more follows"
         )
+    tell_dropped_reasoning(summary, "conversations")
     return summary
+
+
+def tell_dropped_reasoning(summary: Summary, what: str) -> None:
+    """Say how many conversations (or pairs) have reasoning that the chat template does not write."""
+    if dropped := summary.get("reasoning_dropped"):
+        rich.print(f"{what}: {dropped:,} have reasoning that the chat template does not write; it is not trained on")
 
 
 def chat_tokenizer(context: StageContext) -> "Tokenizer":
