@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from template_forms import LATER, PHI3, QWEN, SYSTEM, THINKING, USER, folder_of, ours, theirs
+from template_forms import LATER, MARKED, PHI3, QWEN, SYSTEM, THINKING, USER, folder_of, ours, theirs
 
 from affinage.data.chat import drops_reasoning, encode_conversation, encode_documents
 from affinage.data.conversations import prepare_conversations, show_examples
@@ -151,6 +151,14 @@ def test_a_block_around_the_end_of_the_text_is_of_the_last_answer():
     parts = encode_conversation([USER, THOUGHT, USER, SUM], tokenizer, "")
     said = [tokenizer.decode([i for i, t in zip(*each, strict=True) if t], keep_special=True) for each in parts]
     assert said == [answer["content"] + "<|end|>\n<|endoftext|>" for answer in (THOUGHT, SUM)]
+
+
+def test_a_conversation_that_the_assistant_begins_is_trained_by_its_blocks():
+    tokenizer = HubTokenizer(folder_of("qwen"))
+    tokenizer.use_template("{{ messages[0].role[:0] }}" + MARKED)  # of no messages such templates can make nothing
+    ((ids, trained),) = encode_conversation([PLAIN, USER, PLAIN], tokenizer, "")
+    said = tokenizer.decode([i for i, t in zip(ids, trained, strict=True) if t], keep_special=True)
+    assert said == 2 * (PLAIN["content"] + "<|im_end|>")
 
 
 def test_what_the_model_would_have_said_is_not_guessed():

@@ -82,7 +82,7 @@ def _spans_in(text: str, answers: Sequence[_Answer]) -> list[Span]:
 def _marked(template: ChatTemplate, messages: Sequence[Message], number: int) -> _Answer:
     """The answer `number` by its blocks: those that come with it, such as one around an end of the text."""
     text, blocks = template.rendered(messages[: number + 1])
-    begun = _common(template.render(messages[:number]), text)
+    begun = _common(template.render(messages[:number]), text) if number else 0
     own = [block for block in blocks if block[0] >= begun]
     earlier = sum(message["role"] == "assistant" for message in messages[:number])
     if not own or len(blocks) - len(own) < earlier:
