@@ -38,6 +38,7 @@ def patient() -> Iterator[None]:
     """On a busy machine Ray's workers take long to start, and lines come late to whoever reads them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("affinage.launch.ray._ANSWERS", 300.0)
+        patch.setattr("affinage.launch.ray._LASTING", 300.0)
         patch.setattr("affinage.launch.ssh._ANSWERS", 300.0)
         patch.setattr("affinage.launch.ssh._TELL", 120.0)
         patch.setattr("affinage.launch.process._LAST_WORDS", 60.0)
@@ -206,7 +207,10 @@ def test_a_machine_that_is_gone_at_a_later_start_is_named_before_any_other_begin
 
 
 def test_a_machine_that_dies_without_a_word_is_not_waited_for(ssh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its connection hangs; a host elsewhere notices, and ends. Then the machine is back."""
+    """Its connection hangs; a host elsewhere notices, and ends. Then the machine is back.
+
+    It is the first one, so that the short patience with it is with no other.
+    """
     monkeypatch.setattr("affinage.launch.ssh._TELL", 1.0)
     said: list[str] = []
 
@@ -220,23 +224,23 @@ def test_a_machine_that_dies_without_a_word_is_not_waited_for(ssh, tmp_path: Pat
             self.starts += 1
             if self.starts == 3:
                 monkeypatch.setattr("affinage.launch.ssh._ANSWERS", 300.0)
-                os.kill(int((tmp_path / "process-1").read_text()), signal.SIGKILL)
-                (tmp_path / "me@machine1" / "dead").unlink()
+                os.kill(int((tmp_path / "process-0").read_text()), signal.SIGKILL)
+                (tmp_path / "me@machine0" / "dead").unlink()
                 return self._launcher.start(["end", "0"])
             if self.starts == 2:
                 monkeypatch.setattr("affinage.launch.ssh._ANSWERS", 1.0)
                 return self._launcher.start(["end", "0"])
             gang = self._launcher.start(["wait", str(tmp_path)])
             until(lambda: begun(tmp_path, 2))
-            (tmp_path / "me@machine1" / "dead").touch()
-            os.kill(int((tmp_path / "process-0").read_text()), signal.SIGKILL)
+            (tmp_path / "me@machine0" / "dead").touch()
+            os.kill(int((tmp_path / "process-1").read_text()), signal.SIGKILL)
             return gang
 
         def finish(self) -> None: ...
 
     dying = Dying()
     assert supervise(dying, [], Restarts(), say=said.append) == 0
-    assert dying.starts == 3 and "me@machine1 cannot be prepared: it does not answer" in said[1], said
+    assert dying.starts == 3 and "me@machine0 cannot be prepared: it does not answer" in said[1], said
 
 
 def test_what_goes_wrong_on_a_machine_of_ray_is_told_as_if_it_were_here(ray, tmp_path: Path):
@@ -389,7 +393,7 @@ def test_a_training_on_ray_whose_worker_is_killed_ends_with_the_same_weights(ray
     folder, undisturbed, said = tmp_path / "run", tmp_path / "undisturbed", []
     program = [str(Path(__file__).with_name("one_host.py"))]
     launcher = ray(2, program=program, devices=2, modules=OF_A_HOST, say=said.append)
-    order = gangs.order(folder, 16, mesh={"data": 4}, pause=0.05)
+    order = gangs.order(folder, 16, mesh={"data": 4}, pause=0.2)  # slow steps: whoever kills may be late
     assert supervise(LosingAWorker(launcher, folder, kills=False), order, Restarts(), say=said.append) == 0, said
     folder.rename(undisturbed)  # the command that was run is run again
     losing = LosingAWorker(launcher, folder / "metrics.jsonl", kills=True)

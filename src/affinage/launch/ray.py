@@ -21,6 +21,7 @@ from affinage.launch.remains import Remains
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _SETTLES = 10.0  # seconds for what is ending on the machines
 _ANSWERS = 30.0  # seconds for an agent to start a process, or to kill it
+_LASTING = 30.0  # seconds in which an agent that Ray has started anew finds what was imported for the one before
 _LOOK_EVERY = 0.05  # seconds
 _ACCELERATORS = ("TPU", "GPU")
 
@@ -173,7 +174,7 @@ class _Room:
                     max_concurrency=4,
                     max_restarts=-1,
                 )
-                self.agents.append(agent.remote(group, launch, host))
+                self.agents.append(agent.remote(group, launch, host, _LASTING))
         except BaseException:
             self.leave(for_good=True)
             raise

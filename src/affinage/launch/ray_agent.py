@@ -13,7 +13,6 @@ from affinage.launch.process import reserved_port
 from affinage.launch.remains import Remains
 
 _NEWS = 0.5  # seconds that an agent waits for something to tell
-_LASTING = 30.0  # seconds in which an agent that Ray has started anew finds what was imported for the one before
 
 
 class Job(NamedTuple):
@@ -36,10 +35,11 @@ class Agent:
         group: of the command, see `affinage.launch.remains`.
         launch: who started all this; another launcher has another one.
         host: the process's number.
+        lasting: seconds in which an agent that Ray has started anew finds what was imported for the one before.
     """
 
-    def __init__(self, group: str, launch: str, host: int) -> None:
-        self._group, self._launch, self._host = group, launch, host
+    def __init__(self, group: str, launch: str, host: int, lasting: float) -> None:
+        self._group, self._launch, self._host, self._lasting = group, launch, host, lasting
         self._process: ForkedProcess | None = None
         self._held: Any = None
 
@@ -98,7 +98,7 @@ class Agent:
 
     def _forks(self, environment: Mapping[str, str], modules: Sequence[str]) -> Forks:
         at = Remains(self._group, "").folder / f"{self._launch}-{self._host}"
-        return Forks(at, environment, signal.SIGTERM, _LASTING, modules)
+        return Forks(at, environment, signal.SIGTERM, self._lasting, modules)
 
     def _release(self) -> None:
         if self._held is not None:
