@@ -28,8 +28,8 @@ class Job:
 
 def walk(job: dict, host: int) -> int:
     """Walk the road; returns the exit status."""
+    from affinage.hardware import pulse
     from affinage.hardware.joining import joined
-    from affinage.hardware.pulse import guarded
     from affinage.hardware.standstill import Standstill
     from affinage.recipe.load import load_recipe
     from affinage.recipe.training import SurvivalSettings
@@ -40,9 +40,10 @@ def walk(job: dict, host: int) -> int:
     folder = Path(job["folder"])
     Job.stage, Job.host, Job.hurt, Job.begun = job["stage"], host, job["hurt"], folder / "begun"
     survival = SurvivalSettings(stuck_seconds=job["stuck_seconds"])
+    pulse.SILENT_FOR_LONG = 3600.0  # seconds: it is the other host that is to leave, before this one's guard ends it
     road = [Stage("it", work, {}, together=job["stage"] == "evaluation")]
     try:
-        with OwnProcess(), guarded("road", survival), joined() as hosts, Standstill("road", folder, survival):
+        with OwnProcess(), pulse.guarded("road", survival), joined() as hosts, Standstill("road", folder, survival):
             flow = Flow(load_recipe(str(RECIPE)), Runs(folder / "runs"), road)
             if hosts.first:
                 flow.run(Nobody())
