@@ -46,7 +46,7 @@ def machines() -> Iterator[Machines]:
     found = Machines({**environment, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
     assert found.address
     yield found
-    found.process.communicate(timeout=60)
+    found.process.communicate(timeout=300)
 
 
 JOINS = """
