@@ -22,7 +22,7 @@ PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
 PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PATIENCE = 3.0  # seconds for the main thread to come back from native code, such as XLA's compiler
-_UNWINDS = 15.0  # seconds for what is under way to end after Preempted; longer than what it waits for by itself
+_UNWINDS = 15.0  # seconds for what was under way to end after Preempted
 
 Listener = Callable[[signal.Signals], None]
 _farewells: list[Callable[[], None]] = []
