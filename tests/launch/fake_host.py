@@ -30,7 +30,8 @@ def saved(number: int, frame: object) -> None:
 if what == "read":
     print(Path(words[0]).read_text(), flush=True)
 elif what == "wait":
-    signal.signal(signal.SIGTERM, saved)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, saved)
     write(f"process-{host}", str(os.getpid()))
     time.sleep(600)
 elif what == "fail":

@@ -127,16 +127,17 @@ def test_every_host_is_told_where_it_is_and_what_it_writes_comes_here(launcher, 
     assert recipe.read_text() == "name: one"
 
 
-def test_signals_reach_every_host(launcher, tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_every_host(launcher, tmp_path: Path, number: signal.Signals):
     gang = launcher(2).start(["wait", str(tmp_path)])
     try:
         until(lambda: begun(tmp_path, 2))
         assert gang.ended(0.0) == []
-        gang.tell(signal.SIGTERM)
+        gang.tell(number)
         assert [ending.status for ending in endings(gang, 2)] == [75, 75]
     finally:
         gang.end()
-    assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text() == "SIGTERM"
+    assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text() == number.name
 
 
 def test_a_failure_is_told_with_its_host(launcher, tmp_path: Path):

@@ -207,7 +207,7 @@ class _Zygote:
         signal.set_wakeup_fd(-1)
         for number in (*_TOLD, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before - set(_TOLD))  # Ray blocks SIGINT for all that it starts
         os.setsid()
         for each in (1, 2):
             os.dup2(child.out, each)
