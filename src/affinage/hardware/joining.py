@@ -1,5 +1,6 @@
 """How a process becomes one of the hosts of a run, and what it does when another one is gone."""
 
+import atexit
 import contextlib
 import dataclasses
 import os
@@ -64,6 +65,7 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
         mistake = error if isinstance(error, UserError) else of_the_machine(error)
         if mistake and not isinstance(mistake, TransientError):
             links.say_goodbye(mistake=True)
+            _end_without_the_others(links)
         raise
     except RuntimeError:  # JAX's, of a collective: this process is left with a better word if a host has died
         time.sleep(_WHO_IT_WAS)
@@ -72,6 +74,19 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
         links.say_goodbye()
     finally:
         Hosts.current = before
+
+
+def _end_without_the_others(links: Links) -> None:
+    """Have this process end as it is, for the mistake that it tells.
+
+    JAX would wait for all hosts, of which those that were told of the mistake leave, and abort this process after some
+    seconds with a page of stacks. The first one, whose end aborts the others, waits for theirs.
+    """
+    from jax._src import api
+
+    atexit.unregister(api.clean_up)
+    if Hosts.current.first:
+        atexit.register(links.wait_until_alone, _SAME_MISTAKE + 1.0)
 
 
 def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = "") -> None:

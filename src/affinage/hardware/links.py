@@ -88,6 +88,12 @@ class Links:
         for link in list(self._links.values()):
             self._part(link)
 
+    def wait_until_alone(self, seconds: float) -> None:
+        """Wait until all who are connected to this host have ended, at most so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(link.fileno() >= 0 for link in list(self._links.values())):
+            time.sleep(0.05)
+
     def _part(self, link: socket.socket) -> None:
         with contextlib.suppress(OSError):
             link.send(self._farewell)
