@@ -60,7 +60,7 @@ def refuse_changes(
         raise UserError(
             f"this run is not the one that was saved:{listed}",
             where=where,
-            fix=f"Undo the change, give the run another name, or accept it by name: {setting}=[{names}].",
+            fix=f"Undo the change, or accept it by name: {setting}=[{names}].",
         )
     return found
 
