@@ -4,7 +4,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from affinage.secrets import masked
 
@@ -93,17 +93,35 @@ def errno_of(error: BaseException) -> int:
     return int(in_words[1]) if in_words else 0
 
 
-def disk_error(error: BaseException | None, *, lasting: bool = True) -> OSError | None:
-    """The error of a disk, or of its network, that an error comes from, as libraries tell it; None if from no such.
-
-    Where `lasting` is False only what is of a network, as a sector that cannot be read (EIO) stays so.
-    """
+def disk_error(error: BaseException | None, numbers: Collection[int] = _TRANSIENT) -> OSError | None:
+    """The error of a disk, or of its network, that an error comes from, as libraries tell it; None if from no such."""
     while error is not None:
         number = errno_of(error)
-        if number in (_TRANSIENT if lasting else _OF_A_NETWORK):
+        if number in numbers:
             return error if isinstance(error, OSError) else OSError(number, os.strerror(number))
         error = error.__cause__
     return None
+
+
+def raise_of_network(error: BaseException) -> None:
+    """Raise what the network of a disk is to blame for, which says nothing of the file; other errors are left.
+
+    So is EIO: a sector that cannot be read stays so.
+    """
+    failed = disk_error(error, _OF_A_NETWORK)
+    if failed is not None:
+        raise failed from error
+
+
+def plain(text: str) -> str:
+    """Text of strangers without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line of at most 300 letters."""
+    lines = str(error).strip().splitlines()
+    return plain(lines[0][:300]) if lines else type(error).__name__
 
 
 class Preempted(Exception):

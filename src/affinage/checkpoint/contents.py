@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorstore
 
-from affinage.errors import disk_error
+from affinage.errors import first_line, plain, raise_of_network
 
 _LARGEST = 2**26  # bytes of JSON; of ten thousand arrays it is some megabytes
 _DEEPEST = 100  # levels of what is said of a run
@@ -30,9 +30,7 @@ def strange(folder: Path, trees: list[str]) -> str:
     try:
         return next(filter(None, (_strange_tree(folder / tree) for tree in trees)), "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        failed = disk_error(error, lasting=False)
-        if failed is not None:
-            raise failed from error
+        raise_of_network(error)
         return f"what it says of its arrays cannot be read: {first_line(error)}"
 
 
@@ -73,17 +71,6 @@ def facts_in(custom: Any) -> dict[str, Any]:
         if not level:
             return dict(custom)
     raise ValueError(f"what it says of its run is more than {_DEEPEST} levels deep")
-
-
-def plain(text: str) -> str:
-    """Text of strangers without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in a line of at most 300 letters."""
-    lines = str(error).strip().splitlines()
-    return plain(lines[0][:300]) if lines else type(error).__name__
 
 
 def _short(sizes: list[int]) -> str:

@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.checkpoint.contents import plain
-from affinage.errors import UserError
+from affinage.errors import UserError, plain
 
 IDENTITY = "identity"  # key of the facts that decide over a run's numbers
 _ABSENT = "(not there)"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from affinage.errors import disk_error
+from affinage.errors import raise_of_network
 
 SEAL = "SHA256SUMS"
 _LARGEST = 2**26  # bytes of a seal: half a million files, where a checkpoint has some for each host
@@ -53,8 +53,7 @@ def damage(folder: Path, only: Collection[str] | None = None) -> str:
     try:
         sealed = _read(folder / SEAL)
     except (OSError, ValueError) as error:
-        if disk_error(error, lasting=False) is not None:
-            raise
+        raise_of_network(error)
         return f"its {SEAL} cannot be read: {error}"
     found = dict(_entries(folder))
     for name, status in found.items():

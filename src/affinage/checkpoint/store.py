@@ -15,12 +15,12 @@ import absl.logging
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from affinage.checkpoint.contents import facts_in, first_line, strange
+from affinage.checkpoint.contents import facts_in, strange
 from affinage.checkpoint.coordination import by_coordinator
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.seal import damage, fingerprint, seal
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
-from affinage.errors import UserError, UserWarned, disk_error, errno_of
+from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import count_out
@@ -204,7 +204,7 @@ class CheckpointStore:
                 return found
             saved_as = self._metadata(step).get("step")
         except Exception as error:  # whatever Orbax, TensorStore or JSON make of a stranger's files
-            _raise_of_network(error)
+            raise_of_network(error)
             return f"it cannot be read: {first_line(error)}"
         return "" if saved_as == step else f"it was saved as step {saved_as!r:.80}"
 
@@ -322,27 +322,15 @@ class CheckpointStore:
                 _warn_once(step, "it is not complete")
                 continue
             reason = self._damage_seen_by_first(step, abstract)
-            if not reason:
-                found: dict[str, Any] = {}
-                try:
-                    meta = self._facts(step)
-                    accept(meta)
-                    found = {"state": self._load(step, abstract), "meta": meta}
-                except UserError:
-                    raise
-                except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
-                    _raise_of_network(error)
-                    reason = self._misfit(step, abstract) or first_line(error)
-                    _warn(step, reason)
-                # All go on from one step, also where what one of them cannot read is whole for the others.
-                if Hosts.at_work().least("whether it was read", int(bool(found)), seconds=seconds_at_most(abstract)):
-                    return step, found["state"], found["meta"]
-                del found
-                if not reason:
-                    reason = "another host cannot read it"
-                    _warn_once(step, reason)
-            else:
+            if reason:
                 _warn_once(step, reason)
+            else:
+                found, reason = self._read(step, abstract, accept)
+                # All go on from one step, also where what one of them cannot read is whole for the others.
+                if Hosts.at_work().least("whether it was read", int(not reason), seconds=seconds_at_most(abstract)):
+                    return found
+                found = None  # its memory, where another one could not read it
+                reason = reason or "another host cannot read it"
             self._unreadable.add(step)
         if not steps:
             return None
@@ -352,6 +340,22 @@ class CheckpointStore:
             fix="If the model, the optimizer or another setting of it was changed, undo that, or give the run another "
             "name; otherwise remove the folder to start again.",
         )
+
+    def _read(
+        self, step: int, abstract: Mapping[str, PyTree], accept: Callable[[Mapping[str, Any]], None]
+    ) -> tuple[tuple[int, dict[str, PyTree], dict[str, Any]] | None, str]:
+        """What `restore_newest` gives of a step, or why this host cannot, which it has said. UserErrors are raised."""
+        try:
+            meta = self._facts(step)
+            accept(meta)
+            return (step, self._load(step, abstract), meta), ""
+        except UserError:
+            raise
+        except Exception as error:  # whatever Orbax, TensorStore or JSON make of what does not fit
+            raise_of_network(error)
+            reason = self._misfit(step, abstract) or first_line(error)
+            _warn(step, reason)
+            return None, reason
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run has gone back to this one, and will be another from there on."""
@@ -411,12 +415,6 @@ class CheckpointStore:
         for step in self.steps():
             if step not in kept and step not in held and step < readable[-1]:
                 remove(self.folder / str(step))
-
-
-def _raise_of_network(error: Exception) -> None:
-    failed = disk_error(error, lasting=False)
-    if failed is not None:
-        raise failed from error
 
 
 def seconds_at_most(state: PyTree) -> float:

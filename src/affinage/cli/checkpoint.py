@@ -14,7 +14,7 @@ import typer
 from affinage.cli import completion
 from affinage.cli.options import RUNS, JsonOption, RunsOption
 from affinage.cli.working import Working
-from affinage.errors import UserError
+from affinage.errors import UserError, plain
 
 if TYPE_CHECKING:
     from affinage.checkpoint import CheckpointStore
@@ -59,7 +59,6 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    from affinage.checkpoint.contents import plain
     from affinage.checkpoint.looking import listing
 
     found = _remote_listing(training) if "://" in training else listing(_store(training, runs)[0])
@@ -104,7 +103,6 @@ def diff(
 
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
-    from affinage.checkpoint.contents import plain
     from affinage.checkpoint.looking import compare
 
     with (
@@ -157,8 +155,6 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:
-        from affinage.checkpoint.contents import plain
-
         _say_which(checkpoint, runs)
         for number, said in found.items():
             print(f"{number:>10,}  {plain(said) or 'whole'}")
@@ -282,7 +278,6 @@ def _known(store: "CheckpointStore", step: int) -> int:
 
 
 def _print_nested(facts: Mapping[str, Any], indent: int = 0) -> None:
-    from affinage.checkpoint.contents import plain
 
     for name, value in facts.items():
         if isinstance(value, Mapping) and value:

@@ -17,7 +17,7 @@ import tqdm
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.tasks import TaskManager
 
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 from affinage.evaluation import metric_library
 from affinage.evaluation.benchmarks import BENCHMARKS
 from affinage.evaluation.item_files import DEFINITIONS
@@ -103,7 +103,7 @@ def reachable_data(named: Sequence[str]) -> Iterator[None]:
                 raise
             raise UserError(
                 f"the items of {', '.join(named)} cannot be fetched from {huggingface_hub.constants.ENDPOINT}, "
-                f"nor are they in its cache here: {_first_line(error)}",
+                f"nor are they in its cache here: {first_line(error)}",
                 fix="Check the network, or give a folder with their files: --data-dir, or `data_dir` beside the tasks.",
             ) from error
 
@@ -114,7 +114,3 @@ def _answers(endpoint: str) -> bool:
     except Exception:  # whatever a network, a proxy or a name server can come up with
         return False
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
