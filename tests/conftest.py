@@ -105,3 +105,9 @@ def google_bucket(gcs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def _bucket_of(folder: Path) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{folder.parent.name}-{folder.name}".lower()).strip("-")[-60:].strip("-")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder for the compilations of the runs of a file."""
+    return tmp_path_factory.mktemp("cache")

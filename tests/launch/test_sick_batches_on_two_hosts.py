@@ -14,11 +14,6 @@ STEPS, SICK = 20, [8, 13]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def two(cache: Path) -> Iterator[gangs.Nursery]:
     with gangs.Nursery(cache) as nursery:
         yield nursery

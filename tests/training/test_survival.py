@@ -32,11 +32,6 @@ def final_params(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def nursery(cache: Path) -> Iterator[runs.Nursery]:
     with runs.Nursery(cache) as nursery:
         yield nursery

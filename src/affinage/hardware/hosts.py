@@ -214,6 +214,14 @@ def place() -> Place | None:
     return Place(coordinator, hosts, host)
 
 
+def with_host(name: str) -> str:
+    """What a message calls this process: a name, and its number where it is one of many hosts or is to join them."""
+    hosts = Hosts.current
+    if hosts.count > 1:
+        return f"{name}, host {hosts.index}"
+    return f"{name}, host {os.environ[HOST]}" if os.environ.get(HOSTS, "1") != "1" and HOST in os.environ else name
+
+
 def _detected() -> Place:
     from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks; it does not tell the answer
 

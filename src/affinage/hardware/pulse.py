@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from affinage.hardware.beats import SILENT_FOR_LONG
-from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS, Hosts
+from affinage.hardware.hosts import COORDINATOR, Hosts, with_host
 from affinage.hardware.stacks import say, where
 from affinage.hardware.standstill import ELSEWHERE, leaves_when_stuck, patience_of
 from affinage.stopping import PARENT, OwnProcess
@@ -47,7 +47,7 @@ def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
             [sys.executable, "-IS", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0
         )
     except OSError as error:  # no process can be had; the run can do without
-        say(f"{_me(name)}: no process looks whether this one lives: {error}")
+        say(f"{with_host(name)}: no process looks whether this one lives: {error}")
         yield
         return
     assert guard.stdin is not None
@@ -75,15 +75,8 @@ def _show(name: str, guard: IO[bytes], ended: threading.Event) -> None:
 
 def _tell(name: str, guard: IO[bytes]) -> None:
     try:
-        said = f"{_me(name)}\t{where()}\n"
+        said = f"{with_host(name)}\t{where()}\n"
     except Exception:  # a sign of life all the same
         said = f"{name}\tan unknown place\n"
     with contextlib.suppress(OSError):  # the other one is gone, or does not read
         guard.write(said.encode(errors="replace"))
-
-
-def _me(name: str) -> str:
-    hosts = Hosts.current
-    if hosts.count > 1:
-        return f"{name}, host {hosts.index}"
-    return f"{name}, host {os.environ[HOST]}" if os.environ.get(HOSTS, "1") != "1" and HOST in os.environ else name

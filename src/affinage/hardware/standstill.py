@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
 from affinage.hardware.beats import AHEAD, Beats, Doing
-from affinage.hardware.hosts import COORDINATOR, Hosts
+from affinage.hardware.hosts import COORDINATOR, Hosts, with_host
 from affinage.hardware.movement import KNOWN, Movement, is_waiting
 from affinage.hardware.stacks import Stacks, needs_no_telling, say, told_without_python
 from affinage.stopping import PARENT, OwnProcess, leave
@@ -86,7 +86,10 @@ class Standstill:
         self._beats = Beats(self._hosts, self._doing)
         every = min(_LOOK_EVERY, self._patience / 4)
         self._thread = threading.Thread(
-            target=looks_on, args=(self._look, self._ended, every, self._me()), name="standstill", daemon=True
+            target=looks_on,
+            args=(self._look, self._ended, every, with_host(self._name)),
+            name="standstill",
+            daemon=True,
         )
         self._thread.start()
 
@@ -117,7 +120,7 @@ class Standstill:
         patience = self._patience - _SEEN_LATER  # it is told by them, and seen by this one
         lost = self._beats.lost(patience)
         if lost and not self._lost_told:
-            self._stacks.tell(f"{self._me()}: {lost}")
+            self._stacks.tell(f"{with_host(self._name)}: {lost}")
             self._ended.wait(LAST_WORDS)
             lost = self._beats.lost(patience)
         self._lost_told = bool(lost)
@@ -125,18 +128,15 @@ class Standstill:
             self._leave(lost)
         first = self._beats.first_stands_still(self._patience) if is_waiting() else ""
         if first and not self._first_told:
-            say(f"{self._me()}: {first}, where nothing moves")
+            say(f"{with_host(self._name)}: {first}, where nothing moves")
         self._first_told = bool(first)
 
-    def _me(self) -> str:
-        return self._name if self._hosts.count == 1 else f"{self._name}, host {self._hosts.index}"
-
     def _tell(self, what: str) -> None:
-        self._stacks.tell(f"{self._me()}: {what}")
+        self._stacks.tell(f"{with_host(self._name)}: {what}")
         blamed = self._beats.blame()
         self._blamed = blamed and f": {blamed}"
         if blamed:
-            said = f"{self._me()}: {what}{self._blamed}"
+            said = f"{with_host(self._name)}: {what}{self._blamed}"
             say(said)
             self._stacks.add(f"\n{said}\n")
 
