@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded by what tests start, and not here
     signal.signal(signal.SIGHUP, lambda *_: None)
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # tests choose theirs, and what they start as well
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # tests that compile for TPUs run beside each other
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -53,6 +54,18 @@ def forgotten() -> Iterator[None]:
     yield
     jax.clear_caches()
     give_back_freed_memory()
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """What a test, or what it calls, sets in the environment is not there in the next: each passes in any order."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    for name, value in before.items():
+        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

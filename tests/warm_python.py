@@ -123,8 +123,7 @@ def _main(at: str) -> None:
     prepare()
     for name in (*OF_A_HOST, "affinage.evaluation.run"):  # none of them starts a thread or asks for a device
         importlib.import_module(name)
-    # Where compiled programs are kept follows from each program's own environment.
-    imported = {k: v for k, v in os.environ.items() if before.get(k) != v and k != "JAX_COMPILATION_CACHE_DIR"}
+    imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()  # so that the memory stays shared with those that are forked
     order = _serve(at)
     if order is None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,13 +57,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 40)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
-def test_a_step_takes_its_temporaries_from_warm_memory(tmp_path):
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+def test_a_step_takes_its_temporaries_from_warm_memory():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
     # The temporaries are 8,192 pages. The heap may still grow now and then, when threads free in another order.
     assert int(done.stdout) < 4096
-    folder = next((tmp_path / "affinage").iterdir())
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 FREED = """
@@ -92,3 +91,25 @@ def test_another_platform_keeps_its_own_allocator(monkeypatch):
 
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
     assert not allocator.keep_freed_memory()
+
+
+ASKED = """
+import os
+from affinage.hardware.devices import acquire
+acquire()
+import jax
+print(jax.config.jax_compilation_cache_dir, "JAX_COMPILATION_CACHE_DIR" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_compiled_steps_are_kept_where_each_process_is_told(chosen: bool, tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    if chosen:
+        env["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "chosen")
+    done = subprocess.run([sys.executable, "-c", ASKED], env=env, capture_output=True, text=True, check=True)
+    folder, handed_on = done.stdout.split()
+    assert Path(folder).parent == (tmp_path if chosen else tmp_path / "affinage")
+    assert (Path(folder).name == "chosen") is chosen
+    assert chosen or Path(folder).stat().st_mode & 0o777 == 0o700
+    assert handed_on == str(chosen)  # what it starts has its own XDG_CACHE_HOME, else it would have this one's

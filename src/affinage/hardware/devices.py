@@ -28,7 +28,6 @@ def prepare() -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         keep_freed_memory()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's C++ side talks about itself at lower levels
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
 
 
 def compilation_cache() -> Path:
@@ -50,7 +49,9 @@ def acquire() -> "list[jax.Device]":
     import jax
 
     # An entry of the cache costs milliseconds to write; the small programs of a start add up to seconds.
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    # The variable itself is left alone: each process that this one starts has a folder by its own environment.
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     try:
