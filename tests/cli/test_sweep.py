@@ -113,3 +113,21 @@ def test_a_recipe_without_a_grid_is_told_how_to_have_one(capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         main(["sweep", TINY])
     assert ended.value.code == 2 and "has no `sweep`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("step", "said"), [(6, "every 4 and keeps the last 2 and multiples of 4"), (12, "of its 8 steps")]
+)
+def test_a_step_that_no_point_will_have_is_refused_before_the_first(
+    step: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    runs = tmp_path / "runs"
+    grid = json.dumps({"sft.base_step": [8, 4, step], "sft.steps": [1]})
+    settings = [word for each in (*SETTINGS, f"sweep={grid}") for word in ("--set", each)]
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", TINY, "--runs", str(runs), *settings])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"pretrain will keep no checkpoint of step {step}" in told and said in " ".join(told.split())
+    assert f"numbers that divide {step}" in " ".join(told.split())
+    assert not list(runs.rglob("manifest.json"))

@@ -10,6 +10,7 @@ from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument,
 from affinage.cli.terminal import only_data_on_stdout, screen
 
 if TYPE_CHECKING:
+    from affinage.stages.flow import Flow, Runs
     from affinage.stages.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
@@ -37,6 +38,7 @@ def sweep(
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
     from affinage.stages.flow import Runs
+    from affinage.stages.foresight import check
     from affinage.stages.sweep import points
     from affinage.stopping import OwnProcess
 
@@ -46,6 +48,8 @@ def sweep(
         return
     prepare_process(found[0].loaded)
     with OwnProcess(), only_data_on_stdout(as_json):
+        for point in found:  # all of them first: a mistake in the last is not found out after the others' days
+            check(point.loaded, [step.stage.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
         for point in found:
             screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
             _run(point, Runs(runs))
@@ -69,30 +73,29 @@ def sweep(
         screen().print(f"\nresults  {folder / RESULTS}", highlight=False)
 
 
-def _run(point: "Point", runs: Any) -> None:
-    from affinage.api import write_report
+def _run(point: "Point", runs: "Runs") -> None:
     from affinage.cli.watch import Watch
     from affinage.hardware.standstill import Standstill
-    from affinage.stages.flow import Flow
-    from affinage.stages.foresight import check
-    from affinage.stages.road import road_of
 
-    flow = Flow(point.loaded, runs, road_of(point.loaded, write_report))
-    steps = flow.plan()
-    check(point.loaded, [step.stage.name for step in steps if not step.complete])
-    with Standstill(point.loaded.recipe.name, flow.folder, point.loaded.recipe.survival), Watch(steps) as watch:
+    flow = _flow(point, runs)
+    survival = point.loaded.recipe.survival
+    with Standstill(point.loaded.recipe.name, flow.folder, survival), Watch(flow.plan()) as watch:
         flow.run(watch)
 
 
-def _show_plan(found: "list[Point]", runs: Any, *, as_json: bool) -> None:
+def _flow(point: "Point", runs: "Runs") -> "Flow":
     from affinage.api import write_report
     from affinage.stages.flow import Flow
     from affinage.stages.road import road_of
 
+    return Flow(point.loaded, runs, road_of(point.loaded, write_report))
+
+
+def _show_plan(found: "list[Point]", runs: "Runs", *, as_json: bool) -> None:
     seen: set[tuple[str, str]] = set()
     told: list[dict[str, Any]] = []
     for point in found:
-        steps = Flow(point.loaded, runs, road_of(point.loaded, write_report)).plan()
+        steps = _flow(point, runs).plan()
         missing = [(step.stage.name, step.request.key) for step in steps if not step.complete]
         told.append(
             {

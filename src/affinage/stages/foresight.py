@@ -73,6 +73,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.pretrain is not None and "pretrain" in stages:
         check_tasks_in_loop(loaded, "pretrain")
         _check_training(loaded, recipe.pretrain, "pretrain")
+        _check_first_of_tunings(loaded, recipe.pretrain)
     if "rows" in stages:  # those that are packed tell by themselves what they are of
         _check_mixture(loaded)
     if recipe.sft is not None and "sft" in stages:
@@ -230,6 +231,26 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     if is_text:
         with _written(loaded, "rows", "context"):
             check_positions_divide(recipe.rows.context, mesh, table)
+
+
+def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> None:
+    """What follows a pretraining that is still to be made begins with a step that this will save and keep."""
+    from affinage.checkpoint.steps import kept_steps
+
+    name = loaded.recipe.trainings[1:2]
+    step = getattr(loaded.recipe, name[0]).base_step if name else None
+    if step is None or step == pretrain.steps:
+        return
+    keep = pretrain.checkpoint
+    saved = range(keep.every_steps, pretrain.steps, keep.every_steps)
+    if step not in saved or step not in kept_steps([*saved, pretrain.steps], keep.keep_last, keep.keep_every):
+        raise UserError(
+            f"pretrain will keep no checkpoint of step {step}: of its {pretrain.steps} steps it saves every "
+            f"{keep.every_steps} and keeps the last {keep.keep_last}"
+            + (f" and multiples of {keep.keep_every}" if keep.keep_every else ""),
+            where=loaded.locate((name[0], "base_step")),
+            fix=f"Set pretrain.checkpoint.every_steps and keep_every to numbers that divide {step}.",
+        )
 
 
 def _check_mixture(loaded: LoadedRecipe) -> None:
