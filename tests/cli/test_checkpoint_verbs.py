@@ -102,7 +102,8 @@ def test_numbers_that_are_not_finite_are_compared_too(said, runs: Path):
         store.save(step, {"window": jnp.array([1.0, step, last]), "lost": jnp.array([last])}, {})
     store.wait()
     _, found, _ = said("diff", "small/pretrain@5", "small/pretrain@6", "--arrays")
-    assert {each["name"]: each["most"] for each in found["arrays"]["different"]} == {"window": 1.0, "lost": None}
+    apart = {each["name"]: (each["most"], each["not_finite"]) for each in found["arrays"]["different"]}
+    assert apart == {"window": (1.0, 1), "lost": (None, 1)}
 
 
 def test_a_url_is_no_folder_of_runs(capsys: pytest.CaptureFixture[str]):

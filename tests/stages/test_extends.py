@@ -45,6 +45,21 @@ def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypat
     assert (runs / "longer" / "rows").resolve() == (runs / "tiny" / "rows").resolve()
 
 
+def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(runs.parent)
+    plugin = runs.parent / "mine.py"
+    plugin.write_text("FACTOR = 1\n")
+    words = [word for override in _longer(f"plugins=['{plugin}']") for word in ("--set", override)]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", TINY, *words])
+    told = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and f"code.plugin {plugin}: (not there) -> " in told
+    assert "pretrain.checkpoint.accept_changes=[code" in told
+    _train(*words, "--set", "pretrain.checkpoint.accept_changes=[code]")
+
+
 def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(runs.parent)
 

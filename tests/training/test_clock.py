@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -98,6 +99,23 @@ def test_the_accounts_are_the_wall_clock_over_preemptions_and_a_failure(tmp_path
     assert sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
     assert summary["seconds"]["paused"] >= 0.3 and summary["seconds"]["lost"] > 0
     assert set(summary["percent"]) == set(ACCOUNTS)
+
+
+def test_the_accounts_are_the_wall_clock_where_only_the_checkpoints_are_left(tmp_path: Path, looked_at: list[float]):
+    def fail(step: int, state: object) -> None:
+        time.sleep(0.1)
+        if step == 13:
+            raise RuntimeError("the machine fails")
+
+    with pytest.raises(RuntimeError):
+        train(job(tmp_path / "one machine", fail))
+    began = float((tmp_path / "one machine" / "alive").read_text())
+    shutil.copytree(tmp_path / "one machine" / "checkpoints", tmp_path / "another" / "checkpoints")
+    time.sleep(0.5)
+    summary = train(job(tmp_path / "another"))
+    assert summary["resumed_at"] == [10]
+    assert summary["seconds"]["total"] == pytest.approx(looked_at[-1] - began, rel=0.01)
+    assert summary["seconds"]["lost"] == 0 and summary["seconds"]["paused"] >= 0.8  # three steps, and the pause
 
 
 def test_accounts_inside_of_others_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch):

@@ -46,22 +46,28 @@ def test_a_finished_run_started_again_trains_no_step(tmp_path: Path):
 
 
 def test_a_change_of_model_settings_or_data_is_refused_until_it_is_accepted_by_name(tmp_path: Path):
-    train(_job(tmp_path, data={"rows": "one"}))
-    changed = {"data": {"rows": "other"}, "graph": tiny.graph(layers=2)}
+    train(_job(tmp_path, data={"rows": "one"}, code={"plugin a.py": "1"}))
+    changed = {"data": {"rows": "other"}, "graph": tiny.graph(layers=2), "code": {"plugin a.py": "2"}}
     settings = {"optimizer": {"b1": 0.8}, "log_every": 2, "micro_batches": 2}  # the last two only say how
     with pytest.raises(UserError) as refused:
         train(_job(tmp_path, settings=tiny.settings(12, **settings), **changed))
     listed = [line.strip() for line in str(refused.value).splitlines()[1:-1]]
     assert listed == [
+        "code.plugin a.py: 1 -> 2",
         "data.rows: one -> other",
         "model.nodes.blocks.repeat: 1 -> 2",
         "optimizer.b1: 0.9 -> 0.8",
         "steps: 10 -> 12",
     ]
-    accepted = {"every_steps": 5, "accept_changes": ["data", "optimizer.b1", "steps"]}
+    accepted = {"every_steps": 5, "accept_changes": ["code", "data", "optimizer.b1", "steps"]}
     with pytest.warns(CheckpointWarning, match="another optimizer"):
         summary = train(
-            _job(tmp_path, settings=tiny.settings(12, **settings, checkpoint=accepted), data=changed["data"])
+            _job(
+                tmp_path,
+                settings=tiny.settings(12, **settings, checkpoint=accepted),
+                data=changed["data"],
+                code=changed["code"],
+            )
         )
     assert summary["resumed_at"] == [10] and summary["steps"] == 12
 

@@ -145,6 +145,23 @@ def test_what_may_take_long_is_told_in_time_and_left_late(tmp_path: Path, left, 
         assert "the restore has not ended" in left.get(timeout=300)
 
 
+def test_the_first_steps_have_as_long_as_their_arithmetic_may_take(
+    tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 0.0)
+    with of_a_start(tmp_path) as dog:
+        dog.expects(600)
+        dog.step_begins(1)
+        dog.step_begins(2)  # the devices compute the first, and whoever gave it to them knows no time of it
+        assert dog.limit == 600
+        time.sleep(0.5)
+        assert left.empty() and not (tmp_path / "stuck.txt").exists()
+        for step in range(3, 60):
+            dog.step_begins(step)
+        assert dog.limit < 600
+        assert "step 59 has not ended" in left.get(timeout=300)
+
+
 def test_a_host_that_stands_still_is_named_before_what_it_is_at_takes_long(
     tmp_path: Path, stop_the_other: Callable[[], None]
 ):

@@ -73,16 +73,19 @@ def _compare_arrays(one: tuple[CheckpointStore, int], other: tuple[CheckpointSto
             if a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes():
                 same += 1
                 continue
-            different.append({"name": path, "shape": list(a.shape), "most": _most_apart(a, b)})
+            different.append({"name": path, "shape": list(a.shape), **_apart(a, b)})
     return {"same": same, "different": different, "only": only}
 
 
-def _most_apart(a: np.ndarray, b: np.ndarray) -> float | None:
+def _apart(a: np.ndarray, b: np.ndarray) -> dict[str, float | int | None]:
+    """How far the numbers that are finite in both are apart at most, and how many differ that are not."""
     if a.shape != b.shape:
-        return None
+        return {"most": None, "not_finite": 0}
     left, right = a.astype(np.float64), b.astype(np.float64)
     both = np.isfinite(left) & np.isfinite(right)
-    return float(np.max(np.abs(left[both] - right[both]))) if both.any() else None
+    most = float(np.max(np.abs(left[both] - right[both]))) if both.any() else None
+    equal = (left == right) | (np.isnan(left) & np.isnan(right))
+    return {"most": most, "not_finite": int(np.count_nonzero(~both & ~equal))}
 
 
 def _abstract(store: CheckpointStore, step: int) -> dict[str, Any]:

@@ -122,7 +122,8 @@ def diff(
         return
     for each in found["arrays"]["different"]:
         most = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
-        print(plain(f"{each['name']} {each['shape']}: {most}"))
+        torn = f", and {each['not_finite']} numbers that are not finite" if each["not_finite"] else ""
+        print(plain(f"{each['name']} {each['shape']}: {most}{torn}"))
     for name in found["arrays"]["only"]:
         print(plain(f"{name}: in one of them only"))
     print(f"{found['arrays']['same']} arrays are the same bit for bit")

@@ -10,6 +10,7 @@ import rich
 
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
+from affinage.recipe.plugins import plugin_fingerprints
 from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.recipe.tuning import TuningSettings
 from affinage.stages.extension import extended
@@ -278,6 +279,7 @@ def _train(
         seed=context.recipe.seed,
         feed=feed,
         data=data,
+        code=plugin_fingerprints(context.loaded),
         documents=documents,
         validation=validation,
         folder=context.folder,

@@ -165,6 +165,7 @@ class TrainJob:
         initial_params: given the abstract parameters with shardings, the weights to begin with; None: random ones.
         name: how messages call the run, e.g. "pretrain".
         data: JSON-able facts that tell the feed's batches from any others': with others, no checkpoint is gone on from.
+        code: hashes of code besides affinage's that decides over the numbers, such as plug-ins: with others, neither.
         documents: what the batch of a step, counted from 1, was made of, as JSON; for what is said of sick steps.
         on_step: called in turn after every step.
         measured: given every line of metrics.jsonl once it is written.
@@ -190,6 +191,7 @@ class TrainJob:
     initial_params: Callable[[PyTree], PyTree] | None = None
     name: str = "train"
     data: Mapping[str, Any] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
     documents: Callable[[int], Any] | None = None
     on_step: tuple[Hook, ...] = ()
     measured: Callable[[Mapping[str, Any]], None] = lambda _: None

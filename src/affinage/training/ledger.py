@@ -121,7 +121,9 @@ class LifeSign:
             ledger: of this start, which began when this object was made.
             saved: seconds since 1970; None if it goes on from the beginning.
         """
-        if self.before is not None:
-            last = min(self.before, self._now)
+        # Of a state that was saved on another machine nobody here knows when that died.
+        before = saved if self.before is None else self.before
+        if before is not None:
+            last = min(before, self._now)
             ledger.book("lost", max(0.0, last - (self.began if saved is None else saved)))
             ledger.book("paused", self._now - last)

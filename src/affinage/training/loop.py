@@ -73,6 +73,7 @@ def train(job: TrainJob) -> dict[str, Any]:
         cleanup.callback(job.hardware.release)
         mesh = make_mesh(job.mesh, job.hardware.acquire())
         program = Program(job, mesh, next(job.feed.iterate(0)))
+        watchdog.expects(program.slowest_step)
         watchdog.begins("the compilation", may_take=_COMPILATION)
         with ledger.account("compile"):
             train_step = program.compile_training()

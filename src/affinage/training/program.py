@@ -81,6 +81,11 @@ class Program:
         per_device = self.chip.flops_per_device
         return None if per_device is None else per_device * self.mesh.size
 
+    @property
+    def slowest_step(self) -> float:
+        """Seconds that a step may take where all is well: at a hundredth of the peak; of unknown chips at 1 GFLOP/s."""
+        return self.flops_per_step / (0.01 * self.peak_flops if self.peak_flops else 1e9)
+
     @cached_property
     def chip(self) -> Chip:
         """The kind of chip that the mesh is made of."""

@@ -71,7 +71,7 @@ def check_carried(meta: Mapping[str, Any]) -> None:
 
 
 def identity(program: Program) -> dict[str, Any]:
-    """What decides over the numbers of a run, as JSON: model, settings, seed, rows of a batch, and the data."""
+    """What decides over the numbers of a run, as JSON: model, settings, seed, rows of a batch, data, others' code."""
     job = program.job
     # How many rows a step has may hang on the devices: what counts is how many they were.
     facts = {
@@ -81,6 +81,8 @@ def identity(program: Program) -> dict[str, Any]:
         "seed": job.seed,
         "data": dict(job.data),
     }
+    if job.code:
+        facts["code"] = dict(job.code)
     del facts["batch_per_device"]
     return dict(json.loads(json.dumps(facts)))
 

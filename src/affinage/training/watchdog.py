@@ -29,6 +29,7 @@ from affinage.training.ledger import LifeSign
 
 _TIMES_P99 = 5.0
 _REMEMBERED = 1000  # steps
+_TO_KNOW = 40  # steps from which on their times tell how long one takes: the first ones are only given to the devices
 _LOOK_EVERY = 0.2  # seconds
 _LIFE_EVERY = 1.0  # seconds
 
@@ -39,7 +40,8 @@ class Watchdog:
     When none comes within max(stuck_seconds, 5 x the 99th percentile of the steps before), it writes the stacks of all
     threads to stuck.txt, once for every step, and says so; of many hosts also which ones the others wait for. Then it
     leaves the process if the settings say so, which they do by themselves where there are many hosts, or a launcher
-    starts it again: a collective waits for ever.
+    starts it again: a collective waits for ever. The first steps of a start, of which no times are known, have as long
+    as `expects` says, if that is longer.
 
     What is not a step, such as a compilation, has more time: it is told after stuck_seconds in which nothing moves (see
     `affinage.hardware.movement`), and after 20 times that in any case. Of many hosts one that shows no sign of life for
@@ -52,7 +54,7 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
         self._patience = self._patience_to_leave = ELSEWHERE
-        self._stays = 0.0
+        self._stays = self._expected = 0.0
         self._blamed = self._silent = ""
         self._lost_told = False
         hosts = Hosts.current
@@ -97,6 +99,10 @@ class Watchdog:
         """
         self._begin(what, told_after, left_after, may_take)
 
+    def expects(self, seconds: float) -> None:
+        """A step may take so long, as far as one can know before there were any."""
+        self._expected = seconds
+
     def step_begins(self, step: int) -> None:
         """A step begins, and what was before has ended."""
         before, since = self._what, self._last
@@ -127,9 +133,12 @@ class Watchdog:
         return self._seconds(self._patience)
 
     def _seconds(self, patience: float) -> float:
-        steps = list(self._steps) if self._what.startswith("step") else []
-        slow = float(np.percentile(steps, 99)) if steps else 0.0
-        return max(patience * self._settings.stuck_seconds, _TIMES_P99 * slow)
+        at_least = patience * self._settings.stuck_seconds
+        if not self._what.startswith("step"):
+            return at_least
+        steps = list(self._steps)
+        slow = _TIMES_P99 * float(np.percentile(steps, 99)) if steps else 0.0
+        return max(at_least, slow, self._expected if len(steps) < _TO_KNOW else 0.0)
 
     def _doing(self) -> Doing:
         # The first host looks always, and alone: it asks itself, and what all ask one grows with the square of them.
