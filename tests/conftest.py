@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,13 +71,8 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]
     """What stands in a command for `python`, and starts without the seconds that imports take: see the module."""
     import warm_python
 
-    at = tmp_path_factory.mktemp("warm") / "socket"
-    command = [sys.executable, warm_python.__file__, str(at)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield [sys.executable, "-ISs", *command[1:]]
-        process.stdin.close()
+    with warm_python.serving(tmp_path_factory.mktemp("warm")) as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

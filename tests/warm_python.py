@@ -20,10 +20,24 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[list[str]]:
+    """What stands in a command for `python` while such a process is there; its modules were loaded in `environment`."""
+    command = [sys.executable, __file__, str(folder / "socket")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield [sys.executable, "-ISs", *command[1:]]
+        process.stdin.close()
 
 
 def _ask(at: str, words: list[str]) -> None:

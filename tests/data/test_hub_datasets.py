@@ -11,7 +11,7 @@ from affinage.data import collect as collecting
 from affinage.data import documents
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
-from affinage.data.hub_datasets import DatasetPart, Stream, parts_of
+from affinage.data.hub_datasets import DatasetPart, Stream, at_commit
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
 from source_forms import write_lines
@@ -131,7 +131,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="cannot be reached for the dataset 'HuggingFaceFW/fineweb-edu'") as error:
-        parts_of("HuggingFaceFW/fineweb-edu", SourceSettings(preset="fineweb-edu"), "data.sources[0]")
+        at_commit("HuggingFaceFW/fineweb-edu", SourceSettings(preset="fineweb-edu"), "data.sources[0]")
     assert error.value.where == "data.sources[0]" and "data.mirror" in error.value.fix
 
 

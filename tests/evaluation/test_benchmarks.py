@@ -1,5 +1,6 @@
 """Named benchmarks over local files: the requests are those that lm-evaluation-harness makes of the hub's rows."""
 
+import errno
 import gzip
 import json
 
@@ -10,7 +11,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, FRENCH, GROUPS, JULIAN, files_of
-from affinage.evaluation.harness import tamed_harness, task_manager
+from affinage.evaluation.harness import reachable_data, tamed_harness, task_manager
 from affinage.evaluation.item_files import DEFINITIONS
 from affinage.evaluation.published import headline_metrics
 from affinage.evaluation.run import evaluate
@@ -193,3 +194,9 @@ def test_a_missing_network_is_told_once_and_soon(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(UserError, match=r"cannot be fetched from http://127\.0\.0\.1:9"):
         list(benchmark_items(["piqa"]))
+
+
+def test_a_full_disk_is_no_missing_network():
+    with pytest.raises(OSError, match="No space left") as caught, reachable_data(["piqa"]):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.errno == errno.ENOSPC

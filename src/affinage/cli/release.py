@@ -121,7 +121,11 @@ def export(
         typer.echo(f"The model is in {folder}.")
     if push is not None:
         if not offline:
-            os.environ.pop("HF_HUB_OFFLINE", None)  # set for the run of a recipe that needs no network
+            import huggingface_hub
+
+            # Set for the run of a recipe that needs no network, and read when the export was written.
+            os.environ.pop("HF_HUB_OFFLINE", None)
+            huggingface_hub.constants.HF_HUB_OFFLINE = False
         from affinage.hub.repository import push as upload
 
         with Working(f"uploading to {push}"):

@@ -26,7 +26,7 @@ from affinage.data.sources import ResolvedSource, resolve
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
-from affinage.recipe.sources import safe_name
+from affinage.recipe.sources import is_on_hub, safe_name
 
 TASK_BYTES = 32_000_000  # of files, as stored: small files are read together, a large one is a task of its own
 UNKNOWN_KIND = "unknown kind of file"
@@ -67,7 +67,8 @@ def collect(
     Documents keep the order of the recipe's sources, then of the sorted file names, then of the file. A record that
     cannot be used is counted by reason; a source of which nothing can be used, and a damaged file (unless
     `damaged_files` is `skip`), is a UserError. What an interrupted call left in `folder` is kept if it is finished.
-    The summary also counts `not_sampled` documents, and `repeated_ids`, of which all but the first got a number.
+    The summary also counts `not_sampled` documents, and `repeated_ids`, of which all but the first got a number, and
+    has the `commits` at which datasets of the Hub were read.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -98,7 +99,9 @@ def collect(
         raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
     repeated = rename_repeated(folder)
     Finished(folder).clear()
-    return total.summary(time.perf_counter() - start) | {"not_sampled": not_sampled, "repeated_ids": repeated}
+    commits = {one.name: one.settings.revision for one in sources if is_on_hub(one.settings, settings.mirror)}
+    told = {"not_sampled": not_sampled, "repeated_ids": repeated} | ({"commits": commits} if commits else {})
+    return total.summary(time.perf_counter() - start) | told
 
 
 def divide(sources: Iterable[ResolvedSource], folder: Path, settings: DataSettings) -> list[Task]:

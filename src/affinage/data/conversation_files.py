@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from affinage.data.conversation_shapes import Conversation, conversation
 from affinage.data.file_kinds import kind_of
 from affinage.data.foreign_json import of_a_line
-from affinage.data.hub_datasets import DatasetPart, parts_of, rows_of
+from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
 from affinage.data.opening import SourceFile, damage_told, open_plain, open_stored
 from affinage.data.records import DamagedFile
 from affinage.data.sources import find
@@ -51,6 +51,8 @@ def read_lines(source: ConversationSettings, place: str | None = None) -> Iterat
     """The JSON objects of a source's lines, or the rows of its tables; see `read_conversations`."""
     settings = source.as_source()
     found = place or source.path or source.dataset
+    if settings.is_remote and found == settings.dataset:
+        settings = at_commit(found, settings, "")
     for part in parts(settings, found):
         where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
         try:
@@ -61,7 +63,10 @@ def read_lines(source: ConversationSettings, place: str | None = None) -> Iterat
 
 
 def parts(settings: SourceSettings, place: str, where: str = "") -> list[SourceFile] | list[DatasetPart]:
-    """The files of a source, or the parts of the data set that it is. Raises UserError where there are none."""
+    """The files of a source, or the parts of the data set that it is. Raises UserError where there are none.
+
+    `settings` of one on the Hub are as `at_commit` gives them.
+    """
     mirrored = settings.is_remote and place != settings.dataset
     if settings.dataset and not mirrored:
         return parts_of(place, settings, where, of_text=False)
@@ -96,7 +101,11 @@ def check(settings: TuningSettings, index: int) -> None:
     """See that a source is there, without reading it. Raises UserError if it is not."""
     source = settings.sources[index].as_source()
     place = location(source, settings.root, settings.mirror)
-    if place != POCKET_WORLD and (is_on_hub(source, settings.mirror) or "://" not in place):
+    if place == POCKET_WORLD:
+        return
+    if is_on_hub(source, settings.mirror):
+        source = at_commit(place, source, "")
+    if is_on_hub(source, settings.mirror) or "://" not in place:
         parts(source, place)
 
 

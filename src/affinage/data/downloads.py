@@ -19,7 +19,8 @@ from typing import Any
 import fsspec
 
 from affinage.data.atomic import write_json
-from affinage.errors import UserError
+from affinage.data.hub_answers import refusal_of
+from affinage.errors import UserError, first_line
 from affinage.hardware.movement import waits_for_others
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
@@ -102,6 +103,8 @@ def _fetch_all(url: str, path: Path, part: Path) -> None:
                 raise _Unreachable(f"{size} bytes came of a file of {total}")
             reason = f"the connection ended after {size} of {total} bytes"
         except _Unreachable as error:
+            if refused := refusal_of(url, error.__cause__):
+                raise refused from None
             reason = str(error)
         now = part.stat().st_size if part.exists() else 0
         idle = 0 if now > before else idle + 1
@@ -176,7 +179,7 @@ def _append(answer: Any, part: Path, start: int) -> None:
             try:
                 chunk = answer.read(_CHUNK_BYTES)
             except Exception as error:  # each library has its own for a connection that breaks
-                raise _Unreachable(f"the connection broke: {error}") from None
+                raise _Unreachable(f"the connection broke: {first_line(error)}") from error
             if not chunk:
                 return
             file.write(chunk)
@@ -192,7 +195,7 @@ def _from_store(url: str, path: Path, part: Path) -> int | None:
     except FileNotFoundError:
         raise UserError(f"there is no file {url}") from None
     except Exception as error:
-        raise _Unreachable(f"{error}") from None
+        raise _Unreachable(first_line(error)) from error
     mark = str(info.get("etag") or info.get("ETag") or info.get("md5Hash") or info.get("blob_id") or info.get("size"))
     if start and _facts(path).get("mark") != mark:
         start = 0

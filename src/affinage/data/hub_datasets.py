@@ -1,14 +1,16 @@
 """Streams a dataset of the Hugging Face Hub, or of a folder that `datasets` reads, as documents."""
 
 import copy
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from affinage.data.hub_answers import is_of_the_network, refusal
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 from affinage.recipe.sources import SourceSettings, is_folder
 
 MAX_PARTS = 64  # that a dataset is read in, side by side; each asks the Hub anew
@@ -31,61 +33,41 @@ class DatasetPart:
         return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
 
 
-def check_hub(place: str, settings: SourceSettings, where: str) -> None:
-    """Ask the Hub, once and without patience, whether there is such a dataset that we may read.
+def at_commit(place: str, settings: SourceSettings, where: str) -> SourceSettings:
+    """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
 
-    Raises UserError if there is none, it is gated, or the Hub cannot be reached.
+    The Hub is asked once and without patience. Raises UserError if there is no such dataset or revision, it is gated,
+    or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         api = HfApi()
-        api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
+        found = api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
         api.auth_check(place, repo_type="dataset")  # a gated one shows its card to everybody
-    except GatedRepoError:
-        raise UserError(
-            f"the dataset {place!r} is gated",
-            where=where,
-            fix=f"Accept its terms at https://huggingface.co/datasets/{place}, then log in: hf auth login.",
-        ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError, ValueError) as error:
-        what = f"revision {settings.revision!r}" if isinstance(error, RevisionNotFoundError) else "dataset"
-        raise UserError(
-            f"the Hub has no such {what} (or hides it): {place!r}",
-            where=where,
-            fix="Is the name right? A folder on this machine is written ./FOLDER; private ones need: hf auth login.",
-        ) from None
-    except HfHubHTTPError as error:
-        raise UserError(f"the Hub refuses the dataset {place!r}: {error}", where=where) from None
-    except Exception as error:
-        raise _unreachable(place, where, error) from None
-
-
-def _unreachable(place: str, where: str, error: Exception) -> UserError:
-    return UserError(
-        f"the Hugging Face Hub cannot be reached for the dataset {place!r}: {str(error).splitlines()[0]}",
-        where=where,
-        fix="Is there a network? A copy on this machine can be named as the source's `path`, or in data.mirror.",
-    )
+    except Exception as error:  # of the Hub, and whatever a network or a proxy can come up with
+        raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
+    return settings.model_copy(update={"revision": found.sha or settings.revision})
 
 
 def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
     """A dataset in as many parts as it has files, up to `MAX_PARTS`. Raises UserError if it cannot be opened.
 
-    `of_text`: it must have the source's column of text.
+    Args:
+        place: its name on the Hub, or its folder.
+        settings: of one on the Hub as `at_commit` gives them.
+        where: in the recipe, for messages.
+        of_text: it must have the source's column of text.
     """
-    if not is_folder(place):
-        check_hub(place, settings, where)
-    elif not Path(place).is_dir():
+    if is_folder(place) and not Path(place).is_dir():
         raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
     try:
         dataset = _open(place, settings) if of_text else _opened(place, settings.model_dump_json())
         shards = dataset.num_shards
-    except (ValueError, TypeError, FileNotFoundError, KeyError) as error:
-        raise UserError(f"cannot open the dataset {place!r}: {error}", where=where) from None
     except Exception as error:
-        raise _unreachable(place, where, error) from None
+        if is_of_the_network(error):
+            raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
+        raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where) from None
     parts = max(1, min(shards, MAX_PARTS))
     return [DatasetPart(place, index, parts) for index in range(parts)]
 
@@ -116,7 +98,7 @@ class Stream:
         except (UserError, DamagedFile):
             raise
         except Exception as error:  # of `datasets`, pyarrow, the network
-            raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {error}") from None
+            raise _unread(error, self._part) from None
 
 
 def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
@@ -125,7 +107,14 @@ def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, A
     try:
         yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
     except Exception as error:  # of `datasets`, pyarrow, the network
-        raise DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {error}") from None
+        raise _unread(error, part) from None
+
+
+def _unread(error: Exception, part: DatasetPart) -> UserError | DamagedFile:
+    """What to tell where reading fails. A network that fails is no damage: what damage loses is lost for good."""
+    if is_of_the_network(error) and not is_folder(part.place):
+        return refusal(error, "dataset", part.place, where=part.name)
+    return DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}")
 
 
 @lru_cache(maxsize=2)
@@ -133,6 +122,7 @@ def _opened(place: str, key: str) -> Any:
     import datasets
 
     settings = SourceSettings.model_validate_json(key)
+    datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that there are none of
     datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
     if is_folder(place) and _was_saved(Path(place)):
@@ -142,14 +132,19 @@ def _opened(place: str, key: str) -> Any:
                 raise ValueError(f"it has no split {settings.split!r}; it has {', '.join(found)}")
             found = found[settings.split]
         return found.to_iterable_dataset(num_shards=min(MAX_PARTS, max(1, len(found) // 100_000)))
-    return datasets.load_dataset(
-        place,
-        settings.config or None,
-        data_dir=settings.data_dir or None,
-        split=settings.split,
-        revision=settings.revision or None,
-        streaming=True,
-    )
+    # Else a folder here with the name that the Hub knows it by would be read in its place. And where the Hub fails,
+    # what somebody loaded earlier, of whatever commit, would be taken from the cache.
+    path = place if is_folder(place) else f"hf://datasets/{place}"
+    with tempfile.TemporaryDirectory() as empty:
+        return datasets.load_dataset(
+            path,
+            settings.config or None,
+            data_dir=settings.data_dir or None,
+            split=settings.split,
+            revision=settings.revision or None,
+            cache_dir=empty,
+            streaming=True,
+        )
 
 
 def _open(place: str, settings: SourceSettings) -> Any:

@@ -11,10 +11,11 @@ from fsspec.core import url_to_fs
 
 from affinage.data.downloads import cached_path
 from affinage.data.file_kinds import READABLE, kind_of
-from affinage.data.hub_datasets import DatasetPart, check_hub, parts_of
+from affinage.data.hub_answers import dataset_of, refusal_of
+from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of
 from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
-from affinage.errors import UserError
+from affinage.errors import UserError, first_line
 from affinage.recipe.data import DataSettings
 from affinage.recipe.sources import (
     POCKET_WORLD,
@@ -35,7 +36,7 @@ _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol: what affinage cal
 class ResolvedSource:
     """A source of the recipe with the files that were found for it, or the parts of the dataset that it is."""
 
-    settings: SourceSettings
+    settings: SourceSettings  # a dataset of the Hub's with the commit that it is at as `revision`
     name: str  # unique in the recipe, safe as a part of a file name
     where: str  # the recipe key, for messages
     parts: tuple[SourceFile | DatasetPart, ...]
@@ -56,6 +57,8 @@ def resolve(settings: DataSettings, world_folder: Path | None) -> list[ResolvedS
         name = unique(source.title, {other.name for other in resolved})
         if source.dataset and (is_folder(source.dataset) or is_on_hub(source, settings.mirror)):
             place = location(source, settings.root, settings.mirror)
+            if is_on_hub(source, settings.mirror):
+                source = at_commit(place, source, where)
             found = ResolvedSource(source, name, where, tuple(parts_of(place, source, where)))
         else:
             url = _url(source, settings, world_folder)
@@ -71,10 +74,12 @@ def check(source: SourceSettings, settings: DataSettings, where: str = "") -> No
         return
     place = location(source, settings.root, settings.mirror)
     if is_on_hub(source, settings.mirror):
-        check_hub(place, source, where)
+        at_commit(place, source, where)
     elif source.dataset and is_folder(source.dataset):
         parts_of(place, source, where)
     else:
+        if dataset := dataset_of(place):
+            at_commit(dataset, source, where)  # a gated one shows its files to everybody
         find(place, source, where)
 
 
@@ -108,8 +113,10 @@ def find(url: str, source: SourceSettings, where: str) -> tuple[list[SourceFile]
         fix = f"Install it: pip install 'affinage[{extra}]'." if extra else ""
         raise UserError(f"cannot open {url!r}: {error}", where=where, fix=fix) from None
     except Exception as error:  # OSError, and each library's own
+        if refused := refusal_of(url, error, where):
+            raise refused from None
         raise UserError(
-            f"cannot reach {url!r}: {str(error) or type(error).__name__}",
+            f"cannot reach {url!r}: {first_line(error)}",
             where=where,
             fix="Is there a network, and are you allowed to read it? A copy can be named in data.mirror.",
         ) from None
@@ -124,9 +131,11 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
     if url.startswith(("http://", "https://")):
         return [_web_file(url, source)], []
     filesystem, path = url_to_fs(url)
-    fetched = source.download and filesystem.protocol not in _IN_PLACE and not set(filesystem.protocol) & set(_IN_PLACE)
+    remote = filesystem.protocol not in _IN_PLACE and not set(filesystem.protocol) & set(_IN_PLACE)
+    fetched = source.download and remote
     # The literal path comes first: file names may contain the characters of a glob.
-    if not filesystem.exists(path) and fsspec.core.has_magic(path):
+    there = _is_there(filesystem, path, url) if remote else filesystem.exists(path)
+    if not there and fsspec.core.has_magic(path):
         matches = filesystem.glob(path, detail=True)
         base = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
         # A link to a file has a type of its own, and is as good as the file.
@@ -134,12 +143,23 @@ def _find(url: str, source: SourceSettings) -> tuple[list[SourceFile], list[str]
     elif filesystem.isdir(path):
         base = path.rstrip("/")
         found = _all_in(filesystem, base)
-    elif filesystem.exists(path):
+    elif there:
         base = path.rstrip("/").rpartition("/")[0]
         found = {path: filesystem.info(path)}
     else:
         return [], []
     return _sort_out(filesystem, base, found, source, fetched)
+
+
+def _is_there(filesystem: Any, path: str, url: str) -> bool:
+    """Whether there is such a file or folder. What `exists` of fsspec cannot ask for is to it not there."""
+    try:
+        filesystem.info(path)
+    except FileNotFoundError as error:
+        if refusal_of(url, error):
+            raise
+        return False
+    return True
 
 
 def _all_in(filesystem: Any, folder: str, above: tuple[str, ...] = ()) -> dict[str, Any]:

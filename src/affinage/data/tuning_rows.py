@@ -15,6 +15,7 @@ import numpy as np
 from affinage.data.atomic import write_array
 from affinage.data.chat import conversation_marks
 from affinage.data.conversation_files import located
+from affinage.data.hub_datasets import at_commit
 from affinage.data.lineage import spans, write_lineage
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import Read, best_fit, in_bins
@@ -23,6 +24,7 @@ from affinage.data.special_tokens import Marks
 from affinage.data.spool import EXTRA, Spool, Stream
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
+from affinage.recipe.sources import is_on_hub
 from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 
@@ -65,17 +67,23 @@ def write_tuning_rows(job: Job, tokenizer: Tokenizer, folder: Path) -> dict[str,
 
     Returns:
         Counts of all and `by_source`: conversations (lines read), and of them `not_sampled`, `bad`, and what reading
-        counted; and of `train` and `validation` those that `rows.json` has.
+        counted; and of `train` and `validation` those that `rows.json` has. `commits` at which datasets of the Hub
+        were read.
     """
     started = time.monotonic()
     for part in ("train", "validation", "scratch"):
         shutil.rmtree(folder / part, ignore_errors=True)  # left by a run that was killed
     counts: dict[str, Counter[str]] = {}
+    commits: dict[str, str] = {}
     bad: list[UserError] = []
     with Spool(folder / "scratch" / "examples", tokenizer.dtype, extra=True) as spool:
         for place, name, index in located(job.settings, job.world_folder, job.world_file):
             job.progress(f"reading {name}")
-            counts[name] = _spool_source(job, job.settings.sources[index], place, name, spool, tokenizer, bad)
+            source = job.settings.sources[index]
+            if is_on_hub(source.as_source(), job.settings.mirror):
+                commits[name] = at_commit(place, source.as_source(), f"{job.section}.sources[{index}]").revision
+                source = source.model_copy(update={"revision": commits[name]})
+            counts[name] = _spool_source(job, source, place, name, spool, tokenizer, bad)
         if not len(spool):
             raise _nothing_to_train(sum(counts.values(), Counter()), job.section, bad)
         if bad:
@@ -104,6 +112,7 @@ def write_tuning_rows(job: Job, tokenizer: Tokenizer, folder: Path) -> dict[str,
         **{key: total[key] for key in ("conversations", "truncated", "dropped")},
         **{key: count for key, count in total.items() if count},
         "by_source": {name: {**count, "train": train.get(name)} for name, count in counts.items()},
+        **({"commits": commits} if commits else {}),
         "context": job.context,
         "seconds": time.monotonic() - started,
     }

@@ -17,6 +17,7 @@ import tqdm
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.tasks import TaskManager
 
+from affinage.data.hub_answers import is_of_the_network
 from affinage.errors import UserError, first_line
 from affinage.evaluation import metric_library
 from affinage.evaluation.benchmarks import BENCHMARKS
@@ -87,7 +88,7 @@ def task_manager(named: Sequence[str]) -> TaskManager:
 
 @contextmanager
 def reachable_data(named: Sequence[str]) -> Iterator[None]:
-    """While entered, the data of the tasks `named` come from the hub, or from its cache where there is no network.
+    """While entered, the data of the tasks `named` come from the hub, or from its cache where it does not answer.
 
     The libraries try for minutes before they give up on a network that is not there; here that is asked once. Raises
     UserError where data can be had from neither.
@@ -98,8 +99,9 @@ def reachable_data(named: Sequence[str]) -> Iterator[None]:
             stack.enter_context(patch.object(datasets.config, "HF_HUB_OFFLINE", True))
         try:
             yield
-        except (OSError, huggingface_hub.errors.OfflineModeIsEnabled) as error:  # ConnectionError is an OSError
-            if not named:
+        except Exception as error:
+            told_by_libraries = isinstance(error, OSError) and error.errno is None  # of a file here it has a number
+            if not named or not (told_by_libraries or is_of_the_network(error)):
                 raise
             raise UserError(
                 f"the items of {', '.join(named)} cannot be fetched from {huggingface_hub.constants.ENDPOINT}, "

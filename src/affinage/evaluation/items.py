@@ -15,7 +15,7 @@ def benchmark_items(names: Sequence[str], data_dir: str | None = None) -> Iterat
     from 0 in the order of the task. Raises UserError for tasks that cannot be found or whose data cannot be fetched.
     """
     found = find_tasks(names, {}, data_dir)
-    with tamed_harness(), reachable_data(found.named):
+    with tamed_harness(), reachable_data(found.fetched):
         manager = task_manager(found.named)
         yield from items_of(manager.load([*found.local, *found.named])["tasks"])
 

@@ -99,7 +99,7 @@ def evaluate(
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     asked = [*(str(task["task"]) for task in found.local), *found.named]
-    with tamed_harness(), readable(asked), reachable_data(found.named), collected_seldom():
+    with tamed_harness(), readable(asked), reachable_data(found.fetched), collected_seldom():
         for chosen, templated in found.rounds(chat, chat_template):
             if chosen:
                 drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)

@@ -31,6 +31,11 @@ class TaskSet:
         """Tasks that are asked without a chat template."""
         return [*(task for task in self.local if not is_chat(task)), *self.named]
 
+    @property
+    def fetched(self) -> list[str]:
+        """Names of the tasks whose items come from the Hub, or from its cache."""
+        return [*(str(task["task"]) for task in self.local if _is_on_hub(task)), *self.named]
+
     def chat(self) -> list[dict[str, Any]]:
         """Tasks that are asked in the chat template."""
         return [task for task in self.local if is_chat(task)]
@@ -54,6 +59,19 @@ def is_chat(task: Mapping[str, Any]) -> bool:
         return False
     tags = task.get("tag") or []
     return task.get("output_type") == "generate_until" or CHAT_TAG in ([tags] if isinstance(tags, str) else tags)
+
+
+def of_the_hub(place: Path) -> bool:
+    """Whether a task file, or one in a folder of them, takes its items from the Hub; what cannot be read does not."""
+    try:
+        return any(_is_on_hub(task) for _, task in _configurations(place) if "task" in task)
+    except UserError:
+        return False  # said where the task is read
+
+
+def _is_on_hub(task: Mapping[str, Any]) -> bool:
+    kwargs, path = task.get("dataset_kwargs") or {}, task.get("dataset_path")
+    return "custom_dataset" not in task and "data_files" not in kwargs and bool(path) and not Path(str(path)).exists()
 
 
 @dataclass(frozen=True)
@@ -139,10 +157,8 @@ def _meant(
 
 
 def _read_all(place: Path) -> list[dict[str, Any]]:
-    files = [place] if place.is_file() else sorted([*place.glob("**/*.yaml"), *place.glob("**/*.yml")])
-    configurations = [(file, _read_yaml(file)) for file in files]
     # A file without `task` is a template that others include.
-    tasks = [_with_local_data(task, file) for file, task in configurations if isinstance(task.get("task"), str)]
+    tasks = [_with_local_data(task, file) for file, task in _configurations(place) if isinstance(task.get("task"), str)]
     if not tasks:
         raise UserError("holds no task (a YAML file with a `task:` key)", where=str(place))
     for task in tasks:
@@ -153,6 +169,11 @@ def _read_all(place: Path) -> list[dict[str, Any]]:
                 fix="A task file needs `dataset_path:`, such as `json`, and `dataset_kwargs: {data_files: ...}`.",
             )
     return tasks
+
+
+def _configurations(place: Path) -> list[tuple[Path, dict[str, Any]]]:
+    files = [place] if place.is_file() else sorted([*place.glob("**/*.yaml"), *place.glob("**/*.yml")])
+    return [(file, _read_yaml(file)) for file in files]
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from affinage.data.hub_answers import refusal
 from affinage.errors import UserError
 
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) never reach the machine.
@@ -27,12 +32,11 @@ def local_copy(folder_or_id: str) -> Path:
     if not _REPOSITORY.fullmatch(folder_or_id) or folder_or_id.startswith("."):
         raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
     try:
-        return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
+        with _bars_on_terminals_alone():
+            return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
     except (HTTPError, OSError, HFValidationError) as error:
-        raise UserError(
-            f"there is no folder `{folder_or_id}`, and no repository of that name could be fetched: {_first(error)}",
-            fix="Without a network, give the folder of a copy. A private repository needs HF_TOKEN to be set.",
-        ) from error
+        told = refusal(error, "model", folder_or_id)
+        raise UserError(f"there is no folder `{folder_or_id}`, and {told.what}", fix=told.fix) from error
 
 
 def push(folder: Path, repository: str, *, private: bool = True, endpoint: str | None = None) -> str:
@@ -50,13 +54,20 @@ def push(folder: Path, repository: str, *, private: bool = True, endpoint: str |
     except (HTTPError, OSError, HFValidationError) as error:
         asked = "" if os.environ.get("HF_TOKEN") else " HF_TOKEN is not set; a token that may write is needed."
         raise UserError(
-            f"{folder} is written, but could not be uploaded: {_first(error)}",
+            f"{folder} is written, but could not be uploaded: {refusal(error, 'model', repository).what}",
             where=repository,
             fix=f"Repeat it with `hf upload {repository} {folder}` once the hub can be reached.{asked}",
         ) from error
     return str(made)
 
 
-def _first(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+@contextmanager
+def _bars_on_terminals_alone() -> Iterator[None]:
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

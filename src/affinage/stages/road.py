@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
+from affinage.evaluation.tasks import of_the_hub
 from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import plugin_fingerprints
@@ -65,8 +67,10 @@ def is_local(recipe: Recipe) -> bool:
         sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
     places = [location(*source) for source in sources]
     on_hub = any(is_on_hub(source, mirror) for source, _, mirror in sources)
+    looked = data.decontaminate.against if data and data.decontaminate else ()
     return (
         not on_hub
+        and not any(of_the_hub(Path(path)) for path in looked if path.endswith((".yaml", ".yml")))
         and not any(map(is_url, places))
         and all(_is_here(recipe, task) for task in (*_tasks(recipe), *_watched(recipe)))
     )
@@ -304,7 +308,9 @@ def _is_here(recipe: Recipe, task: str) -> bool:
     in_loop = recipe.pretrain.evaluate if recipe.pretrain else None
     asked = [recipe.evaluate, in_loop, *(tuning.watch for tuning in _tunings(recipe))]
     in_folder = all(each.data_dir is not None for each in asked if each is not None and task in each.tasks)
-    return _is_local_task(task) or (in_folder and (task in GROUPS or task in BENCHMARKS))
+    if task != POCKET_WORLD and _is_local_task(task):
+        return not of_the_hub(Path(task).expanduser())
+    return task == POCKET_WORLD or (in_folder and (task in GROUPS or task in BENCHMARKS))
 
 
 def _is_local_task(task: str) -> bool:

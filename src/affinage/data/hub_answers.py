@@ -1,0 +1,91 @@
+"""What the Hugging Face Hub says when it does not give what was asked for, in the words of a message."""
+
+from collections.abc import Iterator
+
+from affinage.errors import UserError, first_line
+
+_NETWORK = ("httpx", "httpx2", "aiohttp", "huggingface_hub")  # packages whose errors are of the network, not of a file
+_LATER = "Run the same command again: what is complete is kept."
+_COPIES = {  # what there is without the Hub
+    "dataset": "A copy on this machine can be named as the source's `path`, or in data.mirror.",
+    "model": "The folder of a copy on this machine can be named instead.",
+}
+
+
+def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:
+    """What to tell of an error that the Hub, or the way to it, answered a request for a repository with.
+
+    Args:
+        error: as huggingface_hub or `datasets` raised it.
+        kind: `dataset` or `model`.
+        name: of the repository.
+        revision: that was asked for, if any.
+        where: in the recipe, for the message.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cause = next((one for one in _chain(error) if isinstance(one, HfHubHTTPError)), error)
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if isinstance(cause, GatedRepoError):
+        fix = f"Accept its terms at {page}, then log in: hf auth login."
+        return UserError(f"the {kind} {name!r} is gated", where=where, fix=fix)
+    if isinstance(cause, RevisionNotFoundError):
+        return UserError(f"the {kind} {name!r} has no revision {revision!r}", where=where, fix=f"Those it has: {page}")
+    if isinstance(cause, RepositoryNotFoundError | HFValidationError):
+        fix = "Is the name right? A folder on this machine is written ./FOLDER; private ones need: hf auth login."
+        return UserError(f"the Hub has no such {kind} (or hides it): {name!r}", where=where, fix=fix)
+    if isinstance(cause, HfHubHTTPError):
+        status = cause.response.status_code
+        said = f"{status} {cause.response.reason_phrase}".strip()
+        if status == 401:
+            known = "authorization" in cause.response.request.headers
+            what = "does not take the token that it was given" if known else "answers nobody without a token"
+            return UserError(f"the Hub {what}: {said}", where=where, fix="Log in: hf auth login. Or set HF_TOKEN.")
+        if status == 429 or status >= 500:
+            return UserError(f"the Hub gives nothing of the {kind} {name!r} now: {said}", where=where, fix=_LATER)
+        return UserError(f"the Hub refuses the {kind} {name!r}: {first_line(cause)}", where=where)
+    offline = any(isinstance(one, OfflineModeIsEnabled) for one in _chain(error))
+    asked = "HF_HUB_OFFLINE forbids it." if offline else "Is there a network?"
+    what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
+    return UserError(what, where=where, fix=f"{asked} {_COPIES[kind]}")
+
+
+def dataset_of(url: str) -> str:
+    """The dataset that a file at hf://datasets/OWNER/NAME... is of; "" for other URLs."""
+    return "/".join(url.split("/")[3:5]).partition("@")[0] if url.startswith("hf://datasets/") else ""
+
+
+def refusal_of(url: str, error: BaseException | None, where: str = "") -> UserError | None:
+    """What to tell where the Hub does not give a dataset of its to us; None for other URLs, and for what may pass."""
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    if not dataset_of(url) or not isinstance(error, Exception):
+        return None
+    answer = next((one for one in _chain(error) if isinstance(one, HfHubHTTPError)), None)
+    if answer is None or isinstance(answer, EntryNotFoundError) or answer.response.status_code not in (401, 403, 404):
+        return None
+    return refusal(error, "dataset", dataset_of(url), revision=url.partition("@")[2].partition("/")[0], where=where)
+
+
+def is_of_the_network(error: Exception) -> bool:
+    """Whether something failed because of the Hub or the way to it, and not because of what is in a file."""
+    return any(
+        isinstance(one, ConnectionError | TimeoutError) or type(one).__module__.partition(".")[0] in _NETWORK
+        for one in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came of; not what was merely being handled, such as a file that need not be there."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__
