@@ -59,11 +59,13 @@ def _as_before() -> Iterator[None]:
     """What a test, or what it calls, sets in the environment is not there in the next: each passes in any order."""
     before = dict(os.environ)
     yield
-    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
-        del os.environ[name]
-    for name, value in before.items():
-        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != value:
-            os.environ[name] = value
+    for name in os.environ.keys() | before.keys():
+        if name == "PYTEST_CURRENT_TEST" or name.startswith("RAY_"):  # Ray reads its own once in a process
+            continue
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -80,3 +80,43 @@ def test_a_port_that_is_taken_is_one_message(model: Path, capsys: pytest.Capture
         main(["serve", str(model), "--port", str(taken.getsockname()[1])])
     assert ended.value.code == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["file", "environment"])
+def test_a_token_that_is_given_is_asked_for_and_not_printed(
+    by: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from affinage.serving import running
+
+    places = []
+
+    def told(loaded: object, place: running.Place, *more: object, ready: Callable[..., None], **rest: object) -> None:
+        places.append(place.guarded())
+        ready("http://127.0.0.1:8000", places[0])
+
+    monkeypatch.setattr(running, "run", told)
+    monkeypatch.delenv("AFFINAGE_TOKEN", raising=False)
+    words = []
+    if by == "file":
+        (tmp_path / "token").write_text("s3cret-Word!\n")
+        words = ["--token-file", str(tmp_path / "token")]
+    else:
+        monkeypatch.setenv("AFFINAGE_TOKEN", "s3cret-Word!")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(model), *words])
+    assert not ended.value.code and places[0].token == "s3cret-Word!"
+    printed = capsys.readouterr().out
+    assert "API key: the one you gave" in printed and "s3cret" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("two words", "without spaces"), ("", "without spaces"), (None, "no token")]
+)
+def test_a_token_that_is_none_is_one_message(
+    text: str | None, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    if text is not None:
+        (tmp_path / "token").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(model), "--token-file", str(tmp_path / "token")])
+    assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())

@@ -11,6 +11,7 @@ from affinage.cli.options import RUNS, RunsOption, SetOption, TargetArgument, Wa
 from affinage.cli.run import walk
 from affinage.cli.working import Working
 from affinage.errors import UserError
+from affinage.paths import from_home
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
@@ -54,7 +55,7 @@ def import_(
     from affinage.stages.imports import import_model
 
     with Working(f"taking in {source}"):
-        at = Path(source).expanduser()
+        at = from_home(source)
         origin = os.path.abspath(at) if at.is_dir() else source
         found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
     typer.echo(

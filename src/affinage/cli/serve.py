@@ -1,7 +1,10 @@
 """The verb `serve`: a model for programs that speak OpenAI's interface, and a page to talk with it."""
 
+import os
 import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,11 +29,11 @@ def serve(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: for other machines too.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    token: Annotated[
-        str | None,
+    token_file: Annotated[
+        Path | None,
         typer.Option(
-            envvar="AFFINAGE_TOKEN",
-            help="What clients must send as API key. Made up and printed if other machines can ask and none is given.",
+            help="A file with what clients must send as API key; or AFFINAGE_TOKEN in the environment. "
+            "Made up and printed if other machines can ask and none is given.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 8,
@@ -48,18 +51,32 @@ def serve(
     from affinage.serving.running import Place, run
     from affinage.serving.server import Limits
 
-    if token is not None and not _TOKEN.fullmatch(token):
-        raise UserError("a token is made of letters, digits and signs, without spaces", where="--token, AFFINAGE_TOKEN")
+    token = _given(token_file)
     loaded = opened(model, opening, sets_aside=True)
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
     place = Place(host, port, token, grace)
-    run(loaded, place, Limits(max_tokens=max_tokens), batch=batch, queue=queue, ready=_announce)
+    announce = partial(_announce, given=token)
+    run(loaded, place, Limits(max_tokens=max_tokens), batch=batch, queue=queue, ready=announce)
 
 
-def _announce(url: str, place: "Place") -> None:
-    key = place.token or "any"
+def _given(file: Path | None) -> str | None:
+    """The token of a file, or of the environment: whoever lists a machine's processes can read arguments."""
+    where, text = "AFFINAGE_TOKEN", os.environ.get("AFFINAGE_TOKEN", "")
+    if file is not None:
+        try:
+            where, text = str(file), file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"no token can be read there: {error}", where="--token-file") from error
+    token = text.strip()
+    if (token or file is not None) and not _TOKEN.fullmatch(token):
+        raise UserError("a token is made of letters, digits and signs, without spaces", where=where)
+    return token or None
+
+
+def _announce(url: str, place: "Place", given: str | None) -> None:
+    key = "the one you gave" if given else place.token or "any"
     lines = [f"{url}/v1 is the base URL for OpenAI clients (API key: {key})."]
-    page = f"{url}/#token={place.token}" if place.token else f"{url}/"
+    page = f"{url}/#token={'YOURS' if given else place.token}" if place.token else f"{url}/"
     lines.append(f"{page} is a page to talk with it. Ctrl-C ends it.")
     print("\n".join(lines), flush=True)

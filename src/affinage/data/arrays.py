@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from affinage.data.permutation import permuted
 from affinage.errors import UserError
+from affinage.paths import from_home
 from affinage.recipe.data import DIGITS, ArraySettings
 
 Batch = dict[str, np.ndarray]
@@ -94,7 +95,7 @@ def _read(settings: ArraySettings) -> tuple[Images, Labels | None]:
         digits = load_digits()
         return _as_images(digits.images.astype(np.int64), settings), digits.target.astype(np.int64)
     try:
-        found = np.load(Path(settings.path).expanduser(), allow_pickle=False)
+        found = np.load(from_home(settings.path), allow_pickle=False)
         if isinstance(found, np.ndarray):
             return _as_images(found, settings), None
         members = {name: found[name] for name in (settings.images, settings.labels) if name in found}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 
 from affinage.data.foreign_json import of_a_line
 from affinage.errors import UserError
+from affinage.paths import from_home
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _text(path: str) -> Iterator[Any]:
-    with fsspec.open(str(Path(path).expanduser()) if "://" not in path else path, "rb", compression="infer") as file:
+    with fsspec.open(str(from_home(path)) if "://" not in path else path, "rb", compression="infer") as file:
         for line in file:
             if text := line.decode("utf-8-sig").strip():
                 yield text
@@ -76,7 +76,7 @@ def _lines(path: str) -> Iterator[Any]:
 
 
 def _table(path: str) -> Iterator[Any]:
-    with fsspec.open(str(Path(path).expanduser()) if "://" not in path else path, "rb") as file:
+    with fsspec.open(str(from_home(path)) if "://" not in path else path, "rb") as file:
         for batch in pq.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
 

@@ -22,6 +22,7 @@ from affinage.data.atomic import write_json
 from affinage.data.hub_answers import refusal_of
 from affinage.errors import UserError, first_line
 from affinage.hardware.movement import waits_for_others
+from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _ATTEMPTS = 4  # in a row that bring nothing
@@ -38,7 +39,7 @@ class _Unreachable(Exception):
 def cache_folder() -> Path:
     """Where downloads are kept: `$AFFINAGE_CACHE`, else ~/.cache/affinage."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "affinage"
+    return from_home(chosen) if chosen else Path.home() / ".cache" / "affinage"
 
 
 def cached_path(url: str) -> Path:

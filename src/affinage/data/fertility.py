@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from affinage.data.documents import read_documents
 from affinage.data.published_tokenizer import PublishedTokenizer
+from affinage.paths import from_home
 
 _BYTES_PER_GROUP = 2_000_000  # enough for three digits of a ratio, encoded and decoded in a second
 
@@ -34,7 +35,7 @@ def compare(
     """
     named: list[tuple[str, Encodes]] = [("", tokenizer)]
     for path in paths:
-        published = PublishedTokenizer(Path(path).expanduser())
+        published = PublishedTokenizer(from_home(path))
         named.append((published.name, published))
     results = []
     for name, each in named:

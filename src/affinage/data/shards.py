@@ -17,6 +17,7 @@ import numpy as np
 from affinage.data.atomic import atomic_file, write_json
 from affinage.data.uploads import upload, upload_file
 from affinage.errors import UserError
+from affinage.paths import from_home
 
 _CHUNK = 16_000_000  # bytes
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol -> extra of affinage that brings its package
@@ -29,7 +30,7 @@ def is_local(place: str) -> bool:
 
 def local_path(place: str) -> Path:
     """The path that a local path or URL means."""
-    return Path(fsspec.core.strip_protocol(place)) if "://" in place else Path(place).expanduser()
+    return Path(fsspec.core.strip_protocol(place)) if "://" in place else from_home(place)
 
 
 def open_url(url: str) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
+from affinage.paths import from_home
 from affinage.recipe.data import POCKET_WORLD
 
 Item = dict[str, Any]
@@ -159,7 +160,7 @@ def of_pocket_world(task: str) -> bool:
 def files_of(tasks: Sequence[str], data_dir: str | Path) -> list[Path]:
     """The files of a folder that these benchmarks and groups read, each once."""
     members = [member for task in tasks for member in GROUPS.get(task, (task,))]
-    folder = Path(data_dir).expanduser()
+    folder = from_home(data_dir)
     found = (BENCHMARKS[name].file_in(folder) for name in members if name in BENCHMARKS)
     return list(dict.fromkeys(file for file in found if file is not None))
 

@@ -10,6 +10,7 @@ import yaml
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.evaluation.known import harness_names, unknown_task
+from affinage.paths import from_home
 from affinage.recipe.data import POCKET_WORLD
 
 ChatTemplateUse = Literal["auto", "always", "never"]
@@ -130,7 +131,7 @@ def _meant(
     names: Sequence[str], folders: Mapping[str, Path], data_dir: str | Path | None
 ) -> tuple[list[_Meant], list[str]]:
     """What each of the names stands for, and the members of groups of which the folder of items has no file."""
-    items = None if data_dir is None else Path(data_dir).expanduser()
+    items = None if data_dir is None else from_home(data_dir)
     if items is not None and not items.is_dir():
         raise UserError(f"there is no folder {items}", where="evaluate.data_dir")
     found: list[_Meant] = []

@@ -8,6 +8,7 @@ from affinage.data.atomic import write_json
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation.decode import Generator, Request
+from affinage.paths import from_home
 
 Language = Literal["en", "fr"]
 
@@ -177,7 +178,7 @@ def _command(session: ChatSession, text: str, words: dict[str, str]) -> str:
             return words["no_file"]
         case "/save":
             try:
-                session.save(Path(argument).expanduser())
+                session.save(from_home(argument))
             except OSError as error:
                 return words["not_saved"].format(file=argument, why=error.strerror)
             return words["saved"].format(file=argument)

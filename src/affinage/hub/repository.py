@@ -13,6 +13,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from affinage.data.hub_answers import refusal
 from affinage.errors import UserError
+from affinage.paths import from_home
 
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) never reach the machine.
 _PATTERNS = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json", "*.model"]
@@ -26,7 +27,7 @@ def local_copy(folder_or_id: str) -> Path:
     Raises:
         UserError: there is no such folder, and the hub has no such repository or cannot be reached.
     """
-    folder = Path(folder_or_id).expanduser()
+    folder = from_home(folder_or_id)
     if folder.is_dir():
         return folder
     if not _REPOSITORY.fullmatch(folder_or_id) or folder_or_id.startswith("."):

@@ -68,7 +68,7 @@ def parse_node(name: str, entry: Any, vocabulary: int | None, locate: Locate) ->
     path: Path = ("model", "nodes", name)
     if not isinstance(entry, Mapping) or "kind" not in entry or "in" not in entry:
         raise UserError(f"node `{name}` needs `kind` and `in`", where=locate(path))
-    kind = KINDS.get(entry["kind"])
+    kind = KINDS.get(entry["kind"]) if isinstance(entry["kind"], str) else None
     if kind is None:
         what = f"unknown kind `{entry['kind']}`"
         raise UserError(what, where=locate((*path, "kind")), fix=_suggest(str(entry["kind"]), KINDS))

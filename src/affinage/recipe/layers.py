@@ -1,5 +1,6 @@
 """A recipe is made of layers: the bases it names, the file itself, and `--set` on the command line."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,17 +147,16 @@ def _existing(value: Any, keys: list[str], shown: str) -> PathTuple:
 
 def find_recipe(path_or_name: str | Path) -> Path:
     """The file that is meant: an existing path, or the name of a recipe that comes with affinage."""
-    path = Path(path_or_name)
-    if path.is_file():
+    path, name = Path(path_or_name), str(path_or_name)
+    if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
         return path
-    name = str(path_or_name)
     if path.suffix not in (".yaml", ".yml") and "/" not in name:
         packaged = packaged_recipes()
         if name in packaged:
             return packaged[name]
         fix = did_you_mean(name, packaged) or f"Recipes that come with affinage: {', '.join(packaged)}."
         raise UserError(f"there is no recipe named `{name}`", fix=fix)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError("this is a folder, not a recipe", where=str(path), fix="Name the .yaml file.")
     fix = did_you_mean(path.name, [sibling.name for sibling in _siblings(path)])
     raise UserError("there is no such recipe file", where=str(path), fix=fix)
@@ -175,7 +175,7 @@ def _base_path(base: Any, path: Path, where: str) -> Path:
     if not isinstance(base, str):
         raise UserError("`base` must be the path or the name of another recipe", where=where)
     beside = path.parent / base
-    if beside.is_file():
+    if os.path.isfile(beside):
         return beside.resolve()
     try:
         if Path(base).suffix in (".yaml", ".yml"):
@@ -186,7 +186,7 @@ def _base_path(base: Any, path: Path, where: str) -> Path:
 
 
 def _siblings(path: Path) -> list[Path]:
-    return sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    return sorted(path.parent.glob("*.y*ml")) if os.path.isdir(path.parent) else []
 
 
 def shown_path(path: Path) -> str:

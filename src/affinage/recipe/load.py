@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from affinage.errors import UserError
+from affinage.paths import from_home
 from affinage.recipe.layers import find_recipe, put_override, read_file
 from affinage.recipe.mistakes import admits_null, explain
 from affinage.recipe.recipe import Recipe
@@ -33,7 +34,7 @@ class LoadedRecipe:
         """
         written = Path(self.locate(key).rpartition(":")[0])
         folders = (*([written.parent] if written.is_file() else []), self.path.parent, Path())
-        candidates = [folder / Path(path).expanduser() for folder in folders]
+        candidates = [folder / from_home(path) for folder in folders]
         return next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 
 

@@ -55,7 +55,7 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for a preset that does not exist, or needs a language that is not given.
     """
     name = given["preset"]
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
     preset = PRESETS[name]
     language = str(given.get("language") or preset.get("language", "")).lower()

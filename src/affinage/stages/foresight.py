@@ -3,10 +3,10 @@
 import contextlib
 import importlib.util
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import names_of, of_pocket_world
+from affinage.paths import from_home
 from affinage.recipe.data import DIGITS, POCKET_WORLD
 from affinage.recipe.layers import packaged_recipes, shown_path
 from affinage.recipe.load import LoadedRecipe
@@ -162,7 +162,7 @@ def _check_tasks(loaded: LoadedRecipe) -> None:
     if evaluate.data_dir is not None:
         _exists(loaded, evaluate.data_dir, ("evaluate", "data_dir"))
         with _written(loaded, "evaluate", "tasks"):
-            names_of(evaluate.tasks, Path(evaluate.data_dir).expanduser())
+            names_of(evaluate.tasks, from_home(evaluate.data_dir))
     check_tasks(loaded)
 
 
@@ -285,7 +285,7 @@ def _written(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
 
 
 def _exists(loaded: LoadedRecipe, path: str, key: tuple[str | int, ...]) -> None:
-    if path != POCKET_WORLD and "://" not in path and not Path(path).expanduser().exists():
+    if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
         raise UserError(
             f"there is no `{path}`", where=loaded.locate(key), fix="Paths start from the working directory."
         )

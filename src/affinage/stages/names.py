@@ -1,11 +1,11 @@
 """Whether the languages and benchmarks that a recipe names exist, asked before any stage runs and without a network."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, of_pocket_world
+from affinage.paths import from_home
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.load import LoadedRecipe
 
@@ -74,7 +74,7 @@ def check_tasks_in_loop(loaded: LoadedRecipe, training: Literal["pretrain", "sft
     asked = getattr(getattr(recipe, training), key[1])
     if asked is None:
         return
-    if asked.data_dir is not None and not Path(asked.data_dir).expanduser().is_dir():
+    if asked.data_dir is not None and not from_home(asked.data_dir).is_dir():
         raise UserError(f"there is no folder {asked.data_dir}", where=loaded.locate((*key, "data_dir")))
     sources = [source.path for source in recipe.data.sources] if recipe.data else []
     for index, task in enumerate(asked.tasks):
@@ -99,7 +99,7 @@ def check_against(loaded: LoadedRecipe) -> None:
         return
     for index, path in enumerate(data.decontaminate.against):
         key = ("data", "decontaminate", "against", index)
-        if "://" not in path and not Path(path).expanduser().exists():
+        if "://" not in path and not from_home(path).exists():
             fix = "Paths start from the working directory."
             raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)
         if path.endswith((".yaml", ".yml")):

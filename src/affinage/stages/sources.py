@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from affinage.paths import from_home
 from affinage.recipe.data import POCKET_WORLD
 from affinage.recipe.sources import leads_back, printable
 
@@ -44,7 +45,7 @@ def task_files(paths: Iterable[str]) -> list[str]:
     """Task files and folders with the data files and templates they name: all that their benchmarks are made of."""
     found = []
     for path in paths:
-        place = Path(path).expanduser()
+        place = from_home(path)
         found.append(path)
         for file in [*place.rglob("*.yaml"), *place.rglob("*.yml")] if place.is_dir() else [place]:
             found += _named_in(file)
