@@ -1,6 +1,8 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pyarrow as pa
@@ -148,3 +150,28 @@ def test_presets():
     for wrong in ({"preset": "nonsense"}, {"preset": "wikipedia"}, {}, {"path": "a", "dataset": "b"}):
         with pytest.raises(ValueError):
             SourceSettings(**wrong)
+
+
+def test_a_hub_that_takes_the_connection_and_says_nothing_has_failed_after_a_while(monkeypatch):
+    class Silent(BaseHTTPRequestHandler):
+        """Knows the dataset, and does not say who may read it."""
+
+        def do_GET(self) -> None:
+            if "auth-check" in self.path:
+                over.wait(300)
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"id": "some/data", "sha": "abc"}')
+
+    over = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("affinage.data.hub_answers._PATIENCE", 0.5)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        for module in ("constants", "hf_api.constants"):
+            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(UserError, match=r"cannot be reached for the dataset 'some/data'.*timed out"):
+            at_commit("some/data", SourceSettings(dataset="some/data"), "data.sources[0]")
+        over.set()
+        server.shutdown()

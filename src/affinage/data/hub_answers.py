@@ -5,11 +5,19 @@ from collections.abc import Iterator
 from affinage.errors import UserError, first_line
 
 _NETWORK = ("httpx", "httpx2", "aiohttp", "huggingface_hub")  # packages whose errors are of the network, not of a file
+_PATIENCE = 120.0  # seconds without a word after which a request to the Hub has failed
 _LATER = "Run the same command again: what is complete is kept."
 _COPIES = {  # what there is without the Hub
     "dataset": "A copy on this machine can be named as the source's `path`, or in data.mirror.",
     "model": "The folder of a copy on this machine can be named instead.",
 }
+
+
+def limit_requests() -> None:
+    """Give huggingface_hub's requests a limit: they have none where a Hub takes the connection and says nothing."""
+    from huggingface_hub import get_session
+
+    get_session().timeout = _PATIENCE
 
 
 def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from affinage.data.hub_answers import is_of_the_network, refusal
+from affinage.data.hub_answers import is_of_the_network, limit_requests, refusal
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line
 from affinage.recipe.sources import SourceSettings, is_folder
@@ -41,6 +41,7 @@ def at_commit(place: str, settings: SourceSettings, where: str) -> SourceSetting
     """
     from huggingface_hub import HfApi
 
+    limit_requests()
     try:
         api = HfApi()
         found = api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
@@ -135,6 +136,7 @@ def _opened(place: str, key: str) -> Any:
     # Else a folder here with the name that the Hub knows it by would be read in its place. And where the Hub fails,
     # what somebody loaded earlier, of whatever commit, would be taken from the cache.
     path = place if is_folder(place) else f"hf://datasets/{place}"
+    limit_requests()
     with tempfile.TemporaryDirectory() as empty:
         return datasets.load_dataset(
             path,

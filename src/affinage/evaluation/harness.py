@@ -17,7 +17,7 @@ import tqdm
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.tasks import TaskManager
 
-from affinage.data.hub_answers import is_of_the_network
+from affinage.data.hub_answers import is_of_the_network, limit_requests
 from affinage.errors import UserError, first_line
 from affinage.evaluation import metric_library
 from affinage.evaluation.benchmarks import BENCHMARKS
@@ -93,6 +93,7 @@ def reachable_data(named: Sequence[str]) -> Iterator[None]:
     The libraries try for minutes before they give up on a network that is not there; here that is asked once. Raises
     UserError where data can be had from neither.
     """
+    limit_requests()
     with ExitStack() as stack:
         if named and not huggingface_hub.constants.HF_HUB_OFFLINE and not _answers(huggingface_hub.constants.ENDPOINT):
             stack.enter_context(patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))

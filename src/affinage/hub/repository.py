@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from affinage.data.hub_answers import refusal
+from affinage.data.hub_answers import limit_requests, refusal
 from affinage.errors import UserError
 from affinage.paths import from_home
 
@@ -32,6 +32,7 @@ def local_copy(folder_or_id: str) -> Path:
         return folder
     if not _REPOSITORY.fullmatch(folder_or_id) or folder_or_id.startswith("."):
         raise UserError(f"there is no folder `{folder_or_id}`", fix="Name a folder, or a repository such as gpt2.")
+    limit_requests()
     try:
         with _bars_on_terminals_alone():
             return Path(snapshot_download(folder_or_id, allow_patterns=_PATTERNS))
@@ -47,6 +48,7 @@ def push(folder: Path, repository: str, *, private: bool = True, endpoint: str |
     of another hub than huggingface.co; HF_ENDPOINT sets it, too.
     """
     api = HfApi(endpoint=endpoint)
+    limit_requests()
     try:
         made = api.create_repo(repository, repo_type="model", private=private, exist_ok=True)
         api.upload_folder(

@@ -7,6 +7,7 @@ from typing import Any
 
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
+from affinage.paths import from_home
 from affinage.recipe.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import plugin_fingerprints
@@ -309,7 +310,7 @@ def _is_here(recipe: Recipe, task: str) -> bool:
     asked = [recipe.evaluate, in_loop, *(tuning.watch for tuning in _tunings(recipe))]
     in_folder = all(each.data_dir is not None for each in asked if each is not None and task in each.tasks)
     if task != POCKET_WORLD and _is_local_task(task):
-        return not of_the_hub(Path(task).expanduser())
+        return not of_the_hub(from_home(task))
     return task == POCKET_WORLD or (in_folder and (task in GROUPS or task in BENCHMARKS))
 
 
