@@ -157,3 +157,23 @@ def test_scores_in_pretraining_are_a_table_of_steps(tmp_path, monkeypatch, capsy
     assert (
         shown[0] == "| step | bits per byte, en | hellaswag acc_norm |" and shown[-1] == "| 100 | 2.50 | 30.0 ± 3.0 |"
     )
+
+
+def test_a_sweep_s_line_names_its_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    import sweep_quickstart
+
+    names = [f"{column}_{language}" for column in sweep_quickstart.COLUMNS for language in ("en", "fr")]
+    score = {"metric": "acc", "value": 0.5, "stderr": 0.1, "chance": 0.25}
+    sources = [[{"path": "pocket-world", "examples": 300}], ["pocket-world"]]
+    told = [
+        {"settings": {"sft.base_step": 9, "sft.sources": each, "sft.steps": 3}, "scores": dict.fromkeys(names, score)}
+        for each in sources
+    ]
+    monkeypatch.setattr(sweep_quickstart, "sweep", lambda *_: told)
+    monkeypatch.setattr(sys, "argv", ["sweep_quickstart.py"])
+    sweep_quickstart.main()
+    shown, _, told_too = capsys.readouterr().out.rpartition("\n{")
+    results = json.loads("{" + told_too)["results"]
+    assert results[0]["name"] == "base at step 9, 300 conversations, 3 steps: pocket_facts_en acc"
+    assert results[6]["name"].startswith("base at step 9, all conversations") and results[0]["ratio"] == 2
+    assert shown.count("50.0 ± 10.0") == 12
