@@ -159,7 +159,8 @@ def test_scores_in_pretraining_are_a_table_of_steps(tmp_path, monkeypatch, capsy
     )
 
 
-def test_a_sweep_s_line_names_its_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_sweep_s_line_names_its_point(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
     import sweep_quickstart
 
     names = [f"{column}_{language}" for column in sweep_quickstart.COLUMNS for language in ("en", "fr")]
