@@ -16,6 +16,7 @@ REASONS = {  # file -> how many such waits it has, and why each is well
     "checkpoint/store.py": (8, f"{WATCHED}; Orbax has seconds_at_most for a save; the last is of a thread told to end"),
     "cli/doctor.py": (1, "the question has a limit"),
     "data/ahead.py": (2, WATCHED),
+    "data/downloads.py": (1, f"another download of the same file, which ends or is told itself; {WATCHED}"),
     "data/pool.py": (1, WATCHED),
     "data/ray_engine.py": (1, WATCHED),
     "generation/decode.py": (2, "no wait: the words so far"),
@@ -27,7 +28,7 @@ REASONS = {  # file -> how many such waits it has, and why each is well
     "launch/process.py": (1, "the thread says how its start went, whatever it was"),
     "launch/ray.py": (1, THERE),
     "launch/rented.py": (1, f"{OURS}: wait_hours"),
-    "launch/zygote.py": (1, THERE),
+    "launch/zygote.py": (2, f"{THERE}; what was killed with SIGKILL"),
     "planning/compiled.py": (2, "a compiler takes what it takes, before a person; and our own `acquire`"),
     "planning/layouts.py": (1, "a compiler takes what it takes, before a person"),
     "serving/running.py": (2, "it serves until it is told to stop; the other has the grace"),
@@ -57,6 +58,12 @@ def has_no_limit(call: ast.Call) -> bool:
             return "." in function and (not given or function.endswith("ray.get"))
         case "wait_for":
             return given < 2
+        case "flock" | "lockf":
+            return not any(word in ast.unparse(call) for word in ("LOCK_NB", "LOCK_UN"))
+        case "waitpid":
+            return ast.unparse(call.args[1]) == "0"
+        case "select":
+            return function == "select.select" and given < 4
         case "communicate" | "recv" | "recv_into" | "accept":
             return "." in function
     return function in ("subprocess.run", "subprocess.check_output", "subprocess.check_call")
