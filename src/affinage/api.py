@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.durations import duration
 from affinage.errors import UserError
+from affinage.hardware.devices import prepare
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.load import LoadedRecipe, load_recipe
 
@@ -52,6 +53,7 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
         loaded: the recipe.
         vocabulary: what `vocab: auto` stands for; by default the size that the recipe asks its tokenizer for.
     """
+    prepare()
     from affinage.model import parse
     from affinage.recipe.plugins import load_plugins
     from affinage.stages.trainings import with_vocabulary
@@ -92,6 +94,7 @@ class Run:
         Raises:
             UserError: there is no such training or step, or the model does not divide over the mesh.
         """
+        prepare()
         from affinage.stages.models import open_model
 
         place = self.folder / training if training else self.folder
@@ -191,7 +194,6 @@ def write_report(context: "StageContext") -> "Summary":
 
 def prepare_process(loaded: LoadedRecipe) -> None:
     """Set what must be set before anything heavy is imported."""
-    from affinage.hardware.devices import prepare
     from affinage.stages.road import is_local
 
     prepare()

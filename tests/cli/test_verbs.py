@@ -1,5 +1,6 @@
 """The command line as people and scripts meet it: help, messages, exit statuses, speed."""
 
+import ast
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from affinage.cli.program import app, main
 from affinage.errors import Preempted
+from affinage.hardware.present import accelerator_is_here
 
 VERBS = [
     "run", "data", "train", "sft", "eval", "compare", "generate", "chat", "export", "report", "graph", "doctor",
@@ -60,6 +62,51 @@ def test_help_imports_nothing_heavy_and_little():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     found, _, modules = shown.stderr.strip().rpartition(" ")
     assert found == "[]" and int(modules) < 500  # of which its quickness is made
+
+
+ENTERED = """
+import os, sys, typer
+from affinage.cli.program import app
+found = {}
+def enter(group):
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            enter(command)
+        else:
+            command.params = []
+            command.callback = lambda name=name: found.update({name: os.environ.get("JAX_PLATFORMS")})
+            command.no_args_is_help = False
+def paths(group, before=()):
+    for name, command in group.commands.items():
+        yield from paths(command, (*before, name)) if hasattr(command, "commands") else [[*before, name]]
+program = typer.main.get_command(app)
+enter(program)
+for words in paths(program):
+    os.environ.pop("JAX_PLATFORMS", None)
+    program(words, standalone_mode=False)
+    assert "jax" not in sys.modules
+print(found)
+"""
+
+
+FROM_PYTHON = """
+import os
+from affinage.api import graph_of, recipe
+graph_of(recipe("quickstart"))
+print({"graph_of": os.environ.get("JAX_PLATFORMS")})
+"""
+
+
+@pytest.mark.skipif(accelerator_is_here(), reason="JAX then looks for what is here")
+@pytest.mark.parametrize(("code", "some"), [(ENTERED, {"run", "chat", "serve", "ls"}), (FROM_PYTHON, {"graph_of"})])
+def test_where_libtpu_is_and_no_tpu_nothing_looks_for_one(tmp_path, code, some):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    found = ast.literal_eval(shown.stdout)
+    assert found.keys() >= some and set(found.values()) == {"cpu"}
 
 
 def test_an_estimate_for_a_tpu_needs_no_library_of_accelerators(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -51,6 +52,12 @@ OneArgument = Annotated[
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
     app.add_typer(group, name="checkpoint")
+
+
+@group.callback()
+def on_the_processor() -> None:
+    """What all of them do first."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerator may be taken by the training whose checkpoints these are
 
 
 @group.command("ls")

@@ -109,7 +109,6 @@ def evaluate(
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
     from affinage.evaluation.tasks import check_names
-    from affinage.hardware.devices import prepare
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
     from affinage.recipe.training import SurvivalSettings
@@ -117,7 +116,6 @@ def evaluate(
 
     worlds = _world_of(target, runs)
     check_names(chosen, worlds, given.get("data_dir"), where="--tasks")
-    prepare()
     folder = folder_of(target, runs)
     with joined() as hosts, contextlib.ExitStack() as watched, hosts.all_at_work():
         if hosts.count > 1:

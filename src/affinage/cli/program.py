@@ -88,6 +88,9 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
     """Options of the program itself; `--debug` may also stand after the verb, and is read by `main`."""
+    from affinage.hardware.devices import prepare
+
+    prepare()  # before any verb: what it imports may import JAX
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """The verb `report`: what a run made, as a page."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +64,8 @@ def report(
             return
     elif overrides:
         raise UserError("--set is of recipes", where=target, fix="Leave it out for a run, or name the recipe's file.")
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: no accelerator is taken, or looked for
     from affinage.report import write_report
 
     file = out or run / "report.html"
