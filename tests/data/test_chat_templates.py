@@ -12,7 +12,7 @@ from template_forms import ANSWER, FORMS, LATER, QWEN, SYSTEM, USER, ZEPHYR, fol
 from affinage.data.batch import make_batch
 from affinage.data.chat import encode_conversation, encode_documents, encode_prompt
 from affinage.data.chat_template import ChatTemplate
-from affinage.data.conversations import prepare_conversations
+from affinage.data.conversations import prepare_conversations, show_examples
 from affinage.data.hub_tokenizer import HubTokenizer
 from affinage.data.preferences import prepare_preferences
 from affinage.data.row_files import open_rows
@@ -112,6 +112,8 @@ def test_a_pair_that_is_cut_stays_two_documents(tmp_path: Path):
     files.read(np.array([0]), tokens, mask)
     batch = make_batch(tokens, mask, np.zeros(1), files.marks)
     assert np.bincount(batch["segment_ids"][0]).tolist() == [100, 100]
+    ((_, shown),) = show_examples(tmp_path / "rows", ours("qwen"), 1, documents=2)
+    assert shown.plain.count("⟧ [cut here") == 2
 
 
 def test_half_a_surrogate_pair_is_read_as_a_replacement_character():

@@ -163,6 +163,19 @@ def test_the_example_marks_trained_tokens_with_and_without_colour(chats: Path, b
     with console.capture() as capture:
         console.print(example)
     assert "\x1b[1;32m⟦behind" in capture.get()
+    assert "[cut here" not in example.plain
+
+
+def test_an_answer_that_was_cut_is_shown_as_cut_and_one_that_fills_its_row_is_not(bpe: Tokenizer, tmp_path: Path):
+    talks = {"cut": ask("Why?", "river " * 200), "whole": ask("Why?", "Because.")}
+    for name, talk in talks.items():
+        paths = [write_lines(tmp_path / f"{name}.jsonl", [{"messages": talk}])]
+        [(tokens, _)] = encode_conversation(talk, bpe, "")
+        context = CONTEXT if name == "cut" else len(tokens)
+        prepare_conversations(settings(*paths, system_prompt=""), bpe, tmp_path / name, context=context, seed=0)
+    (_, cut), (_, whole) = (next(show_examples(tmp_path / name, bpe, 1)) for name in talks)
+    assert cut.plain.endswith("river⟧ [cut here: too long]")
+    assert whole.plain.endswith("<|im_end|>⟧\n")
 
 
 CALL = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}

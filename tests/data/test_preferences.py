@@ -8,6 +8,7 @@ import pytest
 
 from affinage.data.batch import make_batch
 from affinage.data.chat import encode_conversation
+from affinage.data.conversations import show_examples
 from affinage.data.preference_feed import REFERENCE
 from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_pairs
 from affinage.data.tokenizer import Tokenizer
@@ -92,6 +93,9 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     whole = encode_conversation([USER, {"role": "assistant", "content": "river " * 100}], bpe, "")[0][0]
     rows = np.load(tmp_path / "cut/train/pairs/rows-00000-of-00001.npy")
     assert any(row[:48].tolist() == whole[:48] and row[48] == whole[0] for row in rows)
+    shown = [text.plain for _, text in show_examples(tmp_path / "cut", bpe, 2, documents=2)]
+    assert sorted(text.count("[cut here") for text in shown) in ([1], [0, 1])
+    assert sum("river⟧ [cut here" in text for text in shown) == 1
     dropping = settings(source, too_long="drop")
     dropped = prepare_preferences(dropping, bpe, tmp_path / "drop", context=96, seed=0, system_prompt="")
     assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Integer
 from rich.text import Text
 
 from affinage.data.batch import segments
@@ -16,6 +17,7 @@ from affinage.data.chat_template import Message
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.row_files import RowFiles, find_row_folders, open_rows
+from affinage.data.special_tokens import Marks
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows
 from affinage.errors import UserError
@@ -96,8 +98,8 @@ def _shorter(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 def show_examples(folder: Path, tokenizer: Tokenizer, count: int, *, documents: int = 1) -> Iterator[tuple[str, Text]]:
     """The first `documents` conversations of `count` rows of `folder`/train, from each source in turn, with its name.
 
-    Trained tokens are green and between ⟦ and ⟧, control tokens are spelled out. Print them with a `rich` console; the
-    brackets remain where there is no colour.
+    Trained tokens are green and between ⟦ and ⟧, control tokens are spelled out, and an answer that was cut is marked.
+    Print them with a `rich` console; the brackets remain where there is no colour.
     """
     sources = {name: open_rows(path) for name, path in find_row_folders(folder / "train").items()}
     places = ((name, row) for row in range(count) for name, files in sources.items() if row < files.rows)
@@ -109,9 +111,10 @@ def _shown(files: RowFiles, row: int, tokenizer: Tokenizer, documents: int) -> T
     tokens = np.empty((1, files.context), np.int64)
     mask = np.ones((1, files.context), np.int64)
     files.read(np.array([row]), tokens, mask)
-    ids, _ = segments(tokens, files.marks)
-    length = int(np.count_nonzero((ids[0] < ids[0, 0] + documents) & (tokens[0] != files.marks.pad)))
+    pieces = _documents(tokens[0], files.marks)[:documents]
+    length = pieces[-1].stop
     shown, trained = tokens[0, :length], mask[0, :length].astype(bool)
+    cut = {stop for piece in pieces if (stop := _cut_at(piece, shown, trained, files, tokenizer)) is not None}
     text = Text()
     changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1
     for start, stop in zip([0, *changes], [*changes, length]):
@@ -120,4 +123,37 @@ def _shown(files: RowFiles, row: int, tokenizer: Tokenizer, documents: int) -> T
             text.append(f"⟦{said}⟧", style="bold green")
         else:
             text.append(said, style="dim")
+        if stop in cut:
+            text.append(" [cut here: too long]", style="bold red")
     return text
+
+
+def _documents(tokens: Integer[np.ndarray, " S"], marks: Marks) -> list[range]:
+    """Where the documents of a row are, without what fills it."""
+    ids, _ = segments(tokens[None], marks)
+    found = []
+    for first, stop in itertools.pairwise([0, *(np.flatnonzero(np.diff(ids[0])) + 1).tolist(), len(tokens)]):
+        piece = tokens[first:stop]
+        filled = 0 if marks.pad == marks.end else int(np.count_nonzero(piece == marks.pad))
+        if filled < len(piece) and not (marks.pad == marks.end == piece[0]):
+            found.append(range(first, stop - filled))
+    return found
+
+
+def _cut_at(
+    piece: range,
+    tokens: Integer[np.ndarray, " S"],
+    trained: Bool[np.ndarray, " S"],
+    files: RowFiles,
+    tokenizer: Tokenizer,
+) -> int | None:
+    """Where the last answer of a document ends if it was cut; else None.
+
+    Then nothing closes it, and the document is as long as one may be: a row, or half of one for the sides of a pair.
+    """
+    last = piece[-1]
+    if tokens[last] == files.marks.end and not trained[last]:  # what keeps it apart from the next: see `cut_document`
+        last -= 1
+    is_full = len(piece) in (files.context, files.context // 2)
+    closed = int(tokens[last]) in tokenizer.controls.values()
+    return last + 1 if is_full and trained[last] and not closed else None
