@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import yaml
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import IDENTITY, refuse_changes
@@ -59,6 +60,8 @@ def test_a_change_of_model_settings_or_data_is_refused_until_it_is_accepted_by_n
         "optimizer.b1: 0.9 -> 0.8",
         "steps: 10 -> 12",
     ]
+    hint = 'accept_changes=["code.plugin a.py", data.rows, model.nodes.blocks.repeat, optimizer.b1, steps]'
+    assert hint in str(refused.value)
     accepted = {"every_steps": 5, "accept_changes": ["code", "data", "optimizer.b1", "steps"]}
     with pytest.warns(CheckpointWarning, match="another optimizer"):
         summary = train(
@@ -134,5 +137,17 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
     with pytest.raises(UserError, match="this run is not the one that was saved") as refused:
         refuse_changes(meta, now, (), where="here", setting="accept_changes")
     assert f"\n    {name}: " in str(refused.value)
+    hinted = yaml.safe_load(str(refused.value).rpartition("accept_changes=")[2].removesuffix("."))
+    assert name in hinted
+    refuse_changes(meta, now, hinted, where="here", setting="accept_changes")
     accepted = refuse_changes(meta, now, [name.partition(".")[0]], where="here", setting="accept_changes")
     assert name in {each.name for each in accepted}
+
+
+def test_the_names_to_accept_are_a_list_also_where_a_key_is_no_plain_word():
+    saved = {IDENTITY: {"data": {"a, b": 1, "c: d": [1]}}}
+    with pytest.raises(UserError) as refused:
+        refuse_changes(saved, {"data": {}}, (), where="here", setting="accept_changes")
+    hinted = yaml.safe_load(str(refused.value).rpartition("accept_changes=")[2].removesuffix("."))
+    assert hinted == ["data", "data.a, b", "data.c: d"]
+    refuse_changes(saved, {"data": {}}, hinted, where="here", setting="accept_changes")

@@ -1,5 +1,7 @@
 """What a checkpoint says about the run that made it, and how that differs from what a run is now."""
 
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,7 @@ from affinage.errors import UserError, plain
 
 IDENTITY = "identity"  # key of the facts that decide over a run's numbers
 _ABSENT = "(not there)"
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def refuse_changes(
     refused = [each for each in found if not _covers(accepted, each.name)]
     if refused:
         listed = "".join(f"\n    {each}" for each in refused)
-        names = ", ".join(dict.fromkeys(each.name.partition(".")[0] for each in refused))
+        names = ", ".join(_in_a_list(each.name) for each in refused)
         raise UserError(
             f"this run is not the one that was saved:{listed}",
             where=where,
@@ -66,6 +69,11 @@ def refuse_changes(
 
 def _covers(accepted: Collection[str], name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in accepted)
+
+
+def _in_a_list(name: str) -> str:
+    """A name as YAML takes it between brackets."""
+    return name if _PLAIN.fullmatch(name) else json.dumps(plain(name), ensure_ascii=False)
 
 
 def _leaves(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
