@@ -86,3 +86,21 @@ def test_what_cannot_be_extended_is_told_before_anything_runs(
     with pytest.raises(UserError, match=said) as refused:
         road_of(load_recipe(TINY, _longer(override)))
     assert "--set pretrain.extends" in str(refused.value)
+
+
+def test_a_training_that_is_refused_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(runs.parent)
+
+    def refused() -> set[str]:
+        words = _longer("name=refused", "pretrain.optimizer.b1=0.8")
+        with pytest.raises(SystemExit) as ended:
+            main(["train", TINY, *[word for override in words for word in ("--set", override)]])
+        assert ended.value.code == 2 and "optimizer.b1: 0.9 -> 0.8" in capsys.readouterr().err
+        return {entry.name for entry in (runs / "store").iterdir()}
+
+    before = {entry.name for entry in (runs / "store").iterdir()}
+    assert refused() == before and not (runs / "refused" / "pretrain").is_symlink()
+    _train("--set", "name=refused", "--set", "pretrain.steps=2", "--set", "pretrain.schedule.name=constant")
+    made = (runs / "refused" / "pretrain").resolve()
+    before = {entry.name for entry in (runs / "store").iterdir()}
+    assert refused() == before and (runs / "refused" / "pretrain").resolve() == made

@@ -44,6 +44,14 @@ def fail_once(context: StageContext) -> dict:
     raise KeyboardInterrupt
 
 
+def refuse(context: StageContext) -> dict:
+    (context.folder / "checkpoints").mkdir()
+    (context.folder / "metrics.jsonl").touch()
+    if made := Path("made").read_text():
+        (context.folder / made).write_text("made\n")
+    raise UserError("this cannot be trained")
+
+
 class Quiet:
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -169,6 +177,19 @@ def test_interrupted(load, tmp_path, continues):
     flow.run(watcher)
     assert watcher.events == ["began train", "ended train"]
     assert read_manifest(tmp_path / "runs/small/train")["summary"] == {"went_on": True}
+
+
+@pytest.mark.parametrize("made", ["", "alive", "metrics.jsonl", "checkpoints/5"])
+def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_path, made):
+    Path("made").write_text(made)
+    with pytest.raises(UserError, match="cannot be trained"):
+        toy_run(load, tmp_path, [Stage("train", refuse, {}, continues=True, live=True)])
+    store = tmp_path / "runs/store"
+    kept = {entry.name.split("-")[0] for entry in store.iterdir() if entry.name != ".locks"}
+    assert kept == ({"train"} if "/" in made or made == "metrics.jsonl" else set())
+    assert (tmp_path / "runs/small").exists() == bool(kept)
+    if kept:
+        assert (tmp_path / "runs/small/train" / made).read_text() == "made\n"
 
 
 def keys(loaded: LoadedRecipe) -> dict[str, str]:

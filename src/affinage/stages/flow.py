@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import rich
 
-from affinage.errors import UserError, errno_of
+from affinage.errors import TransientError, UserError, errno_of
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.standstill import Standstill
 from affinage.recipe.load import LoadedRecipe
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, quota, limit on the size of files
 _GIVEN, _NEXT = "what is run", "the next stage"
+_RECIPE, _COMMAND = "recipe.json", "run.json"
+_NOTES = {_RECIPE, _COMMAND}  # what the folder of a run has before anything is made
 _KEY = re.compile(r"\w+(\.\w+|\[\d+\])*")
 
 
@@ -111,9 +114,14 @@ class Flow:
             UserError: also if another process is at the same run.
         """
         Hosts.current.share(_GIVEN, self._given())
+        was_there = self.folder.exists()
         try:
             check_same_folder(Hosts.current, self.runs.folder)
             return self._run(watcher)
+        except UserError:
+            if not was_there and self.folder.is_dir() and {entry.name for entry in self.folder.iterdir()} <= _NOTES:
+                shutil.rmtree(self.folder)
+            raise
         finally:
             Hosts.current.share(_NEXT, None)
 
@@ -218,9 +226,30 @@ class Flow:
 
     def _make(self, step: Step, watcher: Watcher) -> None:
         stage, store = step.stage, self.runs.store
-        folder = store.begin(step.request, anew=not stage.continues)
-        if stage.continues:
-            link(self.folder / stage.name, folder)  # so that one can look at a training while it runs
+        with self._forgotten_if_refused(step):
+            folder = store.begin(step.request, anew=not stage.continues)
+            if stage.continues:
+                link(self.folder / stage.name, folder)  # so that one can look at a training while it runs
+            self._work(step, folder, watcher)
+
+    @contextlib.contextmanager
+    def _forgotten_if_refused(self, step: Step) -> Iterator[None]:
+        """A training that is refused before its first step leaves the run as it was."""
+        folder, linked = self.runs.store.path(step.request), self.folder / step.stage.name
+        was_there, before = folder.exists(), os.readlink(linked) if linked.is_symlink() else None
+        try:
+            yield
+        except UserError as error:
+            if step.stage.live and not was_there and not isinstance(error, TransientError) and not _has_begun(folder):
+                if before is None:
+                    linked.unlink(missing_ok=True)
+                else:
+                    link(linked, linked.parent / before)
+                self.runs.store.discard(step.request)
+            raise
+
+    def _work(self, step: Step, folder: Path, watcher: Watcher) -> None:
+        stage, store = step.stage, self.runs.store
         inputs = {name: store.find(name, key) for name, key in step.request.inputs.items()}
 
         def progressed(what: str) -> None:
@@ -260,8 +289,8 @@ class Flow:
     def _note(self, steps: Sequence[Step]) -> None:
         """Write down the settings in effect, link what is complete, drop links to stages the recipe no longer has."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "recipe.json", self.loaded.recipe.model_dump(mode="json"))
-        write_json(self.folder / "run.json", {"command": self.loaded.command})
+        write_json(self.folder / _RECIPE, self.loaded.recipe.model_dump(mode="json"))
+        write_json(self.folder / _COMMAND, {"command": self.loaded.command})
         for step in steps:
             if self.runs.store.path(step.request).is_dir() and step.complete:
                 self._link(step)
@@ -290,6 +319,12 @@ def _all_hosts(step: Step) -> Iterator[None]:
     Hosts.current.share(_NEXT, {"stage": request.stage, "key": request.key, "inputs": request.inputs})
     with Hosts.current.all_at_work():
         yield
+
+
+def _has_begun(training: Path) -> bool:
+    """Whether a training has made a step, or has a checkpoint of another machine."""
+    lines, checkpoints = training / "metrics.jsonl", training / "checkpoints"
+    return (lines.is_file() and lines.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
 
 
 def _leads_into(entry: Path, folder: Path) -> bool:
