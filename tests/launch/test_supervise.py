@@ -13,6 +13,7 @@ import pytest
 from affinage.errors import UserError
 from affinage.hardware import hosts
 from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
+from affinage.launch.local import Watch
 from affinage.launch.process import HostProcess, start_all
 from affinage.launch.told import Told
 
@@ -23,13 +24,15 @@ SAVES = (75,)
 class Scripted:
     """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost.
 
+    An ending with more to it is written as such.
+
     At `TOLD` the process that supervises them gets SIGTERM; at `SAVES` they go on until they are told to stop. A start
     that is an exception is one that fails with it.
     """
 
     hosts = 2
 
-    def __init__(self, *starts: Sequence[tuple[int, ...]] | Exception) -> None:
+    def __init__(self, *starts: Sequence[tuple[int, ...] | Ending] | Exception) -> None:
         self.starts, self.begun, self.told, self.ended, self.finished = list(starts), 0, [], 0, False
 
     def start(self, command: Sequence[str]) -> Gang:
@@ -51,7 +54,10 @@ class Scripted:
                 if script[0] == TOLD:
                     signal.raise_signal(script.pop(0)[0])
                     return []
-                host, status, *lost = script.pop(0)
+                ending = script.pop(0)
+                if isinstance(ending, Ending):
+                    return [ending]
+                host, status, *lost = ending
                 return [Ending(host, status, out_of_sight=bool(lost))]
 
             def tell(self, number: signal.Signals) -> None:
@@ -81,6 +87,55 @@ def test_a_lost_host_starts_all_again_and_what_came_of_it_is_not_blamed():
     status, said = run(launcher)
     assert status == 0 and launcher.begun == 2
     assert said == ["launch: host 1 was killed by SIGKILL; all hosts start again (1 of 10 failures)"]
+
+
+@pytest.mark.parametrize(
+    ("endings", "told"),
+    [
+        ([Ending(0, 1, missed=1), (1, -signal.SIGKILL)], "host 1 was killed by SIGKILL"),
+        ([Ending(0, 1, missed=1), (1, 3)], "host 1 failed with status 3"),
+        ([Ending(0, 1, missed=1), (1, 75, True)], "host 1 was lost sight of"),
+        ([(1, -signal.SIGABRT), (0, -signal.SIGKILL)], "host 0 was killed by SIGKILL"),  # JAX, without its coordinator
+        ([(1, -signal.SIGABRT), Ending(0, 1, missed=1)], "host 1 was killed by SIGABRT"),
+        ([Ending(0, 1, "a", missed=1)], "host 1 is gone, says host 0 (a)"),  # its machine: its end is never seen
+        ([Ending(0, 1, missed=1), Ending(1, 1, missed=0)], "host 1 is gone, says host 0"),  # a cut between them
+    ],
+)
+def test_who_died_is_told_of_and_not_who_left_for_it(endings: list, told: str):
+    status, said = run(Scripted(endings, DONE))
+    assert status == 0 and said == [f"launch: {told}; all hosts start again (1 of 10 failures)"]
+
+
+def test_who_stood_still_is_told_of_and_not_who_left_for_it():
+    status, said = run(Scripted([Ending(0, 75, missed=1), (1, -signal.SIGKILL)], DONE), failures=0)
+    assert status == 0
+    assert said == ["launch: host 1 stood still, says host 0; all hosts start again (1 of 1000 preemptions)"]
+
+
+def test_a_host_says_for_whom_it_leaves():
+    for line, host in {
+        "Stopped: host 1 is gone. Run the same command to go on.": 1,
+        "Stopped: host 12 is gone: its machine has not answered for 5 s. Run the same command to go on.": 12,
+        "Stopped: mine: pretrain: step 7 has not ended for 27 s: host 2 is behind, at step 6 (wait, x.py:3).": 2,
+        "Stopped: mine: host 3 shows no sign of life, last at step 7: x; host 1 shows no sign of life.": 3,
+        "Stopped: mine: nothing has moved for 30 s in clean: host 0 does not answer.": 0,
+        "host 0 is gone": 0,
+        "host 1 is not answering: the machine, or the network, may be dead.": None,
+        "mine, host 1 shows no sign of life for 28 s: it is stopped, as by SIGSTOP": None,
+        "Stopped: pretrain stopped by SIGTERM at step 3. Run the same command to go on.": None,
+        "Stopped: host 0 has found a mistake, and tells of it.": None,
+    }.items():
+        assert hosts.missed_by(line) == host, line
+
+
+def test_what_a_host_says_as_it_leaves_is_of_its_ending():
+    said: list[str] = []
+    process = HostProcess(["sh", "-c", "echo step 3; echo; echo Stopped: host 1 is gone.; echo more; exit 1"])
+    watch, found = Watch([process], said.append, ["a"]), []
+    while not found:
+        found = watch.ended(1.0)
+    process.end()
+    assert found == [Ending(0, 1, "a", missed=1)] and said[0] == "0 | step 3"
 
 
 def test_budgets_of_preemptions_and_failures_are_apart():

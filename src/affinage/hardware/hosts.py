@@ -7,6 +7,7 @@ order. What they must agree on is decided by the first, and told through the key
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -220,6 +221,18 @@ def with_host(name: str) -> str:
     if hosts.count > 1:
         return f"{name}, host {hosts.index}"
     return f"{name}, host {os.environ[HOST]}" if os.environ.get(HOSTS, "1") != "1" and HOST in os.environ else name
+
+
+# "Stopped: host 1 is gone", "Stopped: NAME: step 7 has not ended for 27 s: host 1 is behind, at step 6"
+_MISSED = re.compile(
+    r"(?:Stopped: (?:.*?: )?)?host (\d+) (?:is gone|is behind|does not answer|shows no sign of life)\b"
+)
+
+
+def missed_by(line: str) -> int | None:
+    """The host for whose sake another one leaves, where a line of that one's output says so."""
+    found = _MISSED.match(line)
+    return None if found is None else int(found[1])
 
 
 def _detected() -> Place:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
+from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS, missed_by
 from affinage.launch.forked import Forks
 from affinage.launch.gang import Ending
 from affinage.launch.process import HostProcess, Say, Watched, of_cpu, reserved_port, start_all
@@ -94,6 +94,7 @@ class Watch:
     def __init__(self, processes: Sequence[Watched], say: Say, where: Sequence[str] = ()) -> None:
         self._processes, self._say, self._where = processes, say, where or [""] * len(processes)
         self._told: set[int] = set()
+        self._missed: dict[int, int] = {}
 
     def ended(self, seconds: float) -> list[Ending]:
         """See `affinage.launch.gang.Gang`."""
@@ -119,7 +120,9 @@ class Watch:
         lines, status = self._processes[host].news(0.0)
         for line in lines:
             self._say(f"{host} | {line}")
+            if (missed := missed_by(line)) is not None:
+                self._missed[host] = missed
         if status is None:
             return None
         self._told.add(host)
-        return Ending(host, status, self._where[host])
+        return Ending(host, status, self._where[host], missed=self._missed.get(host))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from affinage.errors import EXIT_PREEMPTED, UserError
-from affinage.hardware.hosts import COORDINATOR, HOSTS
+from affinage.hardware.hosts import COORDINATOR, HOSTS, missed_by
 from affinage.hardware.ray_cluster import connect
 from affinage.launch.forked import OF_A_HOST
 from affinage.launch.gang import Ending
@@ -237,6 +237,7 @@ class RayGang:
         self._ray, self._agents, self._say = ray, list(agents), say
         self._seen = set(range(len(self._agents)))  # hosts whose agent has answered ever since
         self._news: dict[Any, int] = {}
+        self._missed: dict[int, int] = {}
         try:
             coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=_ANSWERS)
             self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=_ANSWERS)
@@ -270,8 +271,10 @@ class RayGang:
             return [Ending(host, EXIT_PREEMPTED, self._where[host], out_of_sight=True)]
         for line in lines:
             self._say(f"{host} | {line}")
+            if (missed := missed_by(line)) is not None:
+                self._missed[host] = missed
         if status is not None:
-            return [Ending(host, status_of_shell(status), self._where[host])]
+            return [Ending(host, status_of_shell(status), self._where[host], missed=self._missed.get(host))]
         self._news[self._agents[host].news.remote()] = host
         return []
 

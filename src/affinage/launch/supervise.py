@@ -14,6 +14,7 @@ from affinage.secrets import masked
 
 _AFTER_75 = 5.0  # seconds for the others: hosts that stop together have saved when the first one leaves
 _AFTER_2 = 5.0  # seconds in which the others find the same mistake
+_AFTER_DEATH = 1.5  # seconds until the end of a host is told that the others have left for: its output may be held open
 _AFTER_0 = 60.0  # seconds for the others when one is done
 _LOOK_EVERY = 1.0  # seconds
 _ROOM_EVERY = 60.0  # seconds between two looks for room for more hosts, the first one after so many of a start
@@ -149,10 +150,10 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
     hosts, grows, room = launcher.hosts, False, 0
     look_at = time.monotonic() + _ROOM_EVERY
     endings: list[Ending] = []
-    until = tell_at = float("inf")
+    until = tell_at = told_by = float("inf")
     told = 0
     while len(endings) < hosts and time.monotonic() < until:
-        endings += gang.ended(min(_LOOK_EVERY, max(until - time.monotonic(), 0.0)))
+        endings += gang.ended(min(_LOOK_EVERY, max(min(until, told_by) - time.monotonic(), 0.0)))
         if stop.count > told:
             gang.tell(stop.number or signal.SIGTERM)
             until = min(until, time.monotonic() + grace) if not told else until
@@ -169,7 +170,12 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
                     until = time.monotonic() + _TO_GROW
             continue
         if worst.status not in (0, EXIT_PREEMPTED, EXIT_USER_ERROR) and not told:
-            return worst, False  # the others wait for it in vain
+            # The others wait for it in vain; or it has left for one of them, which is then the one that is told of.
+            died = _died(worst, endings)
+            told_by = min(told_by, time.monotonic() + _AFTER_DEATH)
+            if died is not None or not _for_another(worst) or time.monotonic() >= told_by or len(endings) == hosts:
+                return _judged(died or worst, endings, told=False), False
+            continue
         if until == float("inf"):
             patience = {0: _AFTER_0, EXIT_PREEMPTED: _AFTER_75}.get(worst.status, _AFTER_2)
             until = time.monotonic() + (grace if worst.out_of_sight else patience)
@@ -185,6 +191,21 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
     if (told or grows) and _cause(endings) is None:
         return Ending(0, EXIT_PREEMPTED), grows and not told
     return _judged(_cause(endings) or Ending(0, 1), endings, bool(told)), grows
+
+
+def _for_another(ending: Ending) -> bool:
+    """Whether a host may have ended because another one is gone: JAX aborts those that miss its coordinator."""
+    return ending.missed is not None or ending.status == -signal.SIGABRT
+
+
+def _died(ending: Ending, endings: Sequence[Ending]) -> Ending | None:
+    """Of the endings, that for which this one was: of the host that it names, or of one that was killed."""
+    if not _for_another(ending):
+        return None
+    good = (0, EXIT_PREEMPTED, EXIT_USER_ERROR)
+    bad = [each for each in endings if not _for_another(each) and (each.out_of_sight or each.status not in good)]
+    named = [each for each in bad if each.host == ending.missed]
+    return next(iter(named or [each for each in bad if each.status < 0]), None)
 
 
 def _judged(cause: Ending, endings: Sequence[Ending], told: bool) -> Ending:
