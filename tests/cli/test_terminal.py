@@ -75,7 +75,7 @@ def _write_recipes(folder: Path) -> None:
         (["compare", "bytes", "bytes"], "quiz.jsonl: these answers are damaged"),
         (["compare", "other", "other"], "quiz.jsonl: these answers are damaged"),
         (["generate", "imported", "hello"], "model.json: this file of the model is damaged"),
-        (["chat", "bare", "hello"], "no model has been trained here yet"),
+        (["chat", "bare", "hello"], "there is no model in this folder"),
         (["world", "file"], "this is not an empty folder"),
         (["new", "a/b"], "a run cannot be called `a/b`"),
     ],

@@ -1,5 +1,7 @@
 """What a user may call a model, and what they are told if there is none."""
 
+from pathlib import Path
+
 import pytest
 
 from affinage.errors import UserError
@@ -60,12 +62,23 @@ def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs, tmp_pat
     [
         ("three", "there is no model `three`\n  Runs in runs: one, two."),
         ("one@last", "`@last` is no checkpoint"),
-        ("runs/store", "no model has been trained here yet"),
+        (
+            "runs",
+            "runs: this is no model, but a folder with models in it\n  Name one of those in it: runs/one, runs/two.",
+        ),
+        ("runs/store", "Name one of those in it: runs/store/pretrain-"),
+        ("folder", "folder: there is no model in this folder, and it is no run"),
+        ("runs/begun", "runs/begun: no model has been trained here yet"),
+        ("many", "many/0, many/1, many/2, many/3, many/4 and 2 more."),
     ],
 )
-def test_there_is_no_such_model(runs, tmp_path, spec, message):
+def test_there_is_no_such_model(runs, tmp_path, monkeypatch, spec, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/begun/recipe.json", "folder/x.txt", *(f"many/{number}/config.json" for number in range(7))):
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text("{}")
     with pytest.raises(UserError) as caught:
-        locate_model(spec, tmp_path.joinpath("runs").relative_to(tmp_path))
+        locate_model(spec, Path("runs"))
     assert message in str(caught.value)
 
 

@@ -28,6 +28,7 @@ HUB_CONFIG = "config.json"  # of a Hugging Face folder
 TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
 JUDGED = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}  # by which stage
 CHAT = ("dpo", "sft")  # those that make a chat model
+_LISTED = 5  # models that a message names
 
 
 def open_model(spec: str, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
@@ -166,7 +167,21 @@ def _last_training(run: Path) -> Path:
     for name in TRAININGS:
         if (run / name / MODEL).is_file() and stands(run, name):
             return run / name
-    raise UserError("no model has been trained here yet", where=str(run), fix="Train one with `affinage run RECIPE`.")
+    raise _none_in(run)
+
+
+def _none_in(folder: Path) -> UserError:
+    """What is said of a folder that is named as a model and is none."""
+    if (folder / "recipe.json").is_file():
+        fix = "Train one with `affinage run RECIPE`."
+        return UserError("no model has been trained here yet", where=str(folder), fix=fix)
+    with contextlib.suppress(OSError):  # of others, which this user may not read
+        if found := sorted(str(entry) for entry in folder.iterdir() if entry.is_dir() and _has_model(entry)):
+            more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+            fix = f"Name one of those in it: {', '.join(found[:_LISTED])}{more}."
+            return UserError("this is no model, but a folder with models in it", where=str(folder), fix=fix)
+    fix = "Name a run, a training of one, a checkpoint (...@STEP), an import, or a Hugging Face folder."
+    return UserError("there is no model in this folder, and it is no run", where=str(folder), fix=fix)
 
 
 def stands(run: Path, training: str) -> bool:
