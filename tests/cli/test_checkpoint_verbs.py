@@ -83,6 +83,23 @@ def test_verify_reads_all_and_names_what_is_damaged(said, runs: Path):
     path.write_bytes(whole)
 
 
+def test_show_says_what_is_damaged_and_who_looks_at_what_it_does_not_read(said, runs: Path):
+    folder = runs / "small" / "pretrain" / "checkpoints" / "2"
+    arrays = next((folder / "params" / "ocdbt.process_0").glob("d/*"))
+    seal = folder / "SHA256SUMS"
+    for path, status, told in (
+        (arrays, 0, "its arrays were not read: `affinage checkpoint verify small/pretrain@2` looks at them"),
+        (seal, 2, "the checkpoint of step 2 is damaged: its SHA256SUMS cannot be read"),
+    ):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        found, _, error = said("show", "small/pretrain@2")
+        assert found == status and told in error
+        if path == arrays:
+            assert said("verify", "small/pretrain@2")[0] == 2
+        path.write_bytes(whole)
+
+
 def test_a_step_that_is_not_there_is_told(said):
     status, _, error = said("show", "small/pretrain@9")
     assert status == 2 and "@1, @2, @3" in error

@@ -84,6 +84,8 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
 def show(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Print what a checkpoint holds: settings, data, versions, arrays.
 
+    The contents of its arrays are not read; `affinage checkpoint verify` reads them.
+
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
     from affinage.checkpoint.looking import arrays
@@ -91,6 +93,9 @@ def show(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption =
     with _checkpoint(checkpoint, runs) as (store, step):
         seen = {"step": step, "fingerprint": store.fingerprint(step), "arrays": arrays(store, step)}
         facts = {**seen, **store.meta(step), **seen}  # what it says of itself does not take the place of what was seen
+    if "://" not in checkpoint:  # of a copy all was compared
+        name = checkpoint.partition("@")[0]
+        print(f"its arrays were not read: `affinage checkpoint verify {name}@{step}` looks at them", file=sys.stderr)
     if as_json:
         print(json.dumps(facts, indent=1))
         return
