@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import JULIAN
 from affinage.evaluation.compare import Answers, compare, unlike
+from affinage.evaluation.item_lines import line_of
 from affinage.evaluation.published import headline_metrics, published
 
 
@@ -96,6 +98,39 @@ def test_what_the_harness_calls_the_perplexity_of_an_item_is_its_log_likelihood(
     new = lines(tmp_path / "b", "lambada_openai", *of("log_likelihood", [-4.7, -5.1]))
     (found,) = compare(old, new)
     assert found.metric == "log_likelihood" and found.difference == pytest.approx(0.3)
+
+
+def test_perplexities_of_whole_texts_are_compared_by_their_bits_per_byte(tmp_path):
+    random = np.random.default_rng(0)
+    sizes = random.integers(100, 900, 400)
+    a = -sizes * random.normal(0.9, 0.05, 400)
+    b = a + sizes * random.normal(0.02, 0.01, 400)
+
+    def of(name, likelihoods):
+        samples = (
+            {"doc_id": n, "doc_hash": str(n), "prompt_hash": "p", "target_hash": "t", "filter": "none"}
+            | {"metrics": ["word_perplexity", "byte_perplexity", "bits_per_byte"]}
+            | {"word_perplexity": (each, 9), "byte_perplexity": (each, size), "bits_per_byte": (each, size)}
+            for n, (each, size) in enumerate(zip(likelihoods.tolist(), sizes.tolist()))
+        )
+        return lines(tmp_path / name, "wikitext", *map(line_of, samples))
+
+    one, two = of("a", a), of("b", b)
+    (found,) = compare(one, two)
+    assert (found.metric, found.items) == ("bits_per_byte", 400)
+    assert found.a == pytest.approx(bits_per_byte(list(zip(a, sizes)))) and found.b < found.a
+    assert found.b == pytest.approx(bits_per_byte(list(zip(b, sizes))))
+    assert found.difference == pytest.approx(found.b - found.a)
+    again = random.integers(0, 400, (2000, 400))  # the bootstrap, which the harness has for other metrics
+    means = (a - b)[again].sum(axis=1) / sizes[again].sum(axis=1) / np.log(2)
+    assert found.stderr == pytest.approx(means.std(), rel=0.1)
+
+
+def test_items_in_common_without_a_score_of_single_ones_are_not_said_to_be_missing(tmp_path):
+    rows = [{"hash": str(n), "filter": "none", "word_perplexity": None} for n in range(3)]
+    one, two = (lines(tmp_path / name, "wikitext", *rows) for name in "ab")
+    with pytest.raises(UserError, match=r"items in common \(3 of wikitext\), but not two of them have a score"):
+        compare(one, two)
 
 
 def test_tasks_that_were_not_asked_alike_are_named(tmp_path):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from affinage.errors import UserError
-from affinage.evaluation.item_lines import label, scores_of
+from affinage.evaluation.item_lines import BITS_PER_BYTE, BYTES, LOG_LIKELIHOOD, label, scores_of
 from affinage.evaluation.result_folder import ITEMS, read_results
 
 # Lines by the item's hash; equal ones are told apart by their order.
@@ -24,7 +25,8 @@ class Difference:
     """Score of `b` minus score of `a`, over the items that both have answered.
 
     The interval is that of the mean of paired differences, 95 %: mean ± 1.96 standard errors, the standard error
-    being the sample standard deviation of the differences over the square root of their number.
+    being the sample standard deviation of the differences over the square root of their number. Of whole texts it is
+    that of their bits per byte, to which each adds by its length.
     """
 
     task: str
@@ -96,12 +98,19 @@ def compare(a: Answers, b: Answers) -> list[Difference]:
     """The differences of all metrics of all tasks that two folders of results have in common.
 
     Where answers were read by several filters, each is compared by itself: they are of the same items.
-    Raises UserError if they have no item in common; items are the same if their hashes are.
+    Raises UserError if they have no item in common, or no score of any; items are the same if their hashes are.
     """
     differences = [
         one for task, filtered, ours, theirs in _in_common(a, b) for one in _of_task(task, filtered, ours, theirs)
     ]
     if not differences:
+        if shared := {task: n for task, _, ours, theirs in _in_common(a, b) if (n := len(ours.keys() & theirs.keys()))}:
+            told = ", ".join(f"{items} of {task}" for task, items in shared.items())
+            raise UserError(
+                f"these two have items in common ({told}), but not two of them have a score that can be compared",
+                where=f"{a.folder}, {b.folder}",
+                fix="Judge both again where another version has judged them, on more items, or on another task.",
+            )
         raise UserError(
             "these two have no item of a benchmark in common",
             where=f"{a.folder}, {b.folder}",
@@ -157,17 +166,22 @@ def _by_filter(file: Path) -> dict[str | None, _Items]:
 
 
 def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> list[Difference]:
-    common = [(scores_of(ours[key]), scores_of(theirs[key])) for key in ours if key in theirs]
+    both = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    common = [(scores_of(mine), scores_of(other)) for mine, other in both]
+    sizes = [mine.get(BYTES) for mine, _ in both]
     differences = []
     for metric in dict.fromkeys(name for first, _ in common for name in first):
         pairs = [(first.get(metric), second.get(metric)) for first, second in common]
-        values = np.array([pair for pair in pairs if None not in pair], np.float64)
-        if len(values) < 2:
+        known = [place for place, pair in enumerate(pairs) if None not in pair]
+        if len(known) < 2:
             continue
-        first, second = values.mean(axis=0)
-        change = values[:, 1] - values[:, 0]
-        error = float(change.std(ddof=1) / math.sqrt(len(change)))
-        mean = float(change.mean())
+        values = np.array([pairs[place] for place in known], np.float64)
+        weights = np.ones(len(known))
+        if metric == LOG_LIKELIHOOD and all(sizes[place] for place in known):  # of whole texts, of which each counts
+            metric, values = BITS_PER_BYTE, -values / math.log(2)
+            weights = np.array([sizes[place] for place in known], np.float64)
+        first, second = values.sum(axis=0) / weights.sum()
+        mean, error = _ratio(values[:, 1] - values[:, 0], weights)
         differences.append(
             Difference(
                 task=task,
@@ -183,3 +197,13 @@ def _of_task(task: str, filtered: str | None, ours: _Items, theirs: _Items) -> l
             )
         )
     return differences
+
+
+def _ratio(values: Float[np.ndarray, " items"], weights: Float[np.ndarray, " items"]) -> tuple[float, float]:
+    """The sum of values over that of weights, and its standard error by linearisation: a mean's where all weigh one.
+
+    Cochran, Sampling Techniques (1977), section 6.3, the ratio estimator.
+    """
+    ratio = values.sum() / weights.sum()
+    apart = values - ratio * weights
+    return float(ratio), float(apart.std(ddof=1) * math.sqrt(len(values)) / weights.sum())

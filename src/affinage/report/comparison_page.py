@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from affinage.evaluation.compare import Difference, Unlike
-from affinage.evaluation.item_lines import LOG_LIKELIHOOD
+from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
 from affinage.report.charts import WIDE, Axis, Interval, Row, Series, interval_chart, line_chart, responsive
 from affinage.report.comparison import Comparison, Entrant, Paired, bits_per_byte
 from affinage.report.curves import Point, smoothed, thinned
@@ -22,6 +22,7 @@ from affinage.report.summary import verdict
 from affinage.report.trainings import Training
 
 _TRAININGS = ("pretrain", "sft", "dpo")
+_METRICS = {LOG_LIKELIHOOD: "log_likelihood", BITS_PER_BYTE: "bits_per_byte_of_texts"}  # what is said of them
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ def notes(pair: Paired, words: dict[str, str]) -> list[str]:
     if pair.unlike:
         tasks = ", ".join(f"{one.task} ({'; '.join(_reasons(one, words))})" for one in pair.unlike)
         told.append(words["asked_otherwise"].format(tasks=tasks))
-    if any(one.metric.partition(",")[0] == LOG_LIKELIHOOD for one in pair.differences):
-        told.append(words["log_likelihood"])
+    metrics = {one.metric.partition(",")[0] for one in pair.differences}
+    told += [words[said] for metric, said in _METRICS.items() if metric in metrics]
     return told
 
 

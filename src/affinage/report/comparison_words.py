@@ -60,6 +60,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "log_likelihood : du texte demandé, en nats par question, plus haut est mieux ; la perplexité est "
         "exp(−log_likelihood).",
     ),
+    "bits_per_byte_of_texts": (
+        "bits_per_byte: of the texts, lower is better.",
+        "bits_per_byte : des textes, plus bas est mieux.",
+    ),
     "interval": ("95 % interval", "Intervalle à 95 %"),
     "difference": ("Difference", "Écart"),
     "between": ("{low} to {high}", "de {low} à {high}"),
