@@ -26,6 +26,7 @@ _UNWINDS = 15.0  # seconds for what was under way to end after Preempted
 
 Listener = Callable[[signal.Signals], None]
 _farewells: list[Callable[[], None]] = []
+_around_stops: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
 
 class OwnProcess:
@@ -36,6 +37,8 @@ class OwnProcess:
     raises Preempted, and if it does not come to that within three seconds the process is left. It is left later where
     it goes on all the same, as a library has swallowed that; or whoever listens next is told. Outside the main thread,
     where Python allows no handlers, it does nothing.
+
+    Ctrl-Z stops it as any other, once the thread has heard of it: see `around_stops`.
     """
 
     current: ClassVar["OwnProcess | None"] = None
@@ -54,6 +57,10 @@ class OwnProcess:
             self._fd_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
             for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main)  # type: ignore[assignment]
+            # Only Linux tells whether somebody could have it go on.
+            if platform.system() == "Linux" and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                self._before[signal.SIGTSTP] = signal.SIG_DFL
+                signal.signal(signal.SIGTSTP, lambda number, frame: None)
             threading.Thread(target=self._hear, name="signals", daemon=True).start()
             OwnProcess.current = self
         return self
@@ -88,6 +95,8 @@ class OwnProcess:
                 for number in numbers:
                     if number in SIGNALS:
                         self._tell(signal.Signals(number))
+                    elif number == signal.SIGTSTP and OwnProcess.current is self and _may_be_stopped():
+                        _stop()
 
     def _tell(self, number: signal.Signals) -> None:
         drop_what_nobody_reads()
@@ -103,6 +112,33 @@ class OwnProcess:
             self._why = f"{signal.Signals(number).name}; the stage that was running begins anew"
             self._raised.set()
             raise Preempted(self._why)
+
+
+def around_stops(held: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Have Ctrl-Z enter this before it stops a run's own process, and leave it when that goes on."""
+    _around_stops.append(held)
+
+
+def _stop() -> None:
+    with contextlib.ExitStack() as held:
+        for each in _around_stops:
+            held.enter_context(each())
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # all threads, this one before it comes back
+
+
+def _may_be_stopped() -> bool:
+    """Whether Ctrl-Z may stop this process: not where no shell could have it go on, as the kernel has it by itself.
+
+    Its group must have a parent of another group in this session (POSIX calls one without "orphaned").
+    """
+    group, session, pid = os.getpgrp(), os.getsid(0), os.getppid()
+    with contextlib.suppress(OSError, ValueError, IndexError):  # one has ended
+        while pid > 0:
+            if os.getpgid(pid) != group:
+                return os.getsid(pid) == session
+            with open(f"/proc/{pid}/stat", errors="replace") as file:
+                pid = int(file.read().rpartition(")")[2].split()[1])
+    return False
 
 
 def _ignored(frame: FrameType | None) -> bool:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from affinage.hardware.stacks import where
+from affinage.hardware.stops import JUMP
 
 KNOWN = sys.platform == "linux"  # elsewhere what is read, written, and done by others that were started is not told
 _LOOK_EVERY = 1.0  # seconds
 _SHARE = 0.05  # of one processor: what stands still, with all that looks after it, takes less than 0.02
 _BYTES = 10_000  # a second: a line that moves on a terminal has some 2,000
-_JUMP = 5.0  # seconds between two looks: this process was stopped itself (Ctrl-Z), or its machine
 
 
 class _Work(NamedTuple):
@@ -57,7 +57,7 @@ class Movement:
         since = now - self._looked
         if since >= _LOOK_EVERY:
             at = (where(), self._signs)
-            moved = is_waiting() or since > _JUMP or at != self._at or _own().enough_since(self._own, since)
+            moved = is_waiting() or since > JUMP or at != self._at or _own().enough_since(self._own, since)
             if moved or self._others_moved(since):
                 self._moved = now
             if moved:

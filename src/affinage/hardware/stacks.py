@@ -7,10 +7,11 @@ import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from affinage.stopping import OwnProcess
+from affinage.stopping import OwnProcess, around_stops
 
 _DISK = 1.0  # seconds for the disk to take the stacks; else they go to standard error
 _OTHERS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -18,6 +19,7 @@ _OTHERS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib",
 _PACKAGE = str(Path(__file__).parents[1])
 
 _looking = threading.Lock()
+_timer = threading.Lock()
 
 
 class Stacks:
@@ -63,14 +65,26 @@ def told_without_python(seconds: float) -> None:
 
     Native code may keep all threads of Python from running, also those that watch; this one is not of Python.
     """
-    if OwnProcess.current is not None and sys.stderr is not None:
-        faulthandler.dump_traceback_later(seconds, file=2)
+    with _timer:
+        if OwnProcess.current is not None and sys.stderr is not None:
+            faulthandler.dump_traceback_later(seconds, file=2)
 
 
 def needs_no_telling() -> None:
     """Take back `told_without_python`."""
     if OwnProcess.current is not None:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _nothing_told() -> Iterator[None]:
+    """Inside, `told_without_python` waits: its thread would take the time of a stop for one without a sign."""
+    with _timer:
+        needs_no_telling()
+        yield
+
+
+around_stops(_nothing_told)
 
 
 def where() -> str:

@@ -23,6 +23,7 @@ from affinage.hardware.standstill import (
     patience_of,
     stacks_in,
 )
+from affinage.hardware.stops import Stops
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess, leave
 from affinage.training.ledger import LifeSign
@@ -46,7 +47,7 @@ class Watchdog:
     What is not a step, such as a compilation, has more time: it is told after stuck_seconds in which nothing moves (see
     `affinage.hardware.movement`), and after 20 times that in any case. Of many hosts one that shows no sign of life for
     stuck_seconds is named by the others, whatever these are at by then, and left. A save that runs beside the steps is
-    told like a step, and not left.
+    told like a step, and not left. Time in which this process was stopped itself is nobody's.
     """
 
     def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
@@ -63,7 +64,7 @@ class Watchdog:
         self._stacks = Stacks(stacks_in(folder))
         self._leaves = leaves_when_stuck(settings, hosts)
         self._told_at = 0.0
-        self._movement, self._still_told = Movement(), False
+        self._movement, self._still_told, self._stops = Movement(), False, Stops()
         self._beats = Beats(hosts, self._doing)
         self._ended = threading.Event()
         every = min(_LOOK_EVERY, settings.stuck_seconds / 4)
@@ -108,10 +109,11 @@ class Watchdog:
         before, since = self._what, self._last
         self._begin(f"step {step}", 1.0, 1.0)
         if before.startswith("step"):
-            self._steps.append(self._last - since)
+            self._steps.append(self._last - since - self._stops.seconds_since(since))
 
     def save_lasts(self, seconds: float) -> None:
         """What the loop knows at a step: for how long the save beside the steps runs by now; 0 if none does."""
+        seconds -= self._stops.seconds_since(time.monotonic() - seconds)
         if seconds < self._save:  # that one has ended
             self._longest_save, self._save_told = max(self._longest_save, self._save), False
         self._save = seconds
@@ -142,18 +144,28 @@ class Watchdog:
 
     def _doing(self) -> Doing:
         # The first host looks always, and alone: it asks itself, and what all ask one grows with the square of them.
-        still = min(self._movement.seconds, time.monotonic() - self._last) if self._patience > 1 else 0.0
-        late = time.monotonic() - self._last > self.limit - AHEAD or still > self._settings.stuck_seconds - AHEAD
+        waited = self._waited()
+        still = min(self._movement.seconds, waited) if self._patience > 1 else 0.0
+        late = waited > self.limit - AHEAD or still > self._settings.stuck_seconds - AHEAD
         return Doing(Hosts.current.passed, self._what, late or Hosts.current.first, round(still, 1))
+
+    def _waited(self) -> float:
+        """Seconds since what is running now has begun."""
+        last = self._last
+        return time.monotonic() - last - self._stops.seconds_since(last)
 
     def _live(self) -> None:
         while not self._ended.wait(_LIFE_EVERY):
             self._life.show()
 
     def _look(self) -> None:
+        with self._stops.looking():
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
         patience = self._settings.stuck_seconds
         told_without_python(patience)
-        begun, waited = self._begun, time.monotonic() - self._last
+        begun, waited = self._begun, self._waited()
         still = min(self._movement.look(), waited) if self._patience > 1 else 0.0
         self._look_for_life(waited)
         if not self._told and waited > self.limit:
@@ -164,7 +176,7 @@ class Watchdog:
         if self._told and self._leaves and waited > max(self._stays, self._seconds(self._patience_to_leave)):
             ended = self._ended.wait(self._told_at + LAST_WORDS - time.monotonic())
             if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
-                self._leave(self._unended(time.monotonic() - self._last) + self._blamed)
+                self._leave(self._unended(self._waited()) + self._blamed)
 
     def _look_for_life(self, waited: float) -> None:
         """At the other hosts: by how long they say nothing, not by when this one began what it is at."""
@@ -174,7 +186,7 @@ class Watchdog:
             self._stacks.tell(f"{self._name}: {self._with(waited, lost)}")
         self._lost_told = bool(lost)
         if lost and self._leaves and not self._ended.wait(LAST_WORDS) and self._beats.lost(patience):
-            self._leave(self._with(time.monotonic() - self._last, lost))
+            self._leave(self._with(self._waited(), lost))
 
     def _look_closer(self, waited: float, still: float) -> None:
         """At what may take so long."""
