@@ -10,7 +10,7 @@ from affinage.errors import UserError, plain
 
 IDENTITY = "identity"  # key of the facts that decide over a run's numbers
 _ABSENT = "(not there)"
-_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+_PLAIN = re.compile(r"[A-Za-z_][\w.-]*")  # in YAML, and in a shell
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def refuse_changes(
     refused = [each for each in found if not _covers(accepted, each.name)]
     if refused:
         listed = "".join(f"\n    {each}" for each in refused)
-        names = ", ".join(_in_a_list(each.name) for each in refused)
+        names = ", ".join(dict.fromkeys(_to_accept(each.name) for each in refused))
         raise UserError(
             f"this run is not the one that was saved:{listed}",
             where=where,
@@ -71,9 +71,11 @@ def _covers(accepted: Collection[str], name: str) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in accepted)
 
 
-def _in_a_list(name: str) -> str:
-    """A name as YAML takes it between brackets."""
-    return name if _PLAIN.fullmatch(name) else json.dumps(plain(name), ensure_ascii=False)
+def _to_accept(name: str) -> str:
+    """The narrowest name that accepts a difference and can be written as it is: of a file's path what stands before."""
+    parts = name.split(".")
+    found = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((each for each in found if _PLAIN.fullmatch(each)), json.dumps(plain(name), ensure_ascii=False))
 
 
 def _leaves(facts: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
