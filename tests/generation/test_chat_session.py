@@ -1,11 +1,13 @@
 """The conversation in the terminal, without a terminal."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
+from affinage.generation import chat
 from affinage.generation.chat import AIDE, HELP, ChatSession, base_model_warning, converse, greeting
 from affinage.generation.decode import Generator, Request
 from tiny_models import tiny_llama
@@ -49,12 +51,23 @@ def test_commands_reset_save_and_set_the_system_message(tmp_path):
     assert "cannot be written" in talk(session, f"/save {tmp_path}/missing/folder.json")
 
 
-def test_the_oldest_exchanges_give_way_and_what_never_fits_is_refused():
+def test_the_oldest_exchanges_give_way_are_saved_and_what_never_fits_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shown: list[str] = []
+
+    def encode(messages: list[dict[str, str]], *rest: object) -> list[int]:
+        shown[:] = [message["content"] for message in messages]
+        return encode_prompt(messages, *rest)
+
+    monkeypatch.setattr(chat, "encode_prompt", encode)
     session = new_session()
     for number in range(8):
         talk(session, f"number {number}")
-    assert session.messages[0]["content"] not in {"number 0", "number 1"}
-    assert session.messages[-2]["content"] == "number 7"
+    assert "number 0" not in shown and "number 1" not in shown and shown[-1] == "number 7"
+    talk(session, f"/save {tmp_path / 'all.json'}")
+    saved = json.loads((tmp_path / "all.json").read_text())["messages"]
+    assert [one["content"] for one in saved if one["role"] == "user"] == [f"number {number}" for number in range(8)]
     before = list(session.messages)
     with pytest.raises(UserError, match="tokens with its surroundings"):
         list(session.reply("long " * 200))

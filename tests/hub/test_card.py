@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from huggingface_hub import ModelCard
 
 from affinage.hub.card import CardFacts, model_card
@@ -51,3 +52,13 @@ def test_scores_asked_in_the_chat_template_are_marked():
     text = card(replace(FACTS, results=FACTS.results | {"sft": asked}))
     assert "0.600 ± 0.010 †" in text and "0.500 ± 0.010 |" in text and "† asked in the chat template" in text
     assert "†" not in card(FACTS)
+
+
+@pytest.mark.parametrize("language", ["en", "fr"])
+def test_how_the_harness_s_own_backend_gives_the_scores(language: str):
+    results = {"base": {"tasks": {"piqa": {"metrics": {"acc": {"value": 0.5, "stderr": 0.1}}}}}}
+    facts = CardFacts("mit", language=language, results=results)
+    told = {
+        opening: model_card("m", facts, parameters=1, context=8, chat=False, opening=opening) for opening in ("<s>", "")
+    }
+    assert "add_bos_token=True" in told["<s>"] and "`<s>`" in told["<s>"] and "add_bos_token" not in told[""]

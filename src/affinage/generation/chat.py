@@ -74,6 +74,7 @@ class ChatSession:
         self._request = request
         self._system_prompt = generator.model.system_prompt
         self.messages: list[dict[str, str]] = []
+        self._first = 0  # of the messages that the model is still shown
 
     @property
     def model(self) -> str:
@@ -82,7 +83,7 @@ class ChatSession:
 
     def reset(self) -> None:
         """Forget all messages."""
-        self.messages = []
+        self.messages, self._first = [], 0
 
     def set_system(self, text: str) -> None:
         """Begin anew with this system message; an empty one means the model's own."""
@@ -97,30 +98,28 @@ class ChatSession:
     def reply(self, text: str) -> Iterator[str]:
         """Pieces of the answer to `text`; both are in the history once the answer has ended or is no longer wanted.
 
-        The oldest exchanges are forgotten when the conversation outgrows the context. Raises UserError for a text that
-        does not fit even alone; the history is then as before.
+        The model is no longer shown the oldest exchanges when the conversation outgrows the context. Raises UserError
+        for a text that does not fit even alone; the history is then as before.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt, messages = self._fit(messages)
+        prompt, first = self._fit(messages)
         answer = ""
         try:
             for piece in self._generator.stream(prompt, self._request):
                 answer += piece
                 yield piece
         finally:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self.messages, self._first = [*messages, {"role": "assistant", "content": answer}], first
 
-    def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], list[dict[str, str]]]:
-        """The prompt of the latest messages that leave room for an answer, and those messages."""
+    def _fit(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
+        """The prompt of the latest messages that leave room for an answer, and the first of those messages."""
         model = self._generator.model
         room = model.context - min(self._request.max_new_tokens, model.context // 4)
-        while True:
-            prompt = encode_prompt(messages, model.tokenizer, self._system_prompt)
+        for first in range(self._first, len(messages), 2):
+            prompt = encode_prompt(messages[first:], model.tokenizer, self._system_prompt)
             if len(prompt) <= room:
-                return prompt, messages
-            if len(messages) == 1:
-                raise TooLong(len(prompt), room)
-            messages = messages[2:]
+                return prompt, first
+        raise TooLong(len(prompt), room)
 
 
 def greeting(session: ChatSession, language: Language = "en") -> str:

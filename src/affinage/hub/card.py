@@ -17,6 +17,8 @@ _WORDS: dict[str, dict[str, str]] = {
         "task": "Task",
         "metric": "Metric",
         "scores_note": "By lm-evaluation-harness; ± is one standard error.",
+        "opening_note": "Its `hf` backend gives them with `--model_args pretrained=…,add_bos_token=True`: in training, "
+        "every text began with `{opening}`.",
         "in_chat_note": "† asked in the chat template: not comparable with scores asked without it.",
         "text": "Training text",
         "source": "Source",
@@ -37,6 +39,8 @@ _WORDS: dict[str, dict[str, str]] = {
         "task": "Épreuve",
         "metric": "Mesure",
         "scores_note": "Par lm-evaluation-harness\u00a0; ± est une erreur type.",
+        "opening_note": "Son moteur `hf` les donne avec `--model_args pretrained=…,add_bos_token=True`\u00a0: à "
+        "l’entraînement, chaque texte commençait par `{opening}`.",
         "in_chat_note": "† posé dans le modèle de conversation\u00a0: pas comparable aux scores posés sans lui.",
         "text": "Texte d’entraînement",
         "source": "Source",
@@ -90,7 +94,7 @@ def model_card(name: str, facts: CardFacts, *, parameters: int, context: int, ch
         facts.summary + "\n" if facts.summary else "",
         what + (f" {words['chat']}" if chat else "") + "\n",
         f"## {words['use']}\n\n" + _example(name, chat, opening) + "\n",
-        _scores(facts, words),
+        _scores(facts, words, opening),
         _table(words["text"], heads, sources),
         _table(words["training"], ("", ""), training),
         f"## {words['limits']}\n\n{words['limits_text']}\n",
@@ -154,7 +158,7 @@ def _metadata(name: str, facts: CardFacts, chat: bool) -> ModelCardData:
     )
 
 
-def _scores(facts: CardFacts, words: Mapping[str, str]) -> str:
+def _scores(facts: CardFacts, words: Mapping[str, str], opening: str) -> str:
     """All scores with standard errors, one column for each label of the results."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for label, result in facts.results.items():
@@ -169,7 +173,11 @@ def _scores(facts: CardFacts, words: Mapping[str, str]) -> str:
     )
     table = _table(words["scores"], (words["task"], words["metric"], *facts.results), lines)
     in_chat = any("†" in cell for cells in rows.values() for cell in cells.values())
-    notes = [words["scores_note"], *([words["in_chat_note"]] if in_chat else [])]
+    notes = [words["scores_note"]]
+    if opening:
+        notes.append(words["opening_note"].format(opening=opening))
+    if in_chat:
+        notes.append(words["in_chat_note"])
     return table and f"{table}\n{' '.join(notes)}\n"
 
 
