@@ -64,7 +64,7 @@ def _write_recipes(folder: Path) -> None:
         (["run", "cut.json"], "this is not valid YAML: while parsing a flow"),
         (["run", "loop.yaml"], "loop.yaml: there is no such recipe file"),
         (["run", "itself.yaml"], "this recipe is its own base"),
-        (["run", "a" * 300 + ".yaml"], "file name too long"),
+        (["run", "a" * 300 + ".yaml"], "there is no such recipe file"),
         (["data", TINY, "--runs", "file"], "not a directory"),
         (["report", "damaged"], "recipe.json: this file of the run is damaged"),
         (["report", TINY, "--lang", "de"], "'de' is not one of 'en', 'fr'"),
