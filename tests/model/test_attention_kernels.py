@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import splash_attention
 from affinage.model.kinds.attention_masks import causal_mask
-from affinage.model.kinds.attention_products import plain_attention
+from affinage.model.kinds.attention_products import plain_attention, splash_on_parts
 from affinage.parallel import MeshLayout, make_mesh
 
 LENGTH = 150  # more than one block, and no whole number of them
@@ -99,6 +100,26 @@ def test_on_a_mesh_every_device_runs_the_kernel_on_its_part():
 
 
 @pytest.mark.parametrize(
+    "mesh, window, packed",
+    [
+        ({"context": 4}, None, True),
+        ({"context": 2, "tensor": 2}, 200, True),
+        ({"data": 2, "context": 2, "tensor": 2}, None, False),
+    ],
+    ids=str,
+)
+def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, window, packed):
+    random, length = np.random.default_rng(0), 512
+    arrays = [jnp.asarray(random.normal(size=(2, count, length, 8)), jnp.float32) for count in (4, 2, 2, 4)]
+    ends = [[100, 300, 112], [512, 0, 0]]
+    segments = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ends]), jnp.int32) if packed else None
+    layout = MeshLayout(make_mesh(mesh, jax.devices()[: int(np.prod(list(mesh.values())))]))
+    split = partial(splash_on_parts, segments=segments, layout=layout, window=window, softcap=None, interpret=True)
+    whole = partial(splash_attention, segments=segments, window=window, softcap=None, interpret=True)
+    same(value_and_gradient(split, *arrays), value_and_gradient(whole, *arrays))
+
+
+@pytest.mark.parametrize(
     "change, wanted",
     [
         ({}, "splash"),
@@ -137,7 +158,8 @@ def test_a_cache_is_refused_by_the_graph_too():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'affinage[tpu]'")
-def test_a_training_step_with_the_kernel_compiles_for_tpus():
+@pytest.mark.parametrize(("axis", "queries"), [("data", 256), ("context", 128)])
+def test_a_training_step_with_the_kernel_compiles_for_tpus(axis: str, queries: int):
     program = """
         import jax, jax.numpy as jnp, tiny_graphs
         from jax.experimental import topologies
@@ -146,7 +168,7 @@ def test_a_training_step_with_the_kernel_compiles_for_tpus():
         from affinage.parallel import MeshLayout, make_mesh
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-        mesh = make_mesh({"data": 2, "tensor": 2}, devices)
+        mesh = make_mesh({"AXIS": 2, "tensor": 2}, devices)
         graph = parse(tiny_graphs.llama(layers=1, attention={"kv_heads": 2, "head_dim": 64, "window": 100}))
         call = Call(jnp.bfloat16, platform="tpu", layout=MeshLayout(mesh))
 
@@ -156,7 +178,7 @@ def test_a_training_step_with_the_kernel_compiles_for_tpus():
         def placed(leaf, spec=P()):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-        rows = placed(jax.ShapeDtypeStruct((4, 256), jnp.int32), P("data"))
+        rows = placed(jax.ShapeDtypeStruct((4, 256), jnp.int32), P("data", "context"))
         step = jax.jit(jax.grad(loss)).lower(jax.tree.map(placed, abstract_params(graph)), rows, rows)
         print(step.compile().as_text())
     """
@@ -166,8 +188,10 @@ def test_a_training_step_with_the_kernel_compiles_for_tpus():
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another process of this machine may be compiling for TPUs, too
         "TPU_SKIP_MDS_QUERY": "1",
     }
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    command = [sys.executable, "-c", textwrap.dedent(program).replace("AXIS", axis)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     for kernel in ("fwd_segmented", "dq_segmented", "dkv_segmented"):
         assert f"splash_mha_{kernel}" in done.stdout
+    calls = [line for line in done.stdout.splitlines() if "custom-call(" in line and "splash_mha_fwd" in line]
+    assert calls and all(f",{queries},64]" in line.partition("custom-call(")[0] for line in calls)

@@ -1,15 +1,24 @@
 """The two products of attention, by the implementation that the call asks for."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
-from affinage.model.kinds.attention_kernels import cudnn_attention, splash_attention
+from affinage.model.kinds.attention_kernels import (
+    LANES,
+    by_splash,
+    cudnn_attention,
+    splash_attention,
+    splash_axes,
+    splash_kernel,
+)
 from affinage.model.kinds.dropout import drop
+from affinage.model.layout import Layout
 
 _BLOCKS, _LONG = (64, 128), 512  # queries at once, in rows below and from so many tokens on
 _MOST_BLOCKS = 16  # each is compiled by itself
@@ -65,8 +74,11 @@ def attend(
 def _by_kernel(
     name: str, query: Array, key: Array, value: Array, context: Context, *, softcap: float | None, window: int | None
 ) -> Array:
-    """The rows and heads of each device by its own run of the kernel; a row's tokens are not split."""
-    segments = context.prepared["segments"]
+    """The rows and heads of each device by its own run of the kernel; Splash also its queries of a row."""
+    segments, layout = context.prepared["segments"], context.call.layout
+    parts = layout.parts("sequence")
+    if name == "splash" and parts > 1 and query.shape[2] % (parts * LANES) == 0:
+        return splash_on_parts(query, key, value, segments, layout, window=window, softcap=softcap)
     of_query, of_key = ("batch", "heads", None, "head_dim"), ("batch", "kv_heads", None, "head_dim")
     told = () if segments is None else (segments if name == "splash" else context.prepared["mask"],)
     of_told = tuple(("batch", *(None,) * (array.ndim - 1)) for array in told)
@@ -76,7 +88,40 @@ def _by_kernel(
             return splash_attention(query, key, value, told, window=window, softcap=softcap)
         return cudnn_attention(query, key, value, told, window=window)
 
-    return context.call.layout.mapped(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
+    return layout.mapped(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
+
+
+def splash_on_parts(
+    query: Float[Array, "B H S D"],
+    key: Float[Array, "B K S D"],
+    value: Float[Array, "B K S D"],
+    segments: Int[Array, "B S"] | None,
+    layout: Layout,
+    *,
+    window: int | None,
+    softcap: float | None,
+    interpret: bool = False,
+) -> Float[Array, "B H S D"]:
+    """Splash where the tokens of a row lie on several devices: each has its queries, and all keys before them."""
+    heads, length = query.shape[1:3]
+    kernel = splash_kernel(
+        heads,
+        length,
+        window=window,
+        softcap=softcap,
+        head_shards=layout.parts("heads"),
+        sequence_shards=layout.parts("sequence"),
+        interpret=interpret,
+    )
+    of_query, of_key = ("batch", "heads", "sequence", "head_dim"), ("batch", "kv_heads", "keys", "head_dim")
+    told = () if segments is None else (segments, segments)
+    of_told = () if segments is None else (("batch", "sequence"), ("batch", "keys"))
+
+    def run(kernel: Any, query: Array, key: Array, value: Array, *told: Array) -> Array:
+        return by_splash(kernel, query, key, value, (told[0], told[1]) if told else None)
+
+    inputs = (splash_axes(kernel), of_query, of_key, of_key, *of_told)
+    return layout.mapped(run, inputs, of_query)(kernel, query, key, value, *told)
 
 
 def plain_attention(
