@@ -129,5 +129,6 @@ def test_a_step_that_no_point_will_have_is_refused_before_the_first(
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert f"pretrain will keep no checkpoint of step {step}" in told and said in " ".join(told.split())
+    assert f"3 of 3, sft.base_step = {step}, sft.steps = 1: " in " ".join(told.split())
     assert f"numbers that divide {step}" in " ".join(told.split())
     assert not list(runs.rglob("manifest.json"))

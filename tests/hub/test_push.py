@@ -1,11 +1,14 @@
 """Uploading an export, to a stand-in for the hub that listens on this machine."""
 
+import errno
+
 import huggingface_hub
 import pytest
 
 import hub_server
 from affinage.cli.program import main
 from affinage.errors import UserError
+from affinage.hub import repository
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.repository import local_copy, push
@@ -57,3 +60,12 @@ def test_without_a_network_it_is_said_what_is_there_and_what_to_do(tmp_path, mon
         local_copy("me/there-is-no-such-model")
     with pytest.raises(UserError, match=r"there is no folder `\./nowhere`"):
         local_copy("./nowhere")
+
+
+def test_a_full_disk_is_not_the_hubs(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(repository, "snapshot_download", full)
+    with pytest.raises(OSError, match="No space left"):
+        repository.local_copy("some/model")

@@ -37,6 +37,7 @@ def sweep(
     """
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
+    from affinage.errors import UserError
     from affinage.stages.flow import Runs
     from affinage.stages.foresight import check
     from affinage.stages.sweep import points
@@ -49,7 +50,11 @@ def sweep(
     prepare_process(found[0].loaded)
     with OwnProcess(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found out after the others' days
-            check(point.loaded, [step.stage.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
+            try:
+                check(point.loaded, [step.stage.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
+            except UserError as error:
+                error.where = f"{point.number} of {len(found)}, {_said(point.settings)}: {error.where}"
+                raise
         for point in found:
             screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
             _run(point, Runs(runs))

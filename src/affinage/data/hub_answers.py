@@ -13,11 +13,11 @@ _COPIES = {  # what there is without the Hub
 }
 
 
-def limit_requests() -> None:
+def limit_requests(seconds: float | None = None) -> None:
     """Give huggingface_hub's requests a limit: they have none where a Hub takes the connection and says nothing."""
     from huggingface_hub import get_session
 
-    get_session().timeout = _PATIENCE
+    get_session().timeout = _PATIENCE if seconds is None else seconds
 
 
 def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:

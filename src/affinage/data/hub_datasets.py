@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from affinage.data.hub_answers import is_of_the_network, limit_requests, refusal
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
-from affinage.errors import UserError, first_line
+from affinage.errors import UserError, first_line, of_the_machine
 from affinage.recipe.sources import SourceSettings, is_folder
 
 MAX_PARTS = 64  # that a dataset is read in, side by side; each asks the Hub anew
@@ -47,6 +48,8 @@ def at_commit(place: str, settings: SourceSettings, where: str) -> SourceSetting
         found = api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
         api.auth_check(place, repo_type="dataset")  # a gated one shows its card to everybody
     except Exception as error:  # of the Hub, and whatever a network or a proxy can come up with
+        if of_the_machine(error) is not None:
+            raise
         raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
     return settings.model_copy(update={"revision": found.sha or settings.revision})
 
@@ -99,7 +102,7 @@ class Stream:
         except (UserError, DamagedFile):
             raise
         except Exception as error:  # of `datasets`, pyarrow, the network
-            raise _unread(error, self._part) from None
+            raise _unread(error, self._part, self._settings) from None
 
 
 def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:
@@ -108,13 +111,13 @@ def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, A
     try:
         yield from dataset.shard(num_shards=part.parts, index=part.index) if part.parts > 1 else dataset
     except Exception as error:  # of `datasets`, pyarrow, the network
-        raise _unread(error, part) from None
+        raise _unread(error, part, settings) from None
 
 
-def _unread(error: Exception, part: DatasetPart) -> UserError | DamagedFile:
+def _unread(error: Exception, part: DatasetPart, settings: SourceSettings) -> UserError | DamagedFile:
     """What to tell where reading fails. A network that fails is no damage: what damage loses is lost for good."""
     if is_of_the_network(error) and not is_folder(part.place):
-        return refusal(error, "dataset", part.place, where=part.name)
+        return refusal(error, "dataset", part.place, revision=settings.revision, where=part.name)
     return DamagedFile(f"the dataset cannot be read on: {type(error).__name__}: {first_line(error)}")
 
 
@@ -122,8 +125,14 @@ def _unread(error: Exception, part: DatasetPart) -> UserError | DamagedFile:
 def _opened(place: str, key: str) -> Any:
     import datasets
 
-    settings = SourceSettings.model_validate_json(key)
-    datasets.config.TORCH_AVAILABLE = False  # else each process loads torch, for data loaders that there are none of
+    # Else each process loads torch, for data loaders that there are none of.
+    with patch.object(datasets.config, "TORCH_AVAILABLE", False):
+        return _loaded(place, SourceSettings.model_validate_json(key))
+
+
+def _loaded(place: str, settings: SourceSettings) -> Any:
+    import datasets
+
     datasets.config.STREAMING_READ_MAX_RETRIES = _RETRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = _RETRY_SECONDS
     if is_folder(place) and _was_saved(Path(place)):

@@ -147,7 +147,7 @@ def _meant(
                 where=name,
                 fix="Evaluate a run that was trained on it, or name the task files: --task FOLDER/tasks.",
             )
-        place = folders[POCKET_WORLD] / f"{name}.yaml" if name in POCKET_TASKS else folders.get(name, Path(name))
+        place = folders[POCKET_WORLD] / f"{name}.yaml" if name in POCKET_TASKS else folders.get(name, from_home(name))
         if name in folders or name in POCKET_TASKS or place.exists():
             found.append(_Meant(name, place=place))
         elif place.suffix in {".yaml", ".yml"} or "/" in name:

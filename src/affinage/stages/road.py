@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
@@ -71,7 +70,7 @@ def is_local(recipe: Recipe) -> bool:
     looked = data.decontaminate.against if data and data.decontaminate else ()
     return (
         not on_hub
-        and not any(of_the_hub(Path(path)) for path in looked if path.endswith((".yaml", ".yml")))
+        and not any(of_the_hub(from_home(path)) for path in looked if path.endswith((".yaml", ".yml")))
         and not any(map(is_url, places))
         and all(_is_here(recipe, task) for task in (*_tasks(recipe), *_watched(recipe)))
     )

@@ -121,6 +121,8 @@ class LifeSign:
             ledger: of this start, which began when this object was made.
             saved: seconds since 1970; None if it goes on from the beginning.
         """
+        if self._path is None:
+            return
         # Of a state that was saved on another machine nobody here knows when that died.
         before = saved if self.before is None else self.before
         if before is not None:

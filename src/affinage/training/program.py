@@ -83,8 +83,12 @@ class Program:
 
     @property
     def slowest_step(self) -> float:
-        """Seconds that a step may take where all is well: at a hundredth of the peak; of unknown chips at 1 GFLOP/s."""
-        return self.flops_per_step / (0.01 * self.peak_flops if self.peak_flops else 1e9)
+        """Seconds that a step may take where all is well: at a hundredth of the peak, on processors at 1 GFLOP/s.
+
+        Of an unknown accelerator at 1 TFLOP/s for each; never more than six hours.
+        """
+        unknown = 1e9 if self.mesh.devices.flat[0].platform == "cpu" else 1e12 * self.mesh.size
+        return min(self.flops_per_step / (0.01 * self.peak_flops if self.peak_flops else unknown), 6 * 3600)
 
     @cached_property
     def chip(self) -> Chip:
