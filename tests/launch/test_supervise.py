@@ -21,6 +21,10 @@ TOLD = (signal.SIGTERM,)
 SAVES = (75,)
 
 
+def gone(host: int) -> hosts.Missed:
+    return hosts.Missed(host, "is gone")
+
+
 class Scripted:
     """A launcher whose hosts end as is written: for every start, (host, status) in order, a third where it is lost.
 
@@ -92,24 +96,35 @@ def test_a_lost_host_starts_all_again_and_what_came_of_it_is_not_blamed():
 @pytest.mark.parametrize(
     ("endings", "told"),
     [
-        ([Ending(0, 1, missed=1), (1, -signal.SIGKILL)], "host 1 was killed by SIGKILL"),
-        ([Ending(0, 1, missed=1), (1, 3)], "host 1 failed with status 3"),
-        ([Ending(0, 1, missed=1), (1, 75, True)], "host 1 was lost sight of"),
+        ([Ending(0, 1, missed=gone(1)), (1, -signal.SIGKILL)], "host 1 was killed by SIGKILL"),
+        ([Ending(0, 1, missed=gone(1)), (1, 3)], "host 1 failed with status 3"),
+        ([Ending(0, 1, missed=gone(1)), (1, 75, True)], "host 1 was lost sight of"),
         ([(1, -signal.SIGABRT), (0, -signal.SIGKILL)], "host 0 was killed by SIGKILL"),  # JAX, without its coordinator
-        ([(1, -signal.SIGABRT), Ending(0, 1, missed=1)], "host 1 was killed by SIGABRT"),
-        ([Ending(0, 1, "a", missed=1)], "host 1 is gone, says host 0 (a)"),  # its machine: its end is never seen
-        ([Ending(0, 1, missed=1), Ending(1, 1, missed=0)], "host 1 is gone, says host 0"),  # a cut between them
+        ([(1, -signal.SIGABRT), Ending(0, 1, missed=gone(1))], "host 1 was killed by SIGABRT"),
+        ([(0, -signal.SIGABRT), (1, 1)], "host 1 failed with status 1"),  # JAX, where another one fails
+        ([(0, -signal.SIGABRT), (1, 1), (2, -signal.SIGKILL)], "host 2 was killed by SIGKILL"),
+        ([(0, -signal.SIGABRT), Ending(1, 1, missed=gone(0))], "host 0 was killed by SIGABRT"),
+        ([Ending(0, 1, missed=gone(1)), (2, 1)], "host 1 is gone, says host 0"),
+        ([Ending(0, 1, "a", missed=gone(1))], "host 1 is gone, says host 0 (a)"),  # its machine: its end is never seen
+        (
+            [Ending(0, 1, missed=gone(1)), Ending(1, 1, missed=gone(0))],
+            "host 1 is gone, says host 0",
+        ),  # a cut between them
     ],
 )
 def test_who_died_is_told_of_and_not_who_left_for_it(endings: list, told: str):
-    status, said = run(Scripted(endings, DONE))
+    hosts = max(2, len(endings))
+    launcher = Scripted(endings, [(host, 0) for host in range(hosts)])
+    launcher.hosts = hosts
+    status, said = run(launcher)
     assert status == 0 and said == [f"launch: {told}; all hosts start again (1 of 10 failures)"]
 
 
-def test_who_stood_still_is_told_of_and_not_who_left_for_it():
-    status, said = run(Scripted([Ending(0, 75, missed=1), (1, -signal.SIGKILL)], DONE), failures=0)
+def test_whom_a_host_misses_is_told_of_in_its_words_and_not_who_left_for_it():
+    left = Ending(0, 75, missed=hosts.Missed(1, "does not answer"))
+    status, said = run(Scripted([left, (1, -signal.SIGKILL)], DONE), failures=0)
     assert status == 0
-    assert said == ["launch: host 1 stood still, says host 0; all hosts start again (1 of 1000 preemptions)"]
+    assert said == ["launch: host 1 does not answer, says host 0; all hosts start again (1 of 1000 preemptions)"]
 
 
 def test_a_host_says_for_whom_it_leaves():
@@ -117,6 +132,9 @@ def test_a_host_says_for_whom_it_leaves():
         "Stopped: host 1 is gone. Run the same command to go on.": 1,
         "Stopped: host 12 is gone: its machine has not answered for 5 s. Run the same command to go on.": 12,
         "Stopped: mine: pretrain: step 7 has not ended for 27 s: host 2 is behind, at step 6 (wait, x.py:3).": 2,
+        "Stopped: mine: step 7 has not ended for 27 s, and host 1 shows no sign of life, last at step 6 (x.py:3).": 1,
+        "Stopped: mine: step 7 has not ended for 27 s, and host 0 does not answer.": 0,
+        "Stopped: mine: step 7 has not ended for 27 s: host 0 is at step 7 (x.py:3); host 1 is at step 7 (x).": None,
         "Stopped: mine: host 3 shows no sign of life, last at step 7: x; host 1 shows no sign of life.": 3,
         "Stopped: mine: nothing has moved for 30 s in clean: host 0 does not answer.": 0,
         "host 0 is gone": 0,
@@ -125,7 +143,8 @@ def test_a_host_says_for_whom_it_leaves():
         "Stopped: pretrain stopped by SIGTERM at step 3. Run the same command to go on.": None,
         "Stopped: host 0 has found a mistake, and tells of it.": None,
     }.items():
-        assert hosts.missed_by(line) == host, line
+        missed = hosts.missed_by(line)
+        assert (None if missed is None else missed.host) == host and (missed is None or missed.how in line), line
 
 
 def test_what_a_host_says_as_it_leaves_is_of_its_ending():
@@ -135,7 +154,7 @@ def test_what_a_host_says_as_it_leaves_is_of_its_ending():
     while not found:
         found = watch.ended(1.0)
     process.end()
-    assert found == [Ending(0, 1, "a", missed=1)] and said[0] == "0 | step 3"
+    assert found == [Ending(0, 1, "a", missed=gone(1))] and said[0] == "0 | step 3"
 
 
 def test_budgets_of_preemptions_and_failures_are_apart():

@@ -13,7 +13,7 @@ import tiny
 
 from affinage.hardware import beats, stacks
 from affinage.hardware.beats import Beats, Doing
-from affinage.hardware.hosts import Hosts
+from affinage.hardware.hosts import Hosts, missed_by
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 from affinage.training import TrainJob, train, watchdog
@@ -185,6 +185,18 @@ def test_a_host_that_shows_no_sign_of_life_is_named_though_this_one_goes_on_with
             with contextlib.suppress(queue.Empty):
                 why = left.get(timeout=0.05)
     assert "Thread 0x" in (tmp_path / "stuck.txt").read_text()
+
+
+def test_who_is_missed_is_read_in_what_this_host_says_where_it_is_late_too(
+    tmp_path: Path, left, stop_the_other: Callable[[], None]
+):
+    with of_a_start(tmp_path) as dog:
+        dog.begins("the compilation", told_after=1e6)
+        stop_the_other()
+        why = ""
+        while "the compilation has not ended" not in why or ", and host 1 shows no sign of life" not in why:
+            why = left.get(timeout=300)  # on a busy machine this one may seem silent, too
+    assert missed_by(f"Stopped: {why}. Run the same command to go on.") == (1, "shows no sign of life")
 
 
 def test_the_compilation_and_what_reads_the_state_are_watched_by_their_names(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
+from affinage.hardware.hosts import Missed
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,14 @@ class Ending:
     status: int  # its exit status; negative: the number of the signal that killed it
     where: str = ""  # the machine, if it has a name
     out_of_sight: bool = False  # the process may still run: it was told to save, and the others are to do so with it
-    missed: int | None = None  # the host for whose sake this one left, by its own words
+    missed: Missed | None = None  # the host for whose sake this one left, by its own words
 
     def __str__(self) -> str:
         place = f"host {self.host}" + (f" ({self.where})" if self.where else "")
         if self.out_of_sight:
             return f"{place} was lost sight of"
         if self.missed is not None and self.status != 0:
-            return f"host {self.missed} {'stood still' if self.status == EXIT_PREEMPTED else 'is gone'}, says {place}"
+            return f"host {self.missed.host} {self.missed.how}, says {place}"
         if self.status < 0:
             return f"{place} was killed by {signal.Signals(-self.status).name}"
         said = {0: "is done", EXIT_PREEMPTED: "was told to stop, or was stuck", EXIT_USER_ERROR: "was given a mistake"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS, missed_by
+from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS, Missed, missed_by
 from affinage.launch.forked import Forks
 from affinage.launch.gang import Ending
 from affinage.launch.process import HostProcess, Say, Watched, of_cpu, reserved_port, start_all
@@ -94,7 +94,7 @@ class Watch:
     def __init__(self, processes: Sequence[Watched], say: Say, where: Sequence[str] = ()) -> None:
         self._processes, self._say, self._where = processes, say, where or [""] * len(processes)
         self._told: set[int] = set()
-        self._missed: dict[int, int] = {}
+        self._missed: dict[int, Missed] = {}
 
     def ended(self, seconds: float) -> list[Ending]:
         """See `affinage.launch.gang.Gang`."""

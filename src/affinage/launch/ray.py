@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from affinage.errors import EXIT_PREEMPTED, UserError
-from affinage.hardware.hosts import COORDINATOR, HOSTS, missed_by
+from affinage.hardware.hosts import COORDINATOR, HOSTS, Missed, missed_by
 from affinage.hardware.ray_cluster import connect
 from affinage.launch.forked import OF_A_HOST
 from affinage.launch.gang import Ending
@@ -237,7 +237,7 @@ class RayGang:
         self._ray, self._agents, self._say = ray, list(agents), say
         self._seen = set(range(len(self._agents)))  # hosts whose agent has answered ever since
         self._news: dict[Any, int] = {}
-        self._missed: dict[int, int] = {}
+        self._missed: dict[int, Missed] = {}
         try:
             coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=_ANSWERS)
             self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=_ANSWERS)

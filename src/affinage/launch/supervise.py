@@ -174,7 +174,7 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
             died = _died(worst, endings)
             told_by = min(told_by, time.monotonic() + _AFTER_DEATH)
             if died is not None or not _for_another(worst) or time.monotonic() >= told_by or len(endings) == hosts:
-                return _judged(died or worst, endings, told=False), False
+                return _judged(died or _failed(worst, endings) or worst, endings, told=False), False
             continue
         if until == float("inf"):
             patience = {0: _AFTER_0, EXIT_PREEMPTED: _AFTER_75}.get(worst.status, _AFTER_2)
@@ -202,10 +202,20 @@ def _died(ending: Ending, endings: Sequence[Ending]) -> Ending | None:
     """Of the endings, that for which this one was: of the host that it names, or of one that was killed."""
     if not _for_another(ending):
         return None
-    good = (0, EXIT_PREEMPTED, EXIT_USER_ERROR)
-    bad = [each for each in endings if not _for_another(each) and (each.out_of_sight or each.status not in good)]
-    named = [each for each in bad if each.host == ending.missed]
+    bad = _bad_by_themselves(endings)
+    named = [each for each in bad if ending.missed is not None and each.host == ending.missed.host]
     return next(iter(named or [each for each in bad if each.status < 0]), None)
+
+
+def _failed(ending: Ending, endings: Sequence[Ending]) -> Ending | None:
+    """The first that failed by itself, where JAX has aborted this one, which names nobody, and no host was killed."""
+    aborted = _for_another(ending) and ending.missed is None
+    return next(iter(_bad_by_themselves(endings)), None) if aborted else None
+
+
+def _bad_by_themselves(endings: Sequence[Ending]) -> list[Ending]:
+    good = (0, EXIT_PREEMPTED, EXIT_USER_ERROR)
+    return [each for each in endings if not _for_another(each) and (each.out_of_sight or each.status not in good)]
 
 
 def _judged(cause: Ending, endings: Sequence[Ending], told: bool) -> Ending:
