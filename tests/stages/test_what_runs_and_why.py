@@ -192,6 +192,17 @@ def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_pa
         assert (tmp_path / "runs/small/train" / made).read_text() == "made\n"
 
 
+def test_a_folder_that_cannot_be_taken_away_does_not_hide_the_refusal(load, tmp_path, monkeypatch):
+    def fails(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    Path("made").touch()
+    monkeypatch.setattr("affinage.stages.flow.shutil.rmtree", fails)
+    with pytest.raises(UserError, match="cannot be trained"):
+        toy_run(load, tmp_path, [Stage("train", refuse, {})])
+    assert (tmp_path / "runs/small").is_dir()
+
+
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
     """Keys of the real road."""
     runs = Runs(Path("runs"))

@@ -114,14 +114,9 @@ class Flow:
             UserError: also if another process is at the same run.
         """
         Hosts.current.share(_GIVEN, self._given())
-        was_there = self.folder.exists()
         try:
             check_same_folder(Hosts.current, self.runs.folder)
             return self._run(watcher)
-        except UserError:
-            if not was_there and self.folder.is_dir() and {entry.name for entry in self.folder.iterdir()} <= _NOTES:
-                shutil.rmtree(self.folder)
-            raise
         finally:
             Hosts.current.share(_NEXT, None)
 
@@ -162,8 +157,7 @@ class Flow:
             self._note(steps)
             return []
         ran = []
-        with Locks(store.folder, f"affinage, recipe {self.loaded.recipe.name}") as locks:
-            self._begin_alone(locks)
+        with Locks(store.folder, f"affinage, recipe {self.loaded.recipe.name}") as locks, self._alone(locks):
             take = partial(taken, locks, store, _tell)
             steps = self.plan()  # again: what another process was at may be done
             self._discard([step for step in reversed(steps) if step.reason.startswith("forced")], locks)
@@ -190,8 +184,12 @@ class Flow:
                 _tell(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
         return ran
 
-    def _begin_alone(self, locks: Locks) -> None:
-        """Refuse a second process at the same run, whose folder has one link for each stage."""
+    @contextlib.contextmanager
+    def _alone(self, locks: Locks) -> Iterator[None]:
+        """Refuse a second process at the same run, whose folder has one link for each stage.
+
+        A run that is refused inside, before anything is made, leaves no folder that was not there.
+        """
         run = f"{self.loaded.recipe.name}.run"
         if not locks.write(run):
             raise UserError(
@@ -200,6 +198,14 @@ class Flow:
                 fix="Wait until it is done, or make another run of it: --set name=NAME.",
             )
         self.runs.store.sweep()
+        was_there = self.folder.exists()
+        try:
+            yield
+        except UserError:
+            with contextlib.suppress(OSError):  # what is to be told is the refusal
+                if not was_there and {entry.name for entry in self.folder.iterdir()} <= _NOTES:
+                    shutil.rmtree(self.folder)
+            raise
 
     def _discard(self, steps: Sequence[Step], locks: Locks) -> None:
         for step in steps:
