@@ -75,6 +75,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._alone.enter_context(Standstill.looked_after_by_another())
+        self._alone.enter_context(self._stops)
         self._thread.start()
         # Apart from the other, which must see that the disk does not answer.
         threading.Thread(target=self._live, name="life", daemon=True).start()
@@ -159,10 +160,6 @@ class Watchdog:
             self._life.show()
 
     def _look(self) -> None:
-        with self._stops.looking():
-            self._look_at_all()
-
-    def _look_at_all(self) -> None:
         patience = self._settings.stuck_seconds
         told_without_python(patience)
         begun, waited = self._begun, self._waited()
