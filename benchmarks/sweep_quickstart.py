@@ -19,16 +19,18 @@ from pathlib import Path
 from run_scores import result
 
 SETTINGS = (
-    "pretrain.steps=900",
-    "pretrain.checkpoint.keep_every=300",
     "dpo=null",
     "export=null",
     "report={prompts: [], questions: []}",
     "data.sources=[{path: pocket-world, megabytes: 1}]",
+)
+WHOLE = (
+    "pretrain.steps=900",
+    "pretrain.checkpoint.keep_every=300",
     "sweep={sft.base_step: [300, 900], sft.sources: [[{path: pocket-world, examples: 300}], [pocket-world]],"
     " sft.steps: [100, 300]}",
 )
-QUICKER = (
+QUICK = (
     "pretrain.steps=60",
     "evaluate.limit=10",
     "sweep={sft.base_step: [60], sft.steps: [5, 10]}",
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--kill-after", type=float, action="append")
     options = parser.parse_args()
-    settings = SETTINGS + QUICKER if options.quick else SETTINGS
+    settings = SETTINGS + (QUICK if options.quick else WHOLE)
     kills = options.kill_after or ([] if options.quick else KILLS)
     told = sweep(options.runs, settings, kills)
     print(table(told))

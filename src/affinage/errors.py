@@ -4,7 +4,7 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from affinage.secrets import masked
 
@@ -95,12 +95,18 @@ def errno_of(error: BaseException) -> int:
 
 def disk_error(error: BaseException | None, numbers: Collection[int] = _TRANSIENT) -> OSError | None:
     """The error of a disk, or of its network, that an error comes from, as libraries tell it; None if from no such."""
-    while error is not None:
-        number = errno_of(error)
+    for one in causes(error):
+        number = errno_of(one)
         if number in numbers:
-            return error if isinstance(error, OSError) else OSError(number, os.strerror(number))
-        error = error.__cause__
+            return one if isinstance(one, OSError) else OSError(number, os.strerror(number))
     return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came of; not what was merely being handled, such as a file that need not be there."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def raise_of_network(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
@@ -13,6 +14,7 @@ from affinage.data import collect as collecting
 from affinage.data import documents
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
+from affinage.data.hub_answers import limit_requests
 from affinage.data.hub_datasets import DatasetPart, Stream, at_commit
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings, SourceSettings
@@ -167,7 +169,7 @@ def test_a_hub_that_takes_the_connection_and_says_nothing_has_failed_after_a_whi
     over = threading.Event()
     with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr("affinage.data.hub_answers._PATIENCE", 0.5)
+        monkeypatch.setattr("affinage.data.hub_datasets.limit_requests", partial(limit_requests, 0.5))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         for module in ("constants", "hf_api.constants"):
             monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", f"http://127.0.0.1:{server.server_port}")

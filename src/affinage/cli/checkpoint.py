@@ -291,7 +291,6 @@ def _known(store: "CheckpointStore", step: int) -> int:
 
 
 def _print_nested(facts: Mapping[str, Any], indent: int = 0) -> None:
-
     for name, value in facts.items():
         if isinstance(value, Mapping) and value:
             print(f"{' ' * indent}{plain(str(name))}:")

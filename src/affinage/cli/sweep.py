@@ -53,7 +53,8 @@ def sweep(
             try:
                 check(point.loaded, [step.stage.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
             except UserError as error:
-                error.where = f"{point.number} of {len(found)}, {_said(point.settings)}: {error.where}"
+                point_said = f"{point.number} of {len(found)}, {_said(point.settings)}"
+                error.where = f"{point_said}: {error.where}" if error.where else point_said
                 raise
         for point in found:
             screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)

@@ -1,8 +1,6 @@
 """What the Hugging Face Hub says when it does not give what was asked for, in the words of a message."""
 
-from collections.abc import Iterator
-
-from affinage.errors import UserError, first_line
+from affinage.errors import UserError, causes, first_line
 
 _NETWORK = ("httpx", "httpx2", "aiohttp", "huggingface_hub")  # packages whose errors are of the network, not of a file
 _PATIENCE = 120.0  # seconds without a word after which a request to the Hub has failed
@@ -13,11 +11,11 @@ _COPIES = {  # what there is without the Hub
 }
 
 
-def limit_requests(seconds: float | None = None) -> None:
+def limit_requests(seconds: float = _PATIENCE) -> None:
     """Give huggingface_hub's requests a limit: they have none where a Hub takes the connection and says nothing."""
     from huggingface_hub import get_session
 
-    get_session().timeout = _PATIENCE if seconds is None else seconds
+    get_session().timeout = seconds
 
 
 def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where: str = "") -> UserError:
@@ -40,7 +38,7 @@ def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where
         RevisionNotFoundError,
     )
 
-    cause = next((one for one in _chain(error) if isinstance(one, HfHubHTTPError)), error)
+    cause = next((one for one in causes(error) if isinstance(one, HfHubHTTPError)), error)
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     if isinstance(cause, GatedRepoError):
         fix = f"Accept its terms at {page}, then log in: hf auth login."
@@ -60,7 +58,7 @@ def refusal(error: Exception, kind: str, name: str, *, revision: str = "", where
         if status == 429 or status >= 500:
             return UserError(f"the Hub gives nothing of the {kind} {name!r} now: {said}", where=where, fix=_LATER)
         return UserError(f"the Hub refuses the {kind} {name!r}: {first_line(cause)}", where=where)
-    offline = any(isinstance(one, OfflineModeIsEnabled) for one in _chain(error))
+    offline = any(isinstance(one, OfflineModeIsEnabled) for one in causes(error))
     asked = "HF_HUB_OFFLINE forbids it." if offline else "Is there a network?"
     what = f"the Hugging Face Hub cannot be reached for the {kind} {name!r}: {first_line(error)}"
     return UserError(what, where=where, fix=f"{asked} {_COPIES[kind]}")
@@ -77,7 +75,7 @@ def refusal_of(url: str, error: BaseException | None, where: str = "") -> UserEr
 
     if not dataset_of(url) or not isinstance(error, Exception):
         return None
-    answer = next((one for one in _chain(error) if isinstance(one, HfHubHTTPError)), None)
+    answer = next((one for one in causes(error) if isinstance(one, HfHubHTTPError)), None)
     if answer is None or isinstance(answer, EntryNotFoundError) or answer.response.status_code not in (401, 403, 404):
         return None
     return refusal(error, "dataset", dataset_of(url), revision=url.partition("@")[2].partition("/")[0], where=where)
@@ -87,13 +85,5 @@ def is_of_the_network(error: Exception) -> bool:
     """Whether something failed because of the Hub or the way to it, and not because of what is in a file."""
     return any(
         isinstance(one, ConnectionError | TimeoutError) or type(one).__module__.partition(".")[0] in _NETWORK
-        for one in _chain(error)
+        for one in causes(error)
     )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came of; not what was merely being handled, such as a file that need not be there."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__

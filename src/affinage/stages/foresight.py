@@ -237,8 +237,8 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
     """What follows a pretraining that is still to be made begins with a step that this will save and keep."""
     from affinage.checkpoint.steps import kept_steps
 
-    name = loaded.recipe.trainings[1:2]
-    step = getattr(loaded.recipe, name[0]).base_step if name else None
+    tunings = [name for name in loaded.recipe.trainings if name != "pretrain"]
+    step = getattr(loaded.recipe, tunings[0]).base_step if tunings else None
     if step is None or step == pretrain.steps:
         return
     keep = pretrain.checkpoint
@@ -248,7 +248,7 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
             f"pretrain will keep no checkpoint of step {step}: of its {pretrain.steps} steps it saves every "
             f"{keep.every_steps} and keeps the last {keep.keep_last}"
             + (f" and multiples of {keep.keep_every}" if keep.keep_every else ""),
-            where=loaded.locate((name[0], "base_step")),
+            where=loaded.locate((tunings[0], "base_step")),
             fix=f"Set pretrain.checkpoint.every_steps and keep_every to numbers that divide {step}.",
         )
 

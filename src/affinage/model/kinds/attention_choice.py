@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from affinage.errors import UserError
 from affinage.model.call import AttentionImplementation
+from affinage.model.kinds.attention_kernels import LANES
 
 IMPLEMENTATIONS: tuple[str, ...] = get_args(AttentionImplementation)
 # cuDNN is taken only by name: its results have not been compared on a GPU yet (benchmarks/attention.py does it), and
 # its backward pass adds in another order every time unless XLA is told to be deterministic.
 _FIRST_CHOICE = {"tpu": "splash"}
-_LANES = 128  # a kernel's smallest block of keys; for shorter rows it would compute padding more than anything
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ def choose(asked: str, need: Need) -> str:
         raise UserError(
             f"attention implementation {asked!r} is not known", fix=f"There are {_listed(IMPLEMENTATIONS)}."
         )
-    if asked == "auto":
+    if asked == "auto":  # of rows shorter than a kernel's smallest block it would compute padding more than anything
         first = _FIRST_CHOICE.get(need.platform, "xla")
-        return first if need.length >= _LANES and not obstacles(first, need) else "xla"
+        return first if need.length >= LANES and not obstacles(first, need) else "xla"
     found = obstacles(asked, need)
     if found:
         others = [name for name in IMPLEMENTATIONS if name != "auto" and not obstacles(name, need)]

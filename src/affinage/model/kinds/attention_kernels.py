@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-LANES = 128  # rows are filled up to a multiple of it
+LANES = 128  # Splash's smallest block: rows are filled up to a multiple of it
 _BLOCKS = (512, 256, 128)  # of queries and of keys, the largest that divides a row; 512 is what MaxText trains with
 
 
