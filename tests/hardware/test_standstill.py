@@ -1,5 +1,7 @@
 """What does nothing is told with its stacks; what works, or waits for somebody who does, is not."""
 
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -9,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from affinage.errors import EXIT_PREEMPTED
 from affinage.hardware import movement
+from affinage.hardware.hosts import COORDINATOR
 from affinage.hardware.movement import Movement, waits_for_others
 from affinage.hardware.standstill import Standstill, looks_on
 from affinage.recipe.training import SurvivalSettings
+from affinage.stopping import PARENT
 
 LIMIT = 120  # seconds until what does not come is a failure
 _HOLDS_PYTHON = """
@@ -29,6 +34,17 @@ with OwnProcess(), Standstill("run", Path(sys.argv[1]), SurvivalSettings(stuck_s
     import time; time.sleep(1.0)
     native()
 """
+_STANDS_STILL = """
+import sys, threading
+from pathlib import Path
+from affinage.hardware import standstill
+from affinage.recipe.training import SurvivalSettings
+from affinage.stopping import OwnProcess
+
+standstill.ELSEWHERE, standstill._ALONE = 2.0, 5.0
+with OwnProcess(), standstill.Standstill("run", Path(sys.argv[1]), SurvivalSettings(stuck_seconds=1.0)):
+    threading.Event().wait()
+"""
 _COMPUTES = "print(1, flush=True)\nwhile True: sum(range(1000))"
 
 
@@ -44,11 +60,19 @@ def stands_still_here(file: Path) -> None:
         assert time.monotonic() < late
 
 
-def test_a_single_process_that_stands_still_tells_where_and_is_not_left(tmp_path: Path, capfd):
+def test_a_single_process_that_stands_still_tells_where(tmp_path: Path, capfd):
     with Standstill("run", tmp_path / "run", SurvivalSettings(stuck_seconds=1.0)):
         stands_still_here(tmp_path / "run" / "stuck.txt")
     assert "in stands_still_here" in (tmp_path / "run" / "stuck.txt").read_text()
     assert "run: nothing has moved for" in capfd.readouterr().err
+
+
+def test_a_single_process_that_stands_still_is_left_in_the_end(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name not in (PARENT, COORDINATOR)}
+    words = [sys.executable, "-c", _STANDS_STILL, str(tmp_path)]
+    ended = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    seconds = re.search(r"Stopped: run: nothing has moved for (\d+) s in the beginning", ended.stderr)
+    assert ended.returncode == EXIT_PREEMPTED and seconds and int(seconds[1]) >= 5, ended.stderr
 
 
 def test_somebody_who_looks_closer_tells_it_alone(tmp_path: Path, quick):

@@ -82,7 +82,7 @@ def test_the_score_is_that_of_numpy():
     got, seen = np.asarray(scores(losses)), []
     for step, loss in enumerate(losses):
         expected = 0.0
-        if len(seen) >= 64:
+        if len(seen) >= 16:
             window = np.array(seen[-128:], np.float64)
             median = np.median(window)
             spread = max(1.4826 * np.median(np.abs(window - median)), 0.002 * median)
@@ -102,6 +102,16 @@ def test_a_hundred_thousand_clean_steps_do_not_stop_a_run_and_every_spike_is_see
     sick = clean[:20_000].copy()
     sick[at] *= 1.15  # thirteen deviations
     assert (np.asarray(scores(sick))[at] > 6).all()
+
+
+def test_a_spike_in_the_first_steps_is_seen_and_a_clean_start_has_none_in_a_row():
+    starts = np.stack([series(128, seed) for seed in range(200)])
+    spikes = np.asarray(jax.vmap(scores)(starts)) > 6
+    assert not spikes[:, :16].any() and spikes.sum() <= 10 and (spikes.sum(axis=1) < 3).all()
+    for step in (16, 20, 40):
+        sick = starts.copy()
+        sick[:, step] *= 3
+        assert (np.asarray(jax.vmap(scores)(sick))[:, step] > 6).mean() > 0.99
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ OF_A_TRAINING = {
 WITH_STEPS = (
     IN_NATIVE_CODE.format(**OF_A_TRAINING)
     .replace("GRACE", "1")
-    .replace("        print", "        stop.something_to_lose(); print")
+    .replace("        print", "        stop.something_to_lose(SLOWEST); print")
 )
 
 
@@ -172,7 +172,7 @@ def test_native_code_is_not_waited_for_where_there_is_nothing_to_save(place: dic
 
 
 def test_a_step_that_does_not_end_is_left_after_the_grace_with_all_stacks():
-    status, said = stopped(WITH_STEPS, signal.SIGTERM, again=True)
+    status, said = stopped(WITH_STEPS.replace("SLOWEST", "600"), signal.SIGTERM, again=True)
     assert status == EXIT_PREEMPTED
     assert "was not saved within 1 s" in said and 'File "<string>", line 9 in <module>' in said
 
@@ -186,13 +186,21 @@ def test_the_end_of_the_grace_needs_no_standard_error(stream: io.StringIO | None
     assert "was not saved within 0 s" in left[0]
 
 
-@pytest.mark.parametrize(("number", "counted"), [("SIGTERM", True), ("SIGHUP on host 1", True), ("SIGINT", False)])
-def test_nobody_but_a_person_waits_for_ever(number: str, counted: bool):
+@pytest.mark.parametrize(("number", "seconds"), [("SIGTERM", 600), ("SIGHUP on host 1", 600), ("SIGINT", 9000)])
+def test_a_person_waits_longer(number: str, seconds: float):
     with StopRequest("run", grace=600.0) as stop:
+        stop.something_to_lose(slowest_save=9000.0)
         stop._count_down(number)
-        assert (stop.seconds_left() is not None) is counted
+        left = stop.seconds_left()
+        assert left is not None and seconds - 300 < left <= seconds
+
+
+def test_after_ctrl_c_a_step_that_does_not_end_is_left_when_the_slowest_save_would_have_ended():
+    status, said = stopped(WITH_STEPS.replace("SLOWEST", "2"), signal.SIGINT)
+    assert status == EXIT_PREEMPTED
+    assert "was not saved within 2 s" in said and 'File "<string>", line 9 in <module>' in said
 
 
 def test_a_person_is_waited_for_until_the_second_time():
-    status, said = stopped(WITH_STEPS, signal.SIGINT, again=True)
+    status, said = stopped(WITH_STEPS.replace("SLOWEST", "600"), signal.SIGINT, again=True)
     assert status == 130 and "by a second SIGINT; it goes on from its last checkpoint" in said

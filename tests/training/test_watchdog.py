@@ -1,6 +1,7 @@
 """The watchdog leaves what does not end, whoever reads what it says; and nothing that has ended."""
 
 import contextlib
+import math
 import os
 import queue
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from affinage.hardware import beats, stacks
+from affinage.hardware import beats, stacks, standstill
 from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.hosts import Hosts, missed_by
 from affinage.recipe.training import SurvivalSettings
@@ -118,7 +119,7 @@ def test_it_leaves_without_standard_error(tmp_path: Path, left, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("by", ["AFFINAGE_PARENT", "AFFINAGE_COORDINATOR", ""])
-def test_one_process_is_left_by_itself_where_a_launcher_starts_it_again(
+def test_one_process_is_left_at_once_where_a_launcher_starts_it_again_and_else_late(
     tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch, by: str
 ):
     monkeypatch.setattr(watchdog, "LAST_WORDS", 0.0)
@@ -132,6 +133,14 @@ def test_one_process_is_left_by_itself_where_a_launcher_starts_it_again(
         else:
             until_told("step 1 has not ended", tmp_path)
     assert left.empty() or by
+    monkeypatch.setattr(standstill, "_ALONE", 0.5)
+    with of_a_step(tmp_path, leave=None):
+        assert left.get(timeout=300)
+
+
+def test_whoever_is_told_never_to_leave_stays():
+    settings = SurvivalSettings(leave_when_stuck=False)
+    assert standstill.stays_when_stuck(settings, Hosts.current) == math.inf
 
 
 def test_what_may_take_long_is_told_in_time_and_left_late(tmp_path: Path, left, monkeypatch: pytest.MonkeyPatch):

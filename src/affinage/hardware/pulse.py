@@ -4,6 +4,7 @@ That process is `affinage.hardware.guard`.
 """
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 from affinage.hardware.beats import SILENT_FOR_LONG
 from affinage.hardware.hosts import COORDINATOR, Hosts, with_host
 from affinage.hardware.stacks import say, where
-from affinage.hardware.standstill import ELSEWHERE, leaves_when_stuck, patience_of
+from affinage.hardware.standstill import ELSEWHERE, patience_of, stays_when_stuck
 from affinage.stopping import PARENT, OwnProcess
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
         yield
         return
     # Where nothing tells that a process is stopped, none is ended for it.
-    leaves = int(leaves_when_stuck(settings, Hosts.current) and os.path.exists("/proc/self/stat"))
+    leaves = int(stays_when_stuck(settings, Hosts.current) < math.inf and os.path.exists("/proc/self/stat"))
     patience = max(patience_of(settings), SILENT_FOR_LONG)
     times = patience, max(patience, ELSEWHERE * settings.stuck_seconds)
     words = [str(Path(__file__).with_name("guard.py")), *map(str, (os.getpid(), *times, leaves))]

@@ -1,6 +1,7 @@
 """Notices that a run does nothing, whatever it is at, and of many hosts that another one shows no sign of life."""
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from affinage.recipe.training import SurvivalSettings
 
 ELSEWHERE = 20.0  # times stuck_seconds without a movement until a process is left
+_ALONE = 3600.0  # seconds, at least, until one is left that nobody is known to start again
 LAST_WORDS = 1.0  # seconds in which the other hosts, which began to wait a little later, can still ask this one
 TO_END = 10.0  # seconds for a thread that looks on; one that writes to a disk that does not answer is not waited for
 _FILE = "stuck.txt"
@@ -29,7 +31,7 @@ class Standstill:
     """A thread beside a run. While entered, it expects the run to move; see `affinage.hardware.movement`.
 
     Where nothing has moved for stuck_seconds, it writes the stacks of all threads to stuck.txt and says so, once for
-    each standstill; after 20 times that it leaves the process where that is started again. It is no standstill to wait
+    each standstill; after 20 times that it leaves the process, see `stays_when_stuck`. It is no standstill to wait
     for another host, or for another process. Of many hosts all show signs of life meanwhile. The first one looks at
     all, the others at the first: one that gives none for stuck_seconds is named, with the stacks of whoever misses it,
     and left as well.
@@ -40,7 +42,7 @@ class Standstill:
     def __init__(self, name: str, folder: Path, settings: "SurvivalSettings") -> None:
         self._name, self._hosts = name, Hosts.current
         self._patience, self._stuck_seconds = patience_of(settings), settings.stuck_seconds
-        self._leaves = leaves_when_stuck(settings, self._hosts)
+        self._stays = stays_when_stuck(settings, self._hosts)
         self._stacks = Stacks(stacks_in(folder))
         self._what, self._blamed = "the beginning", ""
         self._told, self._first_told, self._lost_told = False, False, False
@@ -112,7 +114,7 @@ class Standstill:
         elif not self._told:
             self._told = True
             self._tell(f"nothing has moved for {still:.0f} s in {self._what}")
-        if self._told and self._leaves and KNOWN and still > ELSEWHERE * self._stuck_seconds:
+        if self._told and KNOWN and still > max(self._stays, ELSEWHERE * self._stuck_seconds):
             self._leave(f"nothing has moved for {still:.0f} s in {self._what}{self._blamed}")
         self._look_at_others()
 
@@ -124,7 +126,7 @@ class Standstill:
             self._ended.wait(LAST_WORDS)
             lost = self._beats.lost(patience)
         self._lost_told = bool(lost)
-        if lost and self._leaves:
+        if lost and self._stays < math.inf:
             self._leave(lost)
         first = self._beats.first_stands_still(self._patience) if is_waiting() else ""
         if first and not self._first_told:
@@ -169,11 +171,12 @@ def stacks_in(folder: Path) -> Path:
     return folder / (_FILE if hosts.first else f"stuck-{hosts.index}.txt")
 
 
-def leaves_when_stuck(settings: "SurvivalSettings", hosts: Hosts) -> bool:
-    """Whether to leave this process; by itself where somebody is taken to start it again.
+def stays_when_stuck(settings: "SurvivalSettings", hosts: Hosts) -> float:
+    """Seconds for which this process is not left, however patient one is with what it is at; infinity: never.
 
-    That is `affinage launch`, or whoever starts many hosts.
+    By itself none where somebody is taken to start it again, which is `affinage launch`, or whoever starts many hosts.
     """
     if settings.leave_when_stuck is not None:
-        return settings.leave_when_stuck
-    return hosts.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
+        return 0.0 if settings.leave_when_stuck else math.inf
+    again = hosts.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
+    return 0.0 if again else _ALONE

@@ -102,13 +102,14 @@ class HealthSettings(Settings):
 class SurvivalSettings(Settings):
     """What a run does when it is stopped or stuck."""
 
-    grace_seconds: float = Field(default=30, gt=0)  # from SIGTERM or SIGHUP until it is left; clouds give 30
+    # From SIGTERM or SIGHUP until it is left; clouds give 30. After Ctrl-C a save has ten minutes, a large one more.
+    grace_seconds: float = Field(default=30, gt=0)
     # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer;
     # what is no step, in a training or not, after as many in which nothing moves.
     # 28, so that a host that stands still is named within 30.
     stuck_seconds: float = Field(default=28, gt=0)
-    # End with status 75, for whatever starts it again; else only say so. null: where there are many hosts, or
-    # `affinage launch` started this one.
+    # End with status 75, for whatever starts it again; false: only say so. null: at once where there are many hosts, or
+    # `affinage launch` started this one, and else after an hour.
     leave_when_stuck: bool | None = None
     # Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named within a second;
     # the longest of a recipe's trainings holds for its whole run. Less than the 45 s after which JAX ends all hosts.

@@ -134,7 +134,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         watchdog.begins("the way to the first step", may_take=_COMPILATION)
         hosts.meet("the first step")
-        stop.something_to_lose()
+        stop.something_to_lose(slowest_save=one_pass)
         if stop.agreed():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} before a new step; nothing to save")
 

@@ -22,7 +22,7 @@ class StopRequest:
 
     - at once, as long as there is nothing to save: in the start, the compilation, the restore;
     - `grace` seconds after SIGTERM or SIGHUP if the save has not come to its end by then, with all stacks on standard
-      error;
+      error; after SIGINT, which a person sends, who has time, not before a save on the slowest disk would have ended;
 
     and with status 130 by a second SIGINT. What a save that is cut off has written is not a checkpoint. Any other
     further signal changes nothing. In other processes, such as a notebook, a second SIGINT raises KeyboardInterrupt.
@@ -33,7 +33,8 @@ class StopRequest:
     def __init__(self, name: str, *, grace: float) -> None:
         self.signal_name = ""
         self._name, self._grace = name, grace
-        self._something_to_lose = False
+        self._something_to_lose, self._slowest_save = False, 0.0
+        self._patience = grace
         self._told = 0.0
         self._counted_from: float | None = None
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class StopRequest:
         """Until the process is left with what is not saved; None: it is not left."""
         if self._counted_from is None:
             return None
-        return max(0.0, self._counted_from + self._grace - time.monotonic())
+        return max(0.0, self._counted_from + self._patience - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
         hosts = Hosts.current
@@ -76,10 +77,10 @@ class StopRequest:
         self._ended.set()
         self._cleanup.close()
 
-    def something_to_lose(self) -> None:
-        """From here on there are steps that no checkpoint has."""
+    def something_to_lose(self, slowest_save: float) -> None:
+        """From here on there are steps that no checkpoint has, and a save may take so many seconds."""
         with self._lock:
-            self._something_to_lose = True
+            self._something_to_lose, self._slowest_save = True, slowest_save
 
     def _on_signal(self, number: signal.Signals) -> None:
         with self._lock:
@@ -113,15 +114,16 @@ class StopRequest:
         leave(f"{self._name} stopped by {why} before a new step; nothing to save")
 
     def _count_down(self, why: str) -> None:
-        if not why.startswith(signal.SIGINT.name):  # whoever sends it will not wait for ever; a person may
-            self._counted_from = time.monotonic()
-            threading.Thread(target=self._limit, name="grace", daemon=True).start()
+        if why.startswith(signal.SIGINT.name):
+            self._patience = max(self._grace, self._slowest_save)
+        self._counted_from = time.monotonic()
+        threading.Thread(target=self._limit, name="grace", daemon=True).start()
 
     def _limit(self) -> None:
-        if not self._ended.wait(self._grace):
+        if not self._ended.wait(self._patience):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                 faulthandler.dump_traceback(sys.stderr.fileno())
-            leave(f"{self._name} was not saved within {self._grace:g} s; it goes on from its last checkpoint")
+            leave(f"{self._name} was not saved within {self._patience:.0f} s; it goes on from its last checkpoint")
 
     def _in_main(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name and number == signal.SIGINT:

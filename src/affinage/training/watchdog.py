@@ -1,6 +1,7 @@
 """Notices that a step does not end, and says what every thread is at."""
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -18,10 +19,10 @@ from affinage.hardware.standstill import (
     LAST_WORDS,
     TO_END,
     Standstill,
-    leaves_when_stuck,
     looks_on,
     patience_of,
     stacks_in,
+    stays_when_stuck,
 )
 from affinage.hardware.stops import Stops
 from affinage.recipe.training import SurvivalSettings
@@ -40,9 +41,8 @@ class Watchdog:
 
     When none comes within max(stuck_seconds, 5 x the 99th percentile of the steps before), it writes the stacks of all
     threads to stuck.txt, once for every step, and says so; of many hosts also which ones the others wait for. Then it
-    leaves the process if the settings say so, which they do by themselves where there are many hosts, or a launcher
-    starts it again: a collective waits for ever. The first steps of a start, of which no times are known, have as long
-    as `expects` says, if that is longer.
+    leaves the process, see `stays_when_stuck`: a collective waits for ever. The first steps of a start, of which no
+    times are known, have as long as `expects` says, if that is longer.
 
     What is not a step, such as a compilation, has more time: it is told after stuck_seconds in which nothing moves (see
     `affinage.hardware.movement`), and after 20 times that in any case. Of many hosts one that shows no sign of life for
@@ -55,14 +55,14 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
         self._patience = self._patience_to_leave = ELSEWHERE
-        self._stays = self._expected = 0.0
+        self._may_take = self._expected = 0.0
         self._blamed = self._silent = ""
         self._lost_told = False
         hosts = Hosts.current
         self._save = self._longest_save = 0.0  # seconds, as far as steps saw it
         self._save_told = False
         self._stacks = Stacks(stacks_in(folder))
-        self._leaves = leaves_when_stuck(settings, hosts)
+        self._stays = stays_when_stuck(settings, hosts)
         self._told_at = 0.0
         self._movement, self._still_told, self._stops = Movement(), False, Stops()
         self._beats = Beats(hosts, self._doing)
@@ -125,7 +125,7 @@ class Watchdog:
 
     def _begin(self, what: str, told_after: float, left_after: float, may_take: float = 0.0) -> None:
         self._last, self._what, self._told, self._blamed, self._silent = time.monotonic(), what, False, "", ""
-        self._still_told, self._stays = False, may_take
+        self._still_told, self._may_take = False, may_take
         Hosts.current.passed += 1
         self._patience, self._patience_to_leave = told_after, max(told_after, left_after)
         self._begun += 1
@@ -170,7 +170,7 @@ class Watchdog:
             self._tell(self._unended(waited))
         elif not self._told and waited > patience:
             self._look_closer(waited, still)
-        if self._told and self._leaves and waited > max(self._stays, self._seconds(self._patience_to_leave)):
+        if self._told and waited > max(self._stays, self._may_take, self._seconds(self._patience_to_leave)):
             ended = self._ended.wait(self._told_at + LAST_WORDS - time.monotonic())
             if not ended and self._begun == begun:  # what ended while the other hosts were asked is not left
                 self._leave(self._unended(self._waited()) + self._blamed)
@@ -182,7 +182,7 @@ class Watchdog:
         if lost and not (self._lost_told or self._silent or self._told):
             self._stacks.tell(f"{self._name}: {self._with(waited, lost)}")
         self._lost_told = bool(lost)
-        if lost and self._leaves and not self._ended.wait(LAST_WORDS) and self._beats.lost(patience):
+        if lost and self._stays < math.inf and not self._ended.wait(LAST_WORDS) and self._beats.lost(patience):
             self._leave(self._with(self._waited(), lost))
 
     def _look_closer(self, waited: float, still: float) -> None:
