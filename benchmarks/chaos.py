@@ -279,7 +279,8 @@ def _blamed(where: str, by: int | str, host: int) -> str:
     if by == STOP:
         return f"host {host} shows no sign" if host else "host 0 does not answer"
     if by == "disk":
-        return "the save" if where == "step" else "the last save"
+        behind = "" if host else "behind, "
+        return f": host {host} is {behind}at the {'save' if where == 'step' else where}"
     return f"host {host} is behind" if where == "step" else f"host {host} is "
 
 

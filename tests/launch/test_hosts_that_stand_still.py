@@ -17,7 +17,7 @@ from affinage.launch import Restarts, supervise
 STUCK = 0.8  # seconds; one that says nothing is lost after ten all the same, and one that sleeps left after 16
 LIMIT = 240  # seconds until what does not come is a failure
 
-SAVE = "the first, in its last save"
+SAVES = ("the first, in its last save", "the second, in its last save")
 STOP = int(signal.SIGSTOP)
 STANDS = {  # what stands still: stage, host, how; and what the other one says of it
     "the second, while the first makes data": ("data", 1, STOP, "host 1 shows no sign of life"),
@@ -34,8 +34,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, gang
     """All of them beside each other, as they mostly wait."""
     folder = tmp_path_factory.mktemp("still")
     settings = {"checkpoint": {"every_steps": 6, "keep_every": 6}, "survival": {"stuck_seconds": 3}}
-    hurt = {"host": 0, "phase": "step", "by": "disk"}
-    jobs = {SAVE: gangs.order(folder / "save", 6, settings=settings, hurt=hurt)}
+    hurts = [{"host": host, "phase": "step", "by": "disk"} for host in (0, 1)]
+    jobs = {
+        name: gangs.order(folder / name, 6, settings=settings, hurt=hurt)
+        for name, hurt in zip(SAVES, hurts, strict=True)
+    }
     for name, (stage, host, by, _) in STANDS.items():
         hurt = {"host": host, "by": by}
         jobs[name] = gangs.order(folder / name.replace(" ", "-"), 0, stage=stage, stuck_seconds=STUCK, hurt=hurt)
@@ -48,12 +51,17 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, gang
                 gang.end()
 
 
-def test_a_last_save_that_hangs_is_told_with_its_stacks(started: dict[str, gangs.ForkedGang]):
-    gang, told, late = started[SAVE], "", time.monotonic() + LIMIT
-    while not all(words in told for words in ("in the last save", "in disk_that_does_not_answer", ": host 0 is ")):
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_last_save_that_hangs_is_told_with_its_stacks_and_the_host_whose_disk_it_is(
+    started: dict[str, gangs.ForkedGang], host: int
+):
+    gang, told, late = started[SAVES[host]], "", time.monotonic() + LIMIT
+    named = f"in the last save: host {host} is "
+    while not all(words in told for words in (named, "in disk_that_does_not_answer")):
         assert time.monotonic() < late and not gang.ended(0.1), (told, gang.said(0), gang.said(1))
         told = stacks_of(gang)
     gang.end()
+    assert f"host {1 - host} is " not in told
 
 
 def test_who_stands_still_outside_of_trainings_is_named_with_stacks_and_left(started: dict[str, gangs.ForkedGang]):

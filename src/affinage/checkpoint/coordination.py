@@ -6,7 +6,8 @@ compares the hosts' words for the folder by two such programs.
 """
 
 import importlib
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, NoReturn
 
 from orbax.checkpoint import v1 as ocp
 
@@ -39,6 +40,27 @@ def by_coordinator(context: ocp.Context) -> None:
         except (ImportError, AttributeError) as error:
             raise UserError(f"{_KNOWN}; this one has no {module}.{name}", fix=_FIX) from error
         setattr(theirs, name, ours)
+    theirs = importlib.import_module(_BARRIERS)
+    if theirs.sync_global_processes is not _barrier:
+        _Barriers.theirs, theirs.sync_global_processes = theirs.sync_global_processes, _barrier  # type: ignore[attr-defined]
+
+
+def waits_for_parts() -> bool:
+    """Whether this host has done its part of a save or a restore, and others have not."""
+    return _Barriers.entered > 0
+
+
+class _Barriers:
+    theirs: ClassVar[Callable[..., Awaitable[None]]]
+    entered: ClassVar[int] = 0
+
+
+async def _barrier(*given: Any, **named: Any) -> None:
+    _Barriers.entered += 1
+    try:
+        await _Barriers.theirs(*given, **named)
+    finally:
+        _Barriers.entered -= 1
 
 
 def _compared_before(directory: Any) -> None:
@@ -49,10 +71,11 @@ def _refused(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(f"{_KNOWN}; this one would run a program on the devices of all beside their steps")
 
 
+_BARRIERS = f"{_NEW}.synchronization.multihost"
 _REPLACED = (
     (f"{_NEW}.saving.execution", "_check_directory_consistency", _compared_before),
     # Nothing else in a save or a restore calls these; an Orbax that does is to end with an error, not to stand still.
-    (f"{_NEW}.synchronization.multihost", "broadcast_one_to_all", _refused),
-    (f"{_NEW}.synchronization.multihost", "process_allgather", _refused),
+    (_BARRIERS, "broadcast_one_to_all", _refused),
+    (_BARRIERS, "process_allgather", _refused),
     (f"{_OLD}.multihost.multihost", "broadcast_one_to_all", _refused),
 )

@@ -16,14 +16,14 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.contents import facts_in, strange
-from affinage.checkpoint.coordination import by_coordinator
+from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.seal import damage, fingerprint, seal
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
-from affinage.hardware.movement import count_out
+from affinage.hardware.movement import count_out, waits_for_others
 
 PyTree = Any
 
@@ -170,7 +170,8 @@ class CheckpointStore:
         if self._running is not None:
             running, self._running = self._running, None
             try:
-                running.result()
+                with waits_for_others(waits_for_parts):
+                    running.result()
             except ValueError as error:  # TensorStore's, of whatever kind
                 number = errno_of(error)
                 if not number:
@@ -406,7 +407,8 @@ class CheckpointStore:
             with self._context:
                 return function(*arguments)
 
-        return self._orbax.submit(ask).result()
+        with waits_for_others(waits_for_parts):
+            return self._orbax.submit(ask).result()
 
     def _prune(self) -> None:
         readable = [step for step in self.steps() if step not in self._unreadable]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from affinage.hardware.hosts import HostLost, Hosts
+from affinage.hardware.movement import is_waiting
 from affinage.hardware.stacks import where
 
 AHEAD = 5.0  # seconds before the others are to be named that a host begins to look at what they say
@@ -68,7 +69,7 @@ class Beats:
             number += 1
             doing, self._asked = self._doing(), self._asked or time.monotonic()
             beat = {"beat": number, "count": doing.begun, "what": doing.what, "where": where(), "still": doing.still}
-            said = json.dumps(beat)
+            said = json.dumps(beat | {"waits": is_waiting()})
             # JAX ends the process when the first host stays away; one that comes back is beaten to again.
             with contextlib.suppress(HostLost):
                 self._hosts.tell(f"{_FOLDER}/{self._hosts.index}", said, anew=True)
@@ -139,7 +140,8 @@ class Beats:
         behind = [host for host, beat in beats.items() if beat.get("count", 0) < most and host not in silent]
         told = [_no_sign_of(host, seen[host]) for host in silent]
         told += [f"host {host} is behind, {_told(beats[host])}" for host in behind]
-        return "; ".join(told or [f"host {host} is {_told(beat)}" for host, beat in beats.items()])
+        at_work = [host for host, beat in beats.items() if not beat.get("waits")] or list(beats)
+        return "; ".join(told or [f"host {host} is {_told(beats[host])}" for host in at_work])
 
 
 def _silent(seen: Mapping[int, _Seen], looked: float, seconds: float) -> list[int]:

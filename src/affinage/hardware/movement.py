@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,19 +74,23 @@ class Movement:
         return found.keys() != before.keys() or any(found[pid].enough_since(before[pid], since) for pid in found)
 
 
-class _Waits:
-    now = 0  # reasons for which the main thread may do nothing
+_waits: list[Callable[[], bool]] = []  # what says whether the main thread may do nothing
 
 
 @contextlib.contextmanager
-def waits_for_others() -> Iterator[None]:
-    """Inside, the main thread waits for what somebody else does, who is watched where he does it."""
+def waits_for_others(while_: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Inside, the main thread waits for what somebody else does, who is watched where he does it.
+
+    Where it waits for another thread, `while_` says, to any thread, whether that one waits for somebody else.
+    """
     mine = threading.current_thread() is threading.main_thread()
-    _Waits.now += mine
+    if mine:
+        _waits.append(while_)
     try:
         yield
     finally:
-        _Waits.now -= mine
+        if mine:
+            _waits.pop()
 
 
 class _Upkeep(threading.local):
@@ -106,7 +110,7 @@ _upkeep = _Upkeep()
 
 def is_waiting() -> bool:
     """Whether the main thread is in `waits_for_others`."""
-    return _Waits.now > 0
+    return any(while_() for while_ in list(_waits))
 
 
 def _own() -> _Work:
