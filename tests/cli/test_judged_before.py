@@ -100,3 +100,24 @@ def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_
         (model / name).write_text("another")
         assert state_of(str(model), tmp_path / "runs") != before
         before = state_of(str(model), tmp_path / "runs")
+
+
+def test_the_report_has_what_was_judged_by_hand_of_the_models_that_the_run_has_now(
+    run: Callable[..., None], affinage: Said, tmp_path: Path
+):
+    runs, words = str(tmp_path / "runs"), "Judged by `affinage eval`"
+    more = write_task(tmp_path / "more", "more_sums", sums(6))
+
+    def reported() -> str:
+        assert affinage("report", str(tmp_path / "runs" / "tiny"), "--runs", runs)[0] == 0
+        return (tmp_path / "runs" / "tiny" / "report.html").read_text()
+
+    run("run", 2)
+    assert words not in reported()
+    for model in ("tiny/pretrain", "tiny/pretrain@1"):
+        status, _, said = affinage("eval", model, "--tasks", str(more), "--runs", runs)
+        assert status == 0 or (model.endswith("@1") and "there is no checkpoint" in said), said
+    page = reported()
+    assert words in page and "more_<wbr>sums" in page
+    run("run", 4)
+    assert words not in reported(), "of a model that the run has no more"

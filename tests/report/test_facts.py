@@ -1,6 +1,7 @@
 """What a run left behind is read, whatever is missing from it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,41 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert headline == ["acc"] * 6
     assert facts.finished and facts.finished.year == 2026
     assert facts.seconds == pytest.approx(sum(stage.seconds or 0 for stage in facts.stages))
+
+
+def test_what_was_judged_by_hand_is_read_of_the_models_that_the_run_has(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    keys = {"pretrain": "aa", "sft": "bb"}
+    for stage, key in keys.items():
+        write_json(run / stage / "request.json", {"key": key})
+
+    def judged(name: str, training: object, **tasks: float) -> None:
+        found = {task: {"metrics": {"acc": {"value": value}}, "items": 9} for task, value in tasks.items()}
+        write_json(tmp_path / "evaluations" / name / "results.json", {"training": training, "tasks": found})
+        times[name] = len(times) + 1
+        os.utime(tmp_path / "evaluations" / name / "results.json", (times[name], times[name]))
+
+    times: dict[str, int] = {}
+    judged("of-another-run", {"key": "cc"}, piqa=0.1)
+    judged("tuned", {"key": "bb"}, piqa=0.2)
+    judged("checkpoint", {"key": "aa", "step": 900}, piqa=0.3)
+    judged("base", {"key": "aa"}, piqa=0.4, boolq=0.5)
+    judged("base-again-as-its-last-checkpoint", {"key": "aa", "step": 1800}, piqa=0.6)
+    judged("older", None, piqa=0.7)
+    judged("broken", {"key": ["aa"], "step": "x"}, piqa=0.8)
+    (tmp_path / "evaluations" / "cut").mkdir()
+    (tmp_path / "evaluations" / "cut" / "results.json").write_text('{"training": {"key": "aa"')
+    found = [
+        (one.model, one.step, {score.task: score.value for score in one.scores}) for one in collect_facts(run).by_hand
+    ]
+    assert found == [
+        ("base", 900, {"piqa": 0.3}),
+        ("base", None, {"piqa": 0.6, "boolq": 0.5}),
+        ("sft", None, {"piqa": 0.2}),
+    ]
+    page = render(collect_facts(run))
+    assert "Judged by `affinage eval`" in page and "Base, step 900" in page
+    assert "Pythia-410M (published)" in page, "PIQA, of which the recipe says nothing"
 
 
 def test_the_time_in_which_a_training_was_stopped_is_told_apart(tmp_path: Path) -> None:

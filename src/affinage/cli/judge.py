@@ -145,7 +145,7 @@ def _evaluate_model(
 ) -> dict[str, Any]:
     from affinage.evaluation.run import evaluate
     from affinage.hardware.hosts import Hosts
-    from affinage.stages.judged import state_of
+    from affinage.stages.judged import state_of, training_of
     from affinage.stages.models import is_chat, locate_model
     from affinage.stages.seen import seen_by
 
@@ -160,6 +160,7 @@ def _evaluate_model(
             tasks,
             folder=folder if Hosts.current.first else None,
             state=state,
+            training=training_of(target, opening.runs),
             keep=folder / "answers.jsonl",
             task_folders=worlds,
             chat=is_chat(training),

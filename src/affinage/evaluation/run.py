@@ -42,6 +42,7 @@ def evaluate(
     *,
     folder: Path | None = None,
     state: str | None = None,
+    training: Mapping[str, Any] | None = None,
     keep: Path | None = None,
     task_folders: Mapping[str, Path] | None = None,
     data_dir: str | Path | None = None,
@@ -76,8 +77,9 @@ def evaluate(
     Answers are kept in the file `keep` as they come, and those that it has of this model are not computed again.
     With a `folder`, writes results.json, and items/TASK.jsonl with the metrics of every single item, beside what it has
     of other tasks of this model; what it has of another model is removed, which `say` is told in a line. Only then do
-    the results hold the model's `fingerprint`: it takes writing the tokenizer; and `state`, what the caller tells a
-    model from its earlier selves by, without its weights. `answered` is told of each item in turn.
+    the results hold the model's `fingerprint`: it takes writing the tokenizer; `state`, what the caller tells a model
+    from its earlier selves by, without its weights; and `training`, which one made it. `answered` is told of each item
+    in turn.
 
     Hosts that work together all call it with the same model, sharded over the devices of all, and tasks. Each gets the
     scores; the first one alone looks for items in the text, compresses, and has the file `keep`.
@@ -141,6 +143,7 @@ def evaluate(
                 answered(name, line_of(one))
     if folder is not None:
         results |= {"fingerprint": identity(model, weights)} | ({} if state is None else {STATE: state})
+        results |= {"training": dict(training)} if training else {}
         write_results(results, items, folder, say)
     return results
 

@@ -1,7 +1,7 @@
 """What an evaluation stage left behind: scores with standard errors, bits per byte, samples."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class Contaminated:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model judged: `model` is base or sft."""
+    """One model judged: `model` is base, sft or dpo, as it was after `step`, or in the end."""
 
     model: str
     scores: tuple[Score, ...]
@@ -105,10 +105,16 @@ class Evaluation:
     boilerplate: int | None  # what is in more texts than this is `common`
     ngram: int | None  # words in a row that they were looked for by
     contaminated: tuple[Contaminated, ...]
+    step: int | None = None
 
     def score(self, task: str, metric: str) -> Score | None:
         """The score of that task and metric, if it was computed."""
         return next((s for s in self.scores if (s.task, s.metric) == (task, metric)), None)
+
+    def filled_up(self, other: "Evaluation") -> "Evaluation":
+        """With another's scores of the same model, where this one has none of a task and metric."""
+        scores = {(score.task, score.metric): score for score in (*other.scores, *self.scores)}
+        return replace(self, scores=tuple(scores.values()))
 
 
 IN_CHAT = "†"  # marks what was asked in the chat template
@@ -147,6 +153,26 @@ def read_evaluation(model: str, folder: Path, stage_summary: Mapping[str, Any]) 
         ngram=whole(mapping(results.get("contamination")).get("ngram")),
         contaminated=tuple(_contaminated(results)),
     )
+
+
+def read_by_hand(runs: Path, trainings: Mapping[str, tuple[str, int | None]]) -> list[Evaluation]:
+    """What `affinage eval` has found of the models of some trainings, apart from their recipe.
+
+    Args:
+        runs: where that keeps its results.
+        trainings: by their keys what their models are called, and of how many steps they are.
+    """
+    found: dict[tuple[str, int | None], Evaluation] = {}
+    for file in sorted((runs / "evaluations").glob("*/results.json"), key=lambda file: file.stat().st_mtime):
+        of = mapping(json_file(file).get("training"))
+        model, steps = trainings.get(string(of.get("key")), ("", None))
+        if model:
+            step = whole(of.get("step"))
+            new = replace(read_evaluation(model, file.parent, {}), step=None if step == steps else step)
+            before = found.get((model, new.step))
+            found[model, new.step] = new if before is None else new.filled_up(before)
+    order = [model for model, _ in trainings.values()]
+    return sorted(found.values(), key=lambda one: (order.index(one.model), one.step is None, one.step))
 
 
 def headline(task: str, metrics: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.report.cleaning import Contamination, Thresholds, read_contamination, read_thresholds
-from affinage.report.evaluations import Evaluation, read_evaluation
+from affinage.report.evaluations import Evaluation, read_by_hand, read_evaluation
 from affinage.report.neighbours import NearDuplicate, near_duplicates
 from affinage.report.probes import Probe, read_probe
 from affinage.report.reading import json_file, listing, mapping, mappings, number, string, whole
@@ -177,6 +177,7 @@ class Facts:
     conversations: Conversations | None
     trainings: tuple[Training, ...]
     evaluations: tuple[Evaluation, ...]
+    by_hand: tuple[Evaluation, ...] = ()  # of its models, apart from its recipe
     images: int | None = None  # that are trained on
     probe: Probe | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -245,10 +246,18 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
             for name in ("evaluate-base", "evaluate-sft", "evaluate-dpo")
             if name in by_name
         ),
+        by_hand=tuple(read_by_hand(run_folder.parent, _models(folders, by_name))) if results is None else (),
         images=whole(mapping(by_name["arrays"].summary.get("train")).get("images")) if "arrays" in by_name else None,
         probe=read_probe(by_name["probe"].summary) if "probe" in by_name else None,
         versions={k: str(v) for stage in stages for k, v in stage.versions.items()},
     )
+
+
+def _models(folders: Mapping[str, Path], stages: Mapping[str, Stage]) -> dict[str, tuple[str, int | None]]:
+    """The models of a run and their steps, by the keys of their trainings, of those too that have not ended."""
+    names = {"pretrain": "base", "sft": "sft", "dpo": "dpo"}
+    keys = {name: string(json_file(folders[name] / "request.json").get("key")) for name in names if name in folders}
+    return {key: (names[name], whole(_summary(stages, name).get("steps"))) for name, key in keys.items() if key}
 
 
 def _folders(run_folder: Path) -> dict[str, Path]:

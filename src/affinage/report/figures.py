@@ -235,6 +235,12 @@ class Artist:
         names = {"base": "base", "sft": "sft_model", "dpo": "dpo_model"}
         return self.words[names[model]] if model in names else model
 
+    def judged_name(self, evaluation: Evaluation) -> str:
+        """What the page calls a model as it was judged."""
+        name = self.model_name(evaluation.model)
+        step = f"{self.words['step']} {self.quantities.count(evaluation.step)}"
+        return name if evaluation.step is None else f"{name}, {step}"
+
     def compression(self, evaluations: Sequence[Evaluation]) -> Figure:
         """Bits per byte of every model beside general compressors, per validation set."""
         bits: dict[str, dict[str, float]] = {}  # validation set -> who -> bits per byte

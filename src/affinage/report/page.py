@@ -97,6 +97,7 @@ def render(facts: Facts, language: str | None = None) -> str:
             graph=sections.graph(facts),
             published=beside_published(facts, artist),
             score_rows=sections.score_rows(facts.evaluations, words, quantities),
+            by_hand_rows=partial(sections.score_rows, words=words, quantities=quantities),
             probe_rows=sections.probe_rows(facts, words, quantities),
             samples=sections.samples(facts),
             comparisons=_comparisons(facts, words, quantities),

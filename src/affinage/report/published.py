@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from affinage.evaluation.published import PublishedModel, headline_metrics, published, tuned
 from affinage.report.charts import HALF, Axis, Interval, Row, Series, bar_chart, line_chart, responsive
-from affinage.report.evaluations import marked, marked_of
+from affinage.report.evaluations import Evaluation, marked, marked_of
 from affinage.report.facts import Facts
 from affinage.report.figures import Artist, Figure, Key
 
@@ -22,6 +22,7 @@ class _Ours:
     scores: dict[str, float]
     errors: dict[str, float]
     in_chat: frozenset[str]  # tasks that were asked in the chat template
+    ended: bool  # it is what a training has made, not one of its checkpoints
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,18 @@ class Beside:
 
 def beside_published(facts: Facts, artist: Artist) -> Beside | None:
     """The figures; None for a run that was judged on no benchmark with published scores."""
-    tokens = {training.name: training.tokens or 0 for training in facts.trainings}
     ours = []
-    for evaluation in facts.evaluations:
+    for evaluation in _judged(facts):
         found = {task: evaluation.score(task, metric) for task, metric in headline_metrics().items()}
         scores = {task: score for task, score in found.items() if score is not None}
         ours.append(
             _Ours(
-                artist.model_name(evaluation.model),
-                sum(tokens.get(name, 0) for name in _TRAINED_BY.get(evaluation.model, ())),
+                artist.judged_name(evaluation),
+                _tokens(evaluation, facts),
                 {task: score.value for task, score in scores.items()},
                 {task: score.stderr or 0.0 for task, score in scores.items()},
                 frozenset(task for task, score in scores.items() if score.chat_template),
+                ended=evaluation.step is None,
             )
         )
     tasks = [task for task in headline_metrics() if any(task in one.scores for one in ours)]
@@ -57,9 +58,29 @@ def beside_published(facts: Facts, artist: Artist) -> Beside | None:
     return Beside(
         bars=tuple(_bars(task, ours, others, artist) for task in tasks),
         curves=tuple(_curve(task, ours, others, artist) for task in tasks),
-        tuned=tuple(_tuned_figures(tasks, ours, artist)),
+        tuned=tuple(_tuned_figures(tasks, [one for one in ours if one.ended], artist)),
         sources=tuple(dict.fromkeys(model.source for model in others)),
     )
+
+
+def _judged(facts: Facts) -> list[Evaluation]:
+    """Each model once, in the order in which they were made: what its recipe has not asked may have been by hand."""
+    found = {(one.model, one.step): one for one in facts.by_hand}
+    for one in facts.evaluations:
+        other = found.get((one.model, None))
+        found[one.model, None] = one if other is None else one.filled_up(other)
+    order = list(_TRAINED_BY)
+    return sorted(found.values(), key=lambda one: (order.index(one.model), one.step is None, one.step))
+
+
+def _tokens(evaluation: Evaluation, facts: Facts) -> int:
+    """That a model was trained on, up to its step."""
+    trainings = [facts.training(name) for name in _TRAINED_BY[evaluation.model]]
+    tokens = [training.tokens or 0 for training in trainings if training is not None]
+    last = trainings[-1]
+    if evaluation.step is not None and last is not None and last.steps:
+        tokens[-1] = round(tokens[-1] * evaluation.step / last.steps)
+    return sum(tokens)
 
 
 def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], artist: Artist) -> Figure:

@@ -29,7 +29,7 @@ def present(facts: Facts) -> list[str]:
         "dpo": "dpo" in trained,
         "compression": any(evaluation.compression for evaluation in facts.evaluations),
         "probe": facts.probe is not None,
-        "scores": any(evaluation.scores for evaluation in facts.evaluations),
+        "scores": any(evaluation.scores for evaluation in (*facts.evaluations, *facts.by_hand)),
         "samples": any(evaluation.samples for evaluation in facts.evaluations),
         "predicted": any(training.compared for training in facts.trainings),
         "settings": bool(facts.recipe or facts.versions),

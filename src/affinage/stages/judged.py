@@ -4,14 +4,15 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS
 from affinage.evaluation.result_folder import ITEMS, STATE, read_results
 from affinage.stages.initial import MODEL, checkpoints_of
-from affinage.stages.models import JUDGED, is_hub_folder, locate_model, stands
+from affinage.stages.models import JUDGED, TRAININGS, is_hub_folder, locate_model, stands
 from affinage.stages.sources import fingerprints
-from affinage.stages.store import read_request
+from affinage.stages.store import read_manifest, read_request
 
 _STAGES = {stage: training for training, stage in JUDGED.items()}
 _OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
@@ -66,6 +67,26 @@ def state_of(spec: str, runs: Path) -> str:
         told = [[str(each), fingerprint(checkpoints / str(each))] for each in there[-1:]]
         told.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
+
+
+def training_of(spec: str, runs: Path) -> dict[str, Any]:
+    """Which training made a model, named as for `open_model`: its `key`, and the `step` if it is not all of it.
+
+    {} where no recipe made it. Raises UserError if there is no such model.
+    """
+    from affinage.checkpoint.steps import complete_steps
+
+    folder, step = locate_model(spec, runs)
+    request = read_request(folder.parent if is_hub_folder(folder) else folder)  # of an export, or of the training
+    if request is None:
+        return {}
+    made, key = request
+    if is_hub_folder(folder):
+        exported = next((made.inputs[name] for name in TRAININGS if name in made.inputs), None)
+        return {} if exported is None else {"key": exported}
+    if step is None and read_manifest(folder) is None:
+        step = complete_steps(checkpoints_of(folder))[-1]
+    return {"key": key} if step is None else {"key": key, "step": step}
 
 
 def stage_is_current(run: Path, stage: str) -> bool:
