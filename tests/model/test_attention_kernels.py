@@ -119,6 +119,18 @@ def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, windo
     same(value_and_gradient(split, *arrays), value_and_gradient(whole, *arrays))
 
 
+def test_on_parts_of_a_row_no_device_keeps_the_keys_of_others_for_the_backward_pass():
+    random, length = np.random.default_rng(0), 512
+    query, key, value = (jnp.asarray(random.normal(size=(2, n, length, 8)), jnp.float32) for n in (4, 2, 2))
+    layout = MeshLayout(make_mesh({"context": 4}, jax.devices()[:4]))
+    split = partial(splash_on_parts, segments=None, layout=layout, window=None, softcap=None, interpret=True)
+    # As in a step, where each projects its own tokens.
+    place = partial(layout.constrain, axes=("batch", None, "sequence", None))
+    _, kept = jax.jit(lambda *arrays: jax.vjp(split, *map(place, arrays)))(query, key, value)
+    of_tokens = [array.addressable_shards[0].data.shape for array in jax.tree.leaves(kept) if array.ndim == 4]
+    assert len(of_tokens) >= 3 and {shape[2] for shape in of_tokens} == {length // 4}
+
+
 @pytest.mark.parametrize(
     "change, wanted",
     [

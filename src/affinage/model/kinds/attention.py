@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from affinage.errors import UserError
 from affinage.model.kind import Context, Cost
-from affinage.model.kinds.attention_products import attend
+from affinage.model.kinds.attention_products import attend, of_whole_rows
 from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
 from affinage.model.kinds.embedding import positions_of
 from affinage.model.kinds.norm import NormSettings
@@ -118,7 +118,7 @@ class AttentionSettings(Settings):
             context = replace(context, at=None, prepared={**context.prepared, "mask": mask})
         cache = context.cache
         if cache is not None:
-            cache = _write(cache, key, value, context)
+            cache = _write(cache, *of_whole_rows(key, value, context), context)
             key, value = cache["key"][context.layer], cache["value"][context.layer]
         if cache is None and context.call.rings and "parents" not in context.batch:
             if self.dropout and context.key is not None:
@@ -152,11 +152,9 @@ class AttentionSettings(Settings):
             if asking is not x:
                 tables = rotary_tables(self.rope, context.narrowed(positions), query.shape[-1], stored=on_cpu)
             query = rotate(query, tables)
-        constrain = context.call.constrain
+        constrain, of_key = context.call.constrain, ("batch", "kv_heads", "sequence", "head_dim")
         query = constrain(query, ("batch", "heads", "sequence", "head_dim"))
-        # Where sequences are split and no ring passes them on, this gathers the keys and values of the whole row.
-        axes = ("batch", "kv_heads", "sequence" if context.call.rings else "keys", "head_dim")
-        return query, constrain(key, axes), constrain(value, axes)
+        return query, constrain(key, of_key), constrain(value, of_key)
 
     def cost(self, width: int, batch: int, length: int) -> Cost:
         """Four projections, and two products over pairs of tokens."""

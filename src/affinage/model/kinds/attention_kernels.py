@@ -43,12 +43,14 @@ def splash_kernel(
     softcap: float | None,
     head_shards: int = 1,
     sequence_shards: int = 1,
+    kept: str | None = None,
     interpret: bool = False,
 ) -> Any:
     """Splash for rows of `length` tokens, a pytree of arrays that tell it which blocks to look at.
 
     Of a row whose heads and queries lie on several devices each has its part of these arrays (`splash_axes`), and
-    `length` is a multiple of `LANES` times `sequence_shards`.
+    `length` is a multiple of `LANES` times `sequence_shards`. What the backward pass needs of the kernel's results, the
+    log-sum-exp of the scores with them, is called `kept` for a policy of `jax.checkpoint`.
     """
     # Pallas for TPUs takes a second to import.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -62,6 +64,7 @@ def splash_kernel(
         attn_logits_soft_cap=softcap,
         head_shards=head_shards,
         q_seq_shards=sequence_shards,
+        residual_checkpoint_name=kept,
         interpret=interpret,
     )
 

@@ -60,6 +60,8 @@ def attend(
         chosen = "splash"  # which keeps the same values; cuDNN's cannot be traced where there is no GPU
     if chosen != "xla":
         return _by_kernel(chosen, query, key, value, context, softcap=softcap, window=window)
+    if context.cache is None:
+        key, value = of_whole_rows(key, value, context)
     mask = context.prepared["mask"]
     grouped = query.reshape(batch, key.shape[1], -1, length, width)
     if softcap is not None or dropped:
@@ -69,6 +71,12 @@ def attend(
         in_blocks = context.call.platform == "cpu" and context.key is None and context.cache is None and not few
         out = attention(grouped, key, value, mask, in_blocks)
     return out.reshape(batch, heads, length, width)
+
+
+def of_whole_rows(key: Array, value: Array, context: Context) -> tuple[Array, Array]:
+    """Where sequences are split this gathers the keys and values [B, K, S, D] of all of a row."""
+    axes = ("batch", "kv_heads", "keys", "head_dim")
+    return context.call.constrain(key, axes), context.call.constrain(value, axes)
 
 
 def _by_kernel(
@@ -102,7 +110,11 @@ def splash_on_parts(
     softcap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "B H S D"]:
-    """Splash where the tokens of a row lie on several devices: each has its queries, and all keys before them."""
+    """Splash where the tokens of a row lie on several devices: each has its queries, and gathers all keys.
+
+    For the backward pass it keeps its own, and gathers the others again: those of whole rows, of every layer, would be
+    as much more as there are devices.
+    """
     heads, length = query.shape[1:3]
     kernel = splash_kernel(
         heads,
@@ -111,14 +123,18 @@ def splash_on_parts(
         softcap=softcap,
         head_shards=layout.parts("heads"),
         sequence_shards=layout.parts("sequence"),
+        kept="splash",
         interpret=interpret,
     )
-    of_query, of_key = ("batch", "heads", "sequence", "head_dim"), ("batch", "kv_heads", "keys", "head_dim")
+    of_query, of_key = ("batch", "heads", "sequence", "head_dim"), ("batch", "kv_heads", "sequence", "head_dim")
     told = () if segments is None else (segments, segments)
     of_told = () if segments is None else (("batch", "sequence"), ("batch", "keys"))
 
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("splash"))
     def run(kernel: Any, query: Array, key: Array, value: Array, *told: Array) -> Array:
-        return by_splash(kernel, query, key, value, (told[0], told[1]) if told else None)
+        over = layout.mesh_axes("sequence")
+        keys, values = (jax.lax.all_gather(array, over, axis=2, tiled=True) for array in (key, value))
+        return by_splash(kernel, query, keys, values, (told[0], told[1]) if told else None)
 
     inputs = (splash_axes(kernel), of_query, of_key, of_key, *of_told)
     return layout.mapped(run, inputs, of_query)(kernel, query, key, value, *told)
