@@ -65,6 +65,30 @@ def test_beginning_anew_clears_and_going_on_keeps(tmp_path):
     assert not (store.begin(REQUEST, anew=True) / "left").exists()
 
 
+def written_later(file: Path, content: bytes, than: Path) -> None:
+    """With the time of its last change put back, as somebody might; what the kernel notes is a tick later."""
+    before = file.stat()
+    while file.stat().st_ctime_ns <= than.stat().st_mtime_ns:
+        file.write_bytes(content)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_other_bytes_of_the_same_number_are_seen_and_the_same_ones_are_read_once(tmp_path, monkeypatch):
+    store, read = Store(tmp_path), []
+    hashed = stores._sha256
+    monkeypatch.setattr(stores, "_sha256", lambda path: read.append(path.name) or hashed(path))
+    folder = store.begin(REQUEST, anew=True)
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(b"abc")
+    finish(store)
+    assert store.damage(REQUEST) == "" and read == []
+    written_later(folder / "a.bin", b"abc", than=folder / "manifest.json")
+    assert store.damage(REQUEST) == "" and read == ["a.bin"]
+    assert store.damage(REQUEST) == "" and read == ["a.bin"], "not again"
+    written_later(folder / "b.bin", b"abd", than=folder / "manifest.json")
+    assert store.damage(REQUEST) == "b.bin was changed after it was made" and not store.is_complete(REQUEST)
+
+
 @pytest.mark.parametrize(
     "change", [{"stage": "split"}, {"settings": {}}, {"inputs": {"collect": "x"}}, {"sources": {}}, {"code": {}}]
 )

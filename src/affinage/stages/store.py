@@ -78,15 +78,30 @@ class Store:
         return self.folder / f"{stage}-{key[:12]}"
 
     def damage(self, request: Request) -> str:
-        """What is wrong with a result that has a manifest: a file that is gone or has another size; "" if nothing."""
+        """What is wrong with a result that has a manifest: a file that is gone, or is not what it was; "" if nothing.
+
+        Only files that were written or moved after the manifest are read, as where a folder was copied, and only once.
+        """
         folder = self.path(request)
-        for name, facts in (read_manifest(folder) or {"files": {}})["files"].items():
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return ""
+        sealed, later = (folder / MANIFEST).stat().st_mtime_ns, []
+        for name, facts in manifest["files"].items():
             try:
-                size = (folder / name).stat().st_size
+                found = (folder / name).stat()
             except OSError:
                 return f"{name} is missing"
-            if size != facts["bytes"]:
-                return f"{name} has {size} bytes instead of {facts['bytes']}"
+            if found.st_size != facts["bytes"]:
+                return f"{name} has {found.st_size} bytes instead of {facts['bytes']}"
+            if max(found.st_mtime_ns, found.st_ctime_ns) > sealed:
+                later.append(name)
+        for name in later:
+            if _sha256(folder / name) != manifest["files"][name]["sha256"]:
+                return f"{name} was changed after it was made"
+        if later:
+            with contextlib.suppress(OSError):  # it is somebody else's: then they are read each time
+                os.utime(folder / MANIFEST)
         return ""
 
     def is_complete(self, request: Request) -> bool:
@@ -223,6 +238,11 @@ def _hash_to_disk(path: Path) -> dict[str, Any]:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
