@@ -123,7 +123,8 @@ def trips(metrics: dict[str, np.ndarray]) -> int:
 def seen_among(losses: jax.Array, moved: jax.Array) -> jax.Array:
     def one(window: LossWindow, at: tuple[jax.Array, jax.Array]) -> tuple[LossWindow, jax.Array]:
         loss, sick = at
-        loss = loss + jnp.where(sick, 8 * window.spread, 0.0)
+        spread = 1.4826 * jnp.nanmedian(jnp.abs(window.losses - jnp.nanmedian(window.losses)))
+        loss = loss + jnp.where(sick, 8 * spread, 0.0)
         return window.with_loss(loss), window.score(loss) > HealthSettings().spike_deviations
 
     return jax.lax.scan(one, LossWindow.empty(HealthSettings().window), (losses, moved))[1]

@@ -19,7 +19,7 @@ from affinage.checkpoint import CheckpointStore
 from affinage.training import TrainJob, train
 from affinage.training.health import Health
 
-STEPS, SETTLED = 300, 20  # steps of a run, and those before the first injection: a window that knows a few losses
+STEPS, SETTLED = 300, 100  # steps of a run, and those before the first injection: a window that knows the losses
 EACH = {"skip": 30, "rewind": 10}  # injections of a run: after ten rewinds it goes back no more
 DONE = {"skip": "skipped", "rewind": "rewound"}  # how health.jsonl begins to tell of it
 POLICIES = tuple(EACH)

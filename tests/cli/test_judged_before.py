@@ -105,7 +105,7 @@ def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_
 def test_the_report_has_what_was_judged_by_hand_of_the_models_that_the_run_has_now(
     run: Callable[..., None], affinage: Said, tmp_path: Path
 ):
-    runs, words = str(tmp_path / "runs"), "Judged by `affinage eval`"
+    runs, words = str(tmp_path / "runs"), "Judged by affinage eval"
     more = write_task(tmp_path / "more", "more_sums", sums(6))
 
     def reported() -> str:

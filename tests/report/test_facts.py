@@ -97,7 +97,7 @@ def test_what_was_judged_by_hand_is_read_of_the_models_that_the_run_has(tmp_path
         ("sft", None, {"piqa": 0.2}),
     ]
     page = render(collect_facts(run))
-    assert "Judged by `affinage eval`" in page and "Base, step 900" in page
+    assert "Judged by affinage eval" in page and "Base, step 900" in page
     assert "Pythia-410M (published)" in page, "PIQA, of which the recipe says nothing"
 
 

@@ -85,11 +85,11 @@ def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(
 ):
     state = sickroom.begin()
     _, seen = sickroom.run(state, 0)
-    # A window whose median lies so many deviations below, and in which each loss differs by as much from the next.
+    # A window whose median lies so many deviations below: the median absolute deviation of -2, -1, 0, 1, 2 is 1.
     spread = 0.02
-    median = seen["loss"] - deviations * 1.4826 / np.sqrt(2) * spread
-    losses = median + spread * np.resize([0.5, -0.5], 16)
-    window = LossWindow(losses.astype(np.float32), np.int32(16))
+    median = seen["loss"] - deviations * 1.4826 * spread
+    losses = median + spread * np.resize(np.arange(-2.0, 3.0), 15)
+    window = LossWindow(np.append(losses, median).astype(np.float32), np.int32(16))
     state = sickroom.begin()._replace(
         window=jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), window, sickroom.program.abstract.window)
     )

@@ -313,7 +313,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "scores_axis": ("score of the task’s headline metric", "score de la mesure principale de l’épreuve"),
     "scores_caption": ("All metrics, value ± standard error", "Toutes les mesures, valeur ± erreur type"),
     "value": ("Value", "Valeur"),
-    "by_hand": ("Judged by `affinage eval`", "Jugé par `affinage eval`"),
+    "by_hand": ("Judged by affinage eval", "Jugé par affinage eval"),
     "by_hand_lead": (
         "Models of this run on tasks of which its recipe says nothing, or otherwise than it says.",
         "Des modèles de cette exécution sur des épreuves dont sa recette ne dit rien, ou autrement qu’elle ne le dit.",

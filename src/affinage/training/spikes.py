@@ -7,9 +7,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from affinage.recipe.training import HealthSettings
 
-# Standard deviations of a normal distribution in the median of the differences between two numbers drawn from it.
-_NORMAL = 1.4826 / 2**0.5
-_NOW = 16  # the last losses, which tell where the loss is; before there are so many none is judged
+_NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+_LEAST = 16  # losses before the first that is judged; of 16 the deviation is known to a third, of 64 to a sixth
 _SMALLEST_SPREAD = 0.002  # of the median: below it a loss is as good as constant, and rounding would stand out
 
 
@@ -29,29 +28,18 @@ class LossWindow(NamedTuple):
         """Before the first step."""
         return LossWindow(jnp.full(size, jnp.nan, jnp.float32), jnp.zeros((), jnp.int32))
 
-    @property
-    def spread(self) -> Float[Array, ""]:
-        """The standard deviation of the losses, by how much each differs from the one before.
-
-        That leaves out how far the loss falls over the window (von Neumann et al., 1941, Ann. Math. Stat. 12), and is
-        1.4826 / sqrt(2) times the median of the differences, which outliers do not move (Leys et al., 2013, J. Exp.
-        Soc. Psych. 49).
-        """
-        return _NORMAL * jnp.nanmedian(jnp.abs(jnp.diff(self._in_order)))
-
     def score(self, loss: Float[Array, ""]) -> Float[Array, ""]:
-        """By how many standard deviations a loss is above the median of the 16 before it; 0 of the first 16 losses.
+        """By how many standard deviations a loss is above the median of those before; 0 for the first 16 losses.
 
-        A deviation is at least 0.2 % of the median. A window that holds less than 32 judges once it is half full.
+        (Of a window that holds less than 32: until it is half full.)
+
+        The deviation is 1.4826 times the median absolute deviation, which half of the losses can be outliers without
+        moving (Leys et al., 2013, J. Exp. Soc. Psych. 49), and at least 0.2 % of the median.
         """
-        level = jnp.nanmedian(self._in_order[-_NOW:])
-        score = (loss - level) / jnp.maximum(self.spread, jnp.maximum(_SMALLEST_SPREAD * jnp.abs(level), 1e-12))
-        return jnp.where(self.seen >= min(_NOW, self.losses.size // 2), score, 0.0)
-
-    @property
-    def _in_order(self) -> Float[Array, " W"]:
-        """The newest last."""
-        return jnp.roll(self.losses, -(self.seen % self.losses.size))
+        median = jnp.nanmedian(self.losses)
+        spread = _NORMAL * jnp.nanmedian(jnp.abs(self.losses - median))
+        score = (loss - median) / jnp.maximum(spread, jnp.maximum(_SMALLEST_SPREAD * jnp.abs(median), 1e-12))
+        return jnp.where(self.seen >= min(_LEAST, self.losses.size // 2), score, 0.0)
 
     def with_loss(self, loss: Float[Array, ""]) -> "LossWindow":
         """The window one step on. Spikes go in, so that it gets used to a new level; what is not finite does not."""
