@@ -40,7 +40,6 @@ sys.path.insert(0, str(TESTS / "launch"))
 import cabled  # noqa: E402
 import gangs  # noqa: E402
 import noted_phases  # noqa: E402
-from sick import inject  # noqa: E402
 
 from affinage.launch import Restarts, supervise  # noqa: E402
 
@@ -360,6 +359,12 @@ def borne(folder: Path, cache: Path, each: int) -> Figures:
     return told
 
 
+def _injected(folder: Path, times: int) -> Figures:
+    from sick import inject  # imports JAX, for which `chaos_ray`'s drivers do not wait
+
+    return inject(folder, times)
+
+
 def _spread(name: str, found: list[float]) -> Figures:
     return {f"{name}, median": round(statistics.median(found), 2), f"{name}, most": round(max(found), 2)}
 
@@ -404,7 +409,7 @@ def main() -> None:
             "gone": lambda: gone(Path(root) / "gone", nursery, leaves),
             "silence": lambda: silence(Path(root) / "silence", Path(root) / "cache", cuts),
             "borne": lambda: borne(Path(root) / "borne", Path(root) / "cache", cuts),
-            "sick": lambda: inject(Path(root) / "sick", sick),
+            "sick": lambda: _injected(Path(root) / "sick", sick),
         }
         for part in asked.parts:
             before = time.monotonic()

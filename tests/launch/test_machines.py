@@ -22,6 +22,7 @@ from affinage.launch.forked import OF_A_HOST
 from affinage.launch.gang import Ending, Gang, Launcher, Restarts
 from affinage.launch.process import HostProcess
 from affinage.launch.ray import RayLauncher
+from affinage.launch.ray_agent import _imports
 from affinage.launch.remains import Remains
 from affinage.launch.rented import RentedLauncher
 from affinage.launch.ssh import SshLauncher
@@ -341,6 +342,36 @@ def test_a_worker_of_rays_that_is_killed_is_replaced_and_what_it_had_imported_is
         gang.end()
     launcher.finish()
     until(lambda: not any(map(alive, [*again, *zygotes])))
+
+
+def test_another_driver_finds_what_was_imported_for_one_that_was_killed(ray, tmp_path: Path):
+    launcher = ray(2)
+    launcher.start(["wait", str(tmp_path)])
+    zygotes = {parent(process) for process in hosts_of(tmp_path)}
+    launcher._room.leave(for_good=False)  # as Ray does for a driver that is gone
+    until(lambda: all((tmp_path / f"saved-{host}").exists() for host in range(2)))
+    for host in range(2):
+        (tmp_path / f"process-{host}").unlink()
+    again = ray(2).start(["wait", str(tmp_path)])
+    try:
+        assert {parent(process) for process in hosts_of(tmp_path)} == zygotes
+    finally:
+        again.end()
+
+
+def test_what_was_imported_before_a_file_changed_is_not_what_is_imported_now(tmp_path: Path):
+    code = tmp_path / "package"
+    code.mkdir()
+    module = code / "module.py"
+    module.write_text("one = 1")
+    name = _imports(code, {"OF_JAX": "1"}, ["module"])
+    assert name == _imports(code, {"OF_JAX": "1", "RAY_JOB_ID": "7"}, ["module"])
+    assert name != _imports(code, {"OF_JAX": "2"}, ["module"])
+    assert name != _imports(code, {"OF_JAX": "1"}, ["module", "another"])
+    os.utime(module, ns=(1, 1))
+    assert name == _imports(code, {"OF_JAX": "1"}, ["module"])
+    module.write_text("one = 2")
+    assert name != _imports(code, {"OF_JAX": "1"}, ["module"])
 
 
 def test_what_ray_takes_the_agent_from_is_told_to_save_and_others_take_its_place(ray, tmp_path: Path):

@@ -21,9 +21,11 @@ from affinage.launch.remains import Remains
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _SETTLES = 10.0  # seconds for what is ending on the machines
 _ANSWERS = 30.0  # seconds for an agent to start a process, or to kill it
-_LASTING = 30.0  # seconds in which an agent that Ray has started anew finds what was imported for the one before
+_LASTING = 30.0  # seconds in which another agent, be it another driver's, finds what was imported for one
 _LOOK_EVERY = 0.05  # seconds
 _ACCELERATORS = ("TPU", "GPU")
+
+_Imports = tuple[dict[str, str], tuple[str, ...]]  # the variables that they are made with, and the modules
 
 
 class RayLauncher:
@@ -31,7 +33,8 @@ class RayLauncher:
 
     The process is none of Ray's: when Ray takes the actor away, with its machine or with this driver, the process gets
     SIGTERM and saves, the others with it. What it left is ended before the next start. The actors stay from one start
-    to the next; one that was killed is started anew while the hosts save.
+    to the next; one that was killed is started anew while the hosts save. What was imported for them outlives actors
+    and driver for a while.
 
     Args:
         hosts: how many.
@@ -43,7 +46,7 @@ class RayLauncher:
         files: path here -> content, put on every host where the path does not hold the same; words of the command that
             are such a path are replaced by where the file is there.
         program: words that the Python of the machine's Ray is given before the command's; default: -m affinage.
-        modules: imported once on each machine, for all starts.
+        modules: imported once on each machine, for all starts that come soon enough.
         say: takes the lines that the hosts write, each with the number of its host before it.
 
     Raises:
@@ -65,8 +68,7 @@ class RayLauncher:
     ) -> None:
         self.hosts, self._wanted, self._least = hosts, hosts, hosts if least is None else least
         self._devices, self._files, self._say = devices, dict(files or {}), say
-        self._program, self._modules = list(program), tuple(modules)
-        self._launch = secrets.token_hex(8)
+        self._program, self._imports = list(program), (of_cpu(devices), tuple(modules))
         self._room: _Room | None = None
         cpus = max(hosts, os.cpu_count() or 1)
         self._ray = connect(
@@ -85,14 +87,14 @@ class RayLauncher:
             self.hosts = max(self._least, min(self._wanted, self._settled(bundle)))
             if self.hosts < self._wanted:
                 self._say(f"launch: {self.hosts} of {self._wanted} hosts are there")
-        job = Job(self._program, list(command), of_cpu(self._devices), self._files, self._modules)
+        job = Job(self._program, list(command), self._files)
         # What runs the same command belongs together, also when another driver starts it.
         group = hashlib.sha256("\0".join(job.command).encode()).hexdigest()[:16]
         if self._room is not None and not self._room.serves(group, self.hosts, bundle):
             self._room.leave(for_good=False)
             self._room = None
         try:
-            self._room = self._room or _Room(self._ray, group, self._launch, self.hosts, bundle)
+            self._room = self._room or _Room(self._ray, group, self.hosts, bundle, self._imports)
             return RayGang(self._ray, self._room.agents, job, self._say)
         except self._ray.exceptions.RayTaskError as error:
             self.finish()
@@ -149,7 +151,7 @@ class RayLauncher:
 class _Room:
     """Places on machines of the cluster, with an agent on each; kept from one start to the next."""
 
-    def __init__(self, ray: Any, group: str, launch: str, hosts: int, bundle: Mapping[str, float]) -> None:
+    def __init__(self, ray: Any, group: str, hosts: int, bundle: Mapping[str, float], imports: _Imports) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -174,7 +176,7 @@ class _Room:
                     max_concurrency=4,
                     max_restarts=-1,
                 )
-                self.agents.append(agent.remote(group, launch, host, _LASTING))
+                self.agents.append(agent.remote(group, host, *imports, _LASTING))
         except BaseException:
             self.leave(for_good=True)
             raise

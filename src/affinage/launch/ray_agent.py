@@ -1,7 +1,10 @@
 """What stands on each machine of a Ray cluster: it starts a host's process there, and tells of it."""
 
+import hashlib
+import json
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +23,7 @@ class Job(NamedTuple):
 
     program: list[str]  # words of Python: -m MODULE or a script
     command: list[str]
-    environment: dict[str, str]
     files: dict[str, bytes]
-    modules: tuple[str, ...]  # imported once for all starts
 
 
 class Agent:
@@ -33,13 +34,22 @@ class Agent:
 
     Args:
         group: of the command, see `affinage.launch.remains`.
-        launch: who started all this; another launcher has another one.
         host: the process's number.
-        lasting: seconds in which an agent that Ray has started anew finds what was imported for the one before.
+        environment: that the process has beside this one's.
+        modules: imported once for all starts.
+        lasting: seconds in which another agent finds what was imported for this one, be it another driver's.
     """
 
-    def __init__(self, group: str, launch: str, host: int, lasting: float) -> None:
-        self._group, self._launch, self._host, self._lasting = group, launch, host, lasting
+    def __init__(
+        self, group: str, host: int, environment: Mapping[str, str], modules: Sequence[str], lasting: float
+    ) -> None:
+        self._group, self._host = group, host
+        # The code that is here, which may be the one that Ray brought.
+        code = Path(affinage.__file__).parent
+        path = os.pathsep.join(filter(None, [str(code.parent), os.environ.get("PYTHONPATH")]))
+        self._environment = {**os.environ, **environment, "PYTHONPATH": path}
+        imported = Remains(group, "").folder / f"{_imports(code, self._environment, modules)}-{host}"
+        self._forks = Forks(imported, self._environment, signal.SIGTERM, lasting, modules)
         self._process: ForkedProcess | None = None
         self._held: Any = None
 
@@ -65,15 +75,8 @@ class Agent:
         remains.end()
         at = _put(job.files, remains.folder / "files")
         words = [*(job.program or ["-m", "affinage"]), *(at.get(word, word) for word in job.command)]
-        # The code that is here, which may be the one that Ray brought.
-        code = str(Path(affinage.__file__).parents[1])
-        environment = {
-            **os.environ,
-            **job.environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")])),
-        }
-        own = {**environment, **place, HOST: str(self._host)}
-        self._process = self._forks(environment, job.modules).start(words, own, [self._group, start])
+        own = {**self._environment, **place, HOST: str(self._host)}
+        self._process = self._forks.start(words, own, [self._group, start])
 
     def news(self) -> tuple[list[str], int | None]:
         """See `affinage.launch.process.HostProcess.news`."""
@@ -94,15 +97,23 @@ class Agent:
     def finish(self) -> None:
         """Kill the process, and keep nothing for another one."""
         self.end()
-        self._forks({}, ()).leave()
-
-    def _forks(self, environment: Mapping[str, str], modules: Sequence[str]) -> Forks:
-        at = Remains(self._group, "").folder / f"{self._launch}-{self._host}"
-        return Forks(at, environment, signal.SIGTERM, self._lasting, modules)
+        self._forks.leave()
 
     def _release(self) -> None:
         if self._held is not None:
             self._held.close()
+
+
+def _imports(code: Path, environment: Mapping[str, str], modules: Sequence[str]) -> str:
+    """A name for what is imported of modules: another one in another environment, of other code or packages."""
+    told = {name: value for name, value in environment.items() if not name.startswith("RAY_")}  # of Ray's worker
+    packages = [name for place in filter(os.path.isdir, sys.path) for name in os.listdir(place)]
+    packages = [name for name in packages if name.endswith((".dist-info", ".egg-info"))]  # with their versions
+    facts = [sys.executable, sys.path, sorted(packages), sorted(told.items()), list(modules)]
+    found = hashlib.sha256(json.dumps(facts).encode())
+    for file in sorted(code.rglob("*.py")):  # not when it was written: Ray brings it again and again
+        found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
 def _put(files: Mapping[str, bytes], folder: Path) -> dict[str, str]:
