@@ -71,6 +71,8 @@ CASES = (
     Case("julian-600m", "v6e-64", (DROP, "parallel.remat=dots")),
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 8, context: 2}")),
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 4}")),
+    Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 4}", "pretrain.attention=xla")),
+    Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 4}", "parallel.context_attention=ring")),
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 2, tensor: 2}")),
     Case("julian-600m", "v6e-8", (DROP, "mesh={fsdp: 2, context: 4}")),
     Case("julian-600m", "v4-32", (BLOCK,)),

@@ -36,7 +36,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "tensor": (0, 9, 0, 0, 0),
     "tensor-norms": (8, 10, 0, 3, 0),
     "context": (3, 3, 0, 0, 0),
-    "context-ring": (0, 2, 0, 0, 5),
+    "context-ring": (0, 2, 0, 0, 9),
     "expert": (3, 4, 0, 4, 0),
     "pipeline": (0, 2, 0, 0, 2),
 }

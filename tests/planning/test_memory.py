@@ -70,6 +70,22 @@ def test_weights_and_moments_are_the_bytes_of_the_real_state(mesh, moments, tmp_
     assert planned.optimizer == held(state.opt_state)
 
 
+@pytest.mark.parametrize("rest", [{}, {"pipeline": 2}], ids=str)
+def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest):
+    chosen, graph, length = settings(attention="xla"), parse(GRAPH), 1024
+
+    def kept(context, **parallel):
+        mesh = {"data": 1, "context": context, **rest}
+        split = lay_out(graph, chosen, mesh, length, context * rest.get("pipeline", 1), ParallelSettings(**parallel))
+        return step_memory(split, chosen, named("TPU v4"), "tpu").activations
+
+    probabilities = 16 * 4 * length * length * 4 * 2 // rest.get("pipeline", 1)  # rows, heads, pairs, layers, bfloat16
+    assert kept(1) > probabilities
+    assert kept(4) == pytest.approx(kept(1) / 4, rel=0.05)
+    if not rest:
+        assert kept(4, context_attention="ring") < kept(4) / 4
+
+
 def test_an_adafactor_needs_less_than_two_moments():
     adam, adafactor = (settings(optimizer={"name": name}) for name in ("adamw", "adafactor"))
     graph = parse(GRAPH)

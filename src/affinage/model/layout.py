@@ -22,6 +22,10 @@ class Layout:
         """Pins an activation to one split, then to another: what XLA makes an all-to-all of."""
         return self.constrain(self.constrain(x, before), after)
 
+    def whole(self, length: int, axis: str) -> int:
+        """How long an axis is over all devices of which an array shows `length`: a plan's shows one device's part."""
+        return length
+
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that split a logical axis; names for collectives inside `mapped`."""
         return ()

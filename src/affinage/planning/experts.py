@@ -1,10 +1,8 @@
 """Experts as one of the devices that they lie on sees them: its own, and the tokens that all owners send it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import jax
-from jaxtyping import Array
 from typing_extensions import override
 
 from affinage.model import Graph
@@ -12,10 +10,7 @@ from affinage.model.kinds.dense import dense_flops
 from affinage.model.kinds.ffn import GATED
 from affinage.model.kinds.moe import MoeSettings
 from affinage.model.node import Node
-from affinage.model.parameter import Axes, Tree, map_parameters
-from affinage.parallel.layout import MeshLayout
-
-AXIS = "owner"  # of collectives between the devices that the experts lie on
+from affinage.model.parameter import Tree, map_parameters
 
 
 class OwnExperts(MoeSettings):
@@ -69,34 +64,3 @@ def on_nothing(graph: Graph, node: Node, rows: int, length: int, platform: str) 
     products = 3 if experts.activation in GATED else 2
     empty = rows * length * (experts.experts - experts.top_k)
     return node.layers * products * dense_flops(graph.shapes[node.name].width, experts.width, empty)
-
-
-@dataclass(frozen=True, eq=False)
-class OwnersLayout(MeshLayout):
-    """What one device has, whole; between owners of experts goes what goes between them in a run.
-
-    To be traced with `axes` as the named axes around it.
-    """
-
-    owners: int = 1
-
-    @property
-    def axes(self) -> list[tuple[str, int]]:
-        """Named axes and their sizes, for `jax.make_jaxpr`."""
-        return [(AXIS, self.owners)] if self.owners > 1 else []
-
-    @override
-    def parts(self, *axes: str) -> int:
-        return self.owners if axes == ("experts",) else super().parts(*axes)
-
-    @override
-    def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        return (AXIS,) if axis == "experts" and self.owners > 1 else super().mesh_axes(axis)
-
-    @override
-    def resplit(self, x: Array, before: Axes, after: Axes) -> Array:
-        if self.owners == 1:
-            return super().resplit(x, before, after)
-        if "experts" in after:
-            return jax.lax.all_to_all(x, AXIS, after.index("experts"), 0, tiled=True)
-        return jax.lax.all_to_all(x, AXIS, 0, before.index("experts"), tiled=True)

@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, Literal
 _STORED = frozenset(
     "dot_general conv_general_dilated while cond gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
     "dynamic_update_slice concatenate pallas_call custom_call reduce_sum reduce_max reduce_min argmax ragged_dot "
-    "ragged_dot_general random_bits all_gather psum ppermute all_to_all".split()
+    "ragged_dot_general random_bits all_gather reduce_scatter psum ppermute all_to_all".split()
 )
 _PRODUCTS = frozenset("dot_general ragged_dot ragged_dot_general".split())
 # What a program is wrapped in without meaning anything to memory.

@@ -100,7 +100,8 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
 def call_of(settings: TrainSettings, parallel: ParallelSettings, dtype: str, platform: str) -> Call:
     """How training applies the model in a dtype on a platform, which need not be here."""
     call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, described=True, attention=settings.attention)
-    return with_remat(call, parallel.remat)
+    rings = parallel.context_attention == "ring"
+    return with_remat(replace(call, ring_attention=rings), parallel.remat)
 
 
 def _peak(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Peak:

@@ -11,7 +11,8 @@ from affinage.hardware.chips import Chip
 from affinage.model import Graph, parse
 from affinage.parallel.mesh import AXES
 from affinage.parallel.pipeline import AXIS as STAGES
-from affinage.planning.experts import OwnersLayout, of_one_owner
+from affinage.planning.device import DeviceLayout
+from affinage.planning.experts import of_one_owner
 from affinage.planning.local import Split
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import TrainSettings
@@ -26,13 +27,14 @@ class Part:
         graph_text: JSON of the model that the device multiplies with, the experts of all owners in it.
         settings_class: of the training's settings.
         settings_text: their JSON.
-        parallel_text: JSON of what is recomputed.
+        parallel_text: JSON of what is recomputed, and of how a pipeline and a ring run.
         rows: of a micro-batch.
-        context: tokens of a row.
+        context: tokens of a row that it has.
         dtype: that matrices are multiplied in; of a chip nothing else is in its program.
         platform: that it is compiled for.
         stages: of a pipeline; `rows` and the model are those of all of them.
         owners: devices that the experts lie on.
+        neighbours: devices that the positions of a row lie on.
     """
 
     graph_text: str
@@ -45,6 +47,7 @@ class Part:
     platform: str
     stages: int = 1
     owners: int = 1
+    neighbours: int = 1
 
     @cached_property
     def graph(self) -> Graph:
@@ -52,11 +55,11 @@ class Part:
         return of_one_owner(parse(json.loads(self.graph_text)), self.owners)
 
     @property
-    def layout(self) -> OwnersLayout:
+    def layout(self) -> DeviceLayout:
         """What is split is in the shapes; a pipeline's program says itself what one of its stages does."""
         sizes = tuple(self.stages if axis == STAGES else 1 for axis in AXES)
         mesh = AbstractMesh(sizes, AXES, (AxisType.Auto,) * len(AXES))
-        return OwnersLayout(mesh, owners=self.owners)  # type: ignore[arg-type]
+        return DeviceLayout(mesh, owners=self.owners, neighbours=self.neighbours)  # type: ignore[arg-type]
 
     @cached_property
     def settings(self) -> TrainSettings:
@@ -65,7 +68,7 @@ class Part:
 
     @cached_property
     def parallel(self) -> ParallelSettings:
-        """What is recomputed, and how a pipeline runs; the rest is as by default."""
+        """What is recomputed, and how a pipeline and a ring run; the rest is as by default."""
         return ParallelSettings.model_validate_json(self.parallel_text)
 
 
@@ -75,6 +78,9 @@ def part_of(split: Split, settings: TrainSettings, chip: Chip, platform: str) ->
     if split.stages > 1:
         settings = settings.model_copy(update={"attention": "xla"})  # what a pipeline has
         asked |= {"pipeline_rounds": split.parallel.pipeline_rounds, "pipeline_micro_batches": split.pipeline_parts}
+    neighbours = split.parts("sequence")
+    if neighbours > 1:
+        asked["context_attention"] = split.parallel.context_attention
     return Part(
         graph_text=split.local_text,
         settings_class=type(settings),
@@ -86,4 +92,5 @@ def part_of(split: Split, settings: TrainSettings, chip: Chip, platform: str) ->
         platform=platform,
         stages=split.stages,
         owners=split.owners,
+        neighbours=neighbours,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -89,14 +90,16 @@ class AttentionSettings(Settings):
         if context.cache is not None:
             slots = jnp.arange(context.cache["key"].shape[3])[None, None, :]
             return self._in_reach(positions[:, :, None], slots)
-        index = jnp.arange(positions.shape[1])
+        layout = context.call.layout
+        seen_by_all = partial(layout.resplit, before=("batch", "sequence"), after=("batch", "keys"))
         segments, parents = context.batch.get("segment_ids"), context.batch.get("parents")
         if parents is not None and segments is not None:  # what comes before a token is told by positions
-            seen = segments[:, None, :]
+            seen = seen_by_all(segments)[:, None, :]
             alike = (segments[:, :, None] == seen) | (parents[:, :, None] == seen)
-            return alike & self._in_reach(positions[:, :, None], positions[:, None, :])
-        mask = self._in_reach(index[None, :, None], index[None, None, :])
-        return mask if segments is None else mask & (segments[:, :, None] == segments[:, None, :])
+            return alike & self._in_reach(positions[:, :, None], seen_by_all(positions)[:, None, :])
+        index, keys = jnp.arange(length := positions.shape[1]), jnp.arange(layout.whole(length, "sequence"))
+        mask = self._in_reach(index[None, :, None], keys[None, None, :])
+        return mask if segments is None else mask & (segments[:, :, None] == seen_by_all(segments)[:, None, :])
 
     def _in_reach(self, query: Array, key: Array) -> Array:
         reach = key <= query

@@ -47,7 +47,7 @@ def attend(
         context.call.platform,
         query.dtype,
         width,
-        length,
+        context.call.layout.whole(length, "sequence"),
         cached=context.cache is not None,
         dropout=dropped,
         softcap=softcap,
@@ -75,8 +75,9 @@ def attend(
 
 def of_whole_rows(key: Array, value: Array, context: Context) -> tuple[Array, Array]:
     """Where sequences are split this gathers the keys and values [B, K, S, D] of all of a row."""
-    axes = ("batch", "kv_heads", "keys", "head_dim")
-    return context.call.constrain(key, axes), context.call.constrain(value, axes)
+    of_parts, of_rows = ("batch", "kv_heads", "sequence", "head_dim"), ("batch", "kv_heads", "keys", "head_dim")
+    key, value = (context.call.layout.resplit(array, of_parts, of_rows) for array in (key, value))
+    return key, value
 
 
 def _by_kernel(
@@ -85,9 +86,15 @@ def _by_kernel(
     """The rows and heads of each device by its own run of the kernel; Splash also its queries of a row."""
     segments, layout = context.prepared["segments"], context.call.layout
     parts = layout.parts("sequence")
-    if name == "splash" and parts > 1 and query.shape[2] % (parts * LANES) == 0:
+    multiple = layout.whole(query.shape[2], "sequence") % (parts * LANES) == 0
+    if name == "splash" and parts > 1 and multiple and context.call.platform == "tpu":
         return splash_on_parts(query, key, value, segments, layout, window=window, softcap=softcap)
-    of_query, of_key = ("batch", "heads", None, "head_dim"), ("batch", "kv_heads", None, "head_dim")
+    of_part, of_query = (("batch", "heads", length, "head_dim") for length in ("sequence", None))
+    of_key = ("batch", "kv_heads", None, "head_dim")
+    query = layout.resplit(query, of_part, of_query)
+    key, value = of_whole_rows(key, value, context)
+    if segments is not None:
+        segments = layout.resplit(segments, ("batch", "sequence"), ("batch", "keys"))
     told = () if segments is None else (segments if name == "splash" else context.prepared["mask"],)
     of_told = tuple(("batch", *(None,) * (array.ndim - 1)) for array in told)
 
@@ -96,7 +103,8 @@ def _by_kernel(
             return splash_attention(query, key, value, told, window=window, softcap=softcap)
         return cudnn_attention(query, key, value, told, window=window)
 
-    return layout.mapped(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
+    out = layout.mapped(run, (of_query, of_key, of_key, *of_told), of_query)(query, key, value, *told)
+    return layout.resplit(out, of_query, of_part)
 
 
 def splash_on_parts(
@@ -115,10 +123,9 @@ def splash_on_parts(
     For the backward pass it keeps its own, and gathers the others again: those of whole rows, of every layer, would be
     as much more as there are devices.
     """
-    heads, length = query.shape[1:3]
     kernel = splash_kernel(
-        heads,
-        length,
+        query.shape[1],
+        layout.whole(query.shape[2], "sequence"),
         window=window,
         softcap=softcap,
         head_shards=layout.parts("heads"),
@@ -127,8 +134,8 @@ def splash_on_parts(
         interpret=interpret,
     )
     of_query, of_key = ("batch", "heads", "sequence", "head_dim"), ("batch", "kv_heads", "sequence", "head_dim")
-    told = () if segments is None else (segments, segments)
     of_told = () if segments is None else (("batch", "sequence"), ("batch", "keys"))
+    told = () if segments is None else (segments, layout.resplit(segments, *of_told))
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("splash"))
     def run(kernel: Any, query: Array, key: Array, value: Array, *told: Array) -> Array:
@@ -136,7 +143,9 @@ def splash_on_parts(
         keys, values = (jax.lax.all_gather(array, over, axis=2, tiled=True) for array in (key, value))
         return by_splash(kernel, query, keys, values, (told[0], told[1]) if told else None)
 
-    inputs = (splash_axes(kernel), of_query, of_key, of_key, *of_told)
+    of_kernel = splash_axes(kernel)
+    kernel = jax.tree.map(lambda array, axes: layout.resplit(array, (None,) * array.ndim, axes), kernel, of_kernel)
+    inputs = (of_kernel, of_query, of_key, of_key, *of_told)
     return layout.mapped(run, inputs, of_query)(kernel, query, key, value, *told)
 
 

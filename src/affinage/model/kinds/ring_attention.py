@@ -4,15 +4,21 @@ Ring attention (Liu, Zaharia and Abbeel, 2023) with the online softmax of Milako
 """
 
 import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_products import MASKED
 
 Softmax = tuple[Array, Array, Array]  # largest score so far, sum of exponentials, weighted values; float32
+Held = tuple[Array, Array, Array]  # keys [B, K, S, D], values, and the segments [B, S] of their tokens
+
+_Met = tuple[Array, tuple[Array, ...], Held]  # gradients of the queries, of the keys and values held, and these
 
 
 def ring_attention(
@@ -27,40 +33,19 @@ def ring_attention(
     """Causal attention within documents, the same numbers as over whole rows up to rounding.
 
     Each device's queries meet every other device's keys once, in one step each; steps that a window puts out of reach
-    are left out. The scores of a step are computed again in the backward pass.
+    are left out. The backward pass sends the keys round again, and computes the scores of a step again: what a device
+    keeps of a layer is its own.
     """
     layout = context.call.layout
-    ring, parts = layout.mesh_axes("sequence"), layout.parts("sequence")
-    length = query.shape[2] // parts
+    parts = layout.parts("sequence")
+    length = layout.whole(query.shape[2], "sequence") // parts
     steps = parts if window is None else min(parts, 1 + math.ceil((window - 1) / length))
-    forward = [(index, (index + 1) % parts) for index in range(parts)]
+    ring = _Ring(layout.mesh_axes("sequence"), parts, steps, window, softcap)
 
     def local(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        here = jax.lax.axis_index(ring)
         rows, heads, _, width = query.shape
         grouped = query.reshape(rows, key.shape[1], -1, length, width)
-
-        @jax.checkpoint
-        def meet(softmax: Softmax, held: tuple[Array, Array, Array], distance: Int[Array, ""] | int) -> Softmax:
-            key, value, key_segments = held
-            position = jnp.arange(length)
-            behind = position[:, None] - position[None, :] + _origin_distance(here, distance, parts) * length
-            visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-            visible = visible[None] & (segments[:, :, None] == key_segments[:, None, :])
-            return _meet(softmax, grouped, key, value, visible, softcap)
-
-        def turn(carry: tuple[Softmax, tuple[Array, Array, Array]], distance: Array) -> tuple[tuple, None]:
-            softmax, held = carry
-            held = jax.tree.map(lambda part: jax.lax.ppermute(part, ring, forward), held)
-            return (meet(softmax, held, distance), held), None
-
-        nothing = jnp.zeros_like(grouped, jnp.float32)
-        softmax = (nothing[..., :1] + MASKED, nothing[..., :1], nothing)
-        held = (key, value, segments)
-        softmax = meet(softmax, held, 0)  # its own keys first: from here on every query has seen one
-        (softmax, _), _ = jax.lax.scan(turn, (softmax, held), jnp.arange(1, steps))
-        _, total, weighted = softmax
-        return (weighted / total).astype(value.dtype).reshape(rows, heads, length, width)
+        return _attended(grouped, key, value, segments, ring).reshape(rows, heads, length, width)
 
     segments = context.batch.get("segment_ids")
     if segments is None:
@@ -72,28 +57,110 @@ def ring_attention(
     return attended
 
 
-def _origin_distance(here: Array, distance: Int[Array, ""] | int, parts: int) -> Array:
-    """How many parts the queries lie behind the keys that came `distance` steps; negative: before them."""
-    return jnp.where(here >= distance, distance, distance - parts)
+@dataclass(frozen=True)
+class _Ring:
+    axes: tuple[str, ...]  # of the mesh, along which the parts of a row lie
+    parts: int
+    steps: int  # parts of keys that a query meets
+    window: int | None
+    softcap: float | None
+
+    def passed_on(self, held: Any, places: int = 1) -> Any:
+        """What the device so many places before this one has."""
+        pairs = [(index, (index + places) % self.parts) for index in range(self.parts)]
+        return jax.tree.map(lambda part: jax.lax.ppermute(part, self.axes, pairs), held)
+
+    def scores(
+        self, query: Array, held: Held, segments: Array, distance: Int[Array, ""] | int
+    ) -> tuple[Float[Array, "B K G S T"], Bool[Array, "B 1 1 S T"]]:
+        """Of keys that came `distance` steps, and which of them a query sees."""
+        key, _, key_segments = held
+        scores = _products("bkgsd,bktd->bkgst", query, key) * query.shape[-1] ** -0.5
+        if self.softcap is not None:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        here, length = jax.lax.axis_index(self.axes), key.shape[2]
+        # Parts that the queries lie behind the keys; negative: before them.
+        apart = jnp.where(here >= distance, distance, distance - self.parts)
+        position = jnp.arange(length)
+        behind = position[:, None] - position[None, :] + apart * length
+        visible = (behind >= 0) if self.window is None else (behind >= 0) & (behind < self.window)
+        return scores, (visible[None] & (segments[:, :, None] == key_segments[:, None, :]))[:, None, None]
 
 
-def _meet(
-    softmax: Softmax,
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attended(
     query: Float[Array, "B K G S D"],
     key: Float[Array, "B K S D"],
     value: Float[Array, "B K S D"],
-    visible: Array,
-    softcap: float | None,
-) -> Softmax:
-    largest, total, weighted = softmax
-    scores = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32) * query.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
-    new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-    exponentials = jnp.exp(scores - new)
-    shrink = jnp.exp(largest - new)
-    values = jnp.einsum(
-        "bkgst,bktd->bkgsd", exponentials.astype(value.dtype), value, preferred_element_type=jnp.float32
-    )
-    return new, total * shrink + jnp.sum(exponentials, axis=-1, keepdims=True), weighted * shrink + values
+    segments: Int[Array, "B S"],
+    ring: _Ring,
+) -> Float[Array, "B K G S D"]:
+    return _forward(query, key, value, segments, ring)[0]
+
+
+def _forward(query: Array, key: Array, value: Array, segments: Array, ring: _Ring) -> tuple[Array, tuple[Array, ...]]:
+    def meet(softmax: Softmax, held: Held, distance: Array | int) -> Softmax:
+        scores, visible = ring.scores(query, held, segments, distance)
+        scores = jnp.where(visible, scores, MASKED)
+        largest, total, weighted = softmax
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        exponentials = jnp.exp(scores - new)
+        shrink = jnp.exp(largest - new)
+        values = _products("bkgst,bktd->bkgsd", exponentials.astype(value.dtype), held[1])
+        return new, total * shrink + jnp.sum(exponentials, axis=-1, keepdims=True), weighted * shrink + values
+
+    def turn(carry: tuple[Softmax, Held], distance: Array) -> tuple[tuple[Softmax, Held], None]:
+        softmax, held = carry
+        following = ring.passed_on(held)  # does not wait for these to be met
+        return (meet(softmax, held, distance), following), None
+
+    nothing = jnp.zeros_like(query, jnp.float32)
+    # Its own keys first: from there on every query has seen one.
+    begun = ((nothing[..., :1] + MASKED, nothing[..., :1], nothing), (key, value, segments))
+    (softmax, held), _ = jax.lax.scan(turn, begun, jnp.arange(ring.steps - 1))
+    largest, total, weighted = meet(softmax, held, ring.steps - 1)
+    out = (weighted / total).astype(value.dtype)
+    return out, (query, key, value, segments, out, (largest + jnp.log(total))[..., 0])
+
+
+def _backward(ring: _Ring, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, out, of_all = kept
+    # The softmax's gradient needs each row's mean of the probabilities' gradients, which is out . gradient.
+    means = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+
+    def against(held: Held, distance: Array | int) -> tuple[Array, Array, Array]:
+        scores, visible = ring.scores(query, held, segments, distance)
+        probabilities = jnp.where(visible, jnp.exp(scores - of_all[..., None]), 0.0)
+        d_scores = probabilities * (_products("bkgsd,bktd->bkgst", gradient, held[1]) - means)
+        if ring.softcap is not None:
+            d_scores = d_scores * (1 - jnp.square(scores / ring.softcap))
+        d_scores = (d_scores * query.shape[-1] ** -0.5).astype(query.dtype)
+        d_key = _products("bkgst,bkgsd->bktd", d_scores, query)
+        d_value = _products("bkgst,bkgsd->bktd", probabilities.astype(gradient.dtype), gradient)
+        return _products("bkgst,bktd->bkgsd", d_scores, held[0]), d_key.astype(key.dtype), d_value.astype(value.dtype)
+
+    def met(d_query: Array, d_held: tuple[Array, ...], held: Held, distance: Array | int) -> _Met:
+        more, *d_own = against(held, distance)
+        before = ring.passed_on(d_held)  # of the same keys, from those that have met them; waits for nothing here
+        return d_query + more, tuple(d + own for d, own in zip(before, d_own, strict=True)), held
+
+    def turn(carry: _Met, distance: Array) -> tuple[_Met, None]:
+        d_query, d_held, held = met(*carry, distance)
+        return (d_query, d_held, ring.passed_on(held)), None
+
+    held = (key, value, segments)
+    d_query, *d_own = against(held, 0)
+    d_held = tuple(d_own)
+    if ring.steps > 1:
+        begun = (d_query, d_held, ring.passed_on(held))
+        carry, _ = jax.lax.scan(turn, begun, jnp.arange(1, ring.steps - 1))
+        d_query, d_held, _ = met(*carry, ring.steps - 1)
+        d_held = ring.passed_on(d_held, 1 - ring.steps)  # home again
+    return d_query.astype(query.dtype), *d_held, None
+
+
+_attended.defvjp(_forward, _backward)
+
+
+def _products(equation: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
