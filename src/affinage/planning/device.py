@@ -34,7 +34,7 @@ class DeviceLayout(MeshLayout):
 
     @override
     def parts(self, *axes: str) -> int:
-        of_several = {("experts",): self.owners, ("sequence",): self.neighbours}
+        of_several: dict[tuple[str, ...], int] = {("experts",): self.owners, ("sequence",): self.neighbours}
         return of_several.get(axes) or super().parts(*axes)
 
     @override

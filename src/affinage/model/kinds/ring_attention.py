@@ -156,7 +156,8 @@ def _backward(ring: _Ring, kept: tuple[Array, ...], gradient: Array) -> tuple[Ar
         carry, _ = jax.lax.scan(turn, begun, jnp.arange(1, ring.steps - 1))
         d_query, d_held, _ = met(*carry, ring.steps - 1)
         d_held = ring.passed_on(d_held, 1 - ring.steps)  # home again
-    return d_query.astype(query.dtype), *d_held, None
+    d_key, d_value = d_held
+    return d_query.astype(query.dtype), d_key, d_value, None
 
 
 _attended.defvjp(_forward, _backward)
