@@ -11,11 +11,11 @@ import pytest
 # A run that is at something; its guard's patience is shortened, as ten seconds are the least otherwise.
 RUN = """
 import ctypes, os, signal, time
-from affinage.hardware import pulse
+from affinage.hardware import pulse, standstill
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 
-pulse.SILENT_FOR_LONG, pulse.ELSEWHERE = {patience}, {longest}
+pulse.SILENT_FOR_LONG, pulse.ELSEWHERE, standstill._ALONE = {patience}, {longest}, {alone}
 with OwnProcess(), pulse.guarded("train", SurvivalSettings(stuck_seconds=1, leave_when_stuck={leaves})):
     print("begun", flush=True)
     {at}
@@ -31,10 +31,16 @@ LATE = 300  # seconds until what does not come is a failure
 
 
 def started(
-    at: str, patience: float = 2.0, leaves: bool | None = None, longest: float = 6.0, **environment: str
+    at: str,
+    patience: float = 2.0,
+    leaves: bool | None = None,
+    longest: float = 6.0,
+    alone: float | None = None,
+    **environment: str,
 ) -> subprocess.Popen:
-    given = {**os.environ, "AFFINAGE_PARENT": "1", **environment}
-    run = RUN.format(at=at, patience=patience, leaves=leaves, longest=longest)
+    """The run, which somebody starts again but for one that is `alone`, and is left after so many seconds."""
+    given = {**os.environ, **({"AFFINAGE_PARENT": "1"} if alone is None else {}), **environment}
+    run = RUN.format(at=at, patience=patience, leaves=leaves, longest=longest, alone=alone or LATE)
     return subprocess.Popen(
         [sys.executable, "-c", run],
         env=given,
@@ -57,6 +63,23 @@ def test_a_lone_process_that_stands_still_with_all_its_threads_is_named_and_ende
     status, said = ended(started(at))
     assert status == -signal.SIGKILL
     assert "train shows no sign of life for" in said and how in said and "train is ended" in said, said
+
+
+def test_one_that_nobody_starts_again_is_ended_late_whatever_native_code_does():
+    before = time.monotonic()
+    status, said = ended(started(NATIVE, longest=1.0, alone=8.0))
+    assert status == -signal.SIGKILL and time.monotonic() - before > 8.0
+    assert "train shows no sign of life for" in said and "train is ended" in said, said
+
+
+def test_one_that_nobody_starts_again_may_be_stopped_for_as_long_as_one_likes():
+    run = started(STOPPED, longest=1.0, alone=3.0)
+    assert run.stdout is not None and run.stdout.readline() == "begun\n"
+    assert "it is stopped, as by SIGSTOP" in run.stdout.readline()
+    time.sleep(8)  # more than one that may be ended has
+    os.kill(run.pid, signal.SIGCONT)
+    status, said = ended(run)
+    assert status == 0 and "done" in said and "ended" not in said, said
 
 
 def test_one_that_comes_to_life_again_is_named_and_goes_on():

@@ -1,11 +1,11 @@
 """A process beside a run that tells when the run shows no sign of life; `affinage.hardware.pulse` starts it.
 
-    python guard.py PROCESS PATIENCE LONGEST LEAVES
+    python guard.py PROCESS PATIENCE STOPPED LONGEST
 
 reads a line from standard input for every sign of life of PROCESS: who it is, a tab, and where its main thread is.
-After PATIENCE seconds without one it says so on standard error. If LEAVES is 1 it ends PROCESS: one that is stopped
-some seconds later, for it does not go on by itself; any other, which may wait for a disk in native code, after LONGEST
-seconds. It leaves when PROCESS does. It imports nothing of ours, so that it starts at once and is small.
+After PATIENCE seconds without one it says so on standard error. It ends PROCESS after STOPPED seconds if that is
+stopped, for it does not go on by itself; any other, which may wait for a disk in native code, after LONGEST; inf is
+never. It leaves when PROCESS does. It imports nothing of ours, so that it starts at once and is small.
 """
 
 import contextlib
@@ -16,11 +16,10 @@ import sys
 import time
 
 _LOOK_EVERY = 1.0  # seconds
-_TO_SPEAK = 4.0  # seconds in which other hosts, which see no sign either, tell their stacks and leave
 _JUMP = 5.0  # seconds between two looks: this one was stopped, too, with all of the group (Ctrl-Z), or the machine
 
 
-def main(process: int, patience: float, longest: float, leaves: bool) -> None:
+def main(process: int, patience: float, stopped: float, longest: float) -> None:
     """See the module."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the other's, with which this one ends
@@ -44,10 +43,10 @@ def main(process: int, patience: float, longest: float, leaves: bool) -> None:
             told = True
             how = {"T": "it is stopped, as by SIGSTOP; ", "t": "a debugger has stopped it; "}.get(state, "")
             _say(f"{who} shows no sign of life for {silent:.0f} s: {how}it was last at {where}")
-        if told and leaves and state != "t" and silent > (patience + _TO_SPEAK if state == "T" else longest):
+        if told and state != "t" and silent > (stopped if state == "T" else longest):
             if not ended:
                 ended = now
-                _say(f"{who} is ended, to be started again")
+                _say(f"{who} is ended")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             elif now - ended > _JUMP:
@@ -68,4 +67,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "1")
+    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

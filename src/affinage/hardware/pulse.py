@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from affinage.recipe.training import SurvivalSettings
 
 _EVERY = 1.0  # seconds
+_TO_SPEAK = 4.0  # seconds in which other hosts, which see no sign either, tell their stacks and leave
 _ENDED_WITHIN = 5.0  # seconds for the process, and for the thread; what hangs is not waited for
 
 
@@ -31,18 +32,19 @@ def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
     """Inside, another process tells when this one shows no sign of life for stuck_seconds.
 
     That is one that is stopped (SIGSTOP), or whose threads native code lets none run, at whatever it is, also while it
-    joins the others. Where it is started again it is killed, so that it is: soon if it is stopped, else late. Only
-    where somebody else watches over this process: one at a terminal has its user, and is stopped with all of its group.
+    joins the others. Where it is started again it is killed, so that it is: soon if it is stopped, else late. Where
+    nobody watches over it, it is killed as late as it would leave by itself, and not if it is stopped, which a user at
+    a terminal may want (Ctrl-Z stops the other process, too).
     """
-    watched_over = PARENT in os.environ or COORDINATOR in os.environ
-    if not watched_over or OwnProcess.current is None or sys.platform == "win32":
+    if OwnProcess.current is None or sys.platform == "win32":
         yield
         return
-    # Where nothing tells that a process is stopped, none is ended for it.
-    leaves = int(stays_when_stuck(settings, Hosts.current) < math.inf and os.path.exists("/proc/self/stat"))
-    patience = max(patience_of(settings), SILENT_FOR_LONG)
-    times = patience, max(patience, ELSEWHERE * settings.stuck_seconds)
-    words = [str(Path(__file__).with_name("guard.py")), *map(str, (os.getpid(), *times, leaves))]
+    watched_over = PARENT in os.environ or COORDINATOR in os.environ
+    patience, stays = max(patience_of(settings), SILENT_FOR_LONG), stays_when_stuck(settings, Hosts.current)
+    stays = stays if os.path.exists("/proc/self/stat") else math.inf  # else nothing tells that a process is stopped
+    stopped = patience + _TO_SPEAK if watched_over and stays < math.inf else math.inf
+    longest = max(patience, ELSEWHERE * settings.stuck_seconds, stays)
+    words = [str(Path(__file__).with_name("guard.py")), *map(str, (os.getpid(), patience, stopped, longest))]
     try:
         guard = subprocess.Popen(
             [sys.executable, "-IS", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0
