@@ -82,14 +82,25 @@ def test_the_score_is_that_of_numpy():
     got, seen = np.asarray(scores(losses)), []
     for step, loss in enumerate(losses):
         expected = 0.0
-        if len(seen) >= 16:
+        if seen:
             window = np.array(seen[-128:], np.float64)
             median = np.median(window)
-            spread = max(1.4826 * np.median(np.abs(window - median)), 0.002 * median)
+            least = 0.002 if len(seen) >= 16 else 0.25
+            spread = max(1.4826 * np.median(np.abs(window - median)), least * median)
             expected = (loss - median) / spread
         np.testing.assert_allclose(got[step], expected, rtol=2e-3, atol=1e-3)
         if np.isfinite(loss):
             seen.append(loss)
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 15])
+def test_a_loss_far_above_the_few_before_it_is_a_spike_and_a_fall_or_a_rise_by_half_is_none(step: int):
+    losses = series(16, 3)
+    assert (np.abs(scores(losses)) < 6).all()
+    for factor, spike in ((1.5, False), (3.0, True)):
+        moved = losses.copy()
+        moved[step] *= factor
+        assert (np.asarray(scores(moved))[step] > 6) == spike
 
 
 def test_a_hundred_thousand_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():

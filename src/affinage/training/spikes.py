@@ -8,8 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 from affinage.recipe.training import HealthSettings
 
 _NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-_LEAST = 16  # losses before the first that is judged; of 16 the deviation is known to a third, of 64 to a sixth
+_LEAST = 16  # losses that tell what is usual; of 16 the deviation is known to a third, of 64 to a sixth
 _SMALLEST_SPREAD = 0.002  # of the median: below it a loss is as good as constant, and rounding would stand out
+_SPREAD_OF_FEW = 0.25  # of the median: taken for usual where few losses tell; six of it are 2.5 times the median
 
 
 class LossWindow(NamedTuple):
@@ -29,17 +30,18 @@ class LossWindow(NamedTuple):
         return LossWindow(jnp.full(size, jnp.nan, jnp.float32), jnp.zeros((), jnp.int32))
 
     def score(self, loss: Float[Array, ""]) -> Float[Array, ""]:
-        """By how many standard deviations a loss is above the median of those before; 0 for the first 16 losses.
-
-        (Of a window that holds less than 32: until it is half full.)
+        """By how many standard deviations a loss is above the median of those before; 0 for the first loss.
 
         The deviation is 1.4826 times the median absolute deviation, which half of the losses can be outliers without
-        moving (Leys et al., 2013, J. Exp. Soc. Psych. 49), and at least 0.2 % of the median.
+        moving (Leys et al., 2013, J. Exp. Soc. Psych. 49), and at least 0.2 % of the median; a quarter of it after less
+        than 16 losses (of a window that holds less than 32: until it is half full).
         """
         median = jnp.nanmedian(self.losses)
         spread = _NORMAL * jnp.nanmedian(jnp.abs(self.losses - median))
-        score = (loss - median) / jnp.maximum(spread, jnp.maximum(_SMALLEST_SPREAD * jnp.abs(median), 1e-12))
-        return jnp.where(self.seen >= min(_LEAST, self.losses.size // 2), score, 0.0)
+        few = self.seen < min(_LEAST, self.losses.size // 2)
+        least = jnp.where(few, _SPREAD_OF_FEW, _SMALLEST_SPREAD) * jnp.abs(median)
+        score = (loss - median) / jnp.maximum(spread, jnp.maximum(least, 1e-12))
+        return jnp.where(self.seen > 0, score, 0.0)
 
     def with_loss(self, loss: Float[Array, ""]) -> "LossWindow":
         """The window one step on. Spikes go in, so that it gets used to a new level; what is not finite does not."""
