@@ -72,16 +72,6 @@ def test_one_that_nobody_starts_again_is_ended_late_whatever_native_code_does():
     assert "train shows no sign of life for" in said and "train is ended" in said, said
 
 
-def test_one_that_nobody_starts_again_may_be_stopped_for_as_long_as_one_likes():
-    run = started(STOPPED, longest=1.0, alone=3.0)
-    assert run.stdout is not None and run.stdout.readline() == "begun\n"
-    assert "it is stopped, as by SIGSTOP" in run.stdout.readline()
-    time.sleep(8)  # more than one that may be ended has
-    os.kill(run.pid, signal.SIGCONT)
-    status, said = ended(run)
-    assert status == 0 and "done" in said and "ended" not in said, said
-
-
 def test_one_that_comes_to_life_again_is_named_and_goes_on():
     run = started(NATIVE_UNTIL_TOLD, longest=LATE)
     assert run.stdout is not None and run.stdin is not None
@@ -93,11 +83,14 @@ def test_one_that_comes_to_life_again_is_named_and_goes_on():
     assert status == 0 and "done" in said and "is ended" not in said, said
 
 
-def test_one_that_is_to_stay_is_named_and_stays():
-    run = started(STOPPED, leaves=False)
+@pytest.mark.parametrize(
+    "stays", [{"leaves": False}, {"longest": 1.0, "alone": 3.0}], ids=["told to stay", "nobody starts it again"]
+)
+def test_one_that_may_be_stopped_for_as_long_as_one_likes_is_named_and_stays(stays: dict):
+    run = started(STOPPED, **stays)
     assert run.stdout is not None and run.stdout.readline() == "begun\n"
     assert "it is stopped, as by SIGSTOP" in run.stdout.readline()
-    time.sleep(6)  # more than one that may be ended has
+    time.sleep(8)  # more than one that may be ended has
     os.kill(run.pid, signal.SIGCONT)
     status, said = ended(run)
     assert status == 0 and "done" in said and "ended" not in said, said
