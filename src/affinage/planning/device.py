@@ -27,6 +27,13 @@ class DeviceLayout(MeshLayout):
     owners: int = 1
     neighbours: int = 1
 
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, DeviceLayout) and (self.owners, self.neighbours) == (other.owners, other.neighbours)
+        return same and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.owners, self.neighbours))
+
     @property
     def axes(self) -> list[tuple[str, int]]:
         """Named axes and their sizes, for `jax.make_jaxpr`."""
