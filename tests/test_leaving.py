@@ -233,3 +233,16 @@ def test_a_run_can_be_told_to_stop_from_its_start_on(tmp_path: Path):
         process.send_signal((signal.SIGINT, signal.SIGTERM)[index % 2])
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 75 and "Traceback" not in said, said
+
+
+def test_a_signal_that_a_library_takes_for_an_error_of_the_machine_is_one_all_the_same():
+    program = (
+        "import signal, sys\nfrom affinage.errors import Preempted, TransientError\n"
+        "from affinage.stopping import OwnProcess\n"
+        "try:\n"
+        "    with OwnProcess():\n"
+        "        try: signal.raise_signal(signal.SIGTERM)\n"
+        "        except Preempted as error: raise TransientError(f'the devices do not answer: {error}') from error\n"
+        "except Preempted: sys.exit(75)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 75

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
-from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, TransientError, UserError
 
 # SIGHUP, which Windows has not, is sent by the end of an ssh session.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
@@ -75,8 +75,9 @@ class OwnProcess:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._fd_before)
             self._mouth.close()
-            if self._why and isinstance(error, Exception) and not isinstance(error, (Preempted, UserError)):
-                raise Preempted(self._why) from error  # a library has made its own error of it
+            mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
+            if self._why and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
+                raise Preempted(self._why) from error  # a library, or who waits for it, has made an error of it
 
     @contextlib.contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:

@@ -5,7 +5,7 @@
 is that one. It reads orders as JSON lines and answers each with one. With a job and a host's number it is that host.
 """
 
-import contextlib
+import atexit
 import errno
 import json
 import math
@@ -415,6 +415,7 @@ def _be_host(job: dict, host: int) -> NoReturn:
     else:
         status = _train(job, host)
     sys.stdout.flush()
+    atexit._run_exitfuncs()  # as at the exit of any process: the first host waits for the others
     os._exit(status)
 
 
@@ -422,7 +423,6 @@ def _train(job: dict, host: int) -> int:
     """The run itself, in the forked process; returns its exit status."""
     import traceback
 
-    import jax
     import tiny
 
     from affinage.errors import EXIT_PREEMPTED, Preempted
@@ -491,11 +491,8 @@ def _train(job: dict, host: int) -> int:
                     on_step=(on_step,),
                 )
             )
-            jax.distributed.shutdown()
     except Preempted as stopped:
         print(stopped, flush=True)
-        with contextlib.suppress(RuntimeError):
-            jax.distributed.shutdown()  # as at the exit of any process: the first host waits for the others
         return EXIT_PREEMPTED
     except BaseException:
         traceback.print_exc()

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -47,7 +48,11 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
     if found is None or Hosts.current.count > 1:
         yield Hosts.current
         return
-    _connect(found)
+    try:
+        _connect(found)
+    except BaseException:
+        _do_without_the_meeting()
+        raise
     before, Hosts.current = Hosts.current, Hosts(found.host, found.hosts)
     where = _name(found.coordinator), _name(_bound_to(found))
 
@@ -60,15 +65,20 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
             yield Hosts.current
     except Preempted:
         links.say_goodbye()
+        if not links.failed:  # else JAX's meeting is the only one
+            _end_without_the_others(links, _SHUTDOWN)
         raise
     except (UserError, OSError) as error:
         mistake = error if isinstance(error, UserError) else of_the_machine(error)
-        if mistake and not isinstance(mistake, TransientError):
+        told = mistake is not None and not isinstance(mistake, TransientError)
+        if told:
             links.say_goodbye(mistake=True)
-            _end_without_the_others(links)
+        _end_without_the_others(links, _SAME_MISTAKE + 1.0 if told else 0.0)
         raise
-    except RuntimeError:  # JAX's, of a collective: this process is left with a better word if a host has died
-        time.sleep(_WHO_IT_WAS)
+    except BaseException as error:
+        if isinstance(error, RuntimeError):  # JAX's, of a collective: left with a better word if a host has died
+            time.sleep(_WHO_IT_WAS)
+        _end_without_the_others(links, 0.0)
         raise
     else:
         links.say_goodbye()
@@ -76,17 +86,23 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
         Hosts.current = before
 
 
-def _end_without_the_others(links: Links) -> None:
-    """Have this process end as it is, for the mistake that it tells.
+def _end_without_the_others(links: Links, seconds: float) -> None:
+    """Have this process end as it is; the first one, whose end aborts the others, waits for theirs, at most so long."""
+    _do_without_the_meeting()
+    if Hosts.current.first and seconds:
+        atexit.register(links.wait_until_alone, seconds)
 
-    JAX would wait for all hosts, of which those that were told of the mistake leave, and abort this process after some
-    seconds with a page of stacks. The first one, whose end aborts the others, waits for theirs.
+
+def _do_without_the_meeting() -> None:
+    """Keep JAX from waiting for all hosts at the end of this process.
+
+    Where one of them does not come, as it was left by itself, that aborts this one after ten seconds, with a page of
+    stacks.
     """
-    from jax._src import api
-
-    atexit.unregister(api.clean_up)
-    if Hosts.current.first:
-        atexit.register(links.wait_until_alone, _SAME_MISTAKE + 1.0)
+    jax_api = sys.modules.get("jax._src.api")
+    clean_up = getattr(jax_api, "clean_up", None)  # None: it was not imported to its end
+    if clean_up is not None:
+        atexit.unregister(clean_up)
 
 
 def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = "") -> None:

@@ -71,6 +71,7 @@ class Links:
         self._patience, self._say = patience, say
         self._farewell = _GOODBYE
         self._news: list[bytes] = []  # who is gone, for hosts that connect later
+        self._connect_until = time.monotonic() + _CONNECT
         self._ended = threading.Event()
         self._left: set[int] = set()
         self._links: dict[int, socket.socket] = {}
@@ -87,6 +88,12 @@ class Links:
         self._ended.set()
         for link in list(self._links.values()):
             self._part(link)
+
+    @property
+    def failed(self) -> bool:
+        """Whether somebody who is to be connected to this host was not, in the time that there was for it."""
+        expected = self._hosts.count - 1 if self._hosts.first else 1
+        return len(self._links) < expected and time.monotonic() >= self._connect_until
 
     def wait_until_alone(self, seconds: float) -> None:
         """Wait until all who are connected to this host have ended, at most so long."""

@@ -1,0 +1,49 @@
+"""Of two hosts one leaves by itself: the other one does not wait for it at JAX's own end, which would abort it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from affinage.launch.process import reserved_port
+
+HOST = """
+import sys
+from affinage.errors import Preempted
+from affinage.hardware.joining import joined
+from affinage.stopping import leave, left_when_done
+
+with left_when_done():
+    try:
+        with joined() as hosts:
+            hosts.meet("the beginning")
+            if hosts.first:
+                {first}
+            {second}
+    except Preempted:
+        sys.exit(75)
+"""
+WAITS = 'hosts.meet("the end", seconds=300)'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "statuses"),
+    [
+        ('raise Preempted("told to stop")', 'leave("told while in native code")', [75, 75]),
+        ('leave("told while in native code")', 'raise Preempted("told to stop")', [75, 75]),
+        (WAITS, 'raise ValueError("an error of ours")', [1, 1]),
+    ],
+    ids=["the second", "the first", "by an error"],
+)
+def test_no_host_waits_for_one_that_has_left(first: str, second: str, statuses: list[int]):
+    held, address = reserved_port()
+    hosts = []
+    for host in range(2):
+        place = {"AFFINAGE_COORDINATOR": address, "AFFINAGE_HOSTS": "2", "AFFINAGE_HOST": str(host)}
+        command = [sys.executable, "-c", HOST.format(first=first, second=second)]
+        hosts.append(subprocess.Popen(command, env={**os.environ, **place}, text=True, stderr=subprocess.PIPE))
+    with held:
+        said = [host.communicate(timeout=300)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == statuses, said
+    assert not any("Check failure" in each for each in said), said
