@@ -19,7 +19,8 @@ from affinage.checkpoint import CheckpointStore
 from affinage.training import TrainJob, train
 from affinage.training.health import Health
 
-STEPS, SETTLED = 300, 100  # steps of a run, and those before the first injection: a window that knows the losses
+STEPS = 300  # of a run; what is not finite comes at any of them, a spike from the second on, as the first is like none
+SETTLED = 100  # steps after which wrong values in any layer are a spike; before, only those after the last one
 EACH = {"skip": 30, "rewind": 10}  # injections of a run: after ten rewinds it goes back no more
 DONE = {"skip": "skipped", "rewind": "rewound"}  # how health.jsonl begins to tell of it
 POLICIES = tuple(EACH)
@@ -84,8 +85,8 @@ def inject(folder: Path, injections: int) -> dict[str, float]:
         for policy in POLICIES:
             left = injections // len(POLICIES)
             while left > 0:
-                steps = draw.sample(range(SETTLED, STEPS), min(left, EACH[policy]))
-                sick = {step: _drawn(draw, found, policy) for step in steps}
+                steps = draw.sample(range(1, STEPS), min(left, EACH[policy]))
+                sick = {step: _drawn(draw, found, policy, step) for step in steps}
                 left, number = left - len(steps), number + 1
                 hurt, well = folder / f"hurt-{number}", folder / f"well-{number}"
                 train(_job(hurt, Feed(sick, number), policy))
@@ -101,10 +102,11 @@ def inject(folder: Path, injections: int) -> dict[str, float]:
     return {"injections": injections} | {name: found[name] for name in sorted({*found, *told})}
 
 
-def _drawn(draw: random.Random, found: Counter[str], policy: str) -> int:
+def _drawn(draw: random.Random, found: Counter[str], policy: str, step: int) -> int:
     """The code of an injection."""
-    kind = draw.choice(KINDS)
+    kind = draw.choice(KINDS if step > 1 else KINDS[:2])
     found[f"{policy}: {kind}"] += 1
+    found[f"{policy}: before step {SETTLED}"] += step < SETTLED
     if kind == "spike":
-        return SPIKE + draw.randrange(SITES)
+        return SPIKE + (draw.randrange(SITES) if step >= SETTLED else SITES - 1)
     return 1 + draw.choice([number for number, (_, _, name) in enumerate(INJECTIONS) if kind in name])

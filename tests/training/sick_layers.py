@@ -42,7 +42,7 @@ def poison(x: jax.Array, code: jax.Array, site: jax.Array | int, way: str) -> ja
 
 def spoil(x: jax.Array, code: jax.Array, site: int) -> jax.Array:
     """Wrong values in every place, where the code asks for a spike at this site."""
-    wrong = 30 * jnp.sin(jnp.arange(x.size, dtype=jnp.float32) * 12.9898).reshape(x.shape).astype(x.dtype)
+    wrong = 1000 * jnp.sin(jnp.arange(x.size, dtype=jnp.float32) * 12.9898).reshape(x.shape).astype(x.dtype)
     return jnp.where((code == SPIKE + site).any(), wrong, x)
 
 
