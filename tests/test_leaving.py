@@ -198,12 +198,21 @@ class Locks:
 locks, _frozen_importlib._imp = _frozen_importlib._imp, Locks()
 import wave
 """
+IN_A_COLLECTION = """
+import gc
+gc.callbacks.append(lambda phase, facts: tell())
+gc.collect()
+"""
 
 
-@pytest.mark.parametrize("where", [IN_A_FINALIZER, AS_A_LOCK_OF_AN_IMPORT_IS_FREED], ids=["finalizer", "import"])
+@pytest.mark.parametrize(
+    "where",
+    [IN_A_FINALIZER, AS_A_LOCK_OF_AN_IMPORT_IS_FREED, IN_A_COLLECTION],
+    ids=["finalizer", "import", "garbage collection"],
+)
 def test_told_where_python_ignores_what_is_raised_it_ends_without_a_traceback(where: str):
     program = (
-        "import os, signal, sys, time; import affinage.stopping as s; s._PATIENCE = 0.5\n"
+        "import os, signal, sys, time; import affinage.stopping as s\n"
         "def tell(): print('told', flush=True); os.kill(os.getpid(), signal.SIGTERM); sum(range(100))\n"
         f"with s.OwnProcess():\n    exec({where!r}); time.sleep(600)\n"
     )

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, TransientError, UserError
 
@@ -34,8 +34,9 @@ class OwnProcess:
 
     Python runs signal handlers between two bytecodes of the main thread, so one that compiles for a minute hears of a
     signal a minute later. Here a thread hears of it at once. As long as nobody listens, see `listen`, the main thread
-    raises Preempted, and if it does not come to that within three seconds the process is left. It is left later where
-    it goes on all the same, as a library has swallowed that; or whoever listens next is told. Outside the main thread,
+    raises Preempted, and if it does not come to that within three seconds the process is left. It is left at once where
+    Python has nobody to raise it to, later where it goes on all the same, as a library has swallowed that; or whoever
+    listens next is told. Outside the main thread,
     where Python allows no handlers, it does nothing.
 
     Ctrl-Z stops it as any other, once the thread has heard of it: see `around_stops`.
@@ -54,6 +55,7 @@ class OwnProcess:
         if threading.current_thread() is threading.main_thread() and OwnProcess.current is None:
             self._ear, self._mouth = socket.socketpair()
             self._mouth.setblocking(False)
+            self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._unraisable
             self._fd_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
             for number in heeded():
                 self._before[number] = signal.signal(number, self._in_main)  # type: ignore[assignment]
@@ -74,6 +76,7 @@ class OwnProcess:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._fd_before)
+            sys.unraisablehook = self._unraisable_before
             self._mouth.close()
             mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
             if self._why and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
@@ -109,10 +112,17 @@ class OwnProcess:
             leave(f"{number.name}; the stage that was running begins anew")
 
     def _in_main(self, number: int, frame: FrameType | None) -> None:
-        if self._listener is None and not self._raised.is_set() and not _ignored(frame):
+        if self._listener is None and not self._raised.is_set():
             self._why = f"{signal.Signals(number).name}; the stage that was running begins anew"
             self._raised.set()
             raise Preempted(self._why)
+
+    def _unraisable(self, lost: Any) -> None:
+        """Hear of an error that Python cannot raise, as in a finalizer or a callback of its garbage collection."""
+        if isinstance(lost.exc_value, Preempted):
+            self._heeded.set()  # nobody comes through with it, so that the process is left
+        else:
+            self._unraisable_before(lost)
 
 
 def around_stops(held: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -139,16 +149,6 @@ def _may_be_stopped() -> bool:
                 return os.getsid(pid) == session
             with open(f"/proc/{pid}/stat", errors="replace") as file:
                 pid = int(file.read().rpartition(")")[2].split()[1])
-    return False
-
-
-def _ignored(frame: FrameType | None) -> bool:
-    """Whether Python would print what is raised here, and go on: in a finalizer, or as it frees a lock of an import."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__del__" or (code.co_name == "cb" and code.co_filename.startswith("<frozen importlib")):
-            return True
-        frame = frame.f_back
     return False
 
 

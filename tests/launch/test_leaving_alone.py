@@ -9,14 +9,21 @@ import pytest
 from affinage.launch.process import reserved_port
 
 HOST = """
-import sys
+import sys, time
 from affinage.errors import Preempted
-from affinage.hardware.joining import joined
+from affinage.hardware import joining
 from affinage.stopping import leave, left_when_done
 
+class Links(joining.Links):
+    def __init__(self, *given):
+        super().__init__(*given)
+        while not self._complete:
+            time.sleep(0.01)
+
+joining.Links = Links
 with left_when_done():
     try:
-        with joined() as hosts:
+        with joining.joined() as hosts:
             hosts.meet("the beginning")
             if hosts.first:
                 {first}

@@ -48,49 +48,42 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
     if found is None or Hosts.current.count > 1:
         yield Hosts.current
         return
-    try:
-        _connect(found)
-    except BaseException:
-        _do_without_the_meeting()
-        raise
-    before, Hosts.current = Hosts.current, Hosts(found.host, found.hosts)
     where = _name(found.coordinator), _name(_bound_to(found))
 
     def lost(host: int, why: Why, leaving: threading.Event) -> None:
         _leave_without(host, why, leaving, f"its machine has not answered for {silence:g} s" if why == "silent" else "")
 
-    links = Links(Hosts.current, *where, lost, silence, say)
+    before, links = Hosts.current, None
     try:
+        _connect(found)
+        Hosts.current = Hosts(found.host, found.hosts)
+        links = Links(Hosts.current, *where, lost, silence, say)
         with at_leaving(links.say_goodbye):
             yield Hosts.current
-    except Preempted:
         links.say_goodbye()
-        if not links.failed:  # else JAX's meeting is the only one
-            _end_without_the_others(links, _SHUTDOWN)
-        raise
-    except (UserError, OSError) as error:
-        mistake = error if isinstance(error, UserError) else of_the_machine(error)
-        told = mistake is not None and not isinstance(mistake, TransientError)
-        if told:
-            links.say_goodbye(mistake=True)
-        _end_without_the_others(links, _SAME_MISTAKE + 1.0 if told else 0.0)
-        raise
     except BaseException as error:
-        if isinstance(error, RuntimeError):  # JAX's, of a collective: left with a better word if a host has died
-            time.sleep(_WHO_IT_WAS)
-        _end_without_the_others(links, 0.0)
+        _end_without_the_others(links, error)
         raise
-    else:
-        links.say_goodbye()
     finally:
         Hosts.current = before
 
 
-def _end_without_the_others(links: Links, seconds: float) -> None:
-    """Have this process end as it is; the first one, whose end aborts the others, waits for theirs, at most so long."""
-    _do_without_the_meeting()
-    if Hosts.current.first and seconds:
-        atexit.register(links.wait_until_alone, seconds)
+def _end_without_the_others(links: Links | None, error: BaseException) -> None:
+    """Have this process end as it is. The others are told, unless it is the machine's error, for which they leave, too.
+
+    The first host, whose end aborts the others, waits for theirs where these were told, as long as they may take.
+    """
+    mistake = of_the_machine(error) if isinstance(error, OSError) else error
+    wrong = isinstance(mistake, UserError) and not isinstance(mistake, TransientError)
+    stopped = isinstance(error, Preempted)
+    if links is not None and (stopped or wrong):
+        links.say_goodbye(mistake=wrong)
+        if Hosts.current.first:
+            atexit.register(links.wait_until_alone, _SAME_MISTAKE + 1.0 if wrong else _SHUTDOWN)
+    elif isinstance(error, RuntimeError):  # JAX's, of a collective: left with a better word if a host has died
+        time.sleep(_WHO_IT_WAS)
+    if not (stopped and links is not None and links.failed):  # their end would not be seen
+        _do_without_the_meeting()
 
 
 def _do_without_the_meeting() -> None:

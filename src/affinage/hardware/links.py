@@ -20,6 +20,7 @@ _KEY = "affinage/links"
 _CONNECT = 30.0  # seconds for the first host to answer; where its port cannot be reached, it goes without
 _LOOK_EVERY = 0.5  # seconds
 _ALIVE_EVERY = 60  # seconds of silence after which the kernels ask each other, so that nothing between them forgets
+_COMES_WITHIN = 1.0  # seconds for a host that has just met the others to connect
 _LATE = 10.0  # seconds after its goodbye in which the first host still answers who connects
 _GOODBYE = b"bye\n"
 _LINE = 256  # bytes, at most
@@ -92,13 +93,19 @@ class Links:
     @property
     def failed(self) -> bool:
         """Whether somebody who is to be connected to this host was not, in the time that there was for it."""
-        expected = self._hosts.count - 1 if self._hosts.first else 1
-        return len(self._links) < expected and time.monotonic() >= self._connect_until
+        return not self._complete and time.monotonic() >= self._connect_until
+
+    @property
+    def _complete(self) -> bool:
+        return len(self._links) >= (self._hosts.count - 1 if self._hosts.first else 1)
 
     def wait_until_alone(self, seconds: float) -> None:
-        """Wait until all who are connected to this host have ended, at most so long."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and any(link.fileno() >= 0 for link in list(self._links.values())):
+        """Wait until all who are connected to this host have ended, at most so long; and a little for who comes yet."""
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < seconds:
+            comes = not self._complete and waited < _COMES_WITHIN
+            if not comes and all(link.fileno() < 0 for link in list(self._links.values())):
+                return
             time.sleep(0.05)
 
     def _part(self, link: socket.socket) -> None:
