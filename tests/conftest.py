@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",  # XLA aborts after 40 s; a busy machine is no error
     ]
 )
-os.environ.setdefault("NPROC", "16")  # XLA's threads: a collective holds one for each device while it waits
+os.environ.setdefault("NPROC", "64")  # XLA's threads: a collective holds one for each device while it waits
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in the background so, and it is inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded by what tests start, and not here
