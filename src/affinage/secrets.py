@@ -7,10 +7,10 @@ _MASK = "***"
 _SHORTEST = 8  # characters of a value in the environment: what is shorter stands in ordinary text by chance
 _WORDS = "token|secret|password|passwd|signature|credential|api[_-]?key|access[_-]?key"
 _VARIABLE = re.compile(rf"({_WORDS}|_key$|^key$)", re.IGNORECASE)
-_USER_INFO = re.compile(r"(?<=://)[^/\s@?#'\"]+(?=@)")
-_PASSWORD = re.compile(r"(?<=://)[^/\s@?#'\"]*:[^/\s@?#'\"]+(?=@)")
+_USER_INFO = re.compile(r"(:/{1,2})[^/\s@?#'\"]+(?=@)")  # a URL that was taken for a path has one slash
+_PASSWORD = re.compile(r"(?:https?://|://[^/\s@?#'\"]*:)[^/\s@?#'\"]+@", re.IGNORECASE)  # a token may be the user
 _NAMED = re.compile(rf"(?<![\w-])([\w.-]*(?:{_WORDS}))(=|%3D)([^&#\s'\"),]+)", re.IGNORECASE)
-_PARAMETER = re.compile(r"(?<=[?&])(key|sig|auth|pwd)(=)([^&#\s'\"),]+)", re.IGNORECASE)
+_PARAMETER = re.compile(r"(?<=[?&])(key|sig|sas|auth|pwd)(=)([^&#\s'\"),]+)", re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic)(\s+)([\w.~+/=-]{8,})", re.IGNORECASE)
 _TOKEN = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
 
@@ -23,7 +23,7 @@ def masked(text: str) -> str:
     """
     for value in sorted(_in_environment(), key=len, reverse=True):
         text = text.replace(value, _MASK)
-    text = _USER_INFO.sub(_MASK, text)
+    text = _USER_INFO.sub(rf"\1{_MASK}", text)
     for named in (_NAMED, _PARAMETER, _BEARER):
         text = named.sub(rf"\1\2{_MASK}", text)
     return _TOKEN.sub(_MASK, text)

@@ -18,6 +18,7 @@ from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, P
 
 # SIGHUP, which Windows has not, is sent by the end of an ssh session.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher, or by quick keys
 PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
 PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl

@@ -12,7 +12,7 @@ import pytest
 
 from affinage.errors import UserError
 from affinage.hardware import hosts
-from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise
+from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise, told
 from affinage.launch.local import Watch
 from affinage.launch.process import HostProcess, start_all
 from affinage.launch.told import Told
@@ -342,3 +342,12 @@ def test_what_nohup_has_ignored_stays_ignored():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("apart", "count"), [(1e9, 1), (-1.0, 2)], ids=["within a second", "apart"])
+def test_two_presses_within_a_second_are_one_wish(apart: float, count: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(told, "ONE_PRESS", apart)
+    with Told() as noted:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert noted.count == count

@@ -9,17 +9,22 @@ from types import FrameType
 from typing import ClassVar
 
 from affinage.errors import Preempted
-from affinage.stopping import heeded
+from affinage.stopping import ONE_PRESS, heeded
 
 
 class Told:
-    """While entered, notes the signals that ask this process to stop, where it may have handlers."""
+    """While entered, notes the signals that ask this process to stop, where it may have handlers.
+
+    Attributes:
+        number: the last one's; None before.
+        count: how often it was told, where signals within a second are one wish.
+    """
 
     current: ClassVar["Told | None"] = None
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
-        self.count = 0
+        self.count, self._counted = 0, float("-inf")
         self.interrupts = False
 
     def __enter__(self) -> "Told":
@@ -43,7 +48,8 @@ class Told:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        self.count += 1
+        if time.monotonic() - self._counted > ONE_PRESS:
+            self.count, self._counted = self.count + 1, time.monotonic()
         if self.interrupts:
             self.interrupts = False
             raise Preempted(f"told to stop by {self.number.name}")

@@ -9,10 +9,8 @@ import time
 from types import FrameType, TracebackType
 
 from affinage.hardware.hosts import Hosts
-from affinage.stopping import OwnProcess, heeded, leave
+from affinage.stopping import ONE_PRESS, OwnProcess, heeded, leave
 from affinage.training.agreement import Agreement
-
-_ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher
 
 
 class StopRequest:
@@ -92,7 +90,7 @@ class StopRequest:
             self._count_down(number.name)
             if self._agreement is not None:
                 self._agreement.ask(f"{number.name} on host {Hosts.current.index}")
-        elif number == signal.SIGINT and time.monotonic() - self._told > _ONE_PRESS:
+        elif number == signal.SIGINT and time.monotonic() - self._told > ONE_PRESS:
             leave(f"{self._name} stopped by a second {number.name}; it goes on from its last checkpoint", 130)
 
     def _on_word(self, why: str) -> None:
