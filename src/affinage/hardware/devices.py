@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from affinage.errors import UserError
 from affinage.hardware.allocator import keep_freed_memory
 from affinage.hardware.hosts import Hosts
+from affinage.hardware.kept_programs import keep_only_what_reads_back_whole
 from affinage.hardware.present import accelerator_is_here
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def prepare() -> None:
 def compilation_cache() -> Path:
     """The user's folder of compiled steps. It holds native code: nobody else may write there."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "affinage" / f"compiled-jax-{importlib.metadata.version('jax')}"
+    folder = root / "affinage" / f"programs-jax-{importlib.metadata.version('jax')}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     return folder
@@ -54,6 +55,7 @@ def acquire() -> "list[jax.Device]":
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    keep_only_what_reads_back_whole()
     try:
         return list(jax.devices() if Hosts.current.together else jax.local_devices())
     except RuntimeError as error:
