@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import socket
 import sqlite3
 import struct
 import sys
@@ -18,6 +19,7 @@ import tiny
 
 from affinage.recipe.tracking import TrackersSettings
 from affinage.tracking import child, trackers_of
+from affinage.tracking.tracker import TrackedRun
 from affinage.training import TrainJob, train
 
 NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -138,3 +140,14 @@ def test_no_key_is_in_anything_that_was_written(runs: Path):
     files = [path for path in runs.rglob("*") if path.is_file()]
     assert len(files) > 20
     assert not [path for path in files if b"a" * 40 in path.read_bytes()]
+
+
+def test_an_mlflow_server_that_refuses_is_told_of_while_the_training_goes_on(tmp_path: Path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        settings = TrackersSettings.model_validate({"mlflow": {"uri": uri}})
+        [make] = trackers_of(settings, recipe="tiny", training="sft", runs=tmp_path).values()
+        # MLflow's own seven attempts take longer than a tracker's process is waited for.
+        with pytest.raises(RuntimeError, match="Connection refused"):
+            make().start(TrackedRun("tiny"))

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +275,25 @@ def test_the_diagnosis_names_the_layer_in_which_a_value_is_no_longer_finite():
     assert found["first"] == "the value of blocks, layer 2 of 3"
     lost = {**params, "norm": {"scale": params["norm"]["scale"].at[3].set(jnp.nan)}}
     assert diagnose(graph, Call(), lost, None, batch)["first"] == "the weights of norm"
+    lost = jax.tree.map(lambda w: w.at[2].set(jnp.nan), params["blocks"])
+    found = diagnose(graph, Call(), {**params, "blocks": lost}, None, batch)
+    assert found["first"] == "the weights of blocks, layer 3 of 3"
+
+
+def test_the_diagnosis_names_the_layer_in_which_a_gradient_is_no_longer_finite(monkeypatch: pytest.MonkeyPatch):
+    graph, batch = tiny.graph(layers=4), tiny.RandomFeed().batch(0)
+    params = init_params(graph, jax.random.key(0))
+    block = type(next(node for node in graph.nodes if node.name == "blocks").kind)
+    apply = block.apply
+
+    def with_a_root(kind: Any, weights: Any, inputs: tuple[Any, ...], context: Any) -> Any:
+        """Its value is finite where the weights are 0, its gradient is not."""
+        result = apply(kind, weights, inputs, context)
+        return replace(result, value=result.value + jnp.sqrt(jnp.abs(weights["ffn_norm"]["scale"]))[None, None])
+
+    monkeypatch.setattr(block, "apply", with_a_root)
+    params["blocks"]["ffn_norm"]["scale"] = params["blocks"]["ffn_norm"]["scale"].at[jnp.array([1, 2])].set(0.0)
+    assert diagnose(graph, Call(), params, None, batch)["first"] == "the gradient of blocks, layer 3 of 4"
 
 
 def test_it_goes_back_to_before_the_first_batch_that_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

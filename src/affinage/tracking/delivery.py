@@ -178,7 +178,7 @@ class _Delivery:
 
     def _failed(self, error: BaseException) -> None:
         lines = str(error).strip().splitlines()
-        self._tell(f"fails: {type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": "))
+        self._tell(f"fails: {type(error).__name__}: {lines[0][:500] if lines else ''}".rstrip(": "))
 
     def _tell(self, what: str) -> None:
         if not self._told:

@@ -127,6 +127,8 @@ class Mlflow:
 
     def start(self, run: TrackedRun) -> str:
         """See `Tracker.start`."""
+        # Its seven attempts, with pauses that double, take four minutes until one hears that a server refuses them.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

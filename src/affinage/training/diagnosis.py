@@ -15,6 +15,7 @@ from affinage.model.node import Node
 from affinage.model.repeat import apply_layers
 
 PyTree = Any
+_Sound = dict[str, list[Bool[Array, ""]]]  # by node: whether it is finite, for each layer
 
 
 def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]) -> dict[str, Any]:
@@ -24,25 +25,31 @@ def diagnose(graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: 
         first: in words, what is not finite first: a weight, else a value on the way forward, else a gradient on the
         way back; "nothing" if all are finite. gradient_norms: {node: norm}.
     """
-    weights = {name: bool(finite) for name, finite in _finite_parts(graph, params).items()}
-    values, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, averages, batch)
+    of_weights = jax.jit(lambda params: _sound_parts(graph, params))(params)
+    values, gradients, norms = jax.jit(lambda *of: _passes(graph, call, *of))(params, averages, batch)
     gradient_norms = {name: float(norms[name]) for name in _in_order(graph, norms)}
     forward: dict[str, bool] = {}
     for node in graph.nodes:
-        of_layers = values["layers"].get(node.name, [])
-        forward |= {f"{node.name}, layer {n} of {node.layers}": bool(f) for n, f in enumerate(of_layers, 1)}
+        for layer, finite in enumerate(values["layers"].get(node.name, []), 1):
+            forward[_part(node, layer)] = bool(finite)
         forward[node.name] = bool(values["nodes"].get(node.name, True))
-    first = next((f"the weights of {name}" for name, finite in weights.items() if not finite), None)
+    weights, back = _named(graph, of_weights), reversed(_named(graph, gradients))
+    first = next((f"the weights of {name}" for name, finite in weights if not finite), None)
     first = first or next((f"the value of {name}" for name, finite in forward.items() if not finite), None)
-    back = (name for name in reversed(gradient_norms) if not jnp.isfinite(gradient_norms[name]))
-    first = first or next((f"the gradient of {name}" for name in back), "nothing")
+    first = first or next((f"the gradient of {name}" for name, finite in back if not finite), None)
+    # Finite numbers may have a norm that is not.
+    large = (name for name in reversed(gradient_norms) if not jnp.isfinite(gradient_norms[name]))
+    first = first or next((f"the norm of the gradient of {name}" for name in large), "nothing")
     return {"first": first, "gradient_norms": gradient_norms}
 
 
 def _passes(
     graph: Graph, call: Call, params: PyTree, averages: PyTree, batch: Mapping[str, Array]
-) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Whether the values of all nodes and of all layers of repeated nodes are finite; norms of gradients by node."""
+) -> tuple[dict[str, Any], _Sound, dict[str, Array]]:
+    """Whether the values and the gradients of all nodes, and of all layers of repeated nodes, are finite.
+
+    And the norms of gradients by node.
+    """
 
     def loss(params: PyTree) -> tuple[Array, dict[str, Any]]:
         seen: dict[str, list[Bool[Array, ""]]] = {}
@@ -63,11 +70,28 @@ def _passes(
         return total.sum / jnp.maximum(total.count, 1.0), {"nodes": nodes, "layers": seen}
 
     grads, seen = jax.grad(loss, has_aux=True)(params)
-    return seen, {name: optax.tree.norm(grads[name]) for name in _in_order(graph, grads)}
+    norms = {name: optax.tree.norm(grads[name]) for name in _in_order(graph, grads)}
+    return seen, _sound_parts(graph, grads), norms
 
 
-def _finite_parts(graph: Graph, params: PyTree) -> dict[str, Bool[Array, ""]]:
-    return {name: _finite(params[name]) for name in _in_order(graph, params)}
+def _sound_parts(graph: Graph, tree: PyTree) -> _Sound:
+    """Whether what belongs to each node is finite; of repeated ones what belongs to each of their layers."""
+    return {node.name: _of_layers(node, tree[node.name]) for node in graph.nodes if node.name in tree}
+
+
+def _of_layers(node: Node, tree: PyTree) -> list[Bool[Array, ""]]:
+    if node.repeat is None:
+        return [_finite(tree)]
+    return [_finite(jax.tree.map(lambda leaf, at=layer: leaf[at], tree)) for layer in range(node.layers)]
+
+
+def _named(graph: Graph, sound: _Sound) -> list[tuple[str, bool]]:
+    nodes = [node for node in graph.nodes if node.name in sound]
+    return [(_part(node, n), bool(finite)) for node in nodes for n, finite in enumerate(sound[node.name], 1)]
+
+
+def _part(node: Node, layer: int) -> str:
+    return node.name if node.repeat is None else f"{node.name}, layer {layer} of {node.layers}"
 
 
 def _in_order(graph: Graph, tree: PyTree) -> list[str]:
