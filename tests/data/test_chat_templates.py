@@ -199,7 +199,34 @@ HOSTILE = [
     "{{ '%1000000000000d' % 1 }}",
     "{{ 'a'|center(1000000000000) }}",
     "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(9) %}{% set ns.s = ns.s.replace('b', ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s|replace('b', ns.s * 2) %}{% endfor %}",
+    "{{ ('a' * 9000000).join(['b', 'c', 'd']) }}",
+    "{{ ['b', 'c', 'd']|join('a' * 9000000) }}",
+    "{% set ns = namespace(t=(1, 2)) %}{% for i in range(60) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}{{ ns.t }}",
+    "{% set ns = namespace(t=[]) %}{% for i in range(60) %}{% set ns.t = [ns.t] + [ns.t] %}{% endfor %}{{ ns.t }}",
+    "{% set ns = namespace(t={}) %}{% for i in range(60) %}{% set ns.t = dict(a=ns.t, b=ns.t) %}{% endfor %}{{ ns.t }}",
+    "{% set ns = namespace(t={}) %}{% for i in range(60) %}{% set ns.t = {0: ns.t, 1: ns.t} %}{% endfor %}{{ ns.t }}",
+    "{{ ('a' * 9000000)|wordwrap(1) }}",
+    "{{ [1]|slice(10 ** 9)|list }}",
+    "{{ [1]|batch(10 ** 9, 1)|list }}",
 ]
+
+
+HARMLESS = {
+    "{{ ['a', 1, [2]]|join(', ') }}{{ '-'.join(['b', 'c']) }}": "a, 1, [2]b-c",
+    "{{ messages|join('/', attribute='role') }}": "user",
+    "{{ 'aXbX'|replace('X', '') }}{{ 'aXbX'.replace('X', 'YY', 1) }}{{ 'aXbX'|replace('X', 1, 1) }}": "abaYYbXa1bX",
+    "{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b ~ '.' }}{% endfor %}{{ {'a': (1,)}.a[0] }}": "12.34.1",
+    "{{ ('x', 'y') == ('x', 'y') }}{{ 'x' in ['x'] }}{{ dict(a=1).items()|list }}": "TrueTrue[('a', 1)]",
+    "{% set ns = namespace(t=1) %}{{ ns }}{% set a, b = 1, 2 %}{{ b }}": "<namespace>2",
+}
+
+
+@pytest.mark.parametrize("source", HARMLESS)
+def test_what_is_limited_is_jinjas_otherwise(source: str):
+    assert ChatTemplate(source, {}).render([USER]) == HARMLESS[source]
 
 
 @pytest.mark.parametrize("source", HOSTILE)

@@ -5,12 +5,14 @@ control token stays text, and there is no clock (`strftime_now`), because rows m
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.sandbox
+import jinja2.visitor
 from jinja2 import nodes
 
 from affinage.data.special_tokens import Marks, shielded_piece
@@ -158,10 +160,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.filters["tojson"] = _to_json
-        for name in ("center", "format", "indent"):  # texts as long as one asks for
+        for name in _LONG_FILTERS:
             del self.filters[name]
+        self.filters["join"], self.filters["replace"] = _join_filter, _replaced
         self.globals = {"range": self.globals["range"], "raise_exception": _raise, "namespace": _Namespace}
-        self.globals["dict"] = _new_dict
+        self.globals["dict"] = self.new_dict
         self.begin()
 
     def begin(self) -> None:
@@ -169,6 +172,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.pieces: list[str] = []
         self.spans: list[Span] = []
         self._turns = self._length = 0
+        self._made: dict[int, tuple[Any, int]] = {}  # by id, which stays theirs as they are kept: sizes of collections
 
     def collect(self, pieces: Iterator[str]) -> None:
         """Keep what a rendering makes, up to a limit."""
@@ -189,8 +193,28 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError("its loops do not come to an end")
         return ""
 
+    def made(self, collection: Any) -> Any:
+        """Count all that a tuple, a list or a dict holds: (a, a) of (a, a), forty times over, has no end."""
+        if self._size(collection) > _MOST_CHARACTERS:
+            raise jinja2.sandbox.SecurityError("a text or a collection is too large")
+        return collection
+
+    def new_dict(self, **entries: Any) -> Any:
+        """What `dict` is to a template."""
+        return self.made(entries)
+
+    def _size(self, value: Any) -> int:
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, list | tuple | dict):
+            return 1
+        if id(value) not in self._made:
+            held = [*value, *value.values()] if isinstance(value, dict) else value
+            self._made[id(value)] = (value, 1 + sum(self._size(each) for each in held))
+        return self._made[id(value)][1]
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed = super()._parse(source, name, filename)
+        parsed = _Collections(self).visit(super()._parse(source, name, filename))
         body: Any
         for body in parsed.find_all((nodes.For, nodes.Macro)):
             call = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
@@ -211,7 +235,38 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.sandbox.SecurityError(f"`{operator}` would make something too large")
         return super().call_binop(context, operator, left, right)
 
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function or a method; those of texts that lengthen them have a limit."""
+        text, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(text, str) and name == "replace":
+            return _replaced(text, *args, **kwargs)
+        if isinstance(text, str) and name == "join":
+            return _joined(text, *args)
+        return super().call(context, function, *args, **kwargs)
 
+
+class _Collections(jinja2.visitor.NodeTransformer):
+    """Has the sandbox see every tuple, list, dict and text a ~ b that a template spells."""
+
+    def __init__(self, environment: _Sandbox) -> None:
+        self._environment = environment
+
+    def visit_List(self, node: Any) -> nodes.Node:
+        """See Jinja."""
+        self.generic_visit(node)
+        seen = nodes.Call(nodes.EnvironmentAttribute("made"), [node], [], None, None)
+        return seen.set_lineno(node.lineno).set_environment(self._environment)
+
+    visit_Dict = visit_List
+    visit_Concat = visit_List
+
+    def visit_Tuple(self, node: Any) -> nodes.Node:
+        """See Jinja; in `for a, b in` nothing is made."""
+        return self.visit_List(node) if node.ctx == "load" else node
+
+
+# Texts and lists as long as one asks for, what takes ages of a long text, and what is another one tomorrow.
+_LONG_FILTERS = ("batch", "center", "format", "indent", "pprint", "random", "slice", "urlize", "wordwrap")
 _SIZED = (str, list, tuple)
 _LENGTHENING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "format", "format_map", "translate"})
 
@@ -227,6 +282,31 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
     if operator == "%":
         return _MOST_CHARACTERS + 1 if isinstance(left, str) else 0
     return _MOST_CHARACTERS + 1 if abs(right) > 64 or abs(left) > 2**32 else 0
+
+
+def _replaced(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
+    times = text.count(old) if count is None or count < 0 else count
+    if len(text) + times * len(new) > _MOST_CHARACTERS:
+        raise jinja2.sandbox.SecurityError("`replace` would make something too large")
+    return text.replace(old, new, times)
+
+
+def _joined(separator: str, values: Iterable[Any]) -> str:
+    texts, length = [], 0
+    for value in values:
+        texts.append(str(value))
+        length += len(texts[-1]) + len(separator)
+        if length > _MOST_CHARACTERS:
+            raise jinja2.sandbox.SecurityError("`join` would make something too large")
+    return separator.join(texts)
+
+
+@jinja2.pass_environment
+def _join_filter(environment: Any, values: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+    if attribute is not None:
+        values = map(jinja2.filters.make_attrgetter(environment, attribute), values)
+    return _joined(str(d), values)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -249,14 +329,13 @@ class _Generation(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """Without names that begin with an underscore."""
 
+    def __repr__(self) -> str:
+        return "<namespace>"  # Jinja's spells all that is in it, and what is in that
+
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
             raise jinja2.sandbox.SecurityError(f"a namespace has no {name!r}")
         super().__setitem__(name, value)
-
-
-def _new_dict(**entries: Any) -> dict[str, Any]:
-    return dict(**entries)
 
 
 def _raise(message: str) -> None:
