@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -135,6 +136,20 @@ def test_the_load_of_tpus_is_what_libtpu_tells_in_a_process_that_ends_with_the_r
         assert time.monotonic() < until
     del readings
     assert not process.is_running()
+
+
+def test_steps_that_are_not_to_come_are_told_not_to_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def fail(step: int, state: object) -> None:
+        if step == 7:
+            raise RuntimeError("the machine fails")
+
+    job: dict[str, Any] = {"graph": tiny.graph(layers=1), "mesh": {"data": 1}, "seed": 1, "feed": tiny.RandomFeed()}
+    with pytest.raises(RuntimeError):
+        train(TrainJob(folder=tmp_path, settings=tiny.settings(8, profile=9), on_step=(fail,), **job))
+    train(TrainJob(folder=tmp_path, settings=tiny.settings(8, profile="3-4"), **job))
+    first, second = [line for line in capsys.readouterr().out.splitlines() if "profile:" in line]
+    assert "profile: 9 begins after the last of 8 steps: nothing is traced" in first
+    assert "profile: 3-4 ends before step 6, the next one: nothing is traced" in second
 
 
 def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():

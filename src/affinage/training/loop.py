@@ -145,6 +145,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)
         if settings.traced is not None and settings.traced[0] > steps:
             display.say(f"profile: {settings.profile} begins after the last of {steps:,} steps: nothing is traced")
+        elif settings.traced is not None and settings.traced[1] <= start:
+            display.say(f"profile: {settings.profile} ends before step {start + 1:,}, the next one: nothing is traced")
         cleanup.callback(tracing.close)
         batches, step = program.batches(start), start
         batch = program.put_share(next(batches)) if start < steps else None
