@@ -1,5 +1,7 @@
 """The losses of preference pairs against torch, with TRL's formulas, on the same weights and batch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +12,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 from affinage.model import Call, Graph, abstract_params, apply, init_params, parse
 from affinage.model.kinds import preference
-from affinage.model.kinds.cross_entropy import token_log_probabilities
+from affinage.model.kinds.cross_entropy import token_readings
 from affinage.model.layout import Layout
 from affinage.parallel import MeshLayout
 
 VOCABULARY, WIDTH, ROWS, CONTEXT, DOCUMENTS = 50, 8, 4, 24, 4
 
 
-def graph(**settings: object) -> Graph:
+def graph(softcap: float | None = None, **settings: object) -> Graph:
     documents = {"kind": "document_log_probabilities", "in": ["logits", "tokens"], "documents": DOCUMENTS}
     return parse(
         {
@@ -25,7 +27,7 @@ def graph(**settings: object) -> Graph:
             "nodes": {
                 "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": WIDTH},
                 "norm": {"kind": "rms_norm", "in": "embed"},
-                "logits": {"kind": "unembed", "in": "norm", "tied": False, "vocab": VOCABULARY},
+                "logits": {"kind": "unembed", "in": "norm", "tied": False, "vocab": VOCABULARY, "softcap": softcap},
                 "answers": documents | {key: settings.pop(key) for key in ("chunk",) if key in settings},
                 "loss": {"kind": "preference_loss", "in": "answers", **settings},
             },
@@ -52,7 +54,7 @@ def batch() -> dict[str, np.ndarray]:
     }
 
 
-def in_torch(params: dict, given: dict, form: str, beta: float, smoothing: float) -> tuple:
+def in_torch(params: dict, given: dict, form: str, beta: float, smoothing: float, softcap: float | None) -> tuple:
     """TRL's DPO step, one document at a time: (loss, gradients, metrics)."""
     weights = {
         name: torch.tensor(np.asarray(leaf), requires_grad=True)
@@ -62,7 +64,7 @@ def in_torch(params: dict, given: dict, form: str, beta: float, smoothing: float
             "logits": params["logits"]["kernel"],
         }.items()
     }
-    losses, rewards, found = [], [], []
+    losses, rewards, found, middles = [], [], [], ([], [])
     for row in range(ROWS):
         sums, lengths = [], []
         for number in range(1, int(given["segment_ids"][row].max()) + 1):
@@ -70,7 +72,10 @@ def in_torch(params: dict, given: dict, form: str, beta: float, smoothing: float
             ids = torch.tensor(given["tokens"][row][inside], dtype=torch.long)
             completion = torch.tensor(given["loss_mask"][row][inside])[1:]
             x = F.rms_norm(weights["embed"][ids], (WIDTH,), weights["norm"], eps=1e-6)
-            per_token = F.log_softmax(x @ weights["logits"].T, dim=-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            logits = x @ weights["logits"].T
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            per_token = F.log_softmax(logits, dim=-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            middles[(number - 1) % 2].append(logits.detach().mean(-1)[:-1][completion > 0])
             sums.append((per_token * completion).sum())
             lengths.append(completion.sum())
         for pair in range(len(sums) // 2):
@@ -95,16 +100,25 @@ def in_torch(params: dict, given: dict, form: str, beta: float, smoothing: float
         "rewards/margins": (chosen - rejected).mean(),
         "logps/chosen": np.array(found)[:, 0].mean(),
         "logps/rejected": np.array(found)[:, 1].mean(),
+        "logits/chosen": torch.cat(middles[0]).mean().item(),
+        "logits/rejected": torch.cat(middles[1]).mean().item(),
     }
     return loss.item(), gradients, metrics
 
 
 @pytest.mark.parametrize(
-    ("form", "beta", "smoothing", "chunk"),
-    [("sigmoid", 0.1, 0.0, 0), ("sigmoid", 0.5, 0.2, 7), ("ipo", 0.1, 0.0, 5), ("sigmoid", 0.1, 0.0, "auto")],
+    ("form", "beta", "smoothing", "chunk", "softcap"),
+    [
+        ("sigmoid", 0.1, 0.0, 0, None),
+        ("sigmoid", 0.5, 0.2, 7, None),
+        ("ipo", 0.1, 0.0, 5, 2.0),
+        ("sigmoid", 0.1, 0.0, "auto", 2.0),
+    ],
 )
-def test_loss_gradients_and_metrics_are_those_of_torch(form: str, beta: float, smoothing: float, chunk: int | str):
-    model = graph(form=form, beta=beta, label_smoothing=smoothing, chunk=chunk)
+def test_loss_gradients_and_metrics_are_those_of_torch(
+    form: str, beta: float, smoothing: float, chunk: int | str, softcap: float | None
+):
+    model = graph(softcap, form=form, beta=beta, label_smoothing=smoothing, chunk=chunk)
     params = init_params(model, jax.random.key(0))
     # Of weights as small as the first ones nothing would be learned about the formulas.
     params = jax.tree.map(lambda leaf: 20.0 * leaf if leaf.ndim > 1 else leaf, params)
@@ -115,7 +129,7 @@ def test_loss_gradients_and_metrics_are_those_of_torch(form: str, beta: float, s
         return outputs.values["loss"].mean(), outputs.metrics
 
     (loss, metrics), gradients = jax.value_and_grad(mean, has_aux=True)(params)
-    expected, expected_gradients, expected_metrics = in_torch(params, given, form, beta, smoothing)
+    expected, expected_gradients, expected_metrics = in_torch(params, given, form, beta, smoothing, softcap)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     ours = {
         "embed": gradients["embed"]["embedding"],
@@ -127,7 +141,9 @@ def test_loss_gradients_and_metrics_are_those_of_torch(form: str, beta: float, s
         np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-4 * scale, rtol=1e-4)
     means = {name: float(total / count) for name, (total, count) in metrics.items()}
     assert means == pytest.approx(expected_metrics, rel=1e-4)
-    assert {float(count) for _, count in metrics.values()} == {7.0}  # pairs
+    pairs = {float(count) for name, (_, count) in metrics.items() if not name.startswith("logits/")}
+    assert pairs == {7.0}
+    assert sum(float(metrics[f"logits/{side}"][1]) for side in ("chosen", "rejected")) == given["loss_mask"].sum()
 
 
 def temporary_bytes(vocabulary: int, length: int) -> int:
@@ -168,13 +184,16 @@ def test_parts_are_as_large_as_a_devices_share_of_the_logits_lets_them():
     assert (alone, shared) == ([0, 32, 32, 32], [0, 0, 0, 256])
 
 
-def test_a_chunk_that_does_not_divide_changes_nothing():
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_chunk_that_does_not_divide_changes_nothing(softcap: float | None):
     draw = np.random.default_rng(0)
     hidden, kernel = draw.normal(size=(2, 11, 8)), draw.normal(size=(30, 8))
     targets = draw.integers(0, 30, (2, 11))
     arrays = jnp.array(hidden, jnp.float32), jnp.array(kernel, jnp.float32), jnp.array(targets)
-    whole = token_log_probabilities(*arrays, None, 0)
-    np.testing.assert_allclose(token_log_probabilities(*arrays, None, 4), whole, rtol=1e-6)
+    whole = token_readings(*arrays, softcap, 0)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), token_readings(*arrays, softcap, 4), whole)
     logits = hidden @ kernel.T
+    logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
     expected = np.take_along_axis(logits, targets[..., None], -1)[..., 0] - np.log(np.exp(logits).sum(-1))
-    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+    np.testing.assert_allclose(whole.log_probabilities, expected, rtol=1e-5)
+    np.testing.assert_allclose(whole.mean_logits, logits.mean(-1), rtol=1e-5, atol=1e-6)

@@ -140,27 +140,40 @@ def _parts(chunk: int, hidden: Array, targets: Array, weights: Array) -> tuple[A
     return split(hidden), split(targets), split(weights)
 
 
-def token_log_probabilities(
+class TokenReadings(NamedTuple):
+    """What is read of the logits at every position, float32. Only the first has a gradient."""
+
+    log_probabilities: Float[Array, "B S"]  # of the targets
+    mean_logits: Float[Array, "B S"]  # over the vocabulary
+
+
+def token_readings(
     hidden: Float[Array, "B S D"],
     kernel: Float[Array, "V D"],
     targets: Int[Array, "B S"],
     softcap: float | None,
     chunk: int,
-) -> Float[Array, "B S"]:
-    """The log-probability of every target, float32, from hidden vectors.
+) -> TokenReadings:
+    """The log-probability of every target, and the mean of the logits there, from hidden vectors.
 
     `chunk` positions have their logits at once (0: all); the backward pass makes them again instead of keeping them,
-    so that [B, S, V] is never stored.
+    so that [B, S, V] is never stored. Where nothing caps the logits, their mean is that of the kernel's rows times the
+    hidden vector, and no logit is read for it.
     """
+    fixed = jax.lax.stop_gradient
+    row = None if softcap is not None else jnp.mean(fixed(kernel).astype(jnp.float32), axis=0)
 
     @jax.checkpoint
-    def one(h: Array, t: Array) -> Array:
+    def one(h: Array, t: Array) -> TokenReadings:
         logits = multiply_out(h, kernel, softcap)
-        return jnp.take_along_axis(logits, t[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+        found = jnp.take_along_axis(logits, t[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+        if row is None:
+            return TokenReadings(found, jnp.mean(fixed(logits), axis=-1))
+        return TokenReadings(found, jnp.dot(fixed(h).astype(jnp.float32), row, precision=jax.lax.Precision.HIGHEST))
 
     batch, length = targets.shape
     if not 0 < chunk < length:
         return one(hidden, targets)
     h, t, _ = _parts(chunk, hidden, targets, targets)
     found = jax.lax.map(lambda part: one(*part), (h, t))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, -1)[:, :length]
+    return jax.tree.map(lambda parts: jnp.moveaxis(parts, 0, 1).reshape(batch, -1)[:, :length], found)

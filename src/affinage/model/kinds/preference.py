@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from affinage.model.call import Logits, Loss
 from affinage.model.kind import Context, NodeKind, Result, node_kind
-from affinage.model.kinds.cross_entropy import token_log_probabilities
+from affinage.model.kinds.cross_entropy import TokenReadings, token_readings
 from affinage.model.kinds.loss import LOGITS, WHOLE_BYTES, expect_logits_and_tokens, next_tokens
 from affinage.model.layout import Layout
 from affinage.model.parameter import Tree
@@ -32,9 +32,10 @@ def auto_chunk(rows: int, length: int, vocabulary: int, layout: Layout) -> int:
 
 @node_kind("document_log_probabilities")
 class DocumentLogProbabilities(NodeKind):
-    """For each of the first documents of a row: the log-probability of its counted targets, summed, and their number.
+    """For each of the first documents of a row, sums over its counted targets: log-probability, number, mean logit.
 
-    [B, documents, 2] float32; documents that are not there have zeros. Targets count as in `next_token_loss`.
+    [B, documents, 3] float32; documents that are not there have zeros. Targets count as in `next_token_loss`. The mean
+    is over the vocabulary and has no gradient.
     """
 
     takes = ("logits", "tokens")
@@ -44,10 +45,10 @@ class DocumentLogProbabilities(NodeKind):
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         expect_logits_and_tokens(inputs)
-        return Shape((BATCH, self.documents, 2))
+        return Shape((BATCH, self.documents, 3))
 
     @override
-    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "B N 2"]:
+    def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Float[Array, "B N 3"]:
         logits, tokens = inputs
         # Shifted as whole rows: where sequences are split, a target may lie on the next device.
         targets, weights = (
@@ -58,14 +59,16 @@ class DocumentLogProbabilities(NodeKind):
             chunk = self.chunk
             if chunk == "auto":
                 chunk = auto_chunk(rows, length, logits.kernel.shape[0], context.call.layout)
-            found = token_log_probabilities(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
+            found = token_readings(logits.hidden, logits.kernel, targets, logits.softcap, chunk)
         else:
-            normal = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-            found = jnp.take_along_axis(normal, targets[..., None], axis=-1)[..., 0]
+            whole = logits.astype(jnp.float32)
+            normal = jax.nn.log_softmax(whole, axis=-1)
+            told = jnp.take_along_axis(normal, targets[..., None], axis=-1)[..., 0]
+            found = TokenReadings(told, jnp.mean(jax.lax.stop_gradient(whole), axis=-1))
         segments = context.batch.get("segment_ids")
         ids = jnp.zeros_like(tokens) if segments is None else segments - segments[:, :1]
         belongs = ids[..., None] == jnp.arange(self.documents, dtype=ids.dtype)[None, None]
-        summed = jnp.stack([found * weights, weights], axis=-1)
+        summed = jnp.stack([found.log_probabilities * weights, weights, found.mean_logits * weights], axis=-1)
         return jnp.einsum("bsk,bsn->bnk", summed, belongs.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
@@ -88,14 +91,14 @@ class PreferenceLoss(NodeKind):
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
         (given,) = inputs
-        if len(given.dims) != 3 or given.dims[2] != 2 or not isinstance(given.dims[1], int) or given.dims[1] % 2:
-            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 2], got {given}")
+        if len(given.dims) != 3 or given.dims[2] != 3 or not isinstance(given.dims[1], int) or given.dims[1] % 2:
+            raise ShapeMismatch(f"expected log-probabilities [B, an even number of documents, 3], got {given}")
         return Shape(())
 
     @override
     def apply(self, params: Tree, inputs: tuple[Any, ...], context: Context) -> Result:
         (given,) = inputs
-        policy, counts = given[..., 0], given[..., 1]
+        policy, counts, logits = given[..., 0], given[..., 1], given[..., 2]
         reference = context.batch[REFERENCE].astype(jnp.float32)
         there = (counts[:, 0::2] > 0) & (counts[:, 1::2] > 0)
         if self.form == "ipo":
@@ -119,6 +122,10 @@ class PreferenceLoss(NodeKind):
             "logps/rejected": fixed[:, 1::2],
         }
         metrics = {name: (jnp.sum(jnp.where(there, values, 0.0)), pairs) for name, values in told.items()}
+        for side, name in enumerate(("logits/chosen", "logits/rejected")):  # means over tokens, not over answers
+            sums = (jnp.where(there, values[:, side::2], 0.0) for values in (jax.lax.stop_gradient(logits), counts))
+            total, tokens = map(jnp.sum, sums)
+            metrics[name] = (total, tokens)
         return Result(Loss(jnp.sum(jnp.where(there, losses, 0.0)), pairs), metrics=metrics)
 
 
