@@ -98,7 +98,8 @@ def test_a_plan_says_where_the_guard_of_epochs_ends_it():
         return [warning for warning in made.warnings if "max_epochs" in warning]
 
     guard, limited = "sft.max_epochs=2", "sft.sources=[{path: chats.jsonl, examples: %d}]"
-    assert not said([], rows=10)
+    assert not said(["sft.max_epochs=null"], rows=10)
+    assert "max_epochs: 1 ends the training" in (told := said([], rows=100)[0]) and "ends after step 12" in told
     assert "50 steps, which need 200 rows; how many there are" in said([guard])[0]
     assert "there are 100, so it ends after step 25" in said([guard], rows=100)[0]
     assert not said([guard], rows=200)

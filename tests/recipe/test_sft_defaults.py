@@ -5,14 +5,14 @@ import pytest
 from affinage.planning.plan import training_settings
 from affinage.recipe.load import load_recipe
 from affinage.recipe.recipe import Recipe
-from affinage.recipe.tuning import SftSettings
+from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
 
 
 def test_what_is_not_said_is_as_in_julian_s_recipe():
     given = SftSettings.model_validate({"sources": ["chats.jsonl"], "steps": 30_000})
     published = load_recipe("julian-sft").recipe.sft
     assert published is not None
-    for name in ("batch", "schedule", "system_prompt"):
+    for name in ("batch", "schedule", "system_prompt", "max_epochs"):
         assert getattr(given, name) == getattr(published, name), name
     moments = {"moments": "bfloat16"}  # what a v4's memory asks for
     assert given.optimizer.model_copy(update=moments) == published.optimizer
@@ -43,3 +43,13 @@ def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expe
     found = (settings.batch, schedule.warmup(settings.steps), schedule.peak, settings.optimizer.weight_decay)
     assert found == expected
     assert SftSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+@pytest.mark.parametrize("kind", [SftSettings, DpoSettings])
+def test_one_epoch_is_the_most_and_two_benchmarks_are_watched_if_asked(kind: type[TuningSettings]):
+    words = {"sources": ["chats.jsonl"], "steps": 20, "batch": 8, "schedule": {"peak": 1e-6, "floor": 0}}
+    settings, watched = kind.model_validate(words), kind.model_validate(words | {"watch": {}})
+    assert settings.max_epochs == 1 and settings.watch is None and watched.watch is not None
+    assert watched.watch.tasks == ("winogrande", "arc_challenge")
+    assert (watched.watch.every_steps, watched.watch.items, watched.watch.when_worse) == (1000, 200, "stop")
+    assert kind.model_validate(words | {"max_epochs": None}).max_epochs is None

@@ -29,8 +29,9 @@ from affinage.stages import looks
 from affinage.stages.models import open_model
 from affinage.stages.road import road_of
 from affinage.stages.stage import StageContext
-from affinage.stages.watching import LOOKS, Watch, _right, judge_of, worse
+from affinage.stages.watching import LOOKS, Watch, _right, judge_of, seen_enough, worse
 from affinage.training.state import TrainState
+from benchmark_fixtures import ITEMS
 from choice_task import sums, write_items, write_task
 from tiny_models import tiny_llama
 
@@ -233,6 +234,7 @@ def preferred(base: SimpleNamespace) -> SimpleNamespace:
         "schedule": {"peak": 1e-2, "floor": 1e-2},
         "lora": {"rank": 8},
         "reference": "held",
+        "max_epochs": None,
         "watch": json.loads(watched(base)),
     }
     kept = [*taught(base), f"sft.watch={watched(base, when_worse='keep')}"]
@@ -317,11 +319,31 @@ def test_a_look_that_was_stopped_is_gone_on_with(
     assert len(keys) == len(set(keys))
 
 
-def test_it_ends_when_its_rows_were_seen_once(tmp_path: Path):
+def test_it_ends_when_its_rows_were_seen_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path / "runs", "sft.steps=500", "sft.max_epochs=1", "sft.held_out=0", "sft.sample=0.1")
     summary = json.loads((tmp_path / "runs/tiny/sft/summary.json").read_text())
     rows = sum(len(np.load(path)) for path in (tmp_path / "runs/tiny/conversations/train").rglob("rows-*.npy"))
-    assert summary["steps"] == rows // 8 and "max_epochs" in summary["ended"]
+    why = "its rows have been seen as often as `max_epochs: 1` allows"
+    assert summary["steps"] == rows // 8 and summary["ended"] == why
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"sft: ends at step {rows // 8} of 500, when {why}; null lets it go on" in said
     lines = map(json.loads, (tmp_path / "runs/tiny/sft/metrics.jsonl").read_text().splitlines())
     rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
     assert rates[-1] < rates[len(rates) // 2] < max(rates)
+
+
+def test_which_rows_were_seen_enough_is_named():
+    """Of a mixture, the source of which one step more would see a row again."""
+    feed = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10})
+    assert seen_enough(feed, 10, 1.0) == "the rows of few have been seen as often as `max_epochs: 1` allows"  # type: ignore[arg-type]
+    assert seen_enough(feed, 150, 1.5).startswith("its rows")  # type: ignore[arg-type]
+
+
+def test_a_watch_of_which_nothing_is_said_looks_at_winogrande_and_arc_challenge(tmp_path: Path):
+    for name in ("winogrande", "arc_challenge"):
+        item, _ = ITEMS[name]
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(item)}\n" * 4)
+    run(tmp_path / "runs", "sft.watch={}", f"sft.watch.data_dir={tmp_path}")
+    looks = json.loads((tmp_path / "runs/tiny/sft" / LOOKS).read_text())["looks"]
+    assert [look["step"] for look in looks] == [0, 5]  # before the first step, and after the last
+    assert {task: len(right) for task, right in looks[0]["right"].items()} == {"winogrande": 4, "arc_challenge": 4}

@@ -62,7 +62,7 @@ class WatchSettings(Settings):
 
     tasks: tuple[str, ...] = Field(default=("winogrande", "arc_challenge"), min_length=1)  # as in `evaluate`
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
-    every_steps: int = Field(ge=1)  # also before the first step, and after the last
+    every_steps: int = Field(default=1000, ge=1)  # also before the first step, and after the last
     items: int = Field(default=200, ge=2)  # of each task, drawn by the recipe's seed: always the same ones
     p: float = Field(default=0.01, gt=0, lt=0.5)  # how often one would be stopped of whom nothing is worse, at most
     # stop: training ends; keep: it goes on. Either way the model is then the one of the last look before a degradation.
@@ -95,7 +95,8 @@ class TuningSettings(TrainSettings):
     sample: float = Field(default=1.0, gt=0, le=1)  # share of the conversations of each source, chosen by their content
     bad_conversations: Literal["stop", "skip"] = "stop"  # lines that are none: an error, or counted
     base_step: int | None = Field(default=None, ge=1)  # of the model to begin with, a checkpoint it kept; default: last
-    max_epochs: float | None = Field(default=None, gt=0)  # where it, and its schedule, end if steps are more
+    # Where it, and its schedule, end if steps are more: one epoch, as Julian's; null: only the steps count.
+    max_epochs: float | None = Field(default=1.0, gt=0)
     watch: WatchSettings | None = None
     mixture: Mixture | None = None  # {source: weight}, shares of rows; default: every row once an epoch
     context: int | None = Field(default=None, ge=8)  # tokens in a row; default: as in pretraining

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import rich
+from rich.markup import escape
+
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.tuning import DpoSettings, TuningSettings, WatchSettings
@@ -52,7 +55,8 @@ class Watch:
     steps: int
     score: "Callable[[TrainState, Stop], Answers | None]"  # None if it was stopped
     keep: "Callable[[int, TrainState], None]"
-    last_step: int | None = None  # where the training ends anyhow
+    last_step: int | None = None  # where the training ends anyhow ...
+    ending: str = ""  # ... and why
     looks: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -73,7 +77,7 @@ class Watch:
         """See `affinage.training.job.Judge`."""
         reason = self._looked(step, state, stop) if self._is_look(step) else ""
         if reason == "" and step == self.last_step:
-            reason = "its rows have been seen as often as `max_epochs` allows"
+            reason = self.ending
         return reason or ""
 
     def _looked(self, step: int, state: "TrainState", stop: Stop) -> str | None:
@@ -124,7 +128,8 @@ def scores(answers: Answers) -> dict[str, dict[str, float]]:
 def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
     """The settings with no more steps than `max_epochs` allows, at the last of which the schedule ends, too.
 
-    A warm-up that is longer than they are becomes a tenth of them. Raises UserError if the schedule begins after them.
+    A warm-up that is longer than they are becomes a tenth of them. Fewer steps are told of before the training begins.
+    Raises UserError if the schedule begins after them.
     """
     if settings.max_epochs is None:
         return settings
@@ -136,11 +141,22 @@ def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
             f"the rows have been seen {settings.max_epochs:g} times after step {steps:,}, and the schedule begins at "
             f"step {schedule.from_step:,}",
             where=f"{where}.max_epochs",
-            fix="Allow more epochs, or give more conversations.",
+            fix="Allow more epochs (null: any number), or give more conversations.",
         )
     if schedule.warmup_steps > steps - schedule.from_step:
         schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
+    if Hosts.current.first:
+        why = seen_enough(feed, steps, settings.max_epochs)
+        rich.print(f"{where}: ends at step {steps:,} of {settings.steps:,}, when {escape(why)}; null lets it go on")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
+
+
+def seen_enough(feed: "RowFeed", last_step: int, epochs: float) -> str:
+    """Why a training ends at its last step, in words: which rows one step more would see more often than `epochs`."""
+    seen = feed.epochs(last_step + 1)
+    spent = [name for name, times in seen.items() if times > epochs]
+    rows = "its rows" if len(spent) == len(seen) else f"the rows of {', '.join(spent)}"
+    return f"{rows} have been seen as often as `max_epochs: {epochs:g}` allows"
 
 
 def judge_of(
@@ -168,7 +184,8 @@ def judge_of(
         setting = "dpo.watch" if isinstance(settings, DpoSettings) else "sft.watch"
         return _answers(context, settings.watch, setting, model, state, stop)
 
-    return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step)
+    ending = "" if last_step is None else seen_enough(feed, last_step, settings.max_epochs or 0.0)
+    return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step, ending)
 
 
 def _whole_model(graph: "Graph", settings: TuningSettings, state: "TrainState") -> Any:
