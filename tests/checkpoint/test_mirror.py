@@ -288,7 +288,7 @@ def test_the_verbs_about_checkpoints_take_a_url(url: str, tmp_path: Path, capsys
     assert affinage("show", f"{url}@1", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["step"] == 1 and shown["arrays"]["params"]["numbers"] == 16
-    assert shown["fingerprint"] == CheckpointStore(tmp_path / "checkpoints").fingerprint(1)
+    assert shown["seal"] == CheckpointStore(tmp_path / "checkpoints").seal_hash(1)
     assert affinage("diff", f"{url}@1", url, "--arrays") == 0
     assert "differs by 1 at most" in capsys.readouterr().out
     assert affinage("verify", url) == 0

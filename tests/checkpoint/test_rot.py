@@ -71,7 +71,7 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_and_hidden_files_do_not_matter(
     (tmp_path / "copy" / "2" / ".DS_Store").write_text("")
     store = CheckpointStore(tmp_path / "copy")
     assert not store.damage(2)
-    assert store.fingerprint(2) == CheckpointStore(sound).fingerprint(2) != store.fingerprint(1)
+    assert store.seal_hash(2) == CheckpointStore(sound).seal_hash(2) != store.seal_hash(1)
 
 
 def test_damage_of_what_is_not_asked_for_does_not_matter(sound: Path, tmp_path: Path):

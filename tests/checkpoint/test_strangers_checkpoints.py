@@ -16,6 +16,7 @@ import tensorstore
 import zstandard
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint.looking import fingerprint, fingerprints
 from affinage.checkpoint.seal import SEAL, seal
 from affinage.cli.program import main
 from affinage.errors import UserError
@@ -214,10 +215,11 @@ def test_facts_that_a_training_cannot_go_on_with_are_passed_over(sound: Path, tm
 
 
 def test_facts_do_not_speak_to_the_terminal_nor_for_the_reader(sound: Path, tmp_path: Path, status: Callable):
-    facts = {"saved": "\x1b]0;title\x07", "\x1b[2J": 1, "fingerprint": "mine", "arrays": {}}
+    facts = {"saved": "\x1b]0;title\x07", "\x1b[2J": 1, "seal": "mine", "fingerprint": "mine", "arrays": {}}
     store = placed(sound, tmp_path, said(custom_metadata={"step": 2, "facts": facts}))
     shown = status("show", NEW)[1]
-    assert store.fingerprint(2) in shown and "float32" in shown and "mine" not in shown
+    assert store.seal_hash(2) in shown and "float32" in shown and "mine" not in shown
+    assert fingerprint(fingerprints(store, 2)) in status("show", NEW, "--arrays")[1]
     for words in (shown, status("ls", "small/pretrain")[1], status("diff", OLD, NEW)[1]):
         assert "title" in words or "saved" not in words
         assert not any(letter in words for letter in "\x1b\x07")

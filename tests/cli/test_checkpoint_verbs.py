@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
@@ -56,7 +58,36 @@ def test_show_has_arrays_and_facts_of_the_newest_or_a_named_one(said):
     assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak": 0.2}}
     assert newest["arrays"]["params"] == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
     _, first, _ = said("show", "small/pretrain@1")
-    assert first["step"] == 1 and first["fingerprint"] != newest["fingerprint"]
+    assert first["step"] == 1 and first["seal"] != newest["seal"]
+    assert "fingerprint" not in newest  # which is of arrays that were not read
+
+
+def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, runs: Path):
+    across = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+    w, odd = jnp.arange(16, dtype=jnp.bfloat16), jnp.arange(16, dtype=jnp.bfloat16).at[15].set(3)
+    saves = {
+        "one": ({"params": {"w": w}, "step": jnp.int32(3)}, {"saved": "today"}),
+        "again": ({"params": {"w": jax.device_put(w, across)}, "step": jnp.int32(3)}, {"saved": "tomorrow"}),
+        "number": ({"params": {"w": odd}, "step": jnp.int32(3)}, {}),
+        "name": ({"params": {"v": w}, "step": jnp.int32(3)}, {}),
+        "dtype": ({"params": {"w": jax.lax.bitcast_convert_type(w, jnp.uint16)}, "step": jnp.int32(3)}, {}),
+        "shape": ({"params": {"w": w.reshape(4, 4)}, "step": jnp.int32(3)}, {}),
+    }
+    found = {}
+    for name, (state, facts) in saves.items():
+        training = runs / name / "pretrain"
+        store = CheckpointStore(training / "checkpoints")
+        (training / MODEL).write_text("{}")
+        store.save(3, state, facts)
+        store.wait()
+        found[name] = said("show", f"{name}/pretrain", "--arrays")[1]
+    for name, of in found.items():
+        status, apart, error = said("diff", "one/pretrain", f"{name}/pretrain", "--arrays")
+        assert status == 0, error
+        equal = not apart["arrays"]["different"] and not apart["arrays"]["only"]
+        assert (of["fingerprint"] == found["one"]["fingerprint"]) == equal == (name in ("one", "again")), name
+        assert of["arrays"]["step"]["fingerprint"] == found["one"]["arrays"]["step"]["fingerprint"]
+    assert found["one"]["seal"] != found["again"]["seal"]
 
 
 def test_diff_tells_facts_and_arrays(said):

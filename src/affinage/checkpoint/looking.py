@@ -1,5 +1,6 @@
 """What is in checkpoints, without a training: lists, facts, and how two of them differ."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,26 @@ def arrays(store: CheckpointStore, step: int) -> dict[str, dict[str, Any]]:
             "dtypes": sorted({str(leaf.dtype) for leaf in leaves}),
         }
     return found
+
+
+def fingerprints(store: CheckpointStore, step: int) -> dict[str, str]:
+    """{tree: hash} of the names, dtypes, shapes and numbers in a step, all of which are read.
+
+    Two steps of the same numbers have the same hashes, whoever saved them, when, and on which mesh.
+    """
+    found = {}
+    for name, tree in _abstract(store, step).items():  # one after the other, as in `compare`
+        digest = hashlib.sha256()
+        for path, leaf in sorted(_leaves(store.restore(step, {name: tree})[name], name).items()):
+            digest.update(f"{path!r} {leaf.dtype} {leaf.shape}\n".encode())
+            digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def fingerprint(trees: dict[str, str]) -> str:
+    """One hash of all trees of a step; see `fingerprints`."""
+    return hashlib.sha256("".join(f"{name!r} {trees[name]}\n" for name in sorted(trees)).encode()).hexdigest()
 
 
 def compare(one: tuple[CheckpointStore, int], other: tuple[CheckpointStore, int], *, numbers: bool) -> dict[str, Any]:

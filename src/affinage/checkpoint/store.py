@@ -215,8 +215,8 @@ class CheckpointStore:
         found = self.damage(step, only) if hosts.first else ""
         return str(hosts.share("damage", found, seconds=seconds_at_most(only)))
 
-    def fingerprint(self, step: int) -> str:
-        """A hash of everything in a step."""
+    def seal_hash(self, step: int) -> str:
+        """A hash of all files of a step: of this save and its copies, and of no other save, be it of the same state."""
         return fingerprint(self.folder / str(step))
 
     def restore(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:

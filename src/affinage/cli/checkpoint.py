@@ -81,21 +81,40 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
 
 
 @group.command("show")
-def show(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
-    """Print what a checkpoint holds: settings, data, versions, arrays.
+def show(
+    checkpoint: OneArgument,
+    numbers: Annotated[bool, typer.Option("--arrays", help="Read the arrays whole, for their fingerprint.")] = False,
+    runs: RunsOption = RUNS,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what a checkpoint holds: settings, data, versions, arrays; with --arrays, their fingerprint.
 
-    The contents of its arrays are not read; `affinage checkpoint verify` reads them.
+    The fingerprint is of the numbers alone: checkpoints of the same state have the same one, whoever saved them, when,
+    and on which mesh. The seal is of the files: this save and its copies have it, and no other save.
+    The contents of its arrays are only read with --arrays; `affinage checkpoint verify` reads them, too.
 
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
-    from affinage.checkpoint.looking import arrays
+    from affinage.checkpoint.looking import arrays, fingerprint, fingerprints
 
-    with _checkpoint(checkpoint, runs) as (store, step):
-        seen = {"step": step, "fingerprint": store.fingerprint(step), "arrays": arrays(store, step)}
+    seen: dict[str, Any]
+    with contextlib.ExitStack() as stack:
+        if numbers:
+            stack.enter_context(Working("reading a checkpoint"))
+        store, step = stack.enter_context(_checkpoint(checkpoint, runs))
+        seen = {"step": step, "seal": store.seal_hash(step), "fingerprint": None, "arrays": arrays(store, step)}
+        if numbers:
+            trees = fingerprints(store, step)
+            seen["fingerprint"] = fingerprint(trees)
+            for name, found in trees.items():
+                seen["arrays"][name]["fingerprint"] = found
         facts = {**seen, **store.meta(step), **seen}  # what it says of itself does not take the place of what was seen
-    if "://" not in checkpoint:  # of a copy all was compared
-        name = checkpoint.partition("@")[0]
-        print(f"its arrays were not read: `affinage checkpoint verify {name}@{step}` looks at them", file=sys.stderr)
+    if not numbers:
+        del facts["fingerprint"]
+        if "://" not in checkpoint:  # of a copy all was compared
+            name = checkpoint.partition("@")[0]
+            looks = f"`affinage checkpoint verify {name}@{step}` looks at them"
+            print(f"its arrays were not read: {looks}, `show --arrays` has their fingerprint", file=sys.stderr)
     if as_json:
         print(json.dumps(facts, indent=1))
         return
