@@ -114,6 +114,10 @@ def test_a_save_that_was_cut_off_does_not_count_and_is_replaced(store: Checkpoin
     (store.folder / "notes").mkdir()
     (store.folder / "4").symlink_to(store.folder / "1")
     assert store.steps() == [1]
+    with pytest.warns(CheckpointWarning) as told:
+        store.restore_newest(abstract(sharding("fsdp", 1)))
+    link, cut_off = (str(each.message) for each in told[:2])
+    assert "4 cannot be read: it is a symbolic link" in link and "3 cannot be read: it is not complete" in cut_off
     saved(store, 2, 3)
     assert store.steps() == [1, 2, 3]
     assert_same(store.restore(3, abstract(sharding("fsdp", 1))), state(3, sharding("fsdp", 1)))

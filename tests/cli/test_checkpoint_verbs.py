@@ -144,6 +144,32 @@ def test_saves_that_were_cut_off_are_no_reason_to_say_that_all_is_well(said, run
     assert status == 2 and found is None and "no checkpoint is complete" in error and "7" in error
 
 
+def test_a_step_that_is_a_link_is_called_one(runs: Path, said, capsys: pytest.CaptureFixture[str]):
+    training = runs / "linked" / "pretrain"
+    store = CheckpointStore(training / "checkpoints")
+    (training / MODEL).write_text("{}")
+    store.save(1, {"params": {"a": jnp.ones(4)}}, {"saved": "today"})
+    store.wait()
+    (store.folder / "2").symlink_to("1")
+    (store.folder / "3").write_text("notes")
+    (store.folder / "4").mkdir()
+    _, listed, _ = said("ls", "linked/pretrain")
+    link, no_folder, cut_off = (each["why_not"] for each in listed[1:])
+    assert "a symbolic link, which is not followed" in link and "cut off" not in link and "cut off" in cut_off
+    assert listed[0]["why_not"] == "" and [each["complete"] for each in listed] == [True, False, False, False]
+    for verb in ("ls", "verify"):
+        with pytest.raises(SystemExit):
+            main(["checkpoint", verb, "linked/pretrain", "--runs", str(runs)])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 4 and all(
+            why in line for why, line in zip((link, no_folder, cut_off), lines[1:], strict=True)
+        )
+    assert "the checkpoint of step 2 is not read: it is a symbolic link" in said("show", "linked/pretrain@2")[2]
+    (store.folder / "1").rename(training / "elsewhere")
+    status, _, error = said("verify", "linked/pretrain")
+    assert status == 2 and "a symbolic link" in error and no_folder in error
+
+
 def test_numbers_that_are_not_finite_are_compared_too(said, runs: Path):
     store = CheckpointStore(runs / "small" / "pretrain" / "checkpoints", keep_last=9)
     for step, last in ((5, 2.0), (6, float("nan"))):

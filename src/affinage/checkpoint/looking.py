@@ -14,14 +14,17 @@ _NOT_COMPARED = ("saved", "seconds", "stalls", "clock", "resumed_at")  # facts o
 
 
 def listing(store: CheckpointStore) -> list[dict[str, Any]]:
-    """{step, saved, bytes, complete} of everything that is called like a step, oldest first."""
-    complete = set(store.steps())
+    """{step, saved, bytes, complete, why_not} of everything that is called like a step, oldest first.
+
+    `why_not` says in words why it is not complete; "" if it is.
+    """
     found = []
     for step, path in store.entries():
+        why_not = store.why_not_read(step)
         files = [] if path.is_symlink() else [file for file in path.rglob("*") if file.is_file()]
-        saved = store.meta(step).get("saved") if step in complete and not store.damage(step, {}) else None
+        saved = store.meta(step).get("saved") if not why_not and not store.damage(step, {}) else None
         size = sum(file.stat().st_size for file in files)
-        found.append({"step": step, "saved": saved, "bytes": size, "complete": step in complete})
+        found.append({"step": step, "saved": saved, "bytes": size, "complete": not why_not, "why_not": why_not})
     return found
 
 

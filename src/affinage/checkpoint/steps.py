@@ -15,8 +15,16 @@ _MARKS = (_COMMIT, SEAL)
 
 def complete_steps(folder: Path) -> list[int]:
     """The steps of a folder that are completely there, oldest first."""
-    # A link could lead anywhere, and Orbax would follow it.
-    return [step for step, path in entries(folder) if not path.is_symlink() and _is_complete(path)]
+    return [step for step, path in entries(folder) if not why_not_read(path)]
+
+
+def why_not_read(path: Path) -> str:
+    """Why what is called like a step is none, in words; "" if it is completely there."""
+    if path.is_symlink():  # which Orbax would follow
+        return "it is a symbolic link, which is not followed, as it may lead anywhere"
+    if not path.is_dir():
+        return "it is no folder"
+    return "" if _is_complete(path) else "it is not complete: a save was cut off here"
 
 
 def kept_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> set[int]:

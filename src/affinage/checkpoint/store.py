@@ -19,7 +19,7 @@ from affinage.checkpoint.contents import facts_in, strange
 from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.seal import damage, fingerprint, seal
-from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove
+from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
@@ -103,6 +103,11 @@ class CheckpointStore:
     def entries(self) -> list[tuple[int, Path]]:
         """Whatever is called like a step, oldest first."""
         return entries(self.folder)
+
+    def why_not_read(self, step: int) -> str:
+        """Why what is called like this step is not among `steps`, in words; "" if it is, or nothing is called so."""
+        path = self.folder / str(step)
+        return why_not_read(path) if os.path.lexists(path) else ""
 
     def prepare(self, state: Mapping[str, PyTree]) -> None:
         """Do now, before the first step, what the loop would wait for in its first save of such a state."""
@@ -320,7 +325,7 @@ class CheckpointStore:
         wanted = max(called, default=0) if at_most is None else at_most
         for step in sorted(called, key=lambda step: (step > wanted, abs(step - wanted))):
             if step not in steps:
-                _warn_once(step, "it is not complete")
+                _warn_once(step, self.why_not_read(step) or "it is not complete")
                 continue
             reason = self._damage_seen_by_first(step, abstract)
             if reason:

@@ -27,7 +27,7 @@ group = typer.Typer(
     help="List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
 )
 
-CUT_OFF = "not complete: a save was cut off here"
+CUT_OFF = "it is not complete: a save, or a copy, was cut off here"
 
 TrainingArgument = Annotated[
     str,
@@ -76,7 +76,7 @@ def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption 
     if not found:
         print("no checkpoint yet", file=sys.stderr)
     for each in found:
-        said = plain(str(each["saved"] or "damaged")) if each["complete"] else CUT_OFF
+        said = each["why_not"] or plain(str(each["saved"] or "damaged"))
         print(f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {said}")
 
 
@@ -174,7 +174,7 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     found: dict[int, str] = {}
     if "://" in checkpoint:
         with Working("reading checkpoints"):
-            where, found, cut_off = _verified_remote(checkpoint)
+            where, found, not_read = _verified_remote(checkpoint)
     else:
         store, step = _store(checkpoint, runs)
         steps, where = _steps(store), str(store.folder)
@@ -183,15 +183,16 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
             for place, number in enumerate(asked):
                 working.progressed(f"{place} of {len(asked)}")
                 found[number] = store.damage(number)
-        cut_off = [number for number, _ in store.entries() if step is None and number not in steps]
+        there = [number for number, _ in store.entries() if step is None]
+        not_read = {number: why for number in there if (why := store.why_not_read(number))}
     if as_json:
         print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
     else:
         _say_which(checkpoint, runs)
         for number, said in found.items():
             print(f"{number:>10,}  {plain(said) or 'whole'}")
-        for number in cut_off:
-            print(f"{number:>10,}  {CUT_OFF}")
+        for number, why in not_read.items():
+            print(f"{number:>10,}  {why}")
     damaged = [number for number, said in found.items() if said]
     if damaged:
         raise UserError(
@@ -269,7 +270,9 @@ def _remote_listing(spec: str) -> list[dict[str, Any]]:
     remote, _ = _remote(spec)
     with _reached(spec):
         return [
-            {"step": step, "saved": _saved(remote, step) if facts["complete"] else None, **facts}
+            {"step": step, "saved": _saved(remote, step), **facts, "why_not": ""}
+            if facts["complete"]
+            else {"step": step, "saved": None, **facts, "why_not": CUT_OFF}
             for step, facts in remote.listing().items()
         ]
 
@@ -281,14 +284,14 @@ def _saved(remote: "RemoteSteps", step: int) -> str | None:
     return saved if isinstance(saved, str) else None
 
 
-def _verified_remote(spec: str) -> tuple[str, dict[int, str], list[int]]:
-    """Where they are, what is wrong with each, and which are not complete."""
+def _verified_remote(spec: str) -> tuple[str, dict[int, str], dict[int, str]]:
+    """Where they are, what is wrong with each, and why others are not read."""
     remote, step = _remote(spec)
     with _reached(spec):
         chosen = _complete(remote, step)
         steps = remote.steps() if step is None else [chosen]
-        cut_off = [number for number in remote.listing() if step is None and number not in steps]
-        return remote.folder.url, {number: remote.damage(number) for number in steps}, cut_off
+        not_read = {number: CUT_OFF for number in remote.listing() if step is None and number not in steps}
+        return remote.folder.url, {number: remote.damage(number) for number in steps}, not_read
 
 
 def _steps(store: "CheckpointStore") -> list[int]:
@@ -296,16 +299,18 @@ def _steps(store: "CheckpointStore") -> list[int]:
     if steps := store.steps():
         return steps
     where = str(store.folder)
-    if cut_off := ", ".join(str(step) for step, _ in store.entries()):
+    if not_read := [f"step {step}: {store.why_not_read(step)}" for step, _ in store.entries()]:
         fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model again, or copy them again."
-        raise UserError(f"no checkpoint is complete, only parts of these are there: {cut_off}", where=where, fix=fix)
+        raise UserError("no checkpoint is complete; " + "; ".join(not_read), where=where, fix=fix)
     raise UserError("there is no checkpoint", where=where, fix="Train the model first.")
 
 
 def _known(store: "CheckpointStore", step: int) -> int:
     if step not in store.steps():
         listed = ", ".join(f"@{known}" for known in store.steps())
-        raise UserError(f"there is no checkpoint of step {step}", where=str(store.folder), fix=f"There are {listed}.")
+        why = store.why_not_read(step)
+        what = f"the checkpoint of step {step} is not read: {why}" if why else f"there is no checkpoint of step {step}"
+        raise UserError(what, where=str(store.folder), fix=f"There are {listed}.")
     return step
 
 
