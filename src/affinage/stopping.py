@@ -18,6 +18,7 @@ from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, P
 
 # SIGHUP, which Windows has not, is sent by the end of an ssh session.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+STOPPED = "Stopped: "  # before the reason for which a process is left
 ONE_PRESS = 1.0  # seconds: signals closer than this are one wish, told by a shell and a launcher, or by quick keys
 PARENT = "AFFINAGE_PARENT"  # the process without which this one shall not go on
 PARENT_SIGNAL = "AFFINAGE_PARENT_SIGNAL"  # number of the signal that it then gets; default: SIGKILL
@@ -278,5 +279,5 @@ def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
     then = "" if status == EXIT_USER_ERROR else " Run the same command to go on."
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard error
         show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-        os.write(sys.stderr.fileno(), f"{show_cursor}\nStopped: {why}.{then}\n".encode())
+        os.write(sys.stderr.fileno(), f"{show_cursor}\n{STOPPED}{why}.{then}\n".encode())
     os._exit(status)

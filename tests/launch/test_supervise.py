@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 
 from affinage.errors import UserError
-from affinage.hardware import hosts
+from affinage.hardware import hosts, missed
 from affinage.launch import Ending, Gang, LocalLauncher, Restarts, supervise, told
 from affinage.launch.local import Watch
 from affinage.launch.process import HostProcess, start_all
 from affinage.launch.told import Told
+from affinage.stopping import STOPPED
 
 TOLD = (signal.SIGTERM,)
 SAVES = (75,)
 
 
-def gone(host: int) -> hosts.Missed:
-    return hosts.Missed(host, "is gone")
+def gone(host: int) -> missed.Missed:
+    return missed.Missed(host, "is gone")
 
 
 class Scripted:
@@ -121,7 +122,7 @@ def test_who_died_is_told_of_and_not_who_left_for_it(endings: list, told: str):
 
 
 def test_whom_a_host_misses_is_told_of_in_its_words_and_not_who_left_for_it():
-    left = Ending(0, 75, missed=hosts.Missed(1, "does not answer"))
+    left = Ending(0, 75, missed=missed.Missed(1, "does not answer"))
     status, said = run(Scripted([left, (1, -signal.SIGKILL)], DONE), failures=0)
     assert status == 0
     assert said == ["launch: host 1 does not answer, says host 0; all hosts start again (1 of 1000 preemptions)"]
@@ -143,8 +144,32 @@ def test_a_host_says_for_whom_it_leaves():
         "Stopped: pretrain stopped by SIGTERM at step 3. Run the same command to go on.": None,
         "Stopped: host 0 has found a mistake, and tells of it.": None,
     }.items():
-        missed = hosts.missed_by(line)
-        assert (None if missed is None else missed.host) == host and (missed is None or missed.how in line), line
+        found = missed.missed_by(line)
+        assert (None if found is None else found.host) == host and (found is None or found.how in line), line
+
+
+def test_what_hosts_say_of_one_that_is_missed_is_read_in_the_same_words():
+    now = missed.at("the save", "write, store.py:3")
+    for said, how in {
+        missed.gone(1): "is gone",
+        missed.gone(1, "its machine has not answered for 5 s"): "is gone",
+        f"mine: the save has not ended for 540 s: {missed.mute(1)}": "does not answer",
+        f"mine: the save has not ended for 540 s, and {missed.silent(1, now)}": "shows no sign of life",
+        f"mine: {missed.silent(1, missed.at_nothing_yet())}": "shows no sign of life",
+        f"mine: the save has not ended for 540 s: {missed.behind(1, now)}": "is behind",
+        f"mine: the save has not ended for 540 s: {missed.waited_for(1, now)}": "is at the save",
+        f"mine: nothing has moved: {missed.waited_for(1, missed.at_nothing_yet())}": "is before its first sign",
+    }.items():
+        assert missed.missed_by(f"{STOPPED}{said}. Run the same command to go on.") == missed.Missed(1, how), said
+
+
+def test_whom_all_the_others_wait_for_at_a_save_is_told_of_by_launch():
+    left = Ending(
+        0, 75, missed=missed.missed_by("Stopped: mine: the save has not ended for 540 s: host 1 is at the save (x).")
+    )
+    status, said = run(Scripted([left, (1, 75)], DONE), failures=0)
+    assert status == 0
+    assert said == ["launch: host 1 is at the save, says host 0; all hosts start again (1 of 1000 preemptions)"]
 
 
 def test_what_a_host_says_as_it_leaves_is_of_its_ending():

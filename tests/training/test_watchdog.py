@@ -14,7 +14,8 @@ import tiny
 
 from affinage.hardware import beats, stacks, standstill
 from affinage.hardware.beats import Beats, Doing
-from affinage.hardware.hosts import Hosts, missed_by
+from affinage.hardware.hosts import Hosts
+from affinage.hardware.missed import missed_by
 from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 from affinage.training import TrainJob, train, watchdog

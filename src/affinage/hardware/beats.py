@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from affinage.hardware import missed
 from affinage.hardware.hosts import HostLost, Hosts
 from affinage.hardware.movement import is_waiting
 from affinage.hardware.stacks import where
@@ -103,7 +104,7 @@ class Beats:
         while self._hosts.count > 1 and time.monotonic() < until:
             asked, looked, since = self._asked, self._looked, self._looks_since
             if asked is not None and time.monotonic() - asked >= _SILENT:
-                return "host 0 does not answer"
+                return missed.mute(0)
             # While the first one has yet to answer, what the others say now is not known.
             if asked is None and since is not None and looked - since >= _SILENT:
                 return self._in_words(looked)
@@ -123,12 +124,12 @@ class Beats:
         """What the first host is at, if it says that it does nothing for so long; else ""."""
         seen = self._seen.get(0)
         first = {} if seen is None else seen.beat
-        return f"host 0 is {_told(first)}" if first.get("still", 0.0) >= seconds else ""
+        return missed.waited_for(0, _told(first)) if first.get("still", 0.0) >= seconds else ""
 
     def _silent_for(self, seconds: float) -> str:
         asked = self._asked
         if asked is not None and time.monotonic() - asked >= seconds:
-            return "host 0 does not answer"
+            return missed.mute(0)
         looked, seen = self._looked, self._seen  # its thread may forget them meanwhile
         return "; ".join(_no_sign_of(host, seen[host]) for host in _silent(seen, looked, seconds))
 
@@ -139,9 +140,9 @@ class Beats:
         most = max((beat.get("count", 0) for beat in beats.values()), default=0)
         behind = [host for host, beat in beats.items() if beat.get("count", 0) < most and host not in silent]
         told = [_no_sign_of(host, seen[host]) for host in silent]
-        told += [f"host {host} is behind, {_told(beats[host])}" for host in behind]
+        told += [missed.behind(host, _told(beats[host])) for host in behind]
         at_work = [host for host, beat in beats.items() if not beat.get("waits")] or list(beats)
-        return "; ".join(told or [f"host {host} is {_told(beats[host])}" for host in at_work])
+        return "; ".join(told or [missed.waited_for(host, _told(beats[host])) for host in at_work])
 
 
 def _silent(seen: Mapping[int, _Seen], looked: float, seconds: float) -> list[int]:
@@ -149,8 +150,8 @@ def _silent(seen: Mapping[int, _Seen], looked: float, seconds: float) -> list[in
 
 
 def _no_sign_of(host: int, seen: _Seen) -> str:
-    return f"host {host} shows no sign of life, last {_told(seen.beat)}"
+    return missed.silent(host, _told(seen.beat))
 
 
 def _told(beat: dict[str, Any]) -> str:
-    return f"at {beat['what']} ({beat['where']})" if beat else "before its first sign"
+    return missed.at(beat["what"], beat["where"]) if beat else missed.at_nothing_yet()

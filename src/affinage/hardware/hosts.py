@@ -7,11 +7,10 @@ order. What they must agree on is decided by the first, and told through the key
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from affinage.errors import UserError
 from affinage.hardware.movement import waits_for_others
@@ -221,26 +220,6 @@ def with_host(name: str) -> str:
     if hosts.count > 1:
         return f"{name}, host {hosts.index}"
     return f"{name}, host {os.environ[HOST]}" if os.environ.get(HOSTS, "1") != "1" and HOST in os.environ else name
-
-
-# "Stopped: host 1 is gone", "Stopped: NAME: step 7 has not ended for 27 s: host 1 is behind, at step 6",
-# "Stopped: NAME: step 7 has not ended for 27 s, and host 1 shows no sign of life"
-_MISSED = re.compile(
-    r"(?:Stopped: (?:.*?(?:: |, and ))?)?host (\d+) (is gone|is behind|does not answer|shows no sign of life)\b"
-)
-
-
-class Missed(NamedTuple):
-    """A host for whose sake another one leaves."""
-
-    host: int
-    how: str  # as the other one says it, such as "is gone"
-
-
-def missed_by(line: str) -> Missed | None:
-    """The host for whose sake another one leaves, where a line of that one's output says so."""
-    found = _MISSED.match(line)
-    return None if found is None else Missed(int(found[1]), found[2])
 
 
 def _detected() -> Place:

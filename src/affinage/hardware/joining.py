@@ -14,6 +14,7 @@ from typing import Any
 from affinage.errors import EXIT_USER_ERROR, Preempted, TransientError, UserError, of_the_machine
 from affinage.hardware.hosts import COORDINATOR, JOIN, Hosts, Place, place
 from affinage.hardware.links import Links, Why
+from affinage.hardware.missed import gone
 from affinage.hardware.silence import PATIENCE
 from affinage.hardware.stacks import say
 from affinage.stopping import at_leaving, leave
@@ -101,7 +102,7 @@ def _do_without_the_meeting() -> None:
 def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = "") -> None:
     """Leave this process, with the time to end by itself where it is leaving in good order."""
     if host == 0 and not (why or leaving.is_set()):
-        say("host 0 is gone")  # now: without it JAX may abort this process before it has left, and names nobody
+        say(gone(0))  # now: without it JAX may abort this process before it has left, and names nobody
     # A machine that is silent does not end where anybody could see it.
     left = leaving.wait({"mistake": _SAME_MISTAKE, "silent": 0.0}.get(why, _FIRST_DEATH))
     if why == "mistake":
@@ -110,7 +111,7 @@ def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = 
         leave(f"host {host} has found a mistake, and tells of it", EXIT_USER_ERROR)
     if left:
         time.sleep(_LAST_WORK)  # then JAX, which waits for the dead one at its shutdown, would abort the process
-    leave(f"host {host} is gone{reason and f': {reason}'}", 1)
+    leave(gone(host, reason), 1)
 
 
 def _bound_to(found: Place) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from affinage.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from affinage.hardware.hosts import Missed
+from affinage.hardware.missed import Missed
 
 
 @dataclass(frozen=True)

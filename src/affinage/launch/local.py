@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS, Missed, missed_by
+from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
+from affinage.hardware.missed import Missed, missed_by
 from affinage.launch.forked import Forks
 from affinage.launch.gang import Ending
 from affinage.launch.process import HostProcess, Say, Watched, of_cpu, reserved_port, start_all

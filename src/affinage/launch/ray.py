@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from affinage.errors import EXIT_PREEMPTED, UserError
-from affinage.hardware.hosts import COORDINATOR, HOSTS, Missed, missed_by
+from affinage.hardware.hosts import COORDINATOR, HOSTS
+from affinage.hardware.missed import Missed, missed_by
 from affinage.hardware.ray_cluster import connect
 from affinage.launch.forked import OF_A_HOST
 from affinage.launch.gang import Ending
