@@ -28,6 +28,7 @@ from affinage.recipe.load import load_recipe
 DROP = "model.nodes.blocks.attention.dropout=0"
 DROPLESS = "model.nodes.blocks.ffn.capacity_factor=null"  # some four minutes of compilation each
 BLOCK = "parallel.remat=block"
+FOUR_PARTS = "parallel.pipeline_micro_batches=4"
 CHARACTERS = ("model.nodes.embed.vocab=65", "model.nodes.logits.vocab=65")
 
 
@@ -75,6 +76,8 @@ CASES = (
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 4}", "parallel.context_attention=ring")),
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 2, tensor: 2}")),
     Case("julian-600m", "v6e-8", (DROP, "mesh={fsdp: 2, context: 4}")),
+    Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 8, pipeline: 2}", FOUR_PARTS)),
+    Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 2, pipeline: 2}", FOUR_PARTS)),
     Case("julian-600m", "v4-32", (BLOCK,)),
     Case("julian-2b", "v4-64", (DROP, BLOCK)),
     Case("julian-2b", "v6e-64", (DROP, BLOCK)),

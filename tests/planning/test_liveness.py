@@ -131,6 +131,20 @@ def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_eac
     assert held(0.25)["gradients"] == layers * SQUARE / 4
 
 
+def test_a_loop_in_a_loop_stacks_in_memory_of_its_own():
+    layers, ticks = 5, 7
+
+    def loss(w, x):
+        def stage(x, _):
+            return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)
+
+        return jnp.sum(jax.lax.scan(stage, x, length=ticks)[0])
+
+    held = of(jax.grad(loss), (layers, N, N), (M, N), shares={(layers, N, N): 1.0}).held
+    # Of every tick what its layers keep, of the one at hand once more, and one value that goes from tick to tick.
+    assert held["activations"] == (2 * layers * (ticks + 1) + 1) * M * N * 4
+
+
 def test_recomputation_keeps_only_the_input_of_each_turn():
     layers = 5
 

@@ -3,9 +3,10 @@
 A value is stored if an operation makes it that writes its result to memory: matrix products, loops, gathers, scatters,
 reductions. What element-wise operations, reshapes and broadcasts make is computed where it is read, inside the
 operation that reads it, and so holds on to what it was made from, unless a barrier keeps it out of there. A loop's
-stacked results are written in place, and so are its carries; one turn's own values exist once. A loop that reads its
-weights in a narrower dtype reads a copy of them all, made before it. What comes out of the program takes the memory of
-the state that went in.
+stacked results are written in place, and so are its carries; one turn's own values exist once. A loop inside a loop
+stacks in memory of its own, from which the turn's part of the outer stack is copied, and what it reads of such a stack
+is copied out of it before. A loop that reads its weights in a narrower dtype reads a copy of them all, made before it.
+What comes out of the program takes the memory of the state that went in.
 
 So does the TPU's compiler, up to its scheduling, with the programs of this package; docs/planning.md compares the two.
 """
@@ -80,6 +81,8 @@ class _Value:
     narrowed: float = 0.0  # of a weight that is read in a narrower dtype: bytes of that copy
     read: float = 0.0  # bytes to read it
     row: int = 0  # where a TPU gathered whole rows, each in lanes of its own: their width
+    stacked: bool = False  # turn by turn, by a loop: memory of its own
+    cut: bool = False  # one turn's part of what a loop reads turn by turn
 
     def roots(self) -> frozenset["_Value"]:
         return frozenset({self}) if self.stored else self.sources
@@ -205,8 +208,8 @@ class _Program:
         sliced, turns = parameters["num_consts"] + parameters["num_carry"], parameters["length"]
         body = parameters["jaxpr"].jaxpr
         inputs = [
-            _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded))
-            for variable, value in zip(body.invars, arguments, strict=True)
+            _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded), cut=index >= sliced)
+            for index, (variable, value) in enumerate(zip(body.invars, arguments, strict=True))
         ]
         inner = _Program(self.shares, self.padded, self.vocabularies, lanes=self.lanes)
         outputs = inner.run(body, inputs)
@@ -231,26 +234,32 @@ class _Program:
             size = _bytes(variable, self.padded)
             if value.roots() and {root.row for root in value.roots()} == {*variable.aval.shape[-1:]}:
                 size *= _filling(variable.aval.shape[-1])
-            results.append(self._stored(variable.aval, size, share, "weights" if copied else "gradients"))
+            result = self._stored(variable.aval, size, share, "weights" if copied else "gradients")
+            result.stacked = index >= carries
+            results.append(result)
         made = [copy for copy in copies if copy is not None]
         new = [copy for copy in made if not any(copy in step.writes for step in self.steps)]
         self.steps.append(_Step(_roots([*arguments, *made]), (*results, *new), inside, turns))
         return results
 
     def _copy(self, outer: _Value, inner: _Value, turns: int) -> _Value | None:
-        """What a loop reads instead of `outer`: a weight in the dtype it computes in, a value that was not stored."""
+        """What a loop reads instead of `outer`.
+
+        A weight in the dtype it computes in, a value that was not stored, an outer loop's part of a stack.
+        """
         constant = not outer.stored and not outer.sources  # such as zeros, which the loop makes itself
-        if constant or (outer.stored and not (inner.narrowed and outer.kind == "argument")):
+        cut = outer.cut and outer.share is None
+        if constant or (outer.stored and not cut and not (inner.narrowed and outer.kind == "argument")):
             return None
         if outer not in self.copies:
-            size = inner.narrowed * turns * (outer.share or 1.0) if outer.stored else outer.size
-            kind = "weights" if outer.stored else outer.kind
+            size = outer.read if cut else inner.narrowed * turns * (outer.share or 1.0) if outer.stored else outer.size
+            kind = "activations" if cut else "weights" if outer.stored else outer.kind
             self.copies[outer] = _Value(size, kind, share=outer.share, read=size)
         return self.copies[outer]
 
     def peak(self, outputs: Sequence[_Value] = ()) -> Peak:
-        """Walk the operations in order. `outputs` of a loop's turn have their places already."""
-        placed = {value for value in outputs if value.stored}
+        """Walk the operations in order. `outputs` of a loop's turn have their places already, but for stacks."""
+        placed = {value for value in outputs if value.stored and not value.stacked}
         last: dict[_Value, int] = {}
         for index, step in enumerate(self.steps):
             last |= dict.fromkeys((*step.reads, *step.writes), index)
