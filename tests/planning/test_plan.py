@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from affinage.cli import main
@@ -13,6 +14,7 @@ from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
 from affinage.model.kinds.attention_choice import Need, choose
+from affinage.model.kinds.attention_kernels import splash_kernel
 from affinage.model.parameter import parameters_in
 from affinage.parallel.mesh import AXES
 from affinage.planning.phases import phases
@@ -100,6 +102,38 @@ def test_keys_and_values_are_gathered_for_as_many_heads_as_there_are_of_them():
     for node, heads in ((whole, 4), (grouped, 1)):
         assert node.axes["context"] > node.exposed  # the sums of gradients are beside the products
         assert node.exposed == pytest.approx(8 * 3 * one.all_gather(2 * 64 * 512 * heads * 64 * 2))
+
+
+RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.window=64"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "pairs"),
+    [
+        ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2),  # those of the last 128 queries of 512
+        ("v4-8", (WINDOW,), 128 * 64),
+        ("v4-8", ("pretrain.attention=xla",), 128 * 512),
+        ("v4-8", (RING,), 128 * 512),
+        ("v4-8", (RING, WINDOW), 128 * 256),  # the keys of two of four devices
+        ("h100x4", ("pretrain.attention=cudnn",), 512 * 513 // 2),  # of whole rows, on every device
+    ],
+)
+def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings, pairs):
+    split, chip = plan_of(SMALL, name, "mesh={context: 4}", *settings), find_slice(name).chip
+    blocks = split.split.graph["blocks"]
+    products = next(node.compute for node in split.time.nodes if node.name == "blocks")
+    counted = products * chip.flops_per_device * chip.achievable / 3  # a forward pass's
+    cost = blocks.kind.cost((split.split.graph.shapes["embed"],), {"B": 64, "S": 512})
+    assert counted == pytest.approx(8 * (cost.matmul / 4 + 64 * 2 * 2 * 256 * pairs))
+    # What the model needs, and so the MFU's operations, is the same.
+    assert split.facts == plan_of(SMALL, name, "mesh={data: 4}", *settings).facts
+
+
+def test_the_last_device_of_a_row_has_most_blocks_of_splash_to_compute():
+    kernel = splash_kernel(1, 8192, window=None, softcap=None, sequence_shards=4)
+    for blocks in (kernel.fwd_mask_info.block_mask, kernel.dkv_mask_info.block_mask):
+        of_devices = [np.count_nonzero(part) for part in np.split(np.asarray(blocks), 4, axis=1)]
+        assert of_devices == [10, 26, 42, 58]  # the mean is 34: 1.71 times, where pairs are 1.75 times
 
 
 def test_what_is_computed_again_is_sent_again():

@@ -55,6 +55,7 @@ class NodeCost:
     active_parameters: int
     flops: int
     flops_all_pairs: int
+    attention_flops: int  # of `flops`, attention's two products
     backward_flops: int
     backward_flops_all_pairs: int
 
@@ -122,6 +123,7 @@ def analyse(graph: Graph, batch: int, context: int) -> Analysis:
                 active_parameters=sum(p.active for p in _declared(graph, node)),
                 flops=flops,
                 flops_all_pairs=all_pairs,
+                attention_flops=cost.attention_causal,
                 backward_flops=products * flops - not_due,
                 backward_flops_all_pairs=products * all_pairs - not_due,
             )

@@ -20,6 +20,8 @@ from affinage.hardware.slices import Slice
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
 from affinage.model.kind import Context
+from affinage.model.kinds.attention_kernels import queries_are_split
+from affinage.model.kinds.ring_attention import steps_of
 from affinage.model.node import Node
 from affinage.model.parameter import map_parameters
 from affinage.model.repeat import apply_node
@@ -139,7 +141,9 @@ def _timed(split: Split, settings: TrainSettings, where: Slice, work: Mapping[st
         # Stages have layers of their own, and parts of the vocabulary by some tables; the rest they all compute.
         shared = node.repeat or (getattr(node.kind, "vocab", None) and STAGES in split.table["vocab"])
         devices = split.devices // (1 if shared else split.stages)
-        once = cost.flops if done.kernel else cost.flops_all_pairs
+        hidden_pairs = 0 if done.kernel else cost.flops_all_pairs - cost.flops
+        attending = cost.attention_flops + hidden_pairs
+        once = cost.flops + hidden_pairs + (done.slowest - 1) * attending
         once += on_nothing(split.graph, node, split.rows, split.context, where.platform)
         flops = (done.passes * once + held.adapted_flops(node, split.rows, split.context)) / devices
         moved, ahead = done.moved, done.forward
@@ -193,6 +197,9 @@ def _added(split: Split, local: Frozen) -> float:
 class _Work:
     moved: float  # bytes read and written in one micro-batch, forward and backward, on one device
     kernel: bool  # whether attention is a kernel, which skips the pairs that causality hides; plain products do not
+    slowest: float = (
+        1.0  # attention's products of the device that has most of them, by the mean of its kernel or products
+    )
     forward: float = 0.0  # of `moved`, the forward pass alone
     passes: float = _PASSES  # products of the step for each of the forward pass, those computed again included
     offloaded: float = 0.0  # bytes that go to the host in one micro-batch of one device, and come back
@@ -234,14 +241,32 @@ def _work_of(part: Part) -> Mapping[str, _Work]:
         every = both
         if held.adapters is not None:  # `Frozen.adapted_flops` knows what is less than for all weights
             every = traced(partial(_both_ways, forward), (whole, lent, inputs), None, arrays, key)
+        kernel = node.repeat is not None and _has_kernel(once.jaxpr)
         found[node.name] = _Work(
             moved=peak.moved,
-            kernel=node.repeat is not None and _has_kernel(once.jaxpr),
+            kernel=kernel,
+            slowest=_slowest(node, call, part, kernel=kernel, rings=call.rings and "parents" not in arrays),
             forward=ahead,
             passes=_passes(node, call, once.jaxpr, every.jaxpr),
             offloaded=peak.offloaded,
         )
     return found
+
+
+def _slowest(node: Node, call: Call, part: Part, *, kernel: bool, rings: bool) -> float:
+    """What the device with most of attention's products has of them, in parts of their mean; see `_Work.slowest`."""
+    attention, parts = getattr(node.kind, "attention", None), part.neighbours
+    if attention is None or parts == 1:
+        return 1.0
+    length = part.context * parts
+    if rings:
+        return steps_of(parts, part.context, attention.window) / parts
+    if not kernel:
+        return 1.0
+    if not queries_are_split("splash", part.platform, length, parts):
+        return float(parts)
+    of_the_last: float = attention.pairs(length, length - part.context) * parts / attention.pairs(length)
+    return of_the_last
 
 
 def _passes(node: Node, call: Call, once: Any, both: Any) -> float:

@@ -165,10 +165,16 @@ class AttentionSettings(Settings):
         projections = 2 * dense_flops(width, self.heads * head, tokens)
         projections += 2 * dense_flops(width, self.groups_of * head, tokens)
         per_pair = 2 * 2 * self.heads * head
-        pairs = batch * length * length
-        reach = min(length, self.window or length)
-        seen = batch * (reach * (reach + 1) // 2 + (length - reach) * reach)
-        return Cost(projections, per_pair * pairs, per_pair * seen)
+        return Cost(projections, per_pair * batch * length * length, per_pair * batch * self.pairs(length))
+
+    def pairs(self, length: int, first: int = 0) -> int:
+        """Keys that the queries of a row of `length` tokens see, from its token `first` on, all together."""
+
+        def of(tokens: int) -> int:
+            reach = min(tokens, self.window or tokens)
+            return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+        return of(length) - of(first)
 
 
 def _write(cache: Mapping[str, Array], key: Array, value: Array, context: Context) -> dict[str, Array]:

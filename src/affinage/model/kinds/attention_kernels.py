@@ -77,6 +77,11 @@ def splash_axes(kernel: Any) -> Any:
     )
 
 
+def queries_are_split(name: str, platform: str, length: int, parts: int) -> bool:
+    """Whether, of rows that lie on several devices, each computes its own queries; if not, each computes whole rows."""
+    return name == "splash" and platform == "tpu" and parts > 1 and length % (parts * LANES) == 0
+
+
 def by_splash(
     kernel: Any,
     query: Float[Array, "B H S D"],

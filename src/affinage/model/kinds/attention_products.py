@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import (
-    LANES,
     by_splash,
     cudnn_attention,
+    queries_are_split,
     splash_attention,
     splash_axes,
     splash_kernel,
@@ -85,9 +85,8 @@ def _by_kernel(
 ) -> Array:
     """The rows and heads of each device by its own run of the kernel; Splash also its queries of a row."""
     segments, layout = context.prepared["segments"], context.call.layout
-    parts = layout.parts("sequence")
-    multiple = layout.whole(query.shape[2], "sequence") % (parts * LANES) == 0
-    if name == "splash" and parts > 1 and multiple and context.call.platform == "tpu":
+    length = layout.whole(query.shape[2], "sequence")
+    if queries_are_split(name, context.call.platform, length, layout.parts("sequence")):
         return splash_on_parts(query, key, value, segments, layout, window=window, softcap=softcap)
     of_part, of_query = (("batch", "heads", length, "head_dim") for length in ("sequence", None))
     of_key = ("batch", "kv_heads", None, "head_dim")

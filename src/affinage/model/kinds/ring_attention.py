@@ -39,8 +39,7 @@ def ring_attention(
     layout = context.call.layout
     parts = layout.parts("sequence")
     length = layout.whole(query.shape[2], "sequence") // parts
-    steps = parts if window is None else min(parts, 1 + math.ceil((window - 1) / length))
-    ring = _Ring(layout.mesh_axes("sequence"), parts, steps, window, softcap)
+    ring = _Ring(layout.mesh_axes("sequence"), parts, steps_of(parts, length, window), window, softcap)
 
     def local(query: Array, key: Array, value: Array, segments: Array) -> Array:
         rows, heads, _, width = query.shape
@@ -55,6 +54,11 @@ def ring_attention(
     split = layout.mapped(local, (of_queries, of_keys, of_keys, ("batch", "sequence")), of_queries, over=("sequence",))
     attended: Array = split(query, key, value, segments)
     return attended
+
+
+def steps_of(parts: int, length: int, window: int | None) -> int:
+    """How many of the `parts` of a row, each of `length` tokens, a device's queries meet."""
+    return parts if window is None else min(parts, 1 + math.ceil((window - 1) / length))
 
 
 @dataclass(frozen=True)
