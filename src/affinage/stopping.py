@@ -27,8 +27,12 @@ _PATIENCE = 3.0  # seconds for the main thread to come back from native code, su
 _UNWINDS = 15.0  # seconds for what was under way to end after Preempted
 
 Listener = Callable[[signal.Signals], None]
-_farewells: list[Callable[[], None]] = []
+_farewells: list[Callable[[bool], None]] = []
 _around_stops: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+
+
+class GivenUp(Preempted):
+    """A signal came where nobody listens: what was under way is given up, and the other hosts are to do likewise."""
 
 
 class OwnProcess:
@@ -82,7 +86,12 @@ class OwnProcess:
             self._mouth.close()
             mistake = isinstance(error, UserError) and not isinstance(error, TransientError)
             if self._why and isinstance(error, Exception) and not (mistake or isinstance(error, Preempted)):
-                raise Preempted(self._why) from error  # a library, or who waits for it, has made an error of it
+                raise GivenUp(self._why) from error  # a library, or who waits for it, has made an error of it
+
+    @property
+    def listened_to(self) -> bool:
+        """Whether somebody is told of signals."""
+        return self._listener is not None
 
     @contextlib.contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
@@ -111,13 +120,13 @@ class OwnProcess:
         if self._listener is not None:
             self._listener(number)
         elif OwnProcess.current is self:
-            leave(f"{number.name}; the stage that was running begins anew")
+            leave(f"{number.name}; the stage that was running begins anew", told=True)
 
     def _in_main(self, number: int, frame: FrameType | None) -> None:
         if self._listener is None and not self._raised.is_set():
             self._why = f"{signal.Signals(number).name}; the stage that was running begins anew"
             self._raised.set()
-            raise Preempted(self._why)
+            raise GivenUp(self._why)
 
     def _unraisable(self, lost: Any) -> None:
         """Hear of an error that Python cannot raise, as in a finalizer or a callback of its garbage collection."""
@@ -261,8 +270,8 @@ def die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def at_leaving(farewell: Callable[[], None]) -> Iterator[None]:
-    """Inside, `leave` calls this first where the process is to be started again; it must return at once."""
+def at_leaving(farewell: Callable[[bool], None]) -> Iterator[None]:
+    """Inside, `leave` calls this first, with its `told`, where the process is to be started again; for some seconds."""
     _farewells.append(farewell)
     try:
         yield
@@ -270,11 +279,11 @@ def at_leaving(farewell: Callable[[], None]) -> Iterator[None]:
         _farewells.remove(farewell)
 
 
-def leave(why: str, status: int = EXIT_PREEMPTED) -> NoReturn:
-    """End this process now, whatever its threads do."""
+def leave(why: str, status: int = EXIT_PREEMPTED, *, told: bool = False) -> NoReturn:
+    """End this process now, whatever its threads do; `told`: for a signal that a host got where nobody listens."""
     if status == EXIT_PREEMPTED:
         for farewell in list(_farewells):
-            farewell()
+            farewell(told)
     drop_what_nobody_reads()
     then = "" if status == EXIT_USER_ERROR else " Run the same command to go on."
     with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard error

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import queue
+import signal
 import socket
 import threading
 import time
@@ -14,8 +15,9 @@ import pytest
 from affinage.errors import Preempted, UserError
 from affinage.hardware import joining
 from affinage.hardware.hosts import Place
-from affinage.hardware.links import Links
+from affinage.hardware.links import Links, Why
 from affinage.hardware.silence import KNOWN
+from affinage.stopping import GivenUp, OwnProcess
 from hosts_in_memory import Coordinator, HostInMemory
 
 LOOPBACK = "127.0.0.1"
@@ -87,7 +89,7 @@ def test_the_end_of_a_second_link_is_nobodys(gang: Gang):
 
 
 def test_a_mistake_that_only_one_has_found_is_told(gang: Gang):
-    gang.links[2].say_goodbye(mistake=True)
+    gang.links[2].say_goodbye("mistake")
     gang.die(2)
     assert [gang.lost[host].get(timeout=60) for host in (0, 1, 3)] == [(2, "mistake")] * 3
 
@@ -127,7 +129,7 @@ def late(count: int, *, said_before: bool, host: int, mistake: bool = False) -> 
 
     begun = {host: begin(host)}
     if said_before:
-        begun[host].say_goodbye(mistake=mistake)
+        begun[host].say_goodbye("mistake" if mistake else "")
     for number in range(count):
         if number not in begun:
             begun[number] = begin(number)
@@ -235,21 +237,29 @@ def test_a_host_that_leaves_by_itself_is_not_left_for_the_mistake_of_another():
     joining._leave_without(1, "mistake", leaving)  # it returns
 
 
+def test_a_host_that_has_something_to_save_is_told_to_stop_as_the_one_was_that_has_left():
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    with OwnProcess() as own, own.listen(heard.put):
+        joining._leave_without(1, "stopped", threading.Event())
+        assert heard.get(timeout=60) == signal.SIGTERM
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (UserError("wrong"), [True]),
-        (OSError(errno.ENOSPC, "no room"), [True]),
+        (UserError("wrong"), ["mistake"]),
+        (OSError(errno.ENOSPC, "no room"), ["mistake"]),
         (OSError(errno.EPIPE, "broken"), []),
-        (Preempted("told"), [False]),
+        (Preempted("told"), [""]),
+        (GivenUp("told"), ["stopped"]),
     ],
 )
 def test_what_the_program_calls_a_mistake_is_one_for_all(error: Exception, told: list, monkeypatch: pytest.MonkeyPatch):
-    said: list[bool] = []
+    said: list[str] = []
 
     class Recorded(Links):
-        def say_goodbye(self, *, mistake: bool = False) -> None:
-            said.append(mistake)
+        def say_goodbye(self, why: Why = "") -> None:
+            said.append(why)
 
     alone = Place("127.0.0.1:1", 1, 0)  # no others, so nothing is connected
     monkeypatch.setattr(joining, "place", lambda: alone)

@@ -4,11 +4,13 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from affinage.errors import EXIT_USER_ERROR, Preempted, TransientError, UserError, of_the_machine
@@ -17,7 +19,7 @@ from affinage.hardware.links import Links, Why
 from affinage.hardware.missed import gone
 from affinage.hardware.silence import PATIENCE
 from affinage.hardware.stacks import say
-from affinage.stopping import at_leaving, leave
+from affinage.stopping import GivenUp, OwnProcess, at_leaving, leave
 
 # Seconds without a sign of life until JAX ends all hosts, without a word of ours: later than the watchdog of a training
 # tells who stands still, and where all the others are.
@@ -27,6 +29,7 @@ _SHUTDOWN = 10  # seconds that a host waits for the others when it is done
 _FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one that died by itself
 _SAME_MISTAKE = 5.0  # seconds in which this host may find it, too
 _WHO_IT_WAS = 3.0  # seconds to learn whose death has cut a collective, which may be known sooner than the death itself
+_TO_FOLLOW = 3.0  # seconds for the others to leave, where the first host was told to stop
 _LAST_WORK = 5.0  # seconds to end by itself for a host that has said goodbye; less than _SHUTDOWN
 
 
@@ -39,8 +42,9 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
 
     When another host dies, this process is left with status 1 within a second, whatever it waits for, or aborted by JAX
     where that was the first one and JAX is faster; when another one's machine does not answer, after `silence` seconds
-    of that; with status 2 when another one has found a mistake of the user, unless this one finds it, too. One that was
-    told to stop is no dead one: where they do not stop together, JAX ends the others, after 45 s at most.
+    of that; with status 2 when another one has found a mistake of the user, unless this one finds it, too; with status
+    75 when another one was told to stop, and left at once. One that has left otherwise with 75 is no dead one: where
+    they do not stop together, JAX ends the others, after 45 s at most.
 
     Raises:
         TransientError: the others were not there in time.
@@ -59,7 +63,7 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
         _connect(found)
         Hosts.current = Hosts(found.host, found.hosts)
         links = Links(Hosts.current, *where, lost, silence, say)
-        with at_leaving(links.say_goodbye):
+        with at_leaving(partial(_part, links)):
             yield Hosts.current
         links.say_goodbye()
     except BaseException as error:
@@ -67,6 +71,13 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
         raise
     finally:
         Hosts.current = before
+
+
+def _part(links: Links, told: bool) -> None:
+    """Say goodbye; the first host, whose end aborts the others, waits a little for theirs if they are to leave, too."""
+    links.say_goodbye("stopped" if told else "")
+    if told and Hosts.current.first:
+        links.wait_until_alone(_TO_FOLLOW)
 
 
 def _end_without_the_others(links: Links | None, error: BaseException) -> None:
@@ -78,7 +89,7 @@ def _end_without_the_others(links: Links | None, error: BaseException) -> None:
     wrong = isinstance(mistake, UserError) and not isinstance(mistake, TransientError)
     stopped = isinstance(error, Preempted)
     if links is not None and (stopped or wrong):
-        links.say_goodbye(mistake=wrong)
+        links.say_goodbye("mistake" if wrong else "stopped" if isinstance(error, GivenUp) else "")
         if Hosts.current.first:
             atexit.register(links.wait_until_alone, _SAME_MISTAKE + 1.0 if wrong else _SHUTDOWN)
     elif isinstance(error, RuntimeError):  # JAX's, of a collective: left with a better word if a host has died
@@ -109,8 +120,13 @@ def _leave_without(host: int, why: Why, leaving: threading.Event, reason: str = 
         if left:
             return
         leave(f"host {host} has found a mistake, and tells of it", EXIT_USER_ERROR)
+    if why == "stopped" and not left and OwnProcess.current is not None and OwnProcess.current.listened_to:
+        os.kill(os.getpid(), signal.SIGTERM)  # it has something to save, for which it has its time
+        return
     if left:
         time.sleep(_LAST_WORK)  # then JAX, which waits for the dead one at its shutdown, would abort the process
+    if why == "stopped":
+        leave(f"host {host} was told to stop", told=True)
     leave(gone(host, reason), 1)
 
 

@@ -27,7 +27,8 @@ _LINE = 256  # bytes, at most
 _FILES_OF_A_HOST = 3  # two links and JAX's
 _NAMED = 8  # hosts, at most, in one line
 
-Why = Literal["", "mistake", "silent"]  # its process ended, has found a mistake of the user, its machine is silent
+# Its process ended, has found a mistake of the user, was told to stop and is not waited for, its machine is silent.
+Why = Literal["", "mistake", "stopped", "silent"]
 Lost = Callable[[int, Why, threading.Event], None]
 
 
@@ -83,9 +84,9 @@ class Links:
             if KNOWN:
                 threading.Thread(target=self._look, name="silence", daemon=True).start()
 
-    def say_goodbye(self, *, mistake: bool = False) -> None:
-        """Before this host leaves in good order, so that nobody takes it for gone; or for a mistake that it tells."""
-        self._farewell = _line(self._hosts.index, "mistake") if mistake else _GOODBYE
+    def say_goodbye(self, why: Why = "") -> None:
+        """Before this host leaves in good order, so that nobody takes it for gone; or for what the others are told."""
+        self._farewell = _line(self._hosts.index, why) if why else _GOODBYE
         self._ended.set()
         for link in list(self._links.values()):
             self._part(link)
@@ -205,8 +206,8 @@ class Links:
             return True
         if line == _GOODBYE:
             self._left.add(peer.host)
-        elif line == _line(peer.host, "mistake"):
-            self._gone(peer.host, "mistake")
+        elif line in (_line(peer.host, "mistake"), _line(peer.host, "stopped")):
+            self._gone(*_read(line))
         else:
             return False
         return True
@@ -282,7 +283,7 @@ def _line(host: int, why: Why) -> bytes:
 
 def _read(line: bytes) -> tuple[int, Why]:
     number, _, why = line.decode().partition(" ")
-    words: dict[str, Why] = {"mistake": "mistake", "silent": "silent"}
+    words: dict[str, Why] = {"mistake": "mistake", "stopped": "stopped", "silent": "silent"}
     return int(number), words.get(why.strip(), "")
 
 
