@@ -22,7 +22,7 @@ from affinage.errors import UserError
 from affinage.hardware.chips import GiB
 from affinage.hardware.slices import find_slice
 from affinage.planning.compiled import compile_on
-from affinage.planning.plan import make_plan, planned_graph
+from affinage.planning.plan import Training, make_plan, only, planned_graph
 from affinage.recipe.load import load_recipe
 
 DROP = "model.nodes.blocks.attention.dropout=0"
@@ -37,10 +37,18 @@ class Case:
     recipe: str
     slice: str
     overrides: tuple[str, ...] = ()
+    stage: Training | None = None  # by default the first that the recipe has
 
     @property
     def name(self) -> str:
-        return " ".join([self.recipe, "--on", self.slice, *(f"--set {one}" for one in self.overrides)])
+        stage = ["--stage", self.stage] if self.stage else []
+        return " ".join([self.recipe, "--on", self.slice, *stage, *(f"--set {one}" for one in self.overrides)])
+
+    @property
+    def settings(self) -> list[str]:
+        """Overrides that leave the training that is planned."""
+        own = list(self.overrides)
+        return [*own, *only(self.stage, load_recipe(self.recipe, own).recipe)] if self.stage else own
 
 
 CASES = (
@@ -79,6 +87,10 @@ CASES = (
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 8, pipeline: 2}", FOUR_PARTS)),
     Case("julian-600m", "v4-32", (DROP, "mesh={fsdp: 4, context: 2, pipeline: 2}", FOUR_PARTS)),
     Case("julian-600m", "v4-32", (BLOCK,)),
+    Case("julian-sft", "v4-32", (DROP,), "sft"),
+    Case("julian-sft", "v4-32", (DROP, "sft.lora.rank=16"), "sft"),
+    Case("novels-chat", "v4-8", ("mesh.data=4", "dpo.batch=256"), "dpo"),
+    Case("novels-chat", "v4-8", ("mesh.data=4", "dpo.batch=256", "dpo.reference=held"), "dpo"),
     Case("julian-2b", "v4-64", (DROP, BLOCK)),
     Case("julian-2b", "v6e-64", (DROP, BLOCK)),
     Case("llama3-1b", "v5p-128"),
@@ -88,13 +100,13 @@ CASES = (
 
 
 def estimate(case: Case) -> float:
-    loaded = load_recipe(case.recipe, list(case.overrides))
+    loaded = load_recipe(case.recipe, case.settings)
     return make_plan(loaded.recipe, planned_graph(loaded), find_slice(case.slice)).memory.total
 
 
 def measure(case: Case) -> dict[str, object]:
     guess = estimate(case) / GiB
-    verdict = compile_on(case.recipe, case.overrides, find_slice(case.slice))
+    verdict = compile_on(case.recipe, case.settings, find_slice(case.slice))
     peak = verdict.peak_bytes / GiB
     fits = "fits" if verdict.fits else "does not fit"
     print(f"{case.name:90} {guess:8.2f} {peak:8.2f} GiB {guess / peak - 1:+7.1%}  {fits}", flush=True)

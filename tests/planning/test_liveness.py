@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from affinage.planning.liveness import measure, trace
 
@@ -129,6 +130,19 @@ def test_a_loop_keeps_for_the_backward_pass_what_its_gradient_reads_once_for_eac
     # Of the gradients a device has the part that it has of the weights.
     assert held(1.0)["gradients"] == layers * SQUARE
     assert held(0.25)["gradients"] == layers * SQUARE / 4
+
+
+def test_the_gradient_of_one_number_of_every_row_is_made_where_it_is_read():
+    def loss(taken, w, x, index):
+        rows = jax.nn.log_softmax(x @ w)
+        return jnp.sum(jnp.take_along_axis(rows, index[:, None], axis=-1) if taken else rows[:, :1])
+
+    def total(taken, platform):
+        arrays = *(jax.ShapeDtypeStruct((N, N), jnp.float32) for _ in range(2)), jax.ShapeDtypeStruct((N,), jnp.int32)
+        return measure(trace(jax.grad(partial(loss, taken)), *arrays), {}, platform).total
+
+    assert total(True, "tpu") == pytest.approx(total(False, "tpu"), rel=0.02)
+    assert total(True, "gpu") > total(True, "tpu") + 0.9 * SQUARE
 
 
 def test_a_loop_in_a_loop_stacks_in_memory_of_its_own():

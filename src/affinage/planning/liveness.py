@@ -118,6 +118,8 @@ class _Program:
         for equation in jaxpr.eqns:
             arguments = [read(atom) for atom in equation.invars]
             name = equation.primitive.name
+            if self.lanes and name == "scatter-add" and _is_one_of_a_row(equation, arguments[0]):
+                name = "select_n"
             if name in _WRAPPERS and _WRAPPERS[name] in equation.params:
                 inner = equation.params[_WRAPPERS[name]]
                 results = self.run(getattr(inner, "jaxpr", inner), arguments)
@@ -355,6 +357,17 @@ def _row(gather: Any) -> int:
     """The width of the rows that a gather takes; 0 where it takes single numbers or parts of rows."""
     *others, width = gather.invars[0].aval.shape
     return width if others and width > 1 and gather.params["slice_sizes"][-1] == width else 0
+
+
+def _is_one_of_a_row(scatter: Any, onto: _Value) -> bool:
+    """Whether one number of every row of zeros is set, such as the gradient of a token's logit among all of them.
+
+    A TPU's compiler compares positions with the index instead, inside of what reads the rows.
+    """
+    operand, _, updates = (atom.aval for atom in scatter.invars)
+    rows = operand.shape[: len(scatter.params["dimension_numbers"].operand_batching_dims)]
+    constant = not onto.stored and not onto.sources
+    return constant and len(rows) == len(operand.shape) - 1 and updates.size == prod(rows)
 
 
 def _are_rows(atom: Any) -> bool:
