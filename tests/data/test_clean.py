@@ -73,6 +73,12 @@ def test_languages_that_are_known_or_claimed(tmp_path):
     assert summary["removed"] == {"other language": 2}
 
 
+def test_a_recipe_without_languages_keeps_all(tmp_path):
+    documents = [{"text": SPANISH}, {"text": ENGLISH, "language": "en?"}, {"text": FRENCH, "language": "xx"}]
+    summary, rows = run(tmp_path, documents, languages=())
+    assert [row["language"] for row in rows] == ["", "en", "xx"] and summary["removed"] == {}
+
+
 def test_without_language_id_claims_are_believed(tmp_path):
     documents = [
         {"text": SPANISH, "language": "en?"},

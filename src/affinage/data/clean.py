@@ -199,14 +199,17 @@ def _cheap_rules(texts: Repaired, settings: CleanSettings, code: np.ndarray) -> 
 
 
 def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts, result: _Result) -> list[str]:
-    """The language of every row that is still in; adds the rows in no language of the recipe to the verdicts."""
+    """The language of every row that is still in; adds the rows in no language of the recipe to the verdicts.
+
+    A recipe without languages keeps all, and asks for none: what a source states is taken.
+    """
     languages, sources = batch.column("language").to_pylist(), batch.column("source").to_pylist()
     settings = task.settings
     for row, stated in enumerate(languages):
         if row in verdicts or stated == CODE_LANGUAGE:
             continue
         threshold = settings.min_language_probability_of.get(sources[row], settings.min_language_probability)
-        if threshold == 0:
+        if threshold == 0 or not task.languages:
             languages[row] = stated.removesuffix("?")
         elif not stated or stated.endswith("?"):
             text = batch.column("text")[row].as_py()
@@ -218,7 +221,7 @@ def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts, result: _
             result.probabilities.add(sources[row], found, probability, len(text.encode()))
             if probability < threshold:
                 verdicts[row] = ("language unclear", detail)
-        if row not in verdicts and languages[row] and languages[row] not in task.languages:
+        if row not in verdicts and languages[row] and task.languages and languages[row] not in task.languages:
             verdicts[row] = ("other language", f"{languages[row]}, as its source says")
     return languages
 

@@ -68,7 +68,7 @@ class DataSettings(Settings):
     damaged_files: Literal["stop", "skip"] = "stop"  # truncated or unreadable: an error, or keep what can be read
     root: str = ""  # a folder or URL that relative source paths start from; default: the working directory
     mirror: str = ""  # a folder or URL with a copy of every remote source, each in a folder of its name; used instead
-    languages: tuple[Language, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed
+    languages: tuple[Language, ...] = ("en", "fr")  # ISO 639-1; documents in others are removed; []: none is
     clean: CleanSettings = CleanSettings()
     deduplicate: DeduplicateSettings | None = DeduplicateSettings()  # null: keep duplicates
     decontaminate: DecontaminateSettings | None = DecontaminateSettings()  # null: benchmarks may be trained on
