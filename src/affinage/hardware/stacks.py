@@ -90,9 +90,10 @@ around_stops(_nothing_told)
 def where() -> str:
     """The innermost line of ours, or of the user's, that the main thread is at."""
     frame = _frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not _ours(frame.f_code.co_filename):
+    # The main thread goes on meanwhile, and what its frames were may be something else by now (seen in Python 3.11).
+    while isinstance(frame, FrameType) and not _ours(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
+    if not isinstance(frame, FrameType):
         return "nowhere"
     return f"{frame.f_code.co_name}, {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
