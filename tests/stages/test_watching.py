@@ -77,10 +77,14 @@ def falling(step: int, _: Callable[[], bool]) -> dict[str, list[int]]:
 
 
 def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
-    judge = watch(tmp_path, falling)
+    judge, told = watch(tmp_path, falling), []
+    judge.say = told.append
     reasons = [(step, judge.look(step, step, go_on)) for step in (0, 10, 20, 30, 40)]  # type: ignore[arg-type]
     assert [step for step, reason in reasons if reason] == [40]
     assert "a is worse than at step 0" in reasons[-1][1]
+    assert told[0] == "step 0/190  watched: a 100.0 ± 0.0 %" and len(told) == 5
+    assert told[3].startswith("step 30/190  watched: a 90.0 ± 3.0 %")
+    assert "a is worse than at step 0" in told[4]
     assert sorted(path.name for path in tmp_path.glob("kept-*")) == ["kept-0", "kept-10", "kept-20", "kept-30"]
     # Started again it says the same without a look, from another step it looks again.
     again = watch(tmp_path, lambda *_: pytest.fail("looked again"))

@@ -24,6 +24,8 @@ BATCHES, LAST = 5, 4
 class EndsAt:
     """Looks after every second step, in batches, and ends the training at the step `LAST`."""
 
+    say: Callable[[str], None]
+
     def __init__(self, interrupted_at: int | None = None) -> None:
         self.interrupted_at = interrupted_at
         self.batches: list[int] = []  # the step of each that was begun

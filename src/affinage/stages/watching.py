@@ -58,6 +58,7 @@ class Watch:
     last_step: int | None = None  # where the training ends anyhow ...
     ending: str = ""  # ... and why
     looks: list[dict[str, Any]] = field(default_factory=list)
+    say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         path = self.folder / LOOKS
@@ -97,8 +98,8 @@ class Watch:
                 self.keep(step, state)
             if Hosts.at_work().first:
                 write_json(self.folder / LOOKS, {"threshold": self.threshold(len(answers)), "looks": self.looks})
-        told = [f"{one['task']} is worse than at step {one['than']:,} (p = {one['p']:.1g})" for one in found["worse"]]
-        return "; ".join(told) if self.settings.when_worse == "stop" else ""
+            self.say(f"step {step:,}/{self.steps:,}  watched: {', '.join(_in_words(found))}")
+        return "; ".join(_degradations(found)) if self.settings.when_worse == "stop" else ""
 
     def _worse(self, answers: Answers) -> list[dict[str, Any]]:
         threshold = self.threshold(len(answers))
@@ -114,6 +115,16 @@ class Watch:
         assert self.settings is not None
         looks = sum(self._is_look(step) for step in range(min(self.steps, self.last_step or self.steps) + 1))
         return self.settings.p / (tasks * max(1, math.comb(looks, 2)))
+
+
+def _degradations(look: Mapping[str, Any]) -> list[str]:
+    return [f"{one['task']} is worse than at step {one['than']:,} (p = {one['p']:.1g})" for one in look["worse"]]
+
+
+def _in_words(look: Mapping[str, Any]) -> list[str]:
+    """The scores in percent with their standard errors, and what is worse."""
+    percent = {task: (100 * score["value"], 100 * score["stderr"]) for task, score in look["scores"].items()}
+    return [f"{task} {value:.1f} ± {error:.1f} %" for task, (value, error) in percent.items()] + _degradations(look)
 
 
 def scores(answers: Answers) -> dict[str, dict[str, float]]:

@@ -118,7 +118,13 @@ Hook = Callable[[int, TrainState], None]  # steps made, state; called after ever
 
 
 class Judge(Protocol):
-    """Decides whether a training goes on. What it decided at a step it must say again after a resume."""
+    """Decides whether a training goes on. What it decided at a step it must say again after a resume.
+
+    Attributes:
+        say: shows people a line; the training sets it.
+    """
+
+    say: Callable[[str], None]
 
     def due(self, step: int) -> bool:
         """Whether it wants to look at the state after this step."""

@@ -106,6 +106,8 @@ def train(job: TrainJob) -> dict[str, Any]:
         display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
         if mirror is not None:
             mirror.say = display.say
+        if job.judge is not None:
+            job.judge.say = display.say
         health = Health(settings.health, written, start, meta.get("health", {}), job.documents, display.say)
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
