@@ -60,6 +60,9 @@ def search_and_show(
     if chosen is None:
         print("\nThe compiler refused all of them. Look at more with --best.")
     else:
+        fastest = min(made.time.seconds for _, made, _ in rows)
+        if rows[0][1].time.seconds > fastest:
+            print("\nA percent or two is within the estimate's error: of such settings the simpler one stands first.")
         print(f"\nThe best of them, to paste into the recipe:\n\n{chosen.lines(loaded.recipe, section)}")
 
 

@@ -58,9 +58,9 @@ class Watch:
     last_step: int | None = None  # where the training ends anyhow ...
     ending: str = ""  # ... and why
     looks: list[dict[str, Any]] = field(default_factory=list)
-    say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
+        self.say: Callable[[str], None] = print
         path = self.folder / LOOKS
         looks = json.loads(path.read_text(encoding="utf-8"))["looks"] if path.is_file() else []
         self.looks = Hosts.at_work().share("the looks so far", looks)
