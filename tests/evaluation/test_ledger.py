@@ -20,12 +20,15 @@ PAIRS = [([2, 270 + n], [280, 290 + n]) for n in range(40)]
 def test_what_is_known_is_not_scored_again(tmp_path):
     model = tiny_llama()
     expected = Scorer(model).score(PAIRS)
-    assert Scorer(model, ledger=Ledger(tmp_path / "a", "tiny")).score(PAIRS[:25]) == expected[:25]
+    part = Scorer(model, ledger=Ledger(tmp_path / "a", "tiny")).score(PAIRS[:25])
+    # Products of other batches round otherwise on some processors.
+    assert [r[0] for r in part] == pytest.approx([e[0] for e in expected[:25]], abs=1e-4)
+    assert [r[1] for r in part] == [e[1] for e in expected[:25]]
     again = Ledger(tmp_path / "a", "tiny")
     assert len(again) == 25
     again.put(*PAIRS[3], (-1.5, True))  # to see that it is the ledger that answers
     results = Scorer(model, ledger=again).score(PAIRS)
-    assert results[3] == (-1.5, True)
+    assert results[:25] == [*part[:3], (-1.5, True), *part[4:]]
     assert [r[0] for r in results[4:]] == pytest.approx([e[0] for e in expected[4:]], abs=1e-4)
     assert len(Ledger(tmp_path / "a", "tiny")) == 40
     assert len(Ledger(tmp_path / "a", "another model")) == 0

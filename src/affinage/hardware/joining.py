@@ -30,6 +30,7 @@ _FIRST_DEATH = 0.5  # seconds: whoever watches the hosts shall see first the one
 _SAME_MISTAKE = 5.0  # seconds in which this host may find it, too
 _WHO_IT_WAS = 3.0  # seconds to learn whose death has cut a collective, which may be known sooner than the death itself
 _TO_FOLLOW = 3.0  # seconds for the others to leave, where the first host was told to stop
+_TOLD_AT_ONCE = 1.0  # seconds for others that leave by themselves, as the first one does, such as all that were told
 _LAST_WORK = 5.0  # seconds to end by itself for a host that has said goodbye; less than _SHUTDOWN
 
 
@@ -74,10 +75,10 @@ def joined(silence: float = PATIENCE) -> Iterator[Hosts]:
 
 
 def _part(links: Links, told: bool) -> None:
-    """Say goodbye; the first host, whose end aborts the others, waits a little for theirs if they are to leave, too."""
+    """Say goodbye; the first host, whose end aborts the others, waits a little for theirs, longer if they are to go."""
     links.say_goodbye("stopped" if told else "")
-    if told and Hosts.current.first:
-        links.wait_until_alone(_TO_FOLLOW)
+    if Hosts.current.first:
+        links.wait_until_alone(_TO_FOLLOW if told else _TOLD_AT_ONCE)
 
 
 def _end_without_the_others(links: Links | None, error: BaseException) -> None:
