@@ -197,9 +197,7 @@ def _added(split: Split, local: Frozen) -> float:
 class _Work:
     moved: float  # bytes read and written in one micro-batch, forward and backward, on one device
     kernel: bool  # whether attention is a kernel, which skips the pairs that causality hides; plain products do not
-    slowest: float = (
-        1.0  # attention's products of the device that has most of them, by the mean of its kernel or products
-    )
+    slowest: float = 1.0  # attention's products on the device that has most of them, by the mean over devices
     forward: float = 0.0  # of `moved`, the forward pass alone
     passes: float = _PASSES  # products of the step for each of the forward pass, those computed again included
     offloaded: float = 0.0  # bytes that go to the host in one micro-batch of one device, and come back
