@@ -7,7 +7,7 @@ host's own process; SIGTERM to a raylet, after which its node is started again; 
 `affinage.launch.supervise`, which is started again. The training, two processes with two devices each, must come to its
 end by itself, with the curve and the final state of an undisturbed one, bit for bit, and nothing may be left running.
 The seconds are those until the first step of the next start: the hosts that are told to stop first make and save the
-one they are at.
+one they are at. In those of a raylet Ray starts a new node, which is told of beside them.
 """
 
 import argparse
@@ -86,12 +86,13 @@ class Run:
         _until(lambda: not self.processes(), 60)
         return self.driver.returncode
 
-    def hurt(self, what: str, draw: random.Random) -> None:
+    def hurt(self, what: str, draw: random.Random) -> float:
+        """The seconds in which Ray, which starts it, had a new node in place of the lost one; 0 where none was lost."""
         if what == "driver":
             self.driver.kill()
             self.driver.wait()
             self.start_driver()
-            return
+            return 0.0
         hosts = self.hosts()
         if what == "host" and hosts:
             os.kill(draw.choice(hosts), signal.SIGKILL)
@@ -103,7 +104,10 @@ class Run:
             raylet.process.terminate()
             raylet.process.wait()
             self.cluster.remove_node(node, allow_graceful=False)
+            began = time.monotonic()
             self.cluster.add_node(num_cpus=1)
+            return time.monotonic() - began
+        return 0.0
 
 
 def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int) -> dict[str, float]:
@@ -111,23 +115,31 @@ def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int)
     draw = random.Random(what)
     done = wrong = stranded = left = number = 0
     back: list[float] = []
+    nodes: list[float] = []
     while done < each:
         run = Run(cluster, folder / f"{what}-{number}")
         for _ in range(min(5, each - done)):
             run.wait_until_after(run.steps() + draw.randrange(8))
             hurt, began = set(run.hosts()), time.monotonic()
-            run.hurt(what, draw)
+            nodes.append(run.hurt(what, draw))
             done += 1
             run.wait_for_the_end_of(hurt)
             run.wait_until_after(run.steps())
             back.append(time.monotonic() - began)
         status = run.wait_for_the_end()
         stranded += status != 0
-        wrong += status == 0 and not same(run.folder, undisturbed)
+        wrong += status == 0 and not _same(run.folder, undisturbed)
         left += len(run.processes())
         number += 1
         print(f"{what}: {done} of {each}, stranded {stranded}, other bits {wrong}, left running {left}", flush=True)
         print(f"{what}: seconds", *(round(seconds, 1) for seconds in back), flush=True)
+        if any(nodes):
+            print(f"{what}: of Ray's for a node", *(round(seconds, 1) for seconds in nodes), flush=True)
+    own = [seconds - node for seconds, node in zip(back, nodes, strict=True)]
+    of_ray = {
+        f"{what}: seconds of these for Ray to start a node, median": round(statistics.median(nodes), 1),
+        f"{what}: seconds without these, most": round(max(own), 1),
+    }
     return {
         f"{what}: times": done,
         f"{what}: runs that did not come to their end": stranded,
@@ -135,7 +147,21 @@ def injured(cluster: Any, folder: Path, undisturbed: Path, what: str, each: int)
         f"{what}: processes left running": left,
         f"{what}: seconds until a new step, median": round(statistics.median(back), 1),
         f"{what}: seconds until a new step, most": round(max(back), 1),
+        **(of_ray if any(nodes) else {}),
     }
+
+
+def _same(one: Path, other: Path) -> bool:
+    """See `chaos.same`. What JAX sets in the environment is taken back, or a later node would differ from the first.
+
+    A host imports anew where its environment is another one, in which nothing is that was imported before.
+    """
+    before = dict(os.environ)
+    try:
+        return same(one, other)
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def _until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:

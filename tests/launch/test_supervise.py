@@ -252,6 +252,14 @@ def test_pauses_between_starts_that_fail_grow_up_to_a_minute_and_end_with_the_fa
     assert said[-1] == "launch: the hosts could not be started: no room; given up after 9 failures"
 
 
+def test_starts_that_end_at_once_are_waited_after_later_where_they_were_told_to(pauses: list[float]):
+    run(Scripted(*[[(0, 1)]] * 6), failures=5)
+    assert pauses == [0, 0, 0, 2, 4]
+    pauses.clear()
+    run(Scripted(*[[(0, 75), (1, 75)]] * 13), preemptions=12)
+    assert pauses == [0] * 10 + [2, 4]
+
+
 def test_none_is_left_where_not_all_can_be_started(tmp_path: Path):
     file = tmp_path / "process"
     first = ["sh", "-c", f"echo $$ > {file}.part; mv {file}.part {file}; sleep 60"]

@@ -21,6 +21,7 @@ _ROOM_EVERY = 60.0  # seconds between two looks for room for more hosts, the fir
 _TO_GROW = 1800.0  # seconds for hosts to save before more of them start; nobody takes this machine away
 _QUICK = 20.0  # seconds: a start that fails within them may do so for ever
 _PATIENT = 3  # quick failures in a row that are not waited after
+_PATIENT_IF_TOLD = 10  # the same, where the last one was told to stop, and saved: it went well as long as it was let
 _LONGEST_PAUSE = 60.0  # seconds
 
 
@@ -90,7 +91,7 @@ class _Spent:
     begun: bool = False  # the hosts were started once
     preemptions: int = 0
     failures: int = 0
-    quick: int = 0  # failures in a row that came soon after their start
+    quick: int = 0  # endings in a row, but of the killed, that came soon after their start
     unstarted: int = 0  # starts in a row that came to nothing
 
     def by(self, end: _End) -> tuple[str, float | None]:
@@ -104,7 +105,8 @@ class _Spent:
                 self.preemptions = self.failures = 0
             # One that was killed from outside may well go on; only what ends by itself will do so again.
             self.quick = self.quick + 1 if end.status > 0 and end.lasted < _QUICK else 0
-            pause = _growing(self.quick - _PATIENT) if self.quick > _PATIENT else 0.0
+            patient = _PATIENT_IF_TOLD if end.status == EXIT_PREEMPTED else _PATIENT
+            pause = _growing(self.quick - patient) if self.quick > patient else 0.0
         if end.status == EXIT_PREEMPTED:
             self.preemptions += 1
             used, most, kind = self.preemptions, self.restarts.preemptions, "preemptions"
