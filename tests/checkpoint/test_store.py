@@ -210,7 +210,7 @@ def test_a_save_returns_before_orbax_has_begun_and_keeps_the_state_of_then(
 def test_a_save_that_failed_is_told_before_the_next_one(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     go_on = threading.Event()
 
-    def seal_without_room(target: Path) -> None:
+    def seal_without_room(target: Path, key: bytes | None) -> None:
         assert go_on.wait(60)
         raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
@@ -259,7 +259,7 @@ def test_memory_is_given_back_during_a_save_only_where_the_heap_keeps_it(
     monkeypatch.setattr(store_module, "freed_memory_is_kept", lambda: kept)
     monkeypatch.setattr(store_module, "give_back_freed_memory", lambda: given.append(1))
 
-    def slow_seal(target: Path) -> None:
+    def slow_seal(target: Path, key: bytes | None) -> None:
         late = time.monotonic() + (60 if kept else 0.3)
         while not given and time.monotonic() < late:
             time.sleep(0.01)

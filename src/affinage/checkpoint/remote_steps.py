@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
-from affinage.checkpoint.seal import SEAL, damage, is_what_was_sealed, parse
+from affinage.checkpoint.seal import SEAL, Unsigned, damage, is_what_was_sealed, parse
+from affinage.checkpoint.signing import signing_key
 from affinage.checkpoint.steps import STEP, remove
 from affinage.checkpoint.store import CheckpointStore
 from affinage.errors import UserError
@@ -47,10 +48,10 @@ class _Superseded(Exception):
 
 
 class RemoteSteps:
-    """The steps below a URL. See `RemoteFolder` for what is raised."""
+    """The steps below a URL. See `RemoteFolder` for what is raised, and `signing_key`."""
 
     def __init__(self, folder: RemoteFolder) -> None:
-        self.folder = folder
+        self.folder, self._key = folder, signing_key()
 
     def listing(self) -> dict[int, dict[str, Any]]:
         """{step: {bytes, complete}} of everything that is called like a step, oldest first."""
@@ -108,7 +109,7 @@ class RemoteSteps:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(fetch, sealed))
         (part / SEAL).write_bytes(self.seal(step) or b"")
-        wrong = damage(part)
+        wrong = damage(part, key=self._key)
         if wrong:
             shutil.rmtree(part)
             return wrong
@@ -120,7 +121,9 @@ class RemoteSteps:
     def _sealed(self, step: int) -> tuple[dict[str, str], str]:
         """{name: hash} of what must be there, or what is wrong with what is."""
         try:
-            sealed = parse(self.seal(step) or b"")
+            sealed = parse(self.seal(step) or b"", self._key)
+        except Unsigned as error:
+            return {}, str(error)
         except ValueError as error:
             return {}, f"its {SEAL} cannot be read: {error}"
         if outside := [name for name in sealed if not is_inside(name)]:

@@ -18,7 +18,8 @@ from orbax.checkpoint import v1 as ocp
 from affinage.checkpoint.contents import facts_in, strange
 from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
-from affinage.checkpoint.seal import damage, fingerprint, seal
+from affinage.checkpoint.seal import UNSIGNED, damage, fingerprint, seal, sign
+from affinage.checkpoint.signing import KEY_VARIABLE, signing_key
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
 from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
@@ -70,6 +71,9 @@ class CheckpointStore:
         keep_last: how many of the newest steps stay.
         keep_every: steps at multiples of this stay for ever; None for none.
         copies: is told of every save, and says which steps may not be removed yet; None: nobody is.
+
+    Raises:
+        UserError: see `affinage.checkpoint.signing.signing_key`; with one, seals are signed, and others are none.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class CheckpointStore:
     ) -> None:
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._key = signing_key()
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._copies = copies
@@ -160,7 +165,7 @@ class CheckpointStore:
         with _memory_given_back():
             begun.result().pop().result()  # popped, as it holds a copy of the state
             if Hosts.at_work().first:
-                seal(target)
+                seal(target, self._key)
                 if self._copies is not None:
                     self._copies.saved()
                 self._prune()
@@ -202,7 +207,7 @@ class CheckpointStore:
             OSError: the network of the disk failed, which says nothing of the step.
         """
         folder = self.folder / str(step)
-        found = damage(folder, None if only is None else only.keys())
+        found = damage(folder, None if only is None else only.keys(), self._key)
         if found:
             return found
         try:
@@ -223,6 +228,19 @@ class CheckpointStore:
     def seal_hash(self, step: int) -> str:
         """A hash of all files of a step: of this save and its copies, and of no other save, be it of the same state."""
         return fingerprint(self.folder / str(step))
+
+    def sign(self, step: int) -> None:
+        """Sign a step that was saved without the key, or with another one.
+
+        Raises:
+            UserError: there is no key, or what is there is not what was sealed.
+        """
+        if self._key is None:
+            fix = "Name the file of a key with at least 32 bytes, which nobody else may read."
+            raise UserError("there is no key to sign with", where=KEY_VARIABLE, fix=fix)
+        folder = self.folder / str(step)
+        self._refuse_damaged(step, damage(folder))
+        sign(folder, self._key)
 
     def restore(self, step: int, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step, on the devices and shardings that `abstract` asks for, whatever it was saved from.
@@ -273,6 +291,9 @@ class CheckpointStore:
         return UserError(f"the checkpoint of step {step} cannot be read: {first_line(error)}", where=str(self.folder))
 
     def _refuse_damaged(self, step: int, found: str) -> None:
+        if found == UNSIGNED:
+            fix = "If it is yours, `affinage checkpoint sign` signs it; if others may write there, it may be theirs."
+            raise UserError(f"the checkpoint of step {step} is not taken: {found}", where=str(self.folder), fix=fix)
         if found:
             others = ", ".join(f"@{other}" for other in self.steps() if other != step)
             raise UserError(

@@ -167,10 +167,14 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     Of a run it is the last training.
 
     The exit status is 2 if one is damaged, or none is complete. `sha256sum -c SHA256SUMS` in its folder does the same
-    without affinage.
+    without affinage. Where $AFFINAGE_SEAL_KEY_FILE names a key, one that is not signed with it is as good as damaged.
 
     Example: affinage checkpoint verify quickstart
     """
+    from affinage.checkpoint.seal import UNSIGNED
+    from affinage.checkpoint.signing import signing_key
+
+    whole = "whole, and signed" if signing_key() else "whole"
     found: dict[int, str] = {}
     if "://" in checkpoint:
         with Working("reading checkpoints"):
@@ -190,16 +194,42 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     else:
         _say_which(checkpoint, runs)
         for number, said in found.items():
-            print(f"{number:>10,}  {plain(said) or 'whole'}")
+            print(f"{number:>10,}  {plain(said) or whole}")
         for number, why in not_read.items():
             print(f"{number:>10,}  {why}")
     damaged = [number for number, said in found.items() if said]
+    if damaged and all(found[number] == UNSIGNED for number in damaged):
+        raise UserError(
+            f"{len(damaged)} of {len(found)} checkpoints are not signed with this key",
+            where=where,
+            fix="`affinage checkpoint sign` signs those that are yours; if others may write there, they may be theirs.",
+        )
     if damaged:
         raise UserError(
             f"{len(damaged)} of {len(found)} checkpoints are damaged",
             where=where,
             fix="A training goes on from the newest whole one by itself; copy a damaged one again if it has a copy.",
         )
+
+
+@group.command("sign")
+def sign(checkpoint: OneArgument, runs: RunsOption = RUNS) -> None:
+    """Sign one checkpoint, or all of a training, with the key in the file that $AFFINAGE_SEAL_KEY_FILE names.
+
+    For those that were saved while it was not set, or with another key; each is compared with its seal before. With the
+    variable set every save is signed, and nothing else is restored.
+
+    Example: AFFINAGE_SEAL_KEY_FILE=~/seal.key affinage checkpoint sign quickstart
+    """
+    if "://" in checkpoint:
+        fix = "Sign it in the folder of its run: what is there is copied to the URL when the training goes on."
+        raise UserError("a copy at a URL is not signed there", where=checkpoint, fix=fix)
+    store, step = _store(checkpoint, runs)
+    _say_which(checkpoint, runs)
+    for number in _steps(store) if step is None else [_known(store, step)]:
+        with Working("reading a checkpoint"):
+            store.sign(number)
+        print(f"{number:>10,}  signed")
 
 
 def _say_which(spec: str, runs: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 from collections.abc import Collection, Iterator
 
+from affinage.checkpoint.signing import signing_key
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import names_of, of_pocket_world
 from affinage.paths import from_home
@@ -26,7 +27,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     """Look ahead at what the stages that must run will need.
 
     Raises:
-        UserError: for files and packages that are not there, and for a model, mesh and batch that do not fit together.
+        UserError: for files, keys and packages that are not there, a model, mesh and batch that do not fit together.
     """
     recipe = loaded.recipe
     load_plugins(loaded)
@@ -68,6 +69,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
         with _written(loaded, "rows", "url"):
             check_url(recipe.rows.url)
     if {"pretrain", "sft", "dpo"} & set(stages):
+        signing_key()
         with _written(loaded, "trackers"):
             check_trackers(recipe.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
