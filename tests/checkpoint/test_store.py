@@ -18,7 +18,7 @@ import pytest
 from jax._src import compiler
 from jax.sharding import NamedSharding, PartitionSpec
 
-from affinage.checkpoint import CheckpointStore, CheckpointWarning
+from affinage.checkpoint import CheckpointStore, CheckpointWarning, memory
 from affinage.checkpoint import store as store_module
 from affinage.checkpoint.steps import drop_remains
 from affinage.errors import UserError
@@ -255,9 +255,9 @@ def test_memory_is_given_back_during_a_save_only_where_the_heap_keeps_it(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, kept: bool
 ):
     given, during = [], []
-    monkeypatch.setattr(store_module, "_GIVE_EVERY", 0.01)
-    monkeypatch.setattr(store_module, "freed_memory_is_kept", lambda: kept)
-    monkeypatch.setattr(store_module, "give_back_freed_memory", lambda: given.append(1))
+    monkeypatch.setattr(memory, "_GIVE_EVERY", 0.01)
+    monkeypatch.setattr(memory, "freed_memory_is_kept", lambda: kept)
+    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: given.append(1))
 
     def slow_seal(target: Path, key: bytes | None) -> None:
         late = time.monotonic() + (60 if kept else 0.3)

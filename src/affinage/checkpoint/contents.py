@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import tensorstore
 
 from affinage.errors import first_line, plain, raise_of_network
+
+PyTree = Any
 
 _LARGEST = 2**26  # bytes of JSON; of ten thousand arrays it is some megabytes
 _DEEPEST = 100  # levels of what is said of a run
@@ -71,6 +74,34 @@ def facts_in(custom: Any) -> dict[str, Any]:
         if not level:
             return dict(custom)
     raise ValueError(f"what it says of its run is more than {_DEEPEST} levels deep")
+
+
+def misfit(saved: Mapping[str, PyTree | None], wanted: Mapping[str, PyTree]) -> str:
+    """The first array that was saved in another shape than it is wanted, or is on one side only; "" if none.
+
+    Args:
+        saved: trees of what has a shape, by name; None where nothing is known of a tree.
+        wanted: the same; trees that are saved and not named here do not matter.
+    """
+    for name, tree in wanted.items():
+        if name in saved and saved[name] is None:
+            return ""
+        there, here = _shapes(saved.get(name)), _shapes(tree)
+        for path in sorted(there.keys() | here.keys()):
+            if there.get(path) != here.get(path):
+                told = [str(list(of[path])) if path in of else "not there" for of in (there, here)]
+                return f"{'.'.join(filter(None, (name, path)))} was saved as {told[0]}, and is {told[1]} here"
+    return ""
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    """Shapes by path; a name of a field and the same key of a mapping are alike."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
 
 
 def _short(sizes: list[int]) -> str:

@@ -1,11 +1,9 @@
 """The checkpoints of a run: a folder of steps, each there completely, bit for bit, or not at all."""
 
-import contextlib
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,20 +13,19 @@ import absl.logging
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from affinage.checkpoint.contents import facts_in, strange
+from affinage.checkpoint.contents import facts_in, misfit, strange
 from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
+from affinage.checkpoint.memory import memory_given_back
 from affinage.checkpoint.seal import UNSIGNED, damage, fingerprint, seal, sign
 from affinage.checkpoint.signing import KEY_VARIABLE, signing_key
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
-from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
 from affinage.hardware.hosts import Hosts
-from affinage.hardware.movement import count_out, waits_for_others
+from affinage.hardware.movement import waits_for_others
 
 PyTree = Any
 
-_GIVE_EVERY = 0.05  # seconds; at 0.2 a step that ends beside a save leaves half a block more
 _PAUSE = 600.0  # seconds in which a disk may do nothing at all
 _SLOWEST = 10e6  # bytes per second; a disk that takes or gives fewer is as good as stuck
 
@@ -162,7 +159,7 @@ class CheckpointStore:
             return [ocp.save_checkpointables_async(target, state, custom_metadata=meta)]
 
     def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
-        with _memory_given_back():
+        with memory_given_back():
             begun.result().pop().result()  # popped, as it holds a copy of the state
             if Hosts.at_work().first:
                 seal(target, self._key)
@@ -310,15 +307,7 @@ class CheckpointStore:
             saved = self._ask_orbax(ocp.checkpointables_metadata, self.folder / str(step)).metadata
         except Exception:  # whatever Orbax makes of it: it is something else that is wrong
             return ""
-        for name, tree in abstract.items():
-            if name in saved and saved[name] is None:  # Orbax could not read what it says of it
-                return ""
-            there, wanted = _shapes(saved.get(name)), _shapes(tree)
-            for path in sorted(there.keys() | wanted.keys()):
-                if there.get(path) != wanted.get(path):
-                    told = [str(list(of[path])) if path in of else "not there" for of in (there, wanted)]
-                    return f"{'.'.join(filter(None, (name, path)))} was saved as {told[0]}, and is {told[1]} here"
-        return ""
+        return misfit(saved, abstract)
 
     def restore_newest(
         self,
@@ -448,43 +437,6 @@ class CheckpointStore:
 def seconds_at_most(state: PyTree) -> float:
     """In which a state of such arrays is written, hashed or read, unless the disk is as good as stuck."""
     return _PAUSE + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / _SLOWEST
-
-
-@contextlib.contextmanager
-def _memory_given_back() -> Iterator[None]:
-    """At the end, what is free goes back to the kernel; inside too, where the heap keeps it otherwise.
-
-    Copies of the state lie there where a step had its buffers, which then takes others: save after save the holes would
-    add up to several states.
-    """
-
-    def give() -> None:
-        give_back_freed_memory()
-        while not done.wait(_GIVE_EVERY):
-            give_back_freed_memory()
-            count_out()  # on a heap with holes it takes as much of a processor as a slow save
-
-    done = threading.Event()
-    giving = threading.Thread(target=give, name="memory", daemon=True)
-    if freed_memory_is_kept():
-        giving.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if giving.ident is not None:
-            giving.join()
-        give_back_freed_memory()
-
-
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Shapes by path; a name of a field and the same key of a mapping are alike."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in leaves
-        if hasattr(leaf, "shape")
-    }
 
 
 def _warn_once(step: int, reason: str) -> None:
