@@ -110,7 +110,7 @@ def damage(folder: Path, only: Collection[str] | None = None, key: bytes | None 
     return f"{changed[0]} is not what was written" if changed else ""
 
 
-def fingerprint(folder: Path) -> str:
+def seal_hash(folder: Path) -> str:
     """A hash of all that was sealed, which names a checkpoint wherever it is copied to."""
     return _digest(folder / SEAL)
 

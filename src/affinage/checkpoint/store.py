@@ -17,7 +17,7 @@ from affinage.checkpoint.contents import facts_in, misfit, strange
 from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.memory import memory_given_back
-from affinage.checkpoint.seal import UNSIGNED, damage, fingerprint, seal, sign
+from affinage.checkpoint.seal import UNSIGNED, damage, seal, seal_hash, sign
 from affinage.checkpoint.signing import KEY_VARIABLE, signing_key
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
@@ -224,7 +224,7 @@ class CheckpointStore:
 
     def seal_hash(self, step: int) -> str:
         """A hash of all files of a step: of this save and its copies, and of no other save, be it of the same state."""
-        return fingerprint(self.folder / str(step))
+        return seal_hash(self.folder / str(step))
 
     def sign(self, step: int) -> None:
         """Sign a step that was saved without the key, or with another one.

@@ -27,6 +27,7 @@ group = typer.Typer(
     help="List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
 )
 
+_SEEN = ("step", "seal", "fingerprint", "arrays")  # of a checkpoint, whatever it says of itself
 CUT_OFF = "it is not complete: a save, or a copy, was cut off here"
 
 TrainingArgument = Annotated[
@@ -102,19 +103,19 @@ def show(
         if numbers:
             stack.enter_context(Working("reading a checkpoint"))
         store, step = stack.enter_context(_checkpoint(checkpoint, runs))
-        seen = {"step": step, "seal": store.seal_hash(step), "fingerprint": None, "arrays": arrays(store, step)}
+        seen, held = {"step": step, "seal": store.seal_hash(step)}, arrays(store, step)
         if numbers:
             trees = fingerprints(store, step)
             seen["fingerprint"] = fingerprint(trees)
-            for name, found in trees.items():
-                seen["arrays"][name]["fingerprint"] = found
-        facts = {**seen, **store.meta(step), **seen}  # what it says of itself does not take the place of what was seen
-    if not numbers:
-        del facts["fingerprint"]
-        if "://" not in checkpoint:  # of a copy all was compared
-            name = checkpoint.partition("@")[0]
-            looks = f"`affinage checkpoint verify {name}@{step}` looks at them"
-            print(f"its arrays were not read: {looks}, `show --arrays` has their fingerprint", file=sys.stderr)
+            held = {name: tree | {"fingerprint": trees[name]} for name, tree in held.items()}
+        seen["arrays"] = held
+        # What it says of itself does not take the place of what was seen.
+        said = {name: fact for name, fact in store.meta(step).items() if name not in _SEEN}
+    if not numbers and "://" not in checkpoint:  # of a copy all was compared
+        name = checkpoint.partition("@")[0]
+        looks = f"`affinage checkpoint verify {name}@{step}` looks at them"
+        print(f"its arrays were not read: {looks}, `show --arrays` has their fingerprint", file=sys.stderr)
+    facts = seen | said
     if as_json:
         print(json.dumps(facts, indent=1))
         return

@@ -45,6 +45,6 @@ def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
     found = extended(loaded, section)
     if found is None:
         return {}
-    from affinage.checkpoint.seal import fingerprint
+    from affinage.checkpoint.seal import seal_hash
 
-    return {"extends": fingerprint(found[0] / "checkpoints" / str(found[1]))}
+    return {"extends": seal_hash(found[0] / "checkpoints" / str(found[1]))}

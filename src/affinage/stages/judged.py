@@ -54,7 +54,7 @@ def state_of(spec: str, runs: Path) -> str:
 
     Raises UserError if there is no such model.
     """
-    from affinage.checkpoint.seal import fingerprint
+    from affinage.checkpoint.seal import seal_hash
     from affinage.checkpoint.steps import complete_steps
 
     folder, step = locate_model(spec, runs)
@@ -64,7 +64,7 @@ def state_of(spec: str, runs: Path) -> str:
     else:
         checkpoints = checkpoints_of(folder, step)
         there = [each for each in complete_steps(checkpoints) if step in (None, each)]
-        told = [[str(each), fingerprint(checkpoints / str(each))] for each in there[-1:]]
+        told = [[str(each), seal_hash(checkpoints / str(each))] for each in there[-1:]]
         told.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
 
