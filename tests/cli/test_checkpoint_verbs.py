@@ -102,15 +102,19 @@ def test_diff_tells_facts_and_arrays(said):
 
 def test_verify_reads_all_and_names_what_is_damaged(said, runs: Path):
     status, found, _ = said("verify", "small/pretrain")
-    assert status == 0 and found == [{"step": step, "damage": None} for step in (1, 2, 3)]
+    cut_off = "it is not complete: a save was cut off here"
+    assert status == 0 and found == [
+        *({"step": step, "damage": None, "why_not": ""} for step in (1, 2, 3)),
+        {"step": 4, "damage": None, "why_not": cut_off},
+    ]
     path = next((runs / "small" / "pretrain" / "checkpoints" / "2" / "params").rglob("d/*"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     status, found, error = said("verify", "small/pretrain")
     assert status == 2 and "1 of 3 checkpoints are damaged" in error
     assert [each["step"] for each in found if each["damage"]] == [2]
-    status, _, _ = said("verify", "small/pretrain@1")
-    assert status == 0
+    status, found, _ = said("verify", "small/pretrain@1")
+    assert status == 0 and [each["step"] for each in found] == [1]
     path.write_bytes(whole)
 
 
@@ -154,6 +158,8 @@ def test_a_step_that_is_a_link_is_called_one(runs: Path, said, capsys: pytest.Ca
     (store.folder / "3").write_text("notes")
     (store.folder / "4").mkdir()
     _, listed, _ = said("ls", "linked/pretrain")
+    _, verified, _ = said("verify", "linked/pretrain")
+    assert [each["why_not"] for each in verified] == [each["why_not"] for each in listed]
     link, no_folder, cut_off = (each["why_not"] for each in listed[1:])
     assert "a symbolic link, which is not followed" in link and "cut off" not in link and "cut off" in cut_off
     assert listed[0]["why_not"] == "" and [each["complete"] for each in listed] == [True, False, False, False]

@@ -191,7 +191,11 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
         there = [number for number, _ in store.entries() if step is None]
         not_read = {number: why for number in there if (why := store.why_not_read(number))}
     if as_json:
-        print(json.dumps([{"step": number, "damage": said or None} for number, said in found.items()], indent=1))
+        rows = [
+            {"step": number, "damage": found.get(number) or None, "why_not": not_read.get(number, "")}
+            for number in sorted({*found, *not_read})
+        ]
+        print(json.dumps(rows, indent=1))
     else:
         _say_which(checkpoint, runs)
         for number, said in found.items():
