@@ -168,7 +168,7 @@ def test_interrupted(load, tmp_path, continues):
     with pytest.raises(KeyboardInterrupt):
         toy_run(load, tmp_path, road)
     flow = Flow(load(), Runs(tmp_path / "runs"), road)
-    assert flow.plan()[0].reason == "not finished; " + ("goes on where it was" if continues else "starts anew")
+    assert flow.plan()[0].reason == "not finished; " + ("what is done of it is kept" if continues else "starts anew")
     if not continues:
         with pytest.raises(KeyboardInterrupt):
             flow.run(Quiet())
@@ -177,6 +177,18 @@ def test_interrupted(load, tmp_path, continues):
     flow.run(watcher)
     assert watcher.events == ["began train", "ended train"]
     assert read_manifest(tmp_path / "runs/small/train")["summary"] == {"went_on": True}
+
+
+def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_path):
+    road = [Stage("train", fail_once, {}, continues=True, live=True)]
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(load, tmp_path, road)
+    flow = Flow(load(), Runs(tmp_path / "runs"), road)
+    save = tmp_path / "runs/small/train/checkpoints/20"
+    save.mkdir(parents=True)  # one that was cut off
+    assert flow.plan()[0].reason == "not finished; no checkpoint is here to go on from"
+    (save / "SHA256SUMS").touch()
+    assert flow.plan()[0].reason == "not finished; goes on where it was"
 
 
 @pytest.mark.parametrize("made", ["", "alive", "metrics.jsonl", "checkpoints/5"])

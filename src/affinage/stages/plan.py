@@ -107,10 +107,20 @@ def _reason(stage: Stage, store: Store, request: Request, before: tuple[Request,
     if damage:
         return f"damaged: {damage}"
     if read_request(store.path(request)):
-        return "not finished; goes on where it was" if stage.continues else "not finished; starts anew"
+        return f"not finished; {_how_it_goes_on(stage, store.path(request))}"
     if before is None:
         return "never ran"
     return "; ".join(_differences(before[0], request)) or "never ran in this store"
+
+
+def _how_it_goes_on(stage: Stage, folder: Path) -> str:
+    if not stage.continues:
+        return "starts anew"
+    if not stage.live:
+        return "what is done of it is kept"
+    # By the seal, which is last: to ask `checkpoint` takes importing JAX.
+    sealed = any(folder.glob("checkpoints/[0-9]*/SHA256SUMS"))
+    return "goes on where it was" if sealed else "no checkpoint is here to go on from"
 
 
 def _differences(old: Request, new: Request) -> Iterator[str]:
