@@ -172,6 +172,11 @@ def test_whom_all_the_others_wait_for_at_a_save_is_told_of_by_launch():
     assert said == ["launch: host 1 is at the save, says host 0; all hosts start again (1 of 1000 preemptions)"]
 
 
+def test_a_host_that_names_itself_says_it_of_itself():
+    assert str(Ending(0, 75, missed=missed.Missed(0, "is at the save"))) == "host 0 is at the save"
+    assert str(Ending(1, 75, "a", missed=missed.Missed(1, "is behind"))) == "host 1 (a) is behind"
+
+
 def test_what_a_host_says_as_it_leaves_is_of_its_ending():
     said: list[str] = []
     process = HostProcess(["sh", "-c", "echo step 3; echo; echo Stopped: host 1 is gone.; echo more; exit 1"])

@@ -24,6 +24,8 @@ class Ending:
         if self.out_of_sight:
             return f"{place} was lost sight of"
         if self.missed is not None and self.status != 0:
+            if self.missed.host == self.host:
+                return f"{place} {self.missed.how}"
             return f"host {self.missed.host} {self.missed.how}, says {place}"
         if self.status < 0:
             return f"{place} was killed by {signal.Signals(-self.status).name}"
