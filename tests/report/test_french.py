@@ -1,9 +1,11 @@
 """The French page is French: every word has its French, and nothing of ours on the page is left in English."""
 
 import ast
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from synthetic_run import build_run
@@ -13,9 +15,10 @@ from affinage.data import collect, decontaminate, records, repetition, split
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
 from affinage.report.quantities import Quantities
-from affinage.report.reasons import detail_in, reason_name
+from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import strings
 from affinage.report.summary import verdict
+from affinage.stages.watching import seen_enough
 
 OF_THE_RUN = {"document", "provenance", "description", "versions", "flow"}  # classes of what a run brings itself
 TECHNICAL = {"code", "pre", "style", "script", "title"}
@@ -111,6 +114,24 @@ def test_every_reason_of_the_stages_has_its_french():
 )
 def test_details_of_reasons(detail, french):
     assert detail_in(detail, "fr") == french and detail_in(detail, "en") == detail
+
+
+def test_why_a_training_ended_is_said_in_french(tmp_path):
+    seen = {"a": 2.0, "b c": 2.0, "d": 0.5}
+    some = seen_enough(SimpleNamespace(epochs=lambda _: seen), 5, 1.5)  # type: ignore[arg-type]
+    every = seen_enough(SimpleNamespace(epochs=lambda _: {"a": 2.0}), 5, 1.5)  # type: ignore[arg-type]
+    worse, moins_bon = (
+        "a is worse than at step 1,000 (p = 0.01)",
+        "a est moins bon qu’au pas 1\u202f000 (p\u00a0=\u00a00,01)",
+    )
+    assert ending_in(some, "en") == some
+    assert ending_in(some, "fr") == "les lignes de a, b c ont été vues aussi souvent que `max_epochs: 1.5` le permet"
+    assert ending_in(f"{worse}; {worse}", "fr") == f"{moins_bon}\u00a0; {moins_bon}"
+    run = build_run(tmp_path)
+    summary = run / "sft" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"ended": every}))
+    page = render(collect_facts(run), "fr")
+    assert "ses lignes ont été vues aussi souvent que `max_epochs: 1.5` le permet." in page and every not in page
 
 
 def test_one_line_says_the_same_in_head_and_card(facts):

@@ -26,7 +26,7 @@ from affinage.report.figures import Artist
 from affinage.report.published import beside_published
 from affinage.report.quantities import ABSENT, Quantities
 from affinage.report.reading import string
-from affinage.report.reasons import detail_in, reason_name
+from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import spoken, strings
 from affinage.report.svg import marker
 from affinage.report.trainings import Training
@@ -109,6 +109,7 @@ def render(facts: Facts, language: str | None = None) -> str:
             date=partial(_date, language=language),
             reason=partial(reason_name, language=language),
             detail=partial(detail_in, language=language),
+            ending=partial(ending_in, language=language),
             language_name=partial(_language_name, language=language, unknown=words["unknown"]),
             time_parts=lambda training: _time_parts(training, words, quantities),
         )
