@@ -1,5 +1,7 @@
 """Benchmarks scored while a model is pretrained: what is written, and that the training does not notice."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,10 +51,25 @@ def lines(training: Path, kind: str) -> list[dict]:
     return [row for row in rows if kind in row]
 
 
+def line_of(step: int, scores: dict) -> str:
+    """What the terminal says of a look at the sums."""
+    value, error = (100 * scores["tasks"]["sums"]["acc"][part] for part in ("value", "stderr"))
+    return f"step {step}/20  benchmarks: sums {value:.1f} ± {error:.1f} %"
+
+
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("with")
-    return pretrain(folder / "runs", asked(folder / "task"))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        training = pretrain(folder / "runs", asked(folder / "task"))
+    (folder / "said").write_text(said.getvalue())
+    return training
+
+
+def test_each_look_is_a_line_in_the_terminal(evaluated: Path):
+    said = (evaluated.parents[2] / "said").read_text().splitlines()
+    told = [f"pretrain: {line_of(row['step'], row['evaluation'])}" for row in lines(evaluated, "evaluation")]
+    assert [line for line in said if "benchmarks: " in line] == told and len(told) == 3
 
 
 def test_a_training_with_benchmarks_has_the_same_bits_as_one_without(evaluated: Path, tmp_path: Path):
@@ -103,12 +120,16 @@ def test_what_a_stop_leaves_of_them_is_gone_on_with(evaluated: Path, tmp_path: P
         looked.append(1)
         return len(looked) > 1
 
+    told: list[str] = []
     first = InLoop(context, settings, model.graph, model.context, {})
+    first.say = told.append
     assert first.scores(20, state, {}, stop) is None  # type: ignore[arg-type]
     kept = (tmp_path / looks.ANSWERS).read_text()
     again = InLoop(context, settings, model.graph, model.context, {})
+    again.say = told.append
     scores = again.scores(20, state, {}, lambda: False)  # type: ignore[arg-type]
     assert scores is not None and scores["tasks"] == lines(evaluated, "evaluation")[-1]["evaluation"]["tasks"]
+    assert told == [line_of(20, scores)], "of one that was given up nothing is told"
     answers = (tmp_path / looks.ANSWERS).read_text()
     assert answers.startswith(kept) and 1 < len(kept.splitlines()) < len(answers.splitlines())
     keys = [json.loads(line)[0] for line in answers.splitlines()[1:]]

@@ -1,10 +1,11 @@
 """Benchmarks scored while a model is pretrained, on small subsets that are always the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from affinage.recipe.training import PretrainSettings
-from affinage.stages.looks import evaluated, model_in_training
+from affinage.report.evaluations import headline, is_share
+from affinage.stages.looks import evaluated, in_percent, model_in_training
 from affinage.stages.models import made_from
 from affinage.stages.stage import StageContext
 
@@ -26,6 +27,7 @@ class InLoop:
         held_out: "Mapping[str, ValidationRows]",
     ) -> None:
         assert settings.evaluate is not None
+        self.say: Callable[[str], None] = print
         self._context, self._settings, self._asked = context, settings, settings.evaluate
         self._graph, self._length, self._held_out = graph, length, held_out
         self._world = made_from(context.inputs["rows"], "world")
@@ -47,7 +49,19 @@ class InLoop:
         if results is None:
             return None
         tasks = {task: entry["metrics"] for task, entry in results["tasks"].items()}
+        self.say(f"step {step:,}/{self._settings.steps:,}  benchmarks: {', '.join(_in_words(tasks))}")
         return {"tasks": tasks, "bits_per_byte": by_language(validation, self._held_out)}
+
+
+def _in_words(tasks: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> Iterator[str]:
+    """Each by the metric that stands for it: shares in percent with their standard errors, others as they are."""
+    for task, metrics in tasks.items():
+        known = {name: score for name, score in metrics.items() if score["value"] is not None}
+        metric = headline(task, known)
+        if is_share(metric):
+            yield in_percent(task, known[metric])
+        elif metric:
+            yield f"{task} {metric} {known[metric]['value']:.4g}"
 
 
 def by_language(

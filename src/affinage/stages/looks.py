@@ -1,6 +1,6 @@
 """A model that is being trained, put to benchmarks where it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,13 @@ def evaluated(
     except UserError as error:
         where = ", ".join(filter(None, (f"{setting}.tasks", error.where)))
         raise UserError(error.what, where=where, fix=error.fix) from error
+
+
+def in_percent(task: str, score: Mapping[str, float | None]) -> str:
+    """The {value, stderr} of a share, as a training tells it in the terminal."""
+    value, error = score["value"], score["stderr"]
+    assert value is not None
+    return f"{task} {100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " %"
 
 
 def _rows(model: "LoadedModel", state: "TrainState") -> int:

@@ -18,7 +18,7 @@ from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.recipe.tuning import DpoSettings, TuningSettings, WatchSettings
 from affinage.stages.initial import KEPT
-from affinage.stages.looks import evaluated, model_in_training
+from affinage.stages.looks import evaluated, in_percent, model_in_training
 from affinage.stages.stage import StageContext
 from affinage.stages.store import write_json
 
@@ -123,8 +123,7 @@ def _degradations(look: Mapping[str, Any]) -> list[str]:
 
 def _in_words(look: Mapping[str, Any]) -> list[str]:
     """The scores in percent with their standard errors, and what is worse."""
-    percent = {task: (100 * score["value"], 100 * score["stderr"]) for task, score in look["scores"].items()}
-    return [f"{task} {value:.1f} ± {error:.1f} %" for task, (value, error) in percent.items()] + _degradations(look)
+    return [in_percent(task, score) for task, score in look["scores"].items()] + _degradations(look)
 
 
 def scores(answers: Answers) -> dict[str, dict[str, float]]:

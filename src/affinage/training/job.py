@@ -140,7 +140,13 @@ class Judge(Protocol):
 
 
 class Benchmarks(Protocol):
-    """Scores of a model that is being trained, to be written down; they decide nothing."""
+    """Scores of a model that is being trained, to be written down; they decide nothing.
+
+    Attributes:
+        say: shows people a line; the training sets it.
+    """
+
+    say: Callable[[str], None]
 
     def due(self, step: int) -> bool:
         """Whether the state after this step is to be scored."""

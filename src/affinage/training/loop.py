@@ -108,6 +108,8 @@ def train(job: TrainJob) -> dict[str, Any]:
             mirror.say = display.say
         if job.judge is not None:
             job.judge.say = display.say
+        if job.benchmarks is not None:
+            job.benchmarks.say = display.say
         health = Health(settings.health, written, start, meta.get("health", {}), job.documents, display.say)
         tracked = TrackedRun(job.name, start=start, facts=facts_for_trackers(program))
         trackers = cleanup.enter_context(
