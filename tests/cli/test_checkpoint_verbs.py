@@ -111,7 +111,7 @@ def test_verify_reads_all_and_names_what_is_damaged(said, runs: Path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     status, found, error = said("verify", "small/pretrain")
-    assert status == 2 and "1 of 3 checkpoints are damaged" in error
+    assert status == 2 and "1 of 3 checkpoints is damaged" in error
     assert [each["step"] for each in found if each["damage"]] == [2]
     status, found, _ = said("verify", "small/pretrain@1")
     assert status == 0 and [each["step"] for each in found] == [1]

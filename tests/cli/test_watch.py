@@ -1,6 +1,11 @@
 """What a line of progress says of a data stage: why documents were left out, and what was found."""
 
-from affinage.cli.watch import headline
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from affinage.cli.watch import headline, show_plan, show_result
 
 
 def test_the_reasons_that_count_most_are_named():
@@ -46,3 +51,28 @@ def test_compared_tokenizers_are_said_with_what_they_need_a_token():
     ours = {"name": "", "languages": {"en": {"bytes_per_token": 3.5}}}
     said = list(headline({"tokenizers": [ours, theirs]}))
     assert said == ["ours 3.50 en bytes a token", "gpt2_vocab.bpe 4.04 en 2.70 fr bytes a token"]
+
+
+def test_one_of_a_thing_is_in_the_singular():
+    assert list(headline({"documents_in": 2, "documents_out": 1, "split": {"documents": 1, "parts": 2}})) == [
+        "2 → 1 document",
+        "1 long document split into 2 parts",
+    ]
+    assert list(headline({"train": {"rows": 1}, "context": 64, "tasks": {"sums": 0.5}})) == [
+        "1 row of 64 tokens",
+        "1 task",
+    ]
+
+
+def test_one_stage_is_in_the_singular(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = SimpleNamespace(name="small", plugins=())
+    flow = SimpleNamespace(
+        folder=tmp_path, runs=SimpleNamespace(folder=tmp_path), loaded=SimpleNamespace(recipe=recipe)
+    )
+    steps = [SimpleNamespace(stage=SimpleNamespace(name=name), complete=True, reason="") for name in ("clean", "split")]
+    show_result(flow, steps[:1], {})  # type: ignore[arg-type]
+    assert "Nothing to do: the stage of small is complete." in capsys.readouterr().out
+    show_result(flow, steps, {"split": 1.0})  # type: ignore[arg-type]
+    assert "\n1 stage was complete before." in capsys.readouterr().out
+    show_plan([SimpleNamespace(**vars(steps[0]) | {"complete": False})])  # type: ignore[list-item]
+    assert "1 of 1 stage would run." in capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from affinage.cli.options import JsonOption, SetOption, load
-from affinage.cli.terminal import screen
+from affinage.cli.terminal import counted, screen
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def _show_step(console: "Console", told: dict[str, Any]) -> None:
     from rich.table import Table
 
     console.print(
-        f"{told['recipe']}: {told['rows']} rows of {told['context']:,} tokens on {told['devices']} x {told['device']}, "
-        f"{told['repetitions']} repetitions of each part as a program of its own",
+        f"{told['recipe']}: {counted(told['rows'], 'row')} of {told['context']:,} tokens on {told['devices']} x "
+        f"{told['device']}, {counted(told['repetitions'], 'repetition')} of each part as a program of its own",
         markup=False,
     )
     seconds, processor, planned = told["seconds"], told["cpu_seconds"], told["planned_seconds"]

@@ -14,6 +14,7 @@ import typer
 
 from affinage.cli import completion
 from affinage.cli.options import RUNS, JsonOption, RunsOption
+from affinage.cli.terminal import counted
 from affinage.cli.working import Working
 from affinage.errors import UserError, plain
 
@@ -154,11 +155,12 @@ def diff(
         return
     for each in found["arrays"]["different"]:
         most = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
-        torn = f", and {each['not_finite']} numbers that are not finite" if each["not_finite"] else ""
+        torn = f", numbers that are not finite: {each['not_finite']}" if each["not_finite"] else ""
         print(plain(f"{each['name']} {each['shape']}: {most}{torn}"))
     for name in found["arrays"]["only"]:
         print(plain(f"{name}: in one of them only"))
-    print(f"{found['arrays']['same']} arrays are the same bit for bit")
+    same = found["arrays"]["same"]
+    print(f"{counted(same, 'array')} {'is' if same == 1 else 'are'} the same bit for bit")
 
 
 @group.command("verify")
@@ -203,15 +205,16 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
         for number, why in not_read.items():
             print(f"{number:>10,}  {why}")
     damaged = [number for number, said in found.items() if said]
+    which = f"{len(damaged)} of {counted(len(found), 'checkpoint')} {'is' if len(damaged) == 1 else 'are'}"
     if damaged and all(found[number] == UNSIGNED for number in damaged):
         raise UserError(
-            f"{len(damaged)} of {len(found)} checkpoints are not signed with this key",
+            f"{which} not signed with this key",
             where=where,
             fix="`affinage checkpoint sign` signs those that are yours; if others may write there, they may be theirs.",
         )
     if damaged:
         raise UserError(
-            f"{len(damaged)} of {len(found)} checkpoints are damaged",
+            f"{which} damaged",
             where=where,
             fix="A training goes on from the newest whole one by itself; copy a damaged one again if it has a copy.",
         )

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from affinage.cli import completion
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, Walking, walks
+from affinage.cli.terminal import counted
 from affinage.cli.working import Working
 from affinage.errors import UserError
 
@@ -140,7 +141,7 @@ def find(
     if not found:
         print("In no document that was trained on or held out.")
         for name, held in earlier.items():
-            print(f"    {name}: {held} documents hold it")
+            print(f"    {name}: {counted(held, 'document')} {'holds' if held == 1 else 'hold'} it")
         for name, lost in lost_at(earlier).items():
             reasons = reasons_of(training.run, name)
             listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "none it tells"

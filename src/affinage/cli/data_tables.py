@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from affinage.cli.terminal import screen
+from affinage.cli.terminal import counted, screen
 
 
 def show_facts(facts: Mapping[str, Any]) -> None:
@@ -25,7 +25,7 @@ def show_facts(facts: Mapping[str, Any]) -> None:
         rows = facts["rows"]
         print(
             f"rows of {rows['context']} tokens ({rows['dtype']}), packing {rows['packing']}: "
-            f"{rows['padding']:.3%} padding, {rows['cut']:,} documents cut that fit a row"
+            f"{rows['padding']:.3%} padding, {counted(rows['cut'], 'document')} cut that fit a row"
         )
     for name, each in facts.get("tokenizer", {}).get("languages", {}).items():
         print(f"{name}: {each['bytes_per_token']:.2f} bytes per token, {each['tokens_per_word']:.2f} tokens per word")

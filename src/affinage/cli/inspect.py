@@ -13,7 +13,7 @@ import typer
 
 from affinage.cli import doctor
 from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
-from affinage.cli.terminal import screen
+from affinage.cli.terminal import counted, screen
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _table(rows: list[dict[str, Any]], *, wide: bool) -> "Table":
 
 def _facts_in_words(facts: dict[str, Any]) -> Iterator[str]:
     total, counts, memory, context = facts["nodes"][-1], facts["parameters"], facts["memory"], facts["context"]
-    rows = f"{facts['batch']:,} rows of {context:,} tokens" if context else f"{facts['batch']:,} examples"
+    rows = f"{counted(facts['batch'], 'row')} of {context:,} tokens" if context else counted(facts["batch"], "example")
     yield f"forward, training: FLOPs of one step of {rows}; matrix products only, 2 m n k each."
     said = f"{counts['total']:,} parameters"
     if context:

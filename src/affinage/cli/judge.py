@@ -23,7 +23,7 @@ from affinage.cli.options import (
     made_with,
 )
 from affinage.cli.run import walk
-from affinage.cli.terminal import screen
+from affinage.cli.terminal import counted, screen
 from affinage.cli.working import Working
 from affinage.errors import UserError
 
@@ -211,7 +211,9 @@ def _show(results: dict[str, Any]) -> None:
         console.print(f"Asked in the chat template: {', '.join(templated)}", highlight=False, markup=False)
     longer = {task: entry for task, entry in results["tasks"].items() if entry.get("longer")}
     if longer:
-        counts = (f"{entry['longer']:,} of {task}'s {entry['items']:,} items" for task, entry in longer.items())
+        counts = (
+            f"{entry['longer']:,} of {task}'s {counted(entry['items'], 'item')}" for task, entry in longer.items()
+        )
         what = f"Longer than the context of {results['context']:,} tokens, and cut or scored in pieces"
         said = f"{what}: {', '.join(counts)}"
         console.print(said, highlight=False, markup=False)
@@ -231,7 +233,9 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
         return
     found = {task: entry for task, entry in told["tasks"].items() if entry["found"] or entry.get("common")}
     console.print(
-        f"\n{told['texts']:,} texts that it was trained on were looked through for the items.", highlight=False
+        f"\n{counted(told['texts'], 'text')} that it was trained on {'was' if told['texts'] == 1 else 'were'} "
+        "looked through for the items.",
+        highlight=False,
     )
     for task, entry in found.items():
         common = entry.get("common", [])  # results of older versions have none
@@ -257,7 +261,7 @@ def _show_contamination(results: dict[str, Any], console: Any) -> None:
 
 def _short_of(task: str, entry: dict[str, Any]) -> str:
     whole = entry.get("too_short_of")  # results of older versions do not say
-    return f"{entry['too_short']:,} of {task}" + (f"'s {whole:,} items" if whole else "")
+    return f"{entry['too_short']:,} of {task}" + (f"'s {counted(whole, 'item')}" if whole else "")
 
 
 def _listed(numbers: list[int]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from affinage.cli.options import RUNS, ForceOption, ProfileOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.terminal import counted
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def _over_ssh(machines: str, hosts: int | None, how: _BySsh) -> "Launcher":
     addresses = [address.strip() for address in machines.split(",") if address.strip()]
     if not addresses or hosts not in (None, len(addresses)):
         raise UserError(
-            f"{len(addresses)} machines are named" + (f", and {hosts} hosts wanted" if hosts else ""),
+            f"{counted(len(addresses), 'machine')} {'is' if len(addresses) == 1 else 'are'} named"
+            + (f", and {counted(hosts, 'host')} wanted" if hosts else ""),
             where="--machines",
             fix="Name one machine for each host: --machines a,b,c",
         )

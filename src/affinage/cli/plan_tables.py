@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from affinage.cli.terminal import screen
+from affinage.cli.terminal import counted, screen
 from affinage.durations import duration
 
 if TYPE_CHECKING:
@@ -45,18 +45,18 @@ def _heading(made: "Plan") -> list[str]:
     mesh = ", ".join(f"{axis} {size}" for axis, size in made.split.sizes.items() if size > 1) or "one device"
     shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
     chosen = [f"{made.choice}"] if made.choice else []
-    chips = f"{where.chips} × {where.chip.name} ({shape}), {where.devices} devices, hosts: {where.hosts}"
+    chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
     return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}", *chosen]
 
 
 def _facts(made: "Plan") -> list[str]:
     facts = made.facts
     lines = [
-        f"{made.section}: {facts.steps:,} steps × {facts.rows:,} rows × {facts.context:,} tokens = "
+        f"{made.section}: {counted(facts.steps, 'step')} × {counted(facts.rows, 'row')} × {facts.context:,} tokens = "
         f"{facts.tokens:,} tokens, {facts.tokens_per_parameter:.3g} for each of {facts.active:,} parameters"
         + (f" ({facts.parameters:,} in all)" if facts.active != facts.parameters else ""),
         f"{facts.flops:.3g} FLOPs to train, counted node by node; 6·N·D = {facts.flops_by_rule:.3g}",
-        f"warm-up: {facts.warmup:,} steps, {facts.warmup / facts.steps:.1%}",
+        f"warm-up: {counted(facts.warmup, 'step')}, {facts.warmup / facts.steps:.1%}",
     ]
     if facts.epochs is not None:
         lines.append(f"{facts.epochs:.2f} epochs over {facts.data_tokens:,} tokens of training data")

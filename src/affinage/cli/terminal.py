@@ -23,6 +23,11 @@ def screen() -> "Console":
     return found
 
 
+def counted(count: int, thing: str) -> str:
+    """So many of a thing, which is in the singular: "1 stage", "2,000 stages"."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "s")
+
+
 @contextlib.contextmanager
 def only_data_on_stdout(asked: bool) -> Iterator[None]:
     """Inside, if asked, what people read goes to standard error, so that standard output holds the JSON alone."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from affinage.cli.terminal import screen
+from affinage.cli.terminal import counted, screen
 from affinage.cli.working import Working
 from affinage.durations import duration
 
@@ -92,7 +92,7 @@ def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
     console = screen()
     console.print(table, highlight=False)
     waiting = sum(not step.complete for step in steps)
-    console.print(f"\n{waiting} of {len(steps)} stages would run." if waiting else "\nNothing would run.")
+    console.print(f"\n{waiting} of {counted(len(steps), 'stage')} would run." if waiting else "\nNothing would run.")
 
 
 def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, float], *, as_json: bool = False) -> None:
@@ -104,7 +104,9 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
     console = screen()
     name = flow.loaded.recipe.name
     if not seconds:
-        console.print(f"Nothing to do: all {len(steps)} stages of {name} are complete.", highlight=False)
+        all_of_them = "the stage" if len(steps) == 1 else f"all {len(steps)} stages"
+        done = f"{all_of_them} of {name} {'is' if len(steps) == 1 else 'are'} complete"
+        console.print(f"Nothing to do: {done}.", highlight=False)
     else:
         console.print()
         table = Table(box=None, pad_edge=False)
@@ -114,8 +116,9 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
             table.add_row(stage, duration(spent))
         table.add_row("[bold]all[/bold]", f"[bold]{duration(sum(seconds.values()))}[/bold]")
         console.print(table, highlight=False)
-        if len(steps) > len(seconds):
-            console.print(f"{len(steps) - len(seconds)} stages were complete before.", highlight=False)
+        if before := len(steps) - len(seconds):
+            were = "was" if before == 1 else "were"
+            console.print(f"{counted(before, 'stage')} {were} complete before.", highlight=False)
     console.print()
     for what, place in places.items():
         console.print(f"{what:<{_NAME}}{_escaped(place)}", highlight=False, soft_wrap=True)
@@ -152,9 +155,9 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         came = summary.get("documents_in", summary["documents_out"])
         left = summary["documents_out"]
         reasons = _reasons(summary.get("removed"))
-        yield (f"{came:,} → {left:,} documents" if came != left else f"{left:,} documents") + reasons
+        yield (f"{came:,} → " if came != left else "") + counted(left, "document") + reasons
     if (parted := summary.get("split")) and isinstance(parted, Mapping) and parted.get("documents"):
-        yield f"{parted['documents']:,} long documents split into {parted['parts']:,} parts"
+        yield f"{counted(parted['documents'], 'long document')} split into {counted(parted['parts'], 'part')}"
     if summary.get("validation_documents"):
         few = summary["validation_documents"] < _FEW_HELD_OUT
         yield f"{summary['validation_documents']:,} held out" + (f" {_TOO_FEW}" if few else "")
@@ -167,20 +170,20 @@ def headline(summary: Mapping[str, Any]) -> Iterator[str]:
         rates = (f"{entry['bytes_per_token']:.2f} {name}" for name, entry in tokenizer["languages"].items())
         yield f"{tokenizer['name'] or 'ours'} {' '.join(rates)} bytes a token"
     if isinstance(summary.get("images"), int):
-        yield f"{summary['images']:,} images"
+        yield counted(summary["images"], "image")
     if isinstance(summary.get("train"), Mapping) and "rows" in summary["train"]:
-        yield f"{summary['train']['rows']:,} rows of {summary['context']:,} tokens"
+        yield f"{counted(summary['train']['rows'], 'row')} of {summary['context']:,} tokens"
     if isinstance(summary.get("parameters"), Mapping):
         yield f"{summary['parameters']['total']:,} parameters"
     if isinstance(summary.get("final_loss"), float):
         yield f"loss {summary['final_loss']:.3f}"
     if (saves := summary.get("saves")) and isinstance(saves, Mapping) and saves.get("count"):
         mean, most = (_moment(saves[which]) for which in ("stall_mean", "stall_most"))
-        counted = f"{saves['count']:,} saves" if saves["count"] > 1 else "1 save"
-        yield f"{counted} stopped it for {mean}" + (f" each, {most} at most" if saves["count"] > 1 else "")
+        stopped = f"{counted(saves['count'], 'save')} stopped it for {mean}"
+        yield stopped + (f" each, {most} at most" if saves["count"] > 1 else "")
     if isinstance(summary.get("tasks"), Mapping):
         judged = all(isinstance(task, Mapping) for task in summary["tasks"].values())
-        yield _scores(summary["tasks"]) if judged else f"{len(summary['tasks'])} tasks"  # of the pocket world
+        yield _scores(summary["tasks"]) if judged else counted(len(summary["tasks"]), "task")  # of the pocket world
     if isinstance(summary.get("summary"), str):  # of the report: what the whole run made
         yield _escaped(summary["summary"])
     if isinstance(summary.get("verified"), Mapping):
@@ -202,16 +205,16 @@ def _scores(tasks: Mapping[str, Any]) -> str:
         if isinstance(score.get("value"), int | float) and 0 <= score["value"] <= 1:
             error = f" ± {100 * score['stderr']:.1f}" if isinstance(score.get("stderr"), int | float) else ""
             told.append(f"{name} {100 * score['value']:.1f}{error}")
-    counted = f"{len(tasks)} benchmark{'s' if len(tasks) != 1 else ''}"
-    return f"{counted}: {_listed(told, NAMES)}" if told else counted
+    benchmarks = counted(len(tasks), "benchmark")
+    return f"{benchmarks}: {_listed(told, NAMES)}" if told else benchmarks
 
 
 def verified_in_words(facts: Mapping[str, Any]) -> str:
     """What `hub.verify` compared, and how well it agreed."""
     return (
-        f"transformers computes the same: logits of {facts['tokens']:,} tokens in {facts['texts']:,} texts "
-        f"at most {facts['largest_logit_difference']:.1e} apart, the same ids of {facts['token_sequences']:,} texts "
-        f"and {facts['conversations']:,} conversations"
+        f"transformers computes the same: logits of {counted(facts['tokens'], 'token')} in "
+        f"{counted(facts['texts'], 'text')} at most {facts['largest_logit_difference']:.1e} apart, the same ids of "
+        f"{counted(facts['token_sequences'], 'text')} and {counted(facts['conversations'], 'conversation')}"
     )
 
 
@@ -232,7 +235,11 @@ def _found(what: str, facts: Any) -> Iterator[str]:
     if what == "masked":
         yield "masked " + ", ".join(f"{count:,} {kind}" for kind, count in facts.items())
     else:
-        found = [f"{one['found']:,} of {one['items']:,} items of {name}" for name, one in facts.items() if one["found"]]
+        found = [
+            f"{one['found']:,} of {counted(one['items'], 'item')} of {name}"
+            for name, one in facts.items()
+            if one["found"]
+        ]
         clean = [name for name, one in facts.items() if not one["found"]]
         told = [f"found {_listed(found, REASONS)}"] if found else []
         yield "; ".join([*told, *([f"found no item of {_listed(clean, NAMES)}"] if clean else [])])
@@ -248,7 +255,7 @@ def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
         shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
         yield f"[yellow]none held out of {_escaped(shown)}: too few documents[/yellow] (data.split.by=tail cuts ends)"
     if repeated := (summary.get("repeated_ids") or {}).get("documents"):
-        yield f"{repeated:,} ids occur more than once; they were numbered"
+        yield f"{counted(repeated, 'document')} had the id of one before, and got a number"
     if left_out := summary.get("not_sampled"):
         yield f"{left_out:,} not in the sample"
 

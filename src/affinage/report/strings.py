@@ -65,6 +65,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "on_validation": ("mean over {count} validation sets", "moyenne de {count} jeux de validation"),
     "on_one_validation": ("on {name}", "sur {name}"),
     "mean_score": ("Mean score", "Score moyen"),
+    "over_one_task": ("{model}, on one task", "{model}, sur une épreuve"),
     "over_tasks": ("{model}, over {count} tasks", "{model}, sur {count} épreuves"),
     # data
     "data": ("Data", "Données"),
@@ -321,9 +322,9 @@ _WORDS: dict[str, tuple[str, str]] = {
     "seen": ("Items in the training text", "Questions présentes dans le texte d’entraînement"),
     "seen_lead": (
         "{texts} texts that the {model} was trained on were looked through for runs of {ngram} words of each question. "
-        "{count} questions stand in them.",
+        "Questions that stand in them: {count}.",
         "{texts} textes d’entraînement du {model} ont été parcourus à la recherche de suites de {ngram} mots de chaque "
-        "question. {count} questions s’y trouvent.",
+        "question. Questions qui s’y trouvent : {count}.",
     ),
     "seen_found": ("found", "trouvées"),
     "seen_with": ("with all", "avec toutes"),

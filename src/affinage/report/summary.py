@@ -99,7 +99,7 @@ def headlines(
         scores = [score.value for score in _shares(judged[-1])]
         in_chat = sum(score.chat_template for score in _shares(judged[-1]))
         name = model_name.get(judged[-1].model, judged[-1].model)
-        note = words["over_tasks"].format(model=name, count=len(scores))
+        note = words["over_one_task" if len(scores) == 1 else "over_tasks"].format(model=name, count=len(scores))
         note += f" ({in_chat} {words['in_chat']})" if in_chat else ""
         found.append(Headline(words["mean_score"], quantities.percent(sum(scores) / len(scores)), note))
     if facts.seconds is not None:
