@@ -50,6 +50,7 @@ def test_published_results_stand_beside_those_of_the_model(
     (ours,) = (row for row in rows if row[:2] == ["this", "model"])
     assert ours[2] in ("0.0", "100.0"), "two copies of one item"
     assert "Published: Julian-600M's report" in " ".join(shown.split())
+    assert "Not on the same items as the published scores: piqa 2 items (published 1,838)" in shown
 
 
 def test_items_that_were_cut_are_told_of(affinage: Callable[..., tuple[int, str, str]], tmp_path: Path):

@@ -43,6 +43,15 @@ def test_bars_and_curves_say_who_published(tmp_path, language, mark):
     assert f">Pythia-410M ({mark})<" in bars and ">Pythia-410M<" not in page
     assert "not checked against the originals" in page
     assert "lambada_openai" not in page, "only what this run was judged on"
+    number = "10,042" if language == "en" else "10\u202f042"
+    other = words["other_items_note"].format(tasks=f"hellaswag 100 ({mark} {number})")
+    assert page.count(other) == 3, "under bars, curves and what tuning did"
+    for stage in ("evaluate-base", "evaluate-sft"):
+        path = run / stage / "results.json"
+        results = json.loads(path.read_text())
+        results["tasks"]["hellaswag"]["items"] = 10_042
+        path.write_text(json.dumps(results))
+    assert words["other_items_note"].partition(":")[0] not in write(run, tmp_path), "the benchmark itself"
 
 
 def write(run, folder):

@@ -272,7 +272,7 @@ def _show_published(tasks: dict[str, Any], console: Any) -> None:
     """Beside ours, what others state of their models on the same benchmarks."""
     from rich.table import Table
 
-    from affinage.evaluation.published import headline_metrics, published
+    from affinage.evaluation.published import headline_metrics, of_other_items, published
 
     known = [task for task in tasks if task in headline_metrics()]
     if not known:
@@ -287,6 +287,11 @@ def _show_published(tasks: dict[str, Any], console: Any) -> None:
         table.add_row(f"{model.name} (published)", model.tokens_as_stated, *scores)
     console.print("")
     console.print(table, highlight=False, markup=False)
+    others = of_other_items({task: tasks[task]["items"] for task in known})
+    if others:
+        told = (f"{task} {counted(count, 'item')} (published {whole:,})" for task, (count, whole) in others.items())
+        said = f"Not on the same items as the published scores: {', '.join(told)}"
+        console.print(said, highlight=False, markup=False)
     for source in dict.fromkeys(model.source for model in published()):
         console.print(f"Published: {source}", highlight=False, markup=False)
 

@@ -46,6 +46,23 @@ def headline_metrics() -> Mapping[str, str]:
     return dict(_data()["metrics"])
 
 
+def of_other_items(items: Mapping[str, int | None]) -> dict[str, tuple[int, int]]:
+    """Of the tasks with published scores, by how many items each was judged, those that have another number of them.
+
+    Under the name of a benchmark there may be items of one's own, or a part of it. What is judged on as many items as
+    the benchmark has is taken for the benchmark.
+
+    Returns:
+        {task: (items, how many the benchmark has)}.
+    """
+    known: dict[str, int] = _data()["items"]
+    return {
+        task: (count, known[task])
+        for task, count in items.items()
+        if task in known and count is not None and count != known[task]
+    }
+
+
 def tuned() -> Mapping[str, tuple[PublishedModel, ...]]:
     """By family: a base model, what fine-tuning made of it, and what longer fine-tuning did."""
     by_name = {model.name: model for model in published()}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from affinage.evaluation.published import PublishedModel, headline_metrics, published, tuned
+from affinage.evaluation.published import PublishedModel, headline_metrics, of_other_items, published, tuned
 from affinage.report.charts import HALF, Axis, Interval, Row, Series, bar_chart, line_chart, responsive
 from affinage.report.evaluations import Evaluation, marked, marked_of
 from affinage.report.facts import Facts
@@ -21,6 +21,7 @@ class _Ours:
     tokens: int
     scores: dict[str, float]
     errors: dict[str, float]
+    items: dict[str, int | None]  # of how many each is
     in_chat: frozenset[str]  # tasks that were asked in the chat template
     ended: bool  # it is what a training has made, not one of its checkpoints
 
@@ -47,6 +48,7 @@ def beside_published(facts: Facts, artist: Artist) -> Beside | None:
                 _tokens(evaluation, facts),
                 {task: score.value for task, score in scores.items()},
                 {task: score.stderr or 0.0 for task, score in scores.items()},
+                {task: score.items for task, score in scores.items()},
                 frozenset(task for task, score in scores.items() if score.chat_template),
                 ended=evaluation.step is None,
             )
@@ -137,7 +139,14 @@ def _tuned_figures(tasks: Sequence[str], ours: Sequence[_Ours], artist: Artist) 
 
 
 def _note(ours: Sequence[_Ours], tasks: Sequence[str], artist: Artist) -> str:
-    return artist.words["in_chat_note"] if any(one.in_chat & set(tasks) for one in ours) else ""
+    words, count = artist.words, artist.quantities.count
+    notes = [words["in_chat_note"]] if any(one.in_chat & set(tasks) for one in ours) else []
+    judged = (of_other_items({task: one.items.get(task) for task in tasks}) for one in ours)
+    others = dict.fromkeys((task, *counts) for one in judged for task, counts in one.items())
+    if others:
+        told = (f"{task} {count(items)} ({words['published_mark']} {count(whole)})" for task, items, whole in others)
+        notes.append(words["other_items_note"].format(tasks=", ".join(told)))
+    return " ".join(notes)
 
 
 def _steps(title: str, models: Sequence[_Made], names_of: Mapping[str, str], artist: Artist, note: str = "") -> Figure:

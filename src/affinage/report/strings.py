@@ -354,6 +354,10 @@ _WORDS: dict[str, tuple[str, str]] = {
         "† asked in the chat template: not comparable with scores asked without it.",
         "† posé dans le modèle de conversation : pas comparable aux scores posés sans lui.",
     ),
+    "other_items_note": (
+        "Not on the same items as the published scores: {tasks}.",
+        "Pas sur les mêmes items que les scores publiés : {tasks}.",
+    ),
     "change": ("Change", "Écart"),
     "base": ("base", "base"),
     "dpo_model": ("preferences", "préférences"),
