@@ -42,6 +42,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         timeout=500,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    (folder / "said").write_text(ended.stdout + ended.stderr)
     return folder / "runs", task
 
 
@@ -59,6 +60,8 @@ def test_scores_in_the_loop_are_those_of_the_checkpoint_on_one_device(two_hosts:
     assert set(told[-1]["evaluation"]["bits_per_byte"]) == {"en", "fr"}
     kept = (runs / "tiny" / "pretrain" / "benchmarks.jsonl").read_text().splitlines()
     assert len(kept) == 1 + 24, "one host has written them, each once"
+    said = (runs.parent / "said").read_text().splitlines()
+    assert len([line for line in said if "  benchmarks: sums " in line]) == 3, "one host says them, each once"
 
 
 def test_looks_at_benchmarks_are_taken_by_all_hosts_and_written_by_one(two_hosts: tuple[Path, str]):
