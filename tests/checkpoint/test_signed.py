@@ -15,9 +15,9 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.remote import RemoteFolder
 from affinage.checkpoint.remote_steps import RemoteSteps
 from affinage.checkpoint.seal import SEAL, Unsigned, damage, parse, seal, sign
-from affinage.checkpoint.signing import KEY_VARIABLE, signing_key
 from affinage.cli.program import main
 from affinage.errors import UserError
+from affinage.signing import KEY_VARIABLE, signing_key
 from affinage.stages.initial import MODEL
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))

@@ -10,11 +10,11 @@ from typing import Any
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
 from affinage.checkpoint.seal import SEAL, Unsigned, damage, is_what_was_sealed, parse
-from affinage.checkpoint.signing import signing_key
 from affinage.checkpoint.steps import STEP, remove
 from affinage.checkpoint.store import CheckpointStore
 from affinage.errors import UserError
 from affinage.secrets import masked
+from affinage.signing import signing_key
 
 CHECKPOINTS = "checkpoints"  # in the folder of a training
 _AT_ONCE = 4  # files

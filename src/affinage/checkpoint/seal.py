@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from affinage.checkpoint.signing import KEY_VARIABLE
 from affinage.errors import raise_of_network
+from affinage.signing import KEY_VARIABLE
 
 SEAL = "SHA256SUMS"
 _LARGEST = 2**26  # bytes of a seal: half a million files, where a checkpoint has some for each host

@@ -18,11 +18,11 @@ from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.memory import memory_given_back
 from affinage.checkpoint.seal import UNSIGNED, damage, seal, seal_hash, sign
-from affinage.checkpoint.signing import KEY_VARIABLE, signing_key
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import waits_for_others
+from affinage.signing import KEY_VARIABLE, signing_key
 
 PyTree = Any
 
@@ -70,7 +70,7 @@ class CheckpointStore:
         copies: is told of every save, and says which steps may not be removed yet; None: nobody is.
 
     Raises:
-        UserError: see `affinage.checkpoint.signing.signing_key`; with one, seals are signed, and others are none.
+        UserError: see `affinage.signing.signing_key`; with one, seals are signed, and others are none.
     """
 
     def __init__(

@@ -175,7 +175,7 @@ def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption
     Example: affinage checkpoint verify quickstart
     """
     from affinage.checkpoint.seal import UNSIGNED
-    from affinage.checkpoint.signing import signing_key
+    from affinage.signing import signing_key
 
     whole = "whole, and signed" if signing_key() else "whole"
     found: dict[int, str] = {}

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 from collections.abc import Collection, Iterator
 
-from affinage.checkpoint.signing import signing_key
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import names_of, of_pocket_world
 from affinage.paths import from_home
@@ -14,6 +13,7 @@ from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import load_plugins
 from affinage.recipe.training import TrainSettings
 from affinage.recipe.tuning import TuningSettings
+from affinage.signing import signing_key
 from affinage.stages.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.stages.names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.stages.road import local_tasks
