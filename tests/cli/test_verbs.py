@@ -128,6 +128,22 @@ def test_planning_data_needs_no_jax(tmp_path):
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quickstrat", "--on", "v4-8"], "no recipe named `quickstrat`"),
+        (["quickstart", "--on", "v9-8"], "no slice is called `v9-8`"),
+        (["quickstart", "--on", "v4-8", "--set", "pretrain.stesp=1"], "`pretrain.stesp` is not a setting"),
+    ],
+)
+def test_a_mistake_in_what_is_planned_is_told_before_jax_is_imported(tmp_path, words, message):
+    code = f"import sys; from affinage.cli import main\ntry: main({['plan', *words]!r})\nfinally: "
+    shown = subprocess.run(
+        [sys.executable, "-c", code + "print('jax' in sys.modules)"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert message in shown.stderr and shown.stdout.rstrip().endswith("False")
+
+
 def test_dry_run_as_json(tmp_path):
     shown = affinage("run", TINY, "--dry-run", "--json", "--until", "clean", cwd=tmp_path)
     rows = json.loads(shown.stdout)

@@ -78,21 +78,22 @@ def plan(
     affinage plan capacity --on v4-128 --width 10240
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # planning must not take the accelerator that something else trains on
-    from affinage.planning.plan import compare, default_slice
+    from affinage.hardware.slices import find_slice
 
     _one_question(which=which, width=width is not None, curve=curve is not None, search=search, compile=compile_step)
     if which and on:
         raise UserError("--which looks through all slices", where="--which", fix="Leave out --on.")
+    named = find_slice(on) if on else None
     asked = _asked(recipe, overrides or [], stage, runs)
+    from affinage.planning.plan import compare, default_slice
+
     loaded = asked.loaded
     if which:
         with Working("planning"):
             plans = compare(loaded.recipe, asked.graph)
         show_comparison(plans, as_json)
         return
-    from affinage.hardware.slices import find_slice
-
-    where = find_slice(on) if on else default_slice(loaded.recipe)
+    where = named or default_slice(loaded.recipe)
     if width is not None:
         from affinage.cli.plan_capacity import capacity_and_show
 
@@ -133,11 +134,11 @@ class _Asked(NamedTuple):
 
 
 def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
+    loaded = load(recipe, overrides)  # before the imports of JAX, so that a mistake in it is told at once
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.recipe.plugins import load_plugins
     from affinage.training.choices import check_choices
 
-    loaded = load(recipe, overrides)
     if stage:
         overrides = [*overrides, *only(stage, loaded.recipe)]
         loaded = load(recipe, overrides)
