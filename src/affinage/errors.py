@@ -64,9 +64,14 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
 
     Where `most` is more, the next ones are named, too.
     """
-    near = [f"`{each}`" for each in difflib.get_close_matches(word, list(known), n=most)]
-    others = f" Or {', '.join(near[1:])}?" if near[1:] else ""
-    return f"Did you mean {near[0]}?{others}" if near else ""
+    return meant(difflib.get_close_matches(word, list(known), n=most))
+
+
+def meant(names: Iterable[str]) -> str:
+    """The question whether the user meant the first of `names`, or one of the others; "" where there are none."""
+    quoted = [f"`{name}`" for name in names]
+    others = f" Or {', '.join(quoted[1:])}?" if quoted[1:] else ""
+    return f"Did you mean {quoted[0]}?{others}" if quoted else ""
 
 
 def of_the_machine(error: Exception) -> UserError | None:

@@ -34,8 +34,12 @@ def changed(*changes: tuple[str, Any]) -> Any:
     ("changes", "where", "message"),
     [
         ([("blocks.kind", "transfomer_block")], "blocks/kind", "Did you mean `transformer_block`?"),
-        ([("blocks.repaet", 3)], "blocks/repaet", "Did you mean `repeat`?"),
-        ([("blocks.attention.kv_head", 2)], "blocks/attention/kv_head", "Did you mean `kv_heads`?"),
+        ([("blocks.repaet", 3)], "blocks/repaet", "Did you mean `model.nodes.blocks.repeat`?"),
+        (
+            [("blocks.attention.kv_head", 2)],
+            "blocks/attention/kv_head",
+            "Did you mean `model.nodes.blocks.attention.kv_heads`?",
+        ),
         ([("blocks.ffn.kind", "swiglo")], "blocks/ffn/kind", "Did you mean `swiglu`?"),
         ([("blocks.ffn.width", "wide")], "blocks/ffn/width", "a whole number"),
         ([("blocks.attention.kv_heads", 3)], "blocks/attention", "4 heads do not divide into 3 kv_heads"),
@@ -68,7 +72,7 @@ def test_the_line_is_the_one_in_the_file(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("base: gpt2-124m\nname: mine\nmodel:\n  nodes:\n    blocks:\n      ffn: {widht: 3}\n")
     loaded = load_recipe(recipe)
-    with pytest.raises(UserError, match="Did you mean `width`") as caught:
+    with pytest.raises(UserError, match=r"Did you mean `model\.nodes\.blocks\.ffn\.width`") as caught:
         parse(loaded.recipe.model, loaded.locate)
     assert caught.value.where.endswith("mine.yaml:6")
 

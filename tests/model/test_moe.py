@@ -207,7 +207,7 @@ def test_a_mesh_changes_nothing(sizes, capacity_factor):
     ("ffn", "message"),
     [
         ({"top_k": 5}, "more than the 4 experts"),
-        ({"capacity": 1.0}, "Did you mean `capacity_factor`"),
+        ({"capacity": 1.0}, "Did you mean `model.nodes.blocks.ffn.capacity_factor`"),
         ({"activation": "swiglo"}, "Did you mean `swiglu`"),
     ],
 )

@@ -52,7 +52,7 @@ def test_good_recipe_and_its_places(write):
 
 
 MISTAKES = [
-    ("batch: 8", "bacth: 8", "r.yaml:11", "`pretrain.bacth` is not a setting", "Did you mean `batch`?"),
+    ("batch: 8", "bacth: 8", "r.yaml:11", "`pretrain.bacth` is not a setting", "Did you mean `pretrain.batch`?"),
     ("floor: 1e-4", "flor: 1e-4", "r.yaml:12", "`pretrain.schedule.floor` is missing", "Add `floor:` with a number."),
     ("steps: 1_000", "steps: many", "r.yaml:10", "`pretrain.steps` is `many`, and must be a whole number", ""),
     ("steps: 1_000", "steps: 1.5", "r.yaml:10", "`pretrain.steps` is `1.5`, and must be a whole number", ""),
@@ -61,12 +61,18 @@ MISTAKES = [
     ("jaccard: 0.9", "jaccard: true", "r.yaml:8", "`data.deduplicate.jaccard` is `true`, and must be a number", ""),
     ("steps: 1_000", "steps: true", "r.yaml:10", "`pretrain.steps` is `true`, and must be a whole number", ""),
     ("jaccard: 0.9", "jaccard: [1]", "r.yaml:8", "`data.deduplicate.jaccard` is a list, and must be a number", ""),
-    ("language: fr", "langage: fr", "r.yaml:7", "`data.sources.1.langage` is not a setting", "`language`"),
+    (
+        "language: fr",
+        "langage: fr",
+        "r.yaml:7",
+        "`data.sources.1.langage` is not a setting",
+        "`data.sources.1.language`",
+    ),
     ("name: small", "name: a/b", "r.yaml:1", "`name` is `a/b`, and may hold letters", ""),
     ("name: small", "seed: 1", "r.yaml:1", "`name` is missing", "with a name"),
     ("batch: 8", "batch: 8\n  micro_batches: 3", "r.yaml:9", "batch 8 does not divide into 3 micro_batches", ""),
     ("batch: 8", "log_every: 8", "r.yaml:9", "give either `batch`", ""),
-    ("name: small", "name: small\nmesh: {dta: 2}", "r.yaml:2", "`mesh.dta` is not a setting", "`data`"),
+    ("name: small", "name: small\nmesh: {dta: 2}", "r.yaml:2", "`mesh.dta` is not a setting", "`mesh.data`"),
     ("name: small", "name: small\nmesh: {data: all}", "r.yaml:2", "must be a whole number, or one of: auto", ""),
     ("name: small", "name: small\nreport: {language: de}", "r.yaml:2", "must be one of: en, fr", ""),
     ("name: small", "name: small\nname: large", "r.yaml:2", "`name` is given twice, here and in line 1", "Keep one"),
@@ -146,9 +152,37 @@ def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write):
 
 
 @pytest.mark.parametrize(
+    ("misplaced", "meant"),
+    [
+        ("fsdp=8", "Did you mean `mesh.fsdp`?"),
+        ("fdsp=8", "Did you mean `mesh.fsdp`?"),
+        ("parallel.fsdp=8", "Did you mean `mesh.fsdp`?"),
+        ("mesh.seed=1", "Did you mean `seed`?"),
+        ("micro_batches=2", "Did you mean `pretrain.micro_batches`?\n"),  # the others are of sections left out
+        ("pretrain.optimizer.peak=1", "Did you mean `pretrain.schedule.peak`?\n"),
+        ("context=64", "Did you mean `rows.context`? Or `mesh.context`, `sft.context`?"),
+        ("steps=7", "Did you mean `pretrain.steps`?\n"),  # and not `sweep`
+        ("xyzzy=1", "Settings here: name, description"),
+    ],
+)
+def test_a_setting_in_the_wrong_place_is_told_by_its_whole_name(write, misplaced, meant):
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(GOOD), [misplaced])
+    assert meant in f"{caught.value}\n"
+
+
+def test_a_setting_on_the_wrong_level_of_the_file_is_told_by_its_whole_name(write):
+    with pytest.raises(UserError, match=r"r\.yaml:2: `fsdp` is not a setting\n  Did you mean `mesh\.fsdp`\?"):
+        load_recipe(write(GOOD.replace("name: small", "name: small\nfsdp: 8")))
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pretrain.stesp=7", "--set pretrain.stesp: `pretrain.stesp` is not a setting\n  Did you mean `steps`?"),
+        (
+            "pretrain.stesp=7",
+            "--set pretrain.stesp: `pretrain.stesp` is not a setting\n  Did you mean `pretrain.steps`?",
+        ),
         ("pretrain.steps=[", "--set pretrain.steps:1: this is not valid YAML"),
         ("pretrain.steps", "--set pretrain.steps: this is not `key=value`"),
         ("data.sources.9=x", "`data.sources` is a list of 2, and `9` is none of its positions"),

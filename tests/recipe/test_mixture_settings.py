@@ -31,7 +31,7 @@ def test_one_mixture_or_several_stages():
         ("{en: 0}", "at least one weight must be above zero"),
         ("[{from_step: 5, weights: {en: 1}}]", r"begin at steps \[5\]: the first must be 0"),
         ("[{weights: {en: 1}}, {weights: {fr: 1}}]", "each a later one"),
-        ("[{form_step: 0, weights: {en: 1}}]", "Did you mean `from_step`"),
+        ("[{form_step: 0, weights: {en: 1}}]", r"Did you mean `pretrain\.mixture\.0\.from_step`"),
     ],
 )
 def test_mistakes_are_told(written: str, complaint: str):

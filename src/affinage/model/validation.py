@@ -1,5 +1,6 @@
 """From a recipe's nodes to validated ones, or to one message that says which line is wrong."""
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import affinage.model.kinds  # noqa: F401  registers the kinds of the package
-from affinage.errors import UserError, did_you_mean
+from affinage.errors import UserError, meant
 from affinage.model.kind import KINDS, NodeKind
 from affinage.model.node import Node, ancestors
 from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
@@ -19,9 +20,10 @@ INPUTS: dict[str, Shape] = {"tokens": TOKENS}
 NODE_KEYS = ("kind", "in", "repeat", "scan")
 
 
-def _suggest(word: str, known: Iterable[str]) -> str:
-    """A line that names the nearest known word, or all of them."""
-    return did_you_mean(word, known) or f"There are: {', '.join(sorted(known))}."
+def _suggest(word: str, known: Iterable[str], within: Path = ()) -> str:
+    """A line that names the nearest known word, with the keys that it stands within, or all of them."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return meant(".".join((*within, name)) for name in near) or f"There are: {', '.join(sorted(known))}."
 
 
 def known_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> None:
@@ -33,7 +35,7 @@ def known_keys(entry: Any, known: Iterable[str], path: Path, locate: Locate) -> 
             raise UserError(
                 f"`{'.'.join((*path[2:], str(key)))}` is not a setting",
                 where=locate((*path, str(key))),
-                fix=_suggest(str(key), known),
+                fix=_suggest(str(key), known, path),
             )
 
 
@@ -95,7 +97,7 @@ def _parse_settings(kind: type[NodeKind], settings: dict[str, Any], path: Path, 
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        raise explain(error, kind, settings, lambda inner: locate((*path, *map(str, inner)))) from None
+        raise explain(error, kind, settings, lambda inner: locate((*path, *map(str, inner))), path) from None
 
 
 def check_inputs(nodes: Mapping[str, Node], inputs: Mapping[str, Shape], locate: Locate) -> None:

@@ -1,14 +1,15 @@
 """What pydantic finds wrong with a recipe, said in plain sentences."""
 
+import difflib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from affinage.errors import UserError, did_you_mean
+from affinage.errors import UserError, did_you_mean, meant
 from affinage.recipe.settings import Settings
 from affinage.recipe.yaml_text import as_yaml
 
@@ -22,6 +23,8 @@ _WANTED = {  # pydantic's error types that mean "another kind of value is needed
     "dict": "a mapping of keys to values",
     "model": "a mapping of settings",
 }
+_ELSEWHERE = 3  # places that are suggested
+_ALIKE, _SIMILAR = 0.75, 0.6  # of names, by difflib: certain enough to be sought in all places; worth a suggestion
 _BOUNDS = {
     "greater_than": ("more than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -31,12 +34,19 @@ _BOUNDS = {
 
 
 def explain(
-    error: ValidationError, model: type[Settings], raw: Any, locate: Callable[[Sequence[str | int]], str]
+    error: ValidationError,
+    model: type[Settings],
+    raw: Any,
+    locate: Callable[[Sequence[str | int]], str],
+    within: Sequence[str] = (),
 ) -> UserError:
-    """Turn all findings of `error` about `raw`, parsed as `model`, into one message with a line for each."""
+    """Turn all findings of `error` about `raw`, parsed as `model`, into one message with a line for each.
+
+    `within` is where in the recipe `raw` stands: names that are suggested begin with it, so that they can be pasted.
+    """
     found: dict[tuple[str, str, str], None] = {}  # an ordered set: unions report the same value several times
     for details in _without_union_echoes(error.errors(include_url=False), raw):
-        path, what, fix = _sentence(details, model, raw)
+        path, what, fix = _sentence(details, model, raw, within)
         if details["type"] == "too_short" and details["input"]:
             continue  # pydantic leaves out the entries with mistakes of their own, and then finds too few
         found[(locate(path), what, fix)] = None
@@ -84,7 +94,9 @@ def _is_tag(key: str | int, value: Any) -> bool:
     return value.get("kind") == key or (isinstance(key, str) and key.endswith(Settings.__name__))
 
 
-def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[tuple[str | int, ...], str, str]:
+def _sentence(
+    details: ErrorDetails, model: type[Settings], raw: Any, within: Sequence[str]
+) -> tuple[tuple[str | int, ...], str, str]:
     """(path, what is wrong, what to do) of one finding."""
     kind, loc, context = details["type"], details["loc"], details.get("ctx", {})
     path = _written(loc, raw)
@@ -98,7 +110,7 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
             f"Add `{missing}:` {_needed(model, loc)}".rstrip() + ".",
         )
     if kind == "extra_forbidden":
-        return path, f"`{dotted}` is not a setting", _suggestion(str(loc[-1]), _keys(model, loc[:-1]))
+        return path, f"`{dotted}` is not a setting", _suggestion(path, _keys(model, loc[:-1]), model, raw, within)
     if kind == "union_tag_not_found":
         return path, f"`{dotted}.kind` is missing", "Add `kind:`."
     if kind == "union_tag_invalid":
@@ -108,7 +120,7 @@ def _sentence(details: ErrorDetails, model: type[Settings], raw: Any) -> tuple[t
     if kind == "literal_error":
         words = [word.strip(" '\"") for word in context["expected"].replace(" or ", ", ").split(",")]
         if loc[-1] == "[key]":
-            return path, f"`{dotted}` is not a setting", _suggestion(str(path[-1]), words)
+            return path, f"`{dotted}` is not a setting", _suggestion(path, words, model, raw, within)
         also = "a whole number, or " if loc[-1:] != path[-1:] else ""  # the last part is then a member of a union
         return (
             path,
@@ -144,8 +156,55 @@ def _shown(value: Any) -> str:
     return f"`{text[:60]}`" + ("..." if len(text) > 60 else "")
 
 
-def _suggestion(word: str, known: Sequence[str]) -> str:
-    return did_you_mean(word, known) or ("Settings here: " + ", ".join(known) + "." if known else "")
+def _suggestion(
+    path: Sequence[str | int], here: Sequence[str], model: type[Settings], raw: Any, within: Sequence[str]
+) -> str:
+    """The setting that is meant by `path`, by its whole name: one beside it, else one that stands in another place."""
+    place = [*map(str, path)]
+    question = meant(".".join([*within, *likely]) for likely in _likely(place, here, model, raw))
+    return question or ("Settings here: " + ", ".join(here) + "." if here else "")
+
+
+def _likely(path: list[str], here: Sequence[str], model: type[Settings], raw: Any) -> Sequence[Sequence[str]]:
+    """The settings that `path` may be meant for, of those that stand `here` and of all others."""
+    *around, word = path
+    everywhere = list(_places(model))
+
+    def beside(cutoff: float) -> list[Sequence[str]]:
+        return [[*around, name] for name in difflib.get_close_matches(word, here, n=1, cutoff=cutoff)]
+
+    def elsewhere(name: str) -> list[Sequence[str]]:
+        return _nearest([place for place in everywhere if place[-1] == name], path, raw)
+
+    alike = difflib.get_close_matches(word, {place[-1] for place in everywhere}, n=1, cutoff=_ALIKE)
+    return (
+        beside(_ALIKE) or elsewhere(word) or beside(_SIMILAR) or [place for name in alike for place in elsewhere(name)]
+    )
+
+
+def _nearest(places: list[Sequence[str]], path: Sequence[str], raw: Any) -> list[Sequence[str]]:
+    """At most _ELSEWHERE of some places: those in the sections around `path`, and of others in those written down."""
+    most = max((_shared(place, path) for place in places), default=0)
+    near = [place for place in places if _shared(place, path) == most]
+    written = [place for place in near if len(place) == 1 or place[0] in raw]
+    return sorted(written or near, key=len)[:_ELSEWHERE]
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many keys both begin with."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _places(model: type[Settings], around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys that lead to each setting, without those that stand in lists."""
+    for name, field in model.model_fields.items():
+        place = (*around, name)
+        yield place
+        if get_origin(field.annotation) is dict:
+            key = get_args(field.annotation)[0]
+            yield from ((*place, word) for word in get_args(key) if get_origin(key) is typing.Literal)
+        for inner in _settings_in(field.annotation, in_lists=False):
+            yield from _places(inner, place)
 
 
 def _needed(model: type[Settings], loc: Sequence[str | int]) -> str:
@@ -194,11 +253,12 @@ def _has_kind(member: type[Settings], kind: str) -> bool:
     return "kind" in member.model_fields and kind in get_args(member.model_fields["kind"].annotation)
 
 
-def _settings_in(annotation: Any) -> list[type[Settings]]:
+def _settings_in(annotation: Any, *, in_lists: bool = True) -> list[type[Settings]]:
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    if get_origin(annotation) in (types.UnionType, typing.Union, tuple, list, typing.Annotated):
-        return [found for member in get_args(annotation) for found in _settings_in(member)]
+    lists = (tuple, list) if in_lists else ()
+    if get_origin(annotation) in (types.UnionType, typing.Union, typing.Annotated, *lists):
+        return [found for member in get_args(annotation) for found in _settings_in(member, in_lists=in_lists)]
     return []
 
 
