@@ -4,7 +4,7 @@ import pytest
 
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
-from affinage.hardware.slices import compared, find_slice
+from affinage.hardware.slices import compared, find_slice, memory_text
 
 # name, chips, JAX devices, shape, hosts, libtpu's name. Google's own lists: cloud.google.com/tpu/docs.
 KNOWN = [
@@ -119,3 +119,17 @@ def test_libtpu_knows_the_topologies():
         check=True,
     )
     assert [int(line) for line in done.stdout.split()] == [s.devices for s in found]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (17.52 * GiB, "17.52 GiB"),
+        (0.1 * GiB, "0.10 GiB"),
+        (0.09 * GiB, "92.16 MiB"),
+        (1024 * 1024 // 8, "0.12 MiB"),
+        (4 * 8 * 128 * 4, "16.00 KiB"),
+    ],
+)
+def test_memory_is_told_in_a_unit_in_which_it_is_not_zero(count, text):
+    assert memory_text(count) == text

@@ -82,6 +82,7 @@ _TPUS = {
 }
 _GPUS = {"a100": "A100 80GB", "a100-40gb": "A100 40GB", "h100": "H100", "h200": "H200", "b200": "B200", "l4": "L4"}
 _GPUS_OF_BOX = 8
+_SMALLEST = 0.1  # of a unit of memory, that is told in it
 _JAX_TAKES = 0.75  # docs.jax.dev/en/latest/gpu_memory_allocation.html
 _COMPARED = (
     "v2-8 v3-8 v3-32 v4-8 v4-16 v4-32 v4-64 v4-128 v5e-4 v5e-8 v5e-16 v5e-64 v5e-256 v5p-8 v5p-32 v5p-128 v6e-4 v6e-8 "
@@ -229,5 +230,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def memory_text(count: float) -> str:
-    """Bytes in GiB with two digits, as the compiler writes them."""
-    return f"{count / GiB:.2f} GiB"
+    """Bytes in GiB with two digits, as the compiler writes them; less than a tenth of one in MiB, of these in KiB."""
+    for unit, size in (("GiB", GiB), ("MiB", GiB >> 10)):
+        if count >= _SMALLEST * size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / (GiB >> 20):.2f} KiB"
