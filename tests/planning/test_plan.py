@@ -240,6 +240,25 @@ def test_what_a_run_refuses_is_not_planned(settings, said):
         plan_of(SMALL, "v4-8", *settings)
 
 
+def test_a_mesh_axis_that_splits_nothing_is_refused_and_one_for_experts_that_are_not_is_told():
+    mesh = "mesh={data: 1, context: 4}"
+    with pytest.raises(UserError, match="nothing of this model is split along context = 4") as refused:
+        plan_of("byol-digits", "v4-8", mesh)
+    assert refused.value.fix == "Set `mesh: {data: 4}`."
+    assert plan_of("byol-digits", "v4-8", "mesh={data: 4}").fits
+    experts = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256}"
+    for settings, told in (
+        (("mesh={expert: 4}",), True),
+        (("mesh={expert: 4}", experts), False),
+        (("mesh={expert: 4}", "parallel.sharding.embed=[fsdp, expert]"), False),
+        (("mesh={fsdp: 4}",), False),
+    ):
+        said = [warning for warning in plan_of(SMALL, "v4-8", *settings).warnings if "has experts" in warning]
+        assert bool(said) == told and all("`mesh.data`" in warning for warning in said)
+    with pytest.raises(UserError, match="nothing of this model is split along expert = 4"):
+        plan_of(SMALL, "v4-8", "mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]")
+
+
 def test_recomputation_trades_memory_for_products():
     plain, block = (plan_of(SMALL, "v4-8", f"parallel.remat={name}") for name in ("none", "block"))
     assert block.memory.activations < 0.3 * plain.memory.activations

@@ -6,7 +6,7 @@ import yaml
 from affinage.cli import main
 from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
-from affinage.stages.foresight import check
+from affinage.stages.foresight import check, doubts
 
 RECIPE = """\
 name: small
@@ -110,3 +110,15 @@ def test_a_dry_run_says_so_too(ahead, override, said, capsys):
 def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(settings, what):
     with pytest.raises(UserError, match=what):
         check(load_recipe("quickstart", settings), {"pretrain"})
+
+
+def test_a_mesh_axis_that_splits_nothing_is_refused_before_the_data_is_worked():
+    with pytest.raises(UserError, match="nothing of this model is split along context = 2") as refused:
+        check(load_recipe("byol-digits", ["mesh={data: 1, context: 2}"]), {"pretrain"})
+    assert refused.value.where.endswith("--set mesh") and refused.value.fix == "Set `mesh: {data: 2}`."
+
+
+def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
+    assert [said for said in doubts(load_recipe("quickstart", ["mesh={expert: 2}"])) if "has experts" in said]
+    for recipe, mesh in (("quickstart", "mesh={data: 2}"), ("moe-small", "mesh={expert: 2}")):
+        assert not [said for said in doubts(load_recipe(recipe, [mesh])) if "has experts" in said]

@@ -20,6 +20,7 @@ from affinage.parallel.mesh import AXES, axis_sizes
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.pipeline import Pipeline
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
+from affinage.parallel.used_axes import check_axes_used
 from affinage.planning.experts import of_one_owner
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import AttentionImplementation, TrainSettings
@@ -75,6 +76,7 @@ class Split:
         Raises:
             UserError: naming the nearest settings that work.
         """
+        check_axes_used(self.graph, self.sizes, self.table)
         check_rows_divide(self.rows, self.micro_batches, self.layout.mesh, self.table)
         check_positions_divide(self.context, self.layout.mesh, self.table)
         if self.stages > 1:

@@ -15,6 +15,7 @@ from affinage.model.kinds.attention_choice import Need, obstacles
 from affinage.model.preferred import preference_graph
 from affinage.parallel.mesh import axis_sizes
 from affinage.parallel.sharding import table_with
+from affinage.parallel.used_axes import without_experts
 from affinage.planning.consistency import Contradiction, Facts, contradictions, facts_of
 from affinage.planning.experts import is_dropless
 from affinage.planning.guard import epoch_guard
@@ -138,6 +139,8 @@ class Plan:
                 "attention is computed without a kernel: all pairs of positions are, and are kept. See what "
                 f"`--set {self.section}.attention=cudnn` does to this plan"
             )
+        if self.split.sizes["expert"] > 1 and (said := without_experts(self.split.graph, self.split.table)):
+            found.append(said)
         return (*found, *([self.guard] if self.guard else []))
 
     def _attention_by_name(self) -> bool:

@@ -88,7 +88,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
 
 def doubts(loaded: LoadedRecipe) -> list[str]:
     """What can be meant so, but hardly ever is."""
-    return [*_left_of_the_base(loaded), *_asked_by_nobody(loaded)]
+    return [*_left_of_the_base(loaded), *_asked_by_nobody(loaded), *_without_experts(loaded)]
 
 
 def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
@@ -121,6 +121,21 @@ def _asked_by_nobody(loaded: LoadedRecipe) -> Iterator[str]:
     )
     if own:
         yield "report.prompts and report.questions are answered with the benchmarks: evaluate is null, so nobody asks"
+
+
+def _without_experts(loaded: LoadedRecipe) -> Iterator[str]:
+    """A mesh has an axis for experts, and the model has none."""
+    recipe = loaded.recipe
+    if recipe.mesh.get("expert", 1) == 1:
+        return
+    from affinage.model import parse
+    from affinage.parallel import table_with
+    from affinage.parallel.used_axes import without_experts
+
+    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocabulary), loaded.locate)
+    said = without_experts(graph, table_with(recipe.parallel.sharding))
+    if said:
+        yield said
 
 
 def _check_export(loaded: LoadedRecipe) -> None:
@@ -187,6 +202,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.model import abstract_params, logical_axes, parse
     from affinage.parallel import MeshLayout, call_on, make_mesh, param_shardings, strategy_for, table_with
     from affinage.parallel.sharding import check_positions_divide, check_rows_divide
+    from affinage.parallel.used_axes import check_axes_used
     from affinage.training import rows_per_step
     from affinage.training.choices import check_choices
     from affinage.training.frozen import frozen_of
@@ -223,6 +239,8 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     check_choices(settings, lambda path: loaded.locate((name, *path)))
     with _written(loaded, "parallel", "sharding"):
         table = table_with(recipe.parallel.sharding)
+    with _written(loaded, "mesh"):
+        check_axes_used(graph, mesh.shape, table)
     with _written(loaded, name, "batch"):
         check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
     with _written(loaded, "mesh"):

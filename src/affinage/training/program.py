@@ -20,6 +20,7 @@ from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
+from affinage.parallel.used_axes import check_axes_used
 from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
@@ -45,6 +46,7 @@ class Program:
         rows, wanted = self.rows, rows_per_step(self.job.settings, self.mesh.size)
         if rows != wanted:
             raise ValueError(f"the feed yields {rows} rows a step, the settings say {wanted}")
+        check_axes_used(self.job.graph, self.mesh.shape, self.layout.table)
         check_rows_divide(rows, self.job.settings.micro_batches, self.mesh, self.layout.table)
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
