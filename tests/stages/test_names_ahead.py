@@ -122,3 +122,17 @@ def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
     assert [said for said in doubts(load_recipe("quickstart", ["mesh={expert: 2}"])) if "has experts" in said]
     for recipe, mesh in (("quickstart", "mesh={data: 2}"), ("moe-small", "mesh={expert: 2}")):
         assert not [said for said in doubts(load_recipe(recipe, [mesh])) if "has experts" in said]
+
+
+def test_dpo_does_not_begin_with_a_step_that_fine_tuning_cannot_reach():
+    of_each = "sft.sources=[{path: pocket-world, examples: 100}]"
+    few = [of_each, "sft.steps=400", "sft.batch=8", "sft.max_epochs=2"]  # 25 steps, were each in a row of its own
+    for settings, said in (
+        (["sft.steps=400", "dpo.base_step=401"], "at step 400 at the latest, before 401: so many are sft.steps"),
+        ([*few, "dpo.base_step=26"], "at step 25 at the latest, before 26: sft.max_epochs is 2, and 100 conversations"),
+    ):
+        with pytest.raises(UserError, match=said) as refused:
+            check(load_recipe("quickstart", settings), {"sft"})
+        assert refused.value.where == "--set dpo.base_step"
+    for settings in ([*few, "dpo.base_step=25"], [*few, "sft.max_epochs=null", "dpo.base_step=26"], few):
+        check(load_recipe("quickstart", settings), {"sft"})

@@ -12,7 +12,7 @@ from affinage.recipe.layers import packaged_recipes, shown_path
 from affinage.recipe.load import LoadedRecipe
 from affinage.recipe.plugins import load_plugins
 from affinage.recipe.training import TrainSettings
-from affinage.recipe.tuning import TuningSettings
+from affinage.recipe.tuning import SftSettings, TuningSettings
 from affinage.signing import signing_key
 from affinage.stages.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.stages.names import check_against, check_languages, check_tasks, check_tasks_in_loop
@@ -81,6 +81,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if recipe.sft is not None and "sft" in stages:
         check_tasks_in_loop(loaded, "sft")
         _check_training(loaded, recipe.sft, "sft")
+        _check_base_of_dpo(loaded, recipe.sft)
     if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
         check_tasks_in_loop(loaded, "dpo")
         _check_training(loaded, recipe.dpo, "dpo")
@@ -271,6 +272,35 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
             where=loaded.locate((tunings[0], "base_step")),
             fix=f"Set pretrain.checkpoint.every_steps and keep_every to numbers that divide {step}.",
         )
+
+
+def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
+    """What follows a fine-tuning that is still to be made begins with no step that this cannot reach.
+
+    Where it ends by `max_epochs` is known once its conversations are packed; before, at most one is in a row.
+    """
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import make_mesh
+    from affinage.training import rows_per_step
+
+    step = loaded.recipe.dpo.base_step if loaded.recipe.dpo is not None else None
+    if step is None:
+        return
+    last, why, fix = (
+        sft.steps,
+        "so many are sft.steps",
+        "Set a step that sft saves and keeps, or leave it out for its last one.",
+    )
+    given = [source.examples for source in sft.sources if source.examples is not None]
+    if sft.max_epochs is not None and sft.mixture is None and len(given) == len(sft.sources):
+        rows = rows_per_step(sft, make_mesh(dict(loaded.recipe.mesh.items()), acquire()).size)
+        seen = max(1, int(sum(given) * sft.max_epochs / rows))
+        if seen < last:
+            last = seen
+            why = f"sft.max_epochs is {sft.max_epochs:g}, and {sum(given):,} conversations are at most as many rows"
+    if step > last:
+        where = loaded.locate(("dpo", "base_step"))
+        raise UserError(f"sft ends at step {last:,} at the latest, before {step:,}: {why}", where=where, fix=fix)
 
 
 def _check_mixture(loaded: LoadedRecipe) -> None:
