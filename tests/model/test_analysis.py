@@ -4,6 +4,7 @@ import functools
 from math import prod
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
@@ -54,7 +55,7 @@ def products(jaxpr) -> int:
         if equation.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
             total += product(equation)
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
             total += times * products(inner)
     return total
 

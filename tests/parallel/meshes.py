@@ -18,8 +18,8 @@ from affinage.training import TrainJob
 from affinage.training.program import Program
 
 VOCABULARY, CONTEXT, ROWS = 64, 32, 8
-# XLA's other way from loops to code: a third of the compilation, and these tests compile much.
-QUICKLY = {"xla_cpu_use_fusion_emitters": False}
+# XLA's other way from loops to code, a third of the compilation, and these tests compile much. JAX 0.11 has none.
+QUICKLY = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 
 
 def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = None, **mixture: Any) -> Graph:

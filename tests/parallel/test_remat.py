@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
+import jax.extend.core
 import meshes
 import pytest
 from jax.experimental import topologies
 
 from affinage.errors import UserError
+from affinage.model.scans import parts_of_scan
 from affinage.parallel import Spmd, make_mesh
 from affinage.training.program import Program
 
@@ -32,13 +34,13 @@ def kept(remat) -> int:
     one = dataclasses.replace(one, job=dataclasses.replace(one.job, strategy=Traced()))
     scans = [eqn for eqn in _equations(one.compile_training().jaxpr) if eqn.primitive.name == "scan"]
     (forward,) = (eqn for eqn in scans if not eqn.params["reverse"])
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in forward.outvars[forward.params["num_carry"] :])
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in forward.outvars[parts_of_scan(forward.params)[1] :])
 
 
 def _equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.core.jaxprs_in_params(eqn.params):
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from _equations(inner)
 
 

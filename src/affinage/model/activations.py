@@ -32,6 +32,7 @@ from affinage.model.module import abstract_averages, abstract_params, apply_part
 from affinage.model.node import Node
 from affinage.model.parameter import Tree
 from affinage.model.remat import with_remat
+from affinage.model.scans import parts_of_scan
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.recipe.parallel import Remat, RematPreset
 
@@ -167,7 +168,9 @@ def _inner(equation: Any) -> Jaxpr | None:
 
 def _carried(equation: Any) -> range:
     """Which arguments a loop passes from turn to turn."""
-    constants, carries = (equation.params.get(key, 0) for key in ("num_consts", "num_carry"))
+    if equation.primitive.name != "scan":
+        return range(0)
+    constants, carries = parts_of_scan(equation.params)
     return range(constants, constants + carries)
 
 

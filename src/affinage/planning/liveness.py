@@ -21,6 +21,8 @@ import jax.extend
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
+from affinage.model.scans import parts_of_scan
+
 # Not listed: element-wise operations, broadcasts, reshapes, slices, converts and the like, which are never stored.
 _STORED = frozenset(
     "dot_general conv_general_dilated while cond gather scatter scatter-add sort cumsum cumlogsumexp cummax top_k "
@@ -207,7 +209,8 @@ class _Program:
 
     def _scan(self, equation: Any, arguments: list[_Value]) -> list[_Value]:
         parameters = equation.params
-        sliced, turns = parameters["num_consts"] + parameters["num_carry"], parameters["length"]
+        constants, carries = parts_of_scan(parameters)
+        sliced, turns = constants + carries, parameters["length"]
         body = parameters["jaxpr"].jaxpr
         inputs = [
             _Value(0.0, "argument", share=value.share, read=_bytes(variable, self.padded), cut=index >= sliced)
@@ -225,7 +228,6 @@ class _Program:
             apart = {kind: inside.held.get(kind, 0.0) for kind in ("logits", "buffers")}
             inside.held = {"working": inside.total - sum(apart.values())} | apart
         results = []
-        constants, carries = parameters["num_consts"], parameters["num_carry"]
         for index, (variable, value) in enumerate(zip(equation.outvars, outputs, strict=True)):
             begun = arguments[constants + index] if index < carries else None
             if begun is not None and begun.kind == "argument" and not begun.size:  # written where the state is
