@@ -13,7 +13,8 @@ ANSWERED = "whoever is to answer answers in any case"
 REASONS = {  # file -> how many such waits it has, and why each is well
     "checkpoint/contents.py": (3, f"{WATCHED}; reads small files of a disk"),
     "checkpoint/mirror.py": (1, ASKED),
-    "checkpoint/store.py": (8, f"{WATCHED}; Orbax has seconds_at_most for a save; the last is of a thread told to end"),
+    "checkpoint/memory.py": (1, "a thread that was told to end"),
+    "checkpoint/store.py": (7, f"{WATCHED}; Orbax has seconds_at_most for a save"),
     "cli/doctor.py": (1, "the question has a limit"),
     "data/ahead.py": (2, WATCHED),
     "data/downloads.py": (1, f"another download of the same file, which ends or is told itself; {WATCHED}"),

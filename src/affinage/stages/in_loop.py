@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from affinage.recipe.training import PretrainSettings
-from affinage.report.evaluations import headline, is_share
 from affinage.stages.looks import evaluated, in_percent, model_in_training
 from affinage.stages.models import made_from
 from affinage.stages.stage import StageContext
@@ -55,6 +54,9 @@ class InLoop:
 
 def _in_words(tasks: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> Iterator[str]:
     """Each by the metric that stands for it: shares in percent with their standard errors, others as they are."""
+    # With pyarrow, which has a thread, as nothing may have that hosts are forked from.
+    from affinage.report.evaluations import headline, is_share
+
     for task, metrics in tasks.items():
         known = {name: score for name, score in metrics.items() if score["value"] is not None}
         metric = headline(task, known)
