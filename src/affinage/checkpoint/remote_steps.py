@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
-from affinage.checkpoint.seal import SEAL, Unsigned, damage, is_what_was_sealed, parse
+from affinage.checkpoint.seal import SEAL, damage, is_what_was_sealed, parse, unreadable
 from affinage.checkpoint.steps import STEP, remove
 from affinage.checkpoint.store import CheckpointStore
 from affinage.errors import UserError
@@ -122,10 +122,8 @@ class RemoteSteps:
         """{name: hash} of what must be there, or what is wrong with what is."""
         try:
             sealed = parse(self.seal(step) or b"", self._key)
-        except Unsigned as error:
-            return {}, str(error)
         except ValueError as error:
-            return {}, f"its {SEAL} cannot be read: {error}"
+            return {}, unreadable(error)
         if outside := [name for name in sealed if not is_inside(name)]:
             return {}, f"{outside[0]} leads out of its folder"
         there = (self.folder / str(step)).sizes()

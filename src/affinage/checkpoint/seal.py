@@ -89,7 +89,7 @@ def damage(folder: Path, only: Collection[str] | None = None, key: bytes | None 
         sealed = _read(folder / SEAL, key)
     except (OSError, ValueError) as error:
         raise_of_network(error)
-        return str(error) if isinstance(error, Unsigned) else f"its {SEAL} cannot be read: {error}"
+        return unreadable(error)
     found = dict(_entries(folder))
     for name, status in found.items():
         if not stat.S_ISREG(status.st_mode):
@@ -108,6 +108,11 @@ def damage(folder: Path, only: Collection[str] | None = None, key: bytes | None 
                 raise
             return f"it cannot be read: {error}"  # a sector of the disk is lost
     return f"{changed[0]} is not what was written" if changed else ""
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """What is wrong with a folder whose seal is not taken, from what reading it, or `parse`, has raised."""
+    return UNSIGNED if isinstance(error, Unsigned) else f"its {SEAL} cannot be read: {error}"
 
 
 def seal_hash(folder: Path) -> str:

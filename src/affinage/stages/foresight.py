@@ -286,11 +286,7 @@ def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
     step = loaded.recipe.dpo.base_step if loaded.recipe.dpo is not None else None
     if step is None:
         return
-    last, why, fix = (
-        sft.steps,
-        "so many are sft.steps",
-        "Set a step that sft saves and keeps, or leave it out for its last one.",
-    )
+    last, why = sft.steps, "so many are sft.steps"
     given = [source.examples for source in sft.sources if source.examples is not None]
     if sft.max_epochs is not None and sft.mixture is None and len(given) == len(sft.sources):
         rows = rows_per_step(sft, make_mesh(dict(loaded.recipe.mesh.items()), acquire()).size)
@@ -300,6 +296,7 @@ def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
             why = f"sft.max_epochs is {sft.max_epochs:g}, and {sum(given):,} conversations are at most as many rows"
     if step > last:
         where = loaded.locate(("dpo", "base_step"))
+        fix = "Set a step that sft saves and keeps, or leave it out for its last one."
         raise UserError(f"sft ends at step {last:,} at the latest, before {step:,}: {why}", where=where, fix=fix)
 
 
