@@ -86,6 +86,41 @@ def test_more_than_two_gigabytes_of_freed_memory_are_kept_too():
     assert int(done.stdout) >= 3 * 2**30
 
 
+HOLES = """
+import ctypes, resource
+from affinage.hardware.allocator import close_holes, keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+def leave_holes():
+    blocks = [libc.malloc(size) for size in range(2**13, 2**17, 128) for _ in (0, 1)]
+    lowest, highest = min(blocks), max(blocks)
+    for block, size in zip(blocks[::2], range(2**13, 2**17, 128)):
+        ctypes.memset(block, 1, size)
+        libc.free(block)
+    return lowest, highest
+
+lowest, highest = leave_holes()
+close_holes()  # freed memory is not kept yet: nothing is done
+print(lowest < libc.malloc(2**14) < highest)
+assert keep_freed_memory()
+before = resident()
+close_holes()
+print(lowest < libc.malloc(2**14) < highest, before - resident() > 2**25)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
+def test_closed_holes_are_not_handed_out_again_and_their_pages_go_back():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", HOLES], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True"]
+
+
 def test_another_platform_keeps_its_own_allocator(monkeypatch):
     from affinage.hardware import allocator
 

@@ -21,6 +21,8 @@ _MMAP_THRESHOLD = (-3, 2**30)  # requests below this come from the heap, never f
 _MMAP_MAX = (-4, 0)  # and no request gets a mapping of its own
 _ARENA_MAX = (-8, 1)  # one heap for all threads; without this the others change nothing
 
+_SMALLEST_HOLE = 2**11  # bytes; smaller ones malloc finds without looking
+
 _kept = threading.Event()
 
 
@@ -52,6 +54,40 @@ def give_back_freed_memory() -> None:
     """
     if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def close_holes() -> None:
+    """Take what lies free between what is in use out of the heap, for good: its pages go back, its addresses are lost.
+
+    For after a compilation. It leaves some ten thousand holes of all sizes, and malloc would look among them for each
+    of the buffers that a step's products are packed into: steps of 60 ms take 5 to 13 % longer, until the process ends.
+    What a step that is computed meanwhile gives back would be taken, too. Does nothing unless freed memory is kept.
+    """
+    if not freed_memory_is_kept():
+        return
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    libc.mallinfo2.restype = _HeapFacts
+    give_back_freed_memory()
+    facts = libc.mallinfo2()
+    end = libc.sbrk(0) - facts.keepcost  # of what is or was in use: above it all is free
+    size = facts.fordblks - facts.keepcost
+    while size >= _SMALLEST_HOLE:
+        found = libc.malloc(size)
+        if found is None or found >= end:  # no hole is so large
+            libc.free(found)
+            size = size * 3 // 4
+
+
+class _HeapFacts(ctypes.Structure):
+    """What `mallinfo2` tells, all in bytes; from glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 def _work_is_for_the_processor() -> bool:

@@ -15,7 +15,7 @@ from affinage.checkpoint.facts import refuse_changes
 from affinage.checkpoint.mirror import Mirror
 from affinage.checkpoint.store import seconds_at_most
 from affinage.errors import Preempted, UserError
-from affinage.hardware.allocator import give_back_freed_memory
+from affinage.hardware.allocator import close_holes, give_back_freed_memory
 from affinage.hardware.collector import what_lives_is_left_alone
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import waits_for_others
@@ -144,7 +144,7 @@ def train(job: TrainJob) -> dict[str, Any]:
 
         # ---- the steps ----
         cleanup.enter_context(what_lives_is_left_alone())
-        give_back_freed_memory()  # what the beginning has left
+        close_holes()  # what the beginning has left
         cleanup.enter_context(ledger.account("compute"))
         rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)
         if settings.traced is not None and settings.traced[0] > steps:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from affinage.hardware.allocator import give_back_freed_memory
+from affinage.hardware.allocator import close_holes
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Declared, apply, decayed, init_params, matrices
 from affinage.model.remat import with_remat
@@ -150,7 +150,7 @@ class Program:
         """The compiled training step; see `make_train_step`."""
         step = step_of(self.held, self.optimizer, self.job.settings, self.adapted_call, self.job.seed)
         compiled = self.strategy.compile_training(step, self.abstract, self._like(self.batch))
-        give_back_freed_memory()  # what the compiler has left
+        close_holes()  # what the compiler has left
         return compiled
 
     def pass_over(self, state: TrainState) -> TrainState:

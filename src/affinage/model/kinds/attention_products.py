@@ -20,8 +20,8 @@ from affinage.model.kinds.attention_kernels import (
 from affinage.model.kinds.dropout import drop
 from affinage.model.layout import Layout
 
-_BLOCKS, _LONG = (64, 128), 512  # queries at once, in rows below and from so many tokens on
-_MOST_BLOCKS = 16  # each is compiled by itself
+_LEAST, _LONG = (64, 128), 512  # queries at once on a CPU, in rows below and from so many tokens on
+_MOST_BLOCKS, _MOST_TRAINED = 16, 4  # each is compiled by itself, those of a step with their backward pass
 MASKED = -1e30  # a score that no softmax gives weight; finite, so that a row without any visible key is not NaN
 
 
@@ -67,9 +67,10 @@ def attend(
     if softcap is not None or dropped:
         out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
-        # Outside of training, whose steps have a key; and where rows are not continued, no query sees a later key.
-        in_blocks = context.call.platform == "cpu" and context.key is None and context.cache is None and not few
-        out = attention(grouped, key, value, mask, in_blocks)
+        # Where rows are neither continued nor asked for few of their tokens, no query sees a later key.
+        causal = context.cache is None and not few
+        whole = context.call.layout.parts("sequence") == 1
+        out = attention(grouped, key, value, mask, context.call.platform == "cpu" and causal and whole)
     return out.reshape(batch, heads, length, width)
 
 
@@ -179,45 +180,68 @@ def attention(
 ) -> Float[Array, "B K G S D"]:
     """The same without dropout and cap, with a gradient by hand.
 
-    It keeps one [S, T] array, the probabilities, where autodiff keeps more; on CPUs a step takes 4 % less. Without a
-    gradient nothing is kept: `in_blocks`, for which no query may see a later key, then spares CPUs half of the work.
+    It keeps the exponentials of the scores, where autodiff keeps more, and the sum of each row's: dividing the [S, D]
+    arrays by them spares a pass over the [S, T] ones. Without a gradient nothing is kept. `in_blocks`, for which no
+    query may see a later key, spares CPUs up to half of the work, and of what is kept.
     """
-    if not in_blocks:
-        return _forward(query, key, value, mask, in_blocks)[0]
-    length = query.shape[3]
-    block = max(_BLOCKS[length >= _LONG], length // _MOST_BLOCKS)
-    outs = []
-    for start in range(0, length, block):
-        end = min(start + block, length)
-        scores = _products("bkgsd,bktd->bkgst", query[:, :, :, start:end], key[:, :, :end])
-        seen = mask[:, None, None, start:end, :end]
+    block = max(_LEAST[query.shape[3] >= _LONG], query.shape[3] // _MOST_BLOCKS)
+    parts = _forward_parts(query, key, value, mask, block if in_blocks else None)
+    return jnp.concatenate([out for out, _, _ in parts], axis=3)
+
+
+def _forward_parts(
+    query: Array, key: Array, value: Array, mask: Array, block: int | None
+) -> list[tuple[Array, Array, Array]]:
+    """What each block of queries gets, the exponentials of its scores, and their sums [B, K, G, S, 1]."""
+    parts = []
+    for queries, keys in _blocks(query.shape[3], key.shape[2], block):
+        scores = _products("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys])
+        seen = mask[:, None, None, queries, keys]
         scores = jnp.where(seen, scores * query.shape[-1] ** -0.5, MASKED)
         exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        out = _products("bkgst,bktd->bkgsd", exponentials.astype(value.dtype), value[:, :, :end])
-        outs.append((out / jnp.sum(exponentials, axis=-1, keepdims=True)).astype(value.dtype))
-    return jnp.concatenate(outs, axis=3)
+        sums = jnp.sum(exponentials, axis=-1, keepdims=True)
+        exponentials = exponentials.astype(value.dtype)
+        out = _products("bkgst,bktd->bkgsd", exponentials, value[:, :, keys]) / sums
+        parts.append((out.astype(value.dtype), exponentials, sums))
+    return parts
 
 
-def _forward(query: Array, key: Array, value: Array, mask: Array, in_blocks: bool) -> tuple[Array, tuple[Array, ...]]:
-    scores = _products("bkgsd,bktd->bkgst", query, key)
-    scores = jnp.where(mask[:, None, None], scores * query.shape[-1] ** -0.5, MASKED)
-    exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    probabilities = exponentials / jnp.sum(exponentials, axis=-1, keepdims=True)
-    probabilities = probabilities.astype(value.dtype)
-    out = _products("bkgst,bktd->bkgsd", probabilities, value).astype(value.dtype)
-    return out, (query, key, value, probabilities, out)
+def _blocks(queries: int, keys: int, block: int | None) -> list[tuple[slice, slice]]:
+    """Queries with the keys they may see: all at once, or so many at a time with the keys up to their last."""
+    if block is None:
+        return [(slice(0, queries), slice(0, keys))]
+    ends = [min(start + block, queries) for start in range(0, queries, block)]
+    return [(slice(start, end), slice(0, end)) for start, end in zip([0, *ends], ends)]
 
 
-def _backward(in_blocks: bool, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, probabilities, out = kept
-    d_value = _products("bkgst,bkgsd->bktd", probabilities, gradient)
-    d_probabilities = _products("bkgsd,bktd->bkgst", gradient, value)
-    # The softmax's gradient needs each row's mean of d_probabilities, which is that row's out . gradient.
-    means = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    d_scores = (probabilities * (d_probabilities - means) * query.shape[-1] ** -0.5).astype(query.dtype)
-    d_query = _products("bkgst,bktd->bkgsd", d_scores, key)
-    d_key = _products("bkgst,bkgsd->bktd", d_scores, query)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+def _trained(length: int, in_blocks: bool) -> int | None:
+    return max(_LEAST[0], -(-length // _MOST_TRAINED)) if in_blocks else None
+
+
+def _forward(query: Array, key: Array, value: Array, mask: Array, in_blocks: bool) -> tuple[Array, tuple[Any, ...]]:
+    parts = _forward_parts(query, key, value, mask, _trained(query.shape[3], in_blocks))
+    out = jnp.concatenate([out for out, _, _ in parts], axis=3)
+    return out, (query, key, value, out, [kept for _, *kept in parts])
+
+
+def _backward(in_blocks: bool, kept: tuple[Any, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, out, parts = kept
+    length = key.shape[2]
+    d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+    blocks = _blocks(query.shape[3], length, _trained(query.shape[3], in_blocks))
+    for (queries, keys), (exponentials, sums) in zip(blocks, parts, strict=True):
+        d_out = gradient[:, :, :, queries].astype(jnp.float32) / sums
+        # A softmax's gradient needs each row's mean of that of its probabilities, which is the row's out . gradient.
+        means = jnp.sum(d_out * out[:, :, :, queries].astype(jnp.float32), axis=-1, keepdims=True)
+        d_out = d_out.astype(query.dtype)
+        d_exponentials = _products("bkgsd,bktd->bkgst", d_out, value[:, :, keys])
+        d_scores = (exponentials * (d_exponentials - means) * query.shape[-1] ** -0.5).astype(query.dtype)
+        d_query.append(_products("bkgst,bktd->bkgsd", d_scores, key[:, :, keys]))
+        unseen = [(0, 0), (0, 0), (0, length - keys.stop), (0, 0)]
+        d_key += jnp.pad(_products("bkgst,bkgsd->bktd", d_scores, query[:, :, :, queries]), unseen)
+        d_value += jnp.pad(_products("bkgst,bkgsd->bktd", exponentials, d_out), unseen)
+    d_asked = jnp.concatenate(d_query, axis=3)
+    return d_asked.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
 
 attention.defvjp(_forward, _backward)
