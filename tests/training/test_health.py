@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,36 +71,55 @@ def series(steps: int, seed: int) -> np.ndarray:
     return (level * (1 + 0.01 * draw.standard_t(8, steps))).astype(np.float32)
 
 
-@jax.jit
-def scores(losses: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=1)
+def scores(losses: jax.Array, size: int = 128) -> jax.Array:
     def step(window: LossWindow, loss: jax.Array) -> tuple[LossWindow, jax.Array]:
         return window.with_loss(loss), window.score(loss)
 
-    return jax.lax.scan(step, LossWindow.empty(128), losses)[1]
+    return jax.lax.scan(step, LossWindow.empty(size), losses)[1]
 
 
-def test_the_score_is_that_of_numpy():
-    losses = series(400, 0)
-    losses[[150, 151]] = np.nan, np.inf
+def expected_score(before: list[float], loss: float) -> float:
+    """The larger one of two, in the order of the losses, as `LossWindow` has them."""
+    if not before:
+        return 0.0
+    window, last = np.array(before[-128:], np.float64), np.array(before[-33:], np.float64)
+    median = np.median(window)
+    least = 0.002 if len(before) >= 16 else 0.25
+    above = (loss - median) / max(1.4826 * np.median(np.abs(window - median)), least * median)
+    if len(before) < 8:
+        return above
+    steps, level = np.diff(last), np.median(last[-8:])
+    noise = np.quantile(np.abs(steps - np.median(steps)), 0.75) / 1.1503 / np.sqrt(2)
+    return max(above, (loss - level) / max(1.75 * noise, 0.03 * level))
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+@pytest.mark.parametrize("fall", [1, 12, 200])
+def test_the_score_is_that_of_numpy(fall: float, noise: float):
+    draw, at = np.random.default_rng(0), np.arange(300)
+    losses = ((1 + 9 * np.exp(-at / fall)) * (1 + noise * draw.standard_normal(300))).astype(np.float32)
+    losses[[30, 41, 45]] = np.nan, np.inf, 20.0
     got, seen = np.asarray(scores(losses)), []
     for step, loss in enumerate(losses):
-        expected = 0.0
-        if seen:
-            window = np.array(seen[-128:], np.float64)
-            median = np.median(window)
-            least = 0.002 if len(seen) >= 16 else 0.25
-            spread = max(1.4826 * np.median(np.abs(window - median)), least * median)
-            expected = (loss - median) / spread
-        np.testing.assert_allclose(got[step], expected, rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(got[step], expected_score(seen, loss), rtol=2e-3, atol=1e-3)
         if np.isfinite(loss):
             seen.append(loss)
 
 
+@pytest.mark.parametrize("size", [8, 9, 31, 33])
+def test_a_window_of_any_size_forgets_what_is_older(size: int):
+    late = series(60, 4)[-40:]
+    early = [np.concatenate([np.full(15 + size, level, np.float32), late]) for level in (1.0, 9.0)]
+    one, other = (np.asarray(scores(losses, size))[-40 + size :] for losses in early)
+    np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("step", [1, 2, 7, 15])
-def test_a_loss_far_above_the_few_before_it_is_a_spike_and_a_fall_or_a_rise_by_half_is_none(step: int):
+def test_a_loss_far_above_the_few_before_it_is_a_spike_and_a_fall_or_a_small_rise_is_none(step: int):
     losses = series(16, 3)
-    assert (np.abs(scores(losses)) < 6).all()
-    for factor, spike in ((1.5, False), (3.0, True)):
+    assert (np.asarray(scores(losses)) < 6).all()
+    for factor, spike in ((1.15, False), (1.5, step >= 8), (3.0, True)):
         moved = losses.copy()
         moved[step] *= factor
         assert (np.asarray(scores(moved))[step] > 6) == spike
@@ -125,6 +145,40 @@ def test_a_spike_in_the_first_steps_is_seen_and_a_clean_start_has_none_in_a_row(
         sick = starts.copy()
         sick[:, step] *= 3
         assert (np.asarray(jax.vmap(scores)(sick))[:, step] > 6).mean() > 0.99
+
+
+def falls(steps: int, runs: int, each: float) -> tuple[np.ndarray, np.ndarray]:
+    """Losses that go from 4 to 0, by a factor of e in so many steps, and the deviation of their noise."""
+    level = 4 * np.exp(-np.arange(steps) / each) + 0.02
+    noise = np.broadcast_to(0.04 * level, (runs, steps))
+    draw = np.random.default_rng(5).standard_normal((runs, steps))
+    return (level + noise * draw).astype(np.float32), noise.astype(np.float32)
+
+
+@pytest.mark.parametrize(("each", "deviations"), [(20, 48), (40, 32)])
+def test_a_spike_in_a_steep_fall_stands_out_of_the_noise_around_it(each: float, deviations: float):
+    clean, noise = falls(300, 50, each)
+    assert (np.asarray(jax.vmap(scores)(clean)) < 6).all()
+    for step in (20, 35, 50, 65, 80):  # of the deviation of the window, which is that of the fall, none is six
+        sick = clean.copy()
+        sick[:, step] += deviations * noise[:, step]
+        assert (np.asarray(jax.vmap(scores)(sick))[:, step] > 6).mean() > 0.95
+
+
+def test_noise_that_grows_while_a_model_begins_to_learn_is_no_spike():
+    at = np.arange(128)
+    level = 3 + 1.85 / (1 + np.exp((at - 40) / 10))
+    noise = np.minimum(0.02 * 2 ** np.maximum((at - 10) / 14, 0), 0.25)  # twofold every 14 steps, as in recorded starts
+    clean = (level + noise * np.random.default_rng(6).standard_normal((500, 128))).astype(np.float32)
+    assert (np.asarray(jax.vmap(scores)(clean)) < 6).all()
+
+
+def test_three_spikes_shortly_before_do_not_hide_one_in_a_fall():
+    clean, noise = falls(128, 50, 40)
+    clean[:, [40, 43, 46]] *= 10
+    clean[:, 48] += 64 * noise[:, 48]
+    spikes = np.asarray(jax.vmap(scores)(clean)) > 6
+    assert spikes[:, [40, 43, 46]].all() and spikes[:, 48].mean() > 0.9
 
 
 @pytest.fixture(scope="module")

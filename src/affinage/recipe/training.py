@@ -90,8 +90,9 @@ class HealthSettings(Settings):
 
     on_non_finite: Literal["skip", "rewind"] = "skip"  # NaN or Inf
     on_spike: Literal["note", "skip", "rewind"] = "note"  # note: some data are harder than others
-    spike_deviations: float = Field(default=6.0, gt=0)  # robust standard deviations above the median of the window
-    window: int = Field(default=128, ge=8)  # losses before, from which the median is taken
+    # Robust standard deviations above the median of the window, or of the noise above where a fall has come to.
+    spike_deviations: float = Field(default=6.0, gt=0)
+    window: int = Field(default=128, ge=8)  # losses before; a fall is told by the last 33 of them
     rewind_batches: int = Field(default=1, ge=1)  # left out after a rewind, the last of them the one that was seen
     # Updates left out in a row, or among the last `within` steps, at which a run stops with a diagnosis.
     most_in_a_row: int = Field(default=3, ge=1)
