@@ -9,6 +9,15 @@ KEY_VARIABLE = "AFFINAGE_SEAL_KEY_FILE"
 _LEAST, _MOST = 32, 4096  # bytes
 
 
+def handed_on() -> dict[str, str]:
+    """What a host elsewhere is to have in its environment: the name of the key's file, which must be there, too.
+
+    Without it that host would sign nothing, and take what nobody has signed, without a word.
+    """
+    named = os.environ.get(KEY_VARIABLE)
+    return {KEY_VARIABLE: named} if named else {}
+
+
 def signing_key() -> bytes | None:
     """The contents of the file that `$AFFINAGE_SEAL_KEY_FILE` names; None where it is not set.
 

@@ -28,7 +28,8 @@ def hang() -> None:
 
 
 hang()
-environment = {name: value for name, value in os.environ.items() if name != "AFFINAGE_PARENT"}
+not_there = ("AFFINAGE_PARENT", "AFFINAGE_SEAL_KEY_FILE")
+environment = {name: value for name, value in os.environ.items() if name not in not_there}
 
 
 def lose(number: int, frame: object) -> None:

@@ -141,6 +141,17 @@ def test_signals_reach_every_host(launcher, tmp_path: Path, number: signal.Signa
     assert (tmp_path / "saved-0").read_text() == (tmp_path / "saved-1").read_text() == number.name
 
 
+def test_hosts_are_told_which_key_signs(launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setenv("AFFINAGE_SEAL_KEY_FILE", str(tmp_path / "a key"))  # later than the cluster's nodes begin
+    gang = launcher(2, say=said.append).start(["signs"])
+    try:
+        assert [ending.status for ending in endings(gang, 2)] == [0, 0]
+    finally:
+        gang.end()
+    assert {f"{host} | signs with {tmp_path}/a key" for host in range(2)} <= set(said)
+
+
 def test_a_failure_is_told_with_its_host(launcher, tmp_path: Path):
     gang = launcher(2).start(["fail"])
     try:

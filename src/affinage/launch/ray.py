@@ -18,6 +18,7 @@ from affinage.launch.gang import Ending
 from affinage.launch.process import Say, of_cpu, status_of_shell
 from affinage.launch.ray_agent import Agent, Job
 from affinage.launch.remains import Remains
+from affinage.signing import handed_on
 
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _SETTLES = 10.0  # seconds for what is ending on the machines
@@ -244,7 +245,8 @@ class RayGang:
         try:
             coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=_ANSWERS)
             self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=_ANSWERS)
-            place, start = {COORDINATOR: coordinator, HOSTS: str(len(self._agents))}, secrets.token_hex(8)
+            place = {COORDINATOR: coordinator, HOSTS: str(len(self._agents)), **handed_on()}
+            start = secrets.token_hex(8)
             starts = [agent.start.remote(start, job, place) for agent in self._agents]
             ray.get(starts, timeout=_ANSWERS + Remains.PATIENCE)
         except BaseException:

@@ -15,6 +15,7 @@ from affinage.launch.gang import Ending
 from affinage.launch.local import Watch
 from affinage.launch.process import HostProcess, Say, of_cpu, start_all, status_of_shell
 from affinage.launch.told import interruptible
+from affinage.signing import handed_on
 
 PORT = 8476  # where host 0 listens; JAX's own default on pods of TPUs
 _LOST = 255  # exit status of ssh itself
@@ -87,8 +88,8 @@ class SshLauncher:
         self._folder, self._program, self._prepare = folder, program, prepare
         self._files, self._say, self._ssh = dict(files or {}), say, [*ssh, *_OPTIONS]
         address = coordinator or addresses[0].rpartition("@")[2]
-        dumb = {"TERM": "dumb", "NO_COLOR": "1"}
-        self._place = {COORDINATOR: f"{address}:{port}", HOSTS: str(self.hosts), **dumb, **of_cpu(devices)}
+        place = {COORDINATOR: f"{address}:{port}", HOSTS: str(self.hosts)}
+        self._place = {**place, "TERM": "dumb", "NO_COLOR": "1", **of_cpu(devices), **handed_on()}
         self._prepared = False
 
     def start(self, command: Sequence[str]) -> "SshGang":
