@@ -135,11 +135,11 @@ def test_a_look_writes_nothing_but_its_answers(tmp_path: Path, monkeypatch: pyte
     """Neither the tokenizer nor results, which nobody would read, in some folder for temporary files."""
     task = write_task(tmp_path / "task", "sums", sums(6))
     context = StageContext(load_recipe(TINY), tmp_path / "sft-0123", {}, tmp_path)
-    watch, state = WatchSettings(tasks=(str(task),), every_steps=10), SimpleNamespace()
+    watch, state, model = WatchSettings(tasks=(str(task),), every_steps=10), SimpleNamespace(), tiny_llama()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     lines: list[tuple[str, int]] = []
     told = looks.evaluated(
-        context, watch, "sft.watch", tiny_llama(), state, go_on, world=None,  # type: ignore[arg-type]
+        context, watch, "sft.watch", model, state, go_on, world=None,  # type: ignore[arg-type]
         answered=lambda task, line: lines.append((task, line["id"])),
     )  # fmt: skip
     assert told is not None and "fingerprint" not in told and lines == [("sums", number) for number in range(6)]
