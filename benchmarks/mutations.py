@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "the gradient of attention forgets the scale",
         f"{MODEL}/attention_products.py",
-        "(d_exponentials - means) * query.shape[-1] ** -0.5",
-        "(d_exponentials - means)",
+        "(d_weights - means) * query.shape[-1] ** -0.5",
+        "(d_weights - means)",
         "tests/model/test_attention.py",
     ),
     Mutation(

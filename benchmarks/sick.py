@@ -20,7 +20,7 @@ from affinage.training import TrainJob, train
 from affinage.training.health import Health
 
 STEPS = 300  # of a run; what is not finite comes at any of them, a spike from the second on, as the first is like none
-SETTLED = 100  # steps after which wrong values in any layer are a spike; before, only those after the last one
+SETTLED = 20  # steps after which wrong values in any layer are a spike; before, only those after the last one
 EACH = {"skip": 30, "rewind": 10}  # injections of a run: after ten rewinds it goes back no more
 DONE = {"skip": "skipped", "rewind": "rewound"}  # how health.jsonl begins to tell of it
 POLICIES = tuple(EACH)

@@ -67,9 +67,10 @@ def attend(
     if softcap is not None or dropped:
         out = plain_attention(grouped, key, value, mask, context, dropout=dropout, softcap=softcap)
     else:
-        # Where rows are neither continued nor asked for few of their tokens, no query sees a later key.
+        # Where rows are neither continued nor asked for few of their tokens, no query sees a later key. Slices of a
+        # split sequence, and sums of heads whose queries are split again elsewhere, would have to be sent.
         causal = context.cache is None and not few
-        whole = context.call.layout.parts("sequence") == 1
+        whole = context.call.layout.parts("sequence", "heads") == 1
         out = attention(grouped, key, value, mask, context.call.platform == "cpu" and causal and whole)
     return out.reshape(batch, heads, length, width)
 
@@ -180,9 +181,9 @@ def attention(
 ) -> Float[Array, "B K G S D"]:
     """The same without dropout and cap, with a gradient by hand.
 
-    It keeps the exponentials of the scores, where autodiff keeps more, and the sum of each row's: dividing the [S, D]
-    arrays by them spares a pass over the [S, T] ones. Without a gradient nothing is kept. `in_blocks`, for which no
-    query may see a later key, spares CPUs up to half of the work, and of what is kept.
+    It keeps one [S, T] array, the probabilities, where autodiff keeps more; without a gradient nothing is kept.
+    `in_blocks`, for which no query may see a later key, spares CPUs up to half of the work, and of what is kept; and a
+    pass over the [S, T] arrays, as it divides the [S, D] ones by the sums of the exponentials.
     """
     block = max(_LEAST[query.shape[3] >= _LONG], query.shape[3] // _MOST_BLOCKS)
     parts = _forward_parts(query, key, value, mask, block if in_blocks else None)
@@ -191,18 +192,22 @@ def attention(
 
 def _forward_parts(
     query: Array, key: Array, value: Array, mask: Array, block: int | None
-) -> list[tuple[Array, Array, Array]]:
-    """What each block of queries gets, the exponentials of its scores, and their sums [B, K, G, S, 1]."""
+) -> list[tuple[Array, Array, Array | None]]:
+    """What each block of queries gets, their weights for the keys, and what these sum up to [B, K, G, S, 1].
+
+    All at once, the weights are probabilities and there is no such sum.
+    """
     parts = []
     for queries, keys in _blocks(query.shape[3], key.shape[2], block):
         scores = _products("bkgsd,bktd->bkgst", query[:, :, :, queries], key[:, :, keys])
         seen = mask[:, None, None, queries, keys]
         scores = jnp.where(seen, scores * query.shape[-1] ** -0.5, MASKED)
-        exponentials = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        sums = jnp.sum(exponentials, axis=-1, keepdims=True)
-        exponentials = exponentials.astype(value.dtype)
-        out = _products("bkgst,bktd->bkgsd", exponentials, value[:, :, keys]) / sums
-        parts.append((out.astype(value.dtype), exponentials, sums))
+        weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+        sums = jnp.sum(weights, axis=-1, keepdims=True)
+        weights = (weights / sums if block is None else weights).astype(value.dtype)
+        out = _products("bkgst,bktd->bkgsd", weights, value[:, :, keys])
+        out = (out if block is None else out / sums).astype(value.dtype)
+        parts.append((out, weights, None if block is None else sums))
     return parts
 
 
@@ -226,22 +231,30 @@ def _forward(query: Array, key: Array, value: Array, mask: Array, in_blocks: boo
 
 def _backward(in_blocks: bool, kept: tuple[Any, ...], gradient: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, out, parts = kept
-    length = key.shape[2]
-    d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
-    blocks = _blocks(query.shape[3], length, _trained(query.shape[3], in_blocks))
-    for (queries, keys), (exponentials, sums) in zip(blocks, parts, strict=True):
-        d_out = gradient[:, :, :, queries].astype(jnp.float32) / sums
+    d_query, d_key, d_value = [], [], []
+    blocks = _blocks(query.shape[3], key.shape[2], _trained(query.shape[3], in_blocks))
+    for (queries, keys), (weights, sums) in zip(blocks, parts, strict=True):
+        d_out = gradient[:, :, :, queries]
+        if sums is not None:
+            d_out = (d_out.astype(jnp.float32) / sums).astype(gradient.dtype)
         # A softmax's gradient needs each row's mean of that of its probabilities, which is the row's out . gradient.
-        means = jnp.sum(d_out * out[:, :, :, queries].astype(jnp.float32), axis=-1, keepdims=True)
-        d_out = d_out.astype(query.dtype)
-        d_exponentials = _products("bkgsd,bktd->bkgst", d_out, value[:, :, keys])
-        d_scores = (exponentials * (d_exponentials - means) * query.shape[-1] ** -0.5).astype(query.dtype)
+        products = d_out.astype(jnp.float32) * out[:, :, :, queries].astype(jnp.float32)
+        means = jnp.sum(products, axis=-1, keepdims=True)
+        d_weights = _products("bkgsd,bktd->bkgst", d_out, value[:, :, keys])
+        d_scores = (weights * (d_weights - means) * query.shape[-1] ** -0.5).astype(query.dtype)
         d_query.append(_products("bkgst,bktd->bkgsd", d_scores, key[:, :, keys]))
-        unseen = [(0, 0), (0, 0), (0, length - keys.stop), (0, 0)]
-        d_key += jnp.pad(_products("bkgst,bkgsd->bktd", d_scores, query[:, :, :, queries]), unseen)
-        d_value += jnp.pad(_products("bkgst,bkgsd->bktd", exponentials, d_out), unseen)
+        d_key.append(_products("bkgst,bkgsd->bktd", d_scores, query[:, :, :, queries]))
+        d_value.append(_products("bkgst,bkgsd->bktd", weights, d_out))
     d_asked = jnp.concatenate(d_query, axis=3)
-    return d_asked.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    return d_asked.astype(query.dtype), _sum(d_key).astype(key.dtype), _sum(d_value).astype(value.dtype), None
+
+
+def _sum(parts: list[Array]) -> Array:
+    """Of arrays [B, K, t, D] of the first t keys; the last has all."""
+    *firsts, total = parts
+    for part in firsts:
+        total += jnp.pad(part, [(0, 0), (0, 0), (0, total.shape[2] - part.shape[2]), (0, 0)])
+    return total
 
 
 attention.defvjp(_forward, _backward)
