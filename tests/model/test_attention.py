@@ -9,7 +9,6 @@ from affinage.model import Call
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_products import attention, plain_attention
 
-
 SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
 
 
