@@ -54,6 +54,26 @@ def test_a_recipe_is_not_described_by_its_base(tmp_path: Path):
     assert load_recipe(mine).recipe.description == ""
 
 
+def test_what_is_said_of_a_text_is_not_said_of_another(tmp_path: Path):
+    def said_with(*overrides: str, recipe: str | Path = "quickstart") -> tuple[bool, bool, bool]:
+        found = load_recipe(recipe, overrides).recipe
+        return bool(found.description), bool(found.report.prompts), bool(found.report.questions)
+
+    assert said_with() == (True, True, True)
+    assert said_with("data.sources=[mine/]") == (False, False, True), "its chats are still the pocket world's"
+    assert said_with("data.sources=[mine/]", "sft.sources=[chats.jsonl]") == (False, False, False)
+    assert said_with("data.sources.0.path=mine/") == (False, False, True)
+    for of_the_same in ("data.sources=[{path: pocket-world, megabytes: 1}]", "data.sources.0.megabytes=1"):
+        assert said_with(of_the_same) == (True, True, True), "less of the same text"
+    for own in (("report.prompts=[Hello]", "description=mine"), ("report={prompts: [Hello]}", "description=mine")):
+        assert said_with("data.sources=[mine/]", *own) == said_with(*own, "data.sources=[mine/]") == (True, True, True)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: quickstart\nname: mine\nreport: {prompts: [Hello]}\ndata: {sources: [mine/]}\n")
+    assert load_recipe(mine).recipe.report.prompts == ("Hello",)
+    mine.write_text("base: quickstart\nname: mine\ndescription: mine\ndata: {sources: [mine/]}\n")
+    assert said_with(recipe=mine) == (True, False, True)
+
+
 def test_what_is_taken_in_and_where_to_are_not_confused(capsys, tmp_path: Path, texts: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, err = said(capsys, "import", "texts")

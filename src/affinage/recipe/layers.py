@@ -1,7 +1,7 @@
 """A recipe is made of layers: the bases it names, the file itself, and `--set` on the command line."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ from affinage.recipe import marked_yaml
 PathTuple = marked_yaml.Path
 _NODES = ("model", "nodes")
 _SHOWN = 80  # characters of an override, in messages
+_SAID_OF: dict[PathTuple, tuple[PathTuple, ...]] = {  # sources of text -> what a recipe says of them, and asks of them
+    ("data", "sources"): (("description",), ("report", "prompts")),
+    ("sft", "sources"): (("report", "questions"),),
+}
 
 
 @dataclass
@@ -50,6 +54,37 @@ class Layers:
         found = [origin for known, origin in self.origins.items() if known[: len(around)] == around]
         return [self.given[origin] for origin in dict.fromkeys(found) if origin in self.given]
 
+    def texts(self) -> dict[PathTuple, Any]:
+        """The sources that are named, without how much is taken of each."""
+        return {path: _texts(self._at(path)) for path in _SAID_OF}
+
+    def forget_what_was_said(self, before: dict[PathTuple, Any], own: Collection[str]) -> None:
+        """Take away what was said of sources which the last layer replaced by others.
+
+        Args:
+            before: `texts` before that layer was laid.
+            own: origins of what the layer says itself, which stays.
+        """
+        now = self.texts()
+        for sources in _SAID_OF:
+            if before[sources] and now[sources] != before[sources]:
+                for said in _SAID_OF[sources]:
+                    if self.origins.get(said, "") not in own:
+                        self.forget(said)
+
+    def forget(self, path: PathTuple) -> None:
+        """Take away what stands at the keys `path`, if anything does."""
+        around = self._at(path[:-1])
+        if isinstance(around, dict) and path[-1] in around:
+            del around[path[-1]]
+            self.origins = {known: origin for known, origin in self.origins.items() if known[: len(path)] != path}
+
+    def _at(self, path: PathTuple) -> Any:
+        value: Any = self.value
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
     def put(self, path: PathTuple, value: Any, origins: dict[PathTuple, str]) -> None:
         """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
         target: Any = self.value
@@ -71,6 +106,13 @@ class Layers:
         self.origins |= {known: origin for known, origin in origins.items() if known[: len(path)] == path}
         self.origins[path] = origin
         target[key] = _copy(value)
+
+
+def _texts(sources: Any) -> Any:
+    if not isinstance(sources, list):
+        return sources
+    named = ({"path": one} if isinstance(one, str) else one for one in sources)
+    return [{k: v for k, v in one.items() if k != "megabytes"} if isinstance(one, dict) else one for one in named]
 
 
 def _copy(value: Any) -> Any:
@@ -99,14 +141,13 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
         if base_path in (*below, path.resolve()):
             raise UserError("this recipe is its own base", where=where)
         layers = read_file(base_path, (*below, path.resolve()))
-        # What the base is, its descendants are not.
-        layers.value.pop("description", None)
-        layers.origins.pop(("description",), None)
-    layers.base = base_path
+        layers.forget(("description",))  # what the base is, its descendants are not
+    layers.base, texts = base_path, layers.texts()
     origins = {known: f"{shown}:{line}" for known, line in marked.lines.items() if known[:1] != ("base",)}
     layers.origins[()] = origins[()]
     for key, value in marked.value.items():
         layers.put((key,), value, origins)
+    layers.forget_what_was_said(texts, origins.values())
     return layers
 
 
@@ -121,10 +162,11 @@ def put_override(layers: Layers, override: str) -> None:
         )
     if dotted.split(".")[0] == "base":
         raise UserError("`base` can only be given in the file", where=shown)
-    path = _existing(layers.value, dotted.split("."), shown)
+    path, texts = _existing(layers.value, dotted.split("."), shown), layers.texts()
     layers.put(path, marked_yaml.parse(text, shown).value, {path: shown})
     whole = f"{shown}={text.strip()}"
     layers.given[shown] = whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
+    layers.forget_what_was_said(texts, layers.given)
 
 
 def _existing(value: Any, keys: list[str], shown: str) -> PathTuple:

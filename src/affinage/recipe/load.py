@@ -43,7 +43,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
 
     `base: other.yaml` in a file starts from another recipe (beside it, or one that comes with affinage): mappings
     merge, lists and single values replace. A key that is null takes away what the base says: the section is left out,
-    or, where a setting cannot be left out, its default holds.
+    or, where a setting cannot be left out, its default holds. Where other sources replace a base's, on the command line
+    or in a file, its description and the report's prompts are left out (its questions, for those of `sft`).
 
     Raises:
         UserError: with one line for each thing that is wrong and where it was written.

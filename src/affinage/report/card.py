@@ -1,5 +1,6 @@
 """The facts of a run that its model card tells: those of the report, in fewer words."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from affinage.report.facts import Facts, Flow
 from affinage.report.reading import listing, mapping, mappings, string
 from affinage.report.strings import spoken, strings
 from affinage.report.summary import verdict
+
+_CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages that are only guessed are written otherwise
+_LEAST = 0.01  # share of the bytes: less of a language may be mistakes of language id
 
 
 def card_facts(facts: Facts, licence: str) -> CardFacts:
@@ -27,7 +31,7 @@ def card_facts(facts: Facts, licence: str) -> CardFacts:
         summary=verdict(facts, language, timed=False) if facts.trainings else "",
         description=string(facts.recipe.get("description")),
         command=facts.command,
-        languages=tuple(map(string, listing(data.get("languages")))),
+        languages=_languages(facts.flows) or tuple(map(string, listing(data.get("languages")))),
         sources=_sources(facts.flows[-1], data) if facts.flows else (),
         training={
             f"{words[training.name]}{words['colon']} {words[what]}": count
@@ -37,6 +41,14 @@ def card_facts(facts: Facts, licence: str) -> CardFacts:
         },
         results={evaluation.model: _results(evaluation) for evaluation in facts.evaluations},
     )
+
+
+def _languages(flows: Sequence[Flow]) -> tuple[str, ...]:
+    """The languages that were found in the text which is trained on; none if nobody looked."""
+    found = next((flow.languages for flow in reversed(flows) if flow.languages), ())
+    least = _LEAST * sum(share.bytes or 0 for share in found)
+    large = (share.name for share in found if (share.bytes or 0) >= least)
+    return tuple(sorted(name for name in large if _CODE.fullmatch(name) and name != "und"))
 
 
 def _sources(flow: Flow, data: Mapping[str, Any]) -> list[dict[str, Any]]:
