@@ -119,7 +119,8 @@ def test_a_line_longer_than_the_trainers_default_is_learned_from(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "advice"), [(30_000, r"set it to \d+ or less"), (300, r"set it to \d+ or more")]
+    ("vocabulary", "advice"),
+    [(30_000, r"Set tokenizer\.vocabulary to \d+ or less"), (300, r"Set tokenizer\.vocabulary to \d+ or more")],
 )
 def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path, vocabulary: int, advice: str):
     wide = "".join(chr(0x4E00 + i) for i in range(200))

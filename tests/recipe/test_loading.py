@@ -162,6 +162,9 @@ def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write):
         ("pretrain.optimizer.peak=1", "Did you mean `pretrain.schedule.peak`?\n"),
         ("context=64", "Did you mean `rows.context`? Or `mesh.context`, `sft.context`?"),
         ("steps=7", "Did you mean `pretrain.steps`?\n"),  # and not `sweep`
+        ("tokenizer.vocab=300", "Did you mean `tokenizer.vocabulary`?\n"),  # and not `parallel.sharding.vocab`
+        ("tokenizer.vocb=300", "Did you mean `tokenizer.vocabulary`?\n"),
+        ("data.lang=[en]", "Did you mean `data.languages`?\n"),
         ("xyzzy=1", "Settings here: name, description"),
     ],
 )
@@ -169,6 +172,21 @@ def test_a_setting_in_the_wrong_place_is_told_by_its_whole_name(write, misplaced
     with pytest.raises(UserError) as caught:
         load_recipe(write(GOOD), [misplaced])
     assert meant in f"{caught.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hardware.price=free", "`hardware.price` is `free`, and must be a number, or a mapping of keys to values"),
+        ("hardware.price={v4: free}", "`hardware.price.v4` is `free`, and must be a number"),
+        ("hardware.price={v4: -1}", "`hardware.price.v4` is `-1`, and must be at least 0.0"),
+        ("evaluate.batch=many", "`evaluate.batch` is `many`, and must be a whole number, or one of: auto"),
+    ],
+)
+def test_where_several_kinds_of_value_would_do_one_mistake_is_one(write, override, message):
+    with pytest.raises(UserError) as caught:
+        load_recipe(write(GOOD), [override])
+    assert caught.value.what == message
 
 
 def test_a_setting_on_the_wrong_level_of_the_file_is_told_by_its_whole_name(write):

@@ -152,13 +152,14 @@ def _explained(message: str, settings: TokenizerSettings) -> Exception:
         return UserError(
             f"the training text is too small for a vocabulary of {settings.vocabulary} pieces",
             where="tokenizer.vocabulary",
-            fix=f"set it to {match[1]} or less, or give more text",
+            fix=f"Set tokenizer.vocabulary to {match[1]} or less, or give more text.",
         )
     if match := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return UserError(
             f"{settings.vocabulary} pieces do not hold the bytes and the characters of the training text",
             where="tokenizer.vocabulary",
-            fix=f"set it to {int(match[1]) + 1} or more, or lower tokenizer.coverage (now {settings.coverage})",
+            fix=f"Set tokenizer.vocabulary to {int(match[1]) + 1} or more, or lower tokenizer.coverage (now "
+            f"{settings.coverage}).",
         )
     return RuntimeError(message)
 

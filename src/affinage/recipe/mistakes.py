@@ -62,15 +62,28 @@ def _reading_order(found: tuple[str, str, str]) -> tuple[str, int]:
 
 
 def _without_union_echoes(errors: list[ErrorDetails], raw: Any) -> list[ErrorDetails]:
-    """For `int | Literal["auto"]` pydantic reports once per member: keep the literal's, which names the words."""
+    """Of a union pydantic reports once per member: keep what says most of one mistake.
+
+    That is a literal's finding, which names the words; what is wrong within the value, if a member has come so far; or
+    one finding that says all that would do.
+    """
     by_path: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for details in errors:
         by_path.setdefault(_written(details["loc"], raw), []).append(details)
-    kept = []
-    for group in by_path.values():
+    kept: list[ErrorDetails] = []
+    for path, group in by_path.items():
         literal = [details for details in group if details["type"] == "literal_error" and len(group) > 1]
-        kept.extend(literal or group)
+        kinds = dict.fromkeys(wanted for details in group if (wanted := _wanted(details["type"])))
+        if literal or len(kinds) < len(group):
+            kept.extend(literal or group)
+        elif not any(len(other) > len(path) and other[: len(path)] == path for other in by_path):
+            kept.append({**group[0], "ctx": {"wanted": ", or ".join(kinds)}} if len(kinds) > 1 else group[0])
     return kept
+
+
+def _wanted(kind: str) -> str:
+    """What kind of value is needed where pydantic reports this type of error; "" if it is another error."""
+    return "" if kind == "int_from_float" else _WANTED.get(kind.partition("_")[0], "")
 
 
 def _written(loc: Sequence[str | int], raw: Any) -> tuple[str | int, ...]:
@@ -88,10 +101,11 @@ def _written(loc: Sequence[str | int], raw: Any) -> tuple[str | int, ...]:
 
 
 def _is_tag(key: str | int, value: Any) -> bool:
-    """Whether a part of a location names the member of a union, by its `kind` or its class, and no key."""
+    """Whether a part of a location names the member of a union, by its `kind`, its class or its type, and no key."""
     if not isinstance(value, dict) or key in value:
         return False
-    return value.get("kind") == key or (isinstance(key, str) and key.endswith(Settings.__name__))
+    named = isinstance(key, str) and (key.endswith(Settings.__name__) or key.startswith("dict["))
+    return named or value.get("kind") == key
 
 
 def _sentence(
@@ -138,8 +152,7 @@ def _sentence(
         return path, f"`{dotted}`: {context['error']}", ""
     if kind == "int_from_float":
         return path, f"`{dotted}` is {given}, and must be a whole number", ""
-    wanted = _WANTED.get(kind.partition("_")[0])
-    if wanted is not None:
+    if wanted := context.get("wanted") or _wanted(kind):
         example = _example(settings_at(model, loc), path) if kind.startswith("model") else ""
         return path, f"`{dotted}` is {given}, and must be {wanted}", example
     return path, f"`{dotted}` is {given}: {details['msg']}", ""
@@ -173,12 +186,21 @@ def _likely(path: list[str], here: Sequence[str], model: type[Settings], raw: An
     def beside(cutoff: float) -> list[Sequence[str]]:
         return [[*around, name] for name in difflib.get_close_matches(word, here, n=1, cutoff=cutoff)]
 
+    def abbreviated() -> list[Sequence[str]]:
+        beginnings = {name[: len(word) + 1]: name for name in here}
+        found = difflib.get_close_matches(word, beginnings, n=1, cutoff=_ALIKE)
+        return [[*around, beginnings[beginning]] for beginning in found]
+
     def elsewhere(name: str) -> list[Sequence[str]]:
         return _nearest([place for place in everywhere if place[-1] == name], path, raw)
 
     alike = difflib.get_close_matches(word, {place[-1] for place in everywhere}, n=1, cutoff=_ALIKE)
     return (
-        beside(_ALIKE) or elsewhere(word) or beside(_SIMILAR) or [place for name in alike for place in elsewhere(name)]
+        beside(_ALIKE)
+        or abbreviated()
+        or elsewhere(word)
+        or beside(_SIMILAR)
+        or [place for name in alike for place in elsewhere(name)]
     )
 
 
