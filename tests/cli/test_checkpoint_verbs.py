@@ -90,6 +90,27 @@ def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, r
     assert found["one"]["seal"] != found["again"]["seal"]
 
 
+def test_diff_of_lists_tells_what_in_them_differs(runs: Path, capsys):
+    kinds = {"kind": "text", "name": "", "where": {}}
+    both = {
+        "ours": [{"path": "a", **kinds}, {"path": "b", **kinds}],
+        "theirs": [{"path": "c", **kinds}],
+    }
+    for name, sources in both.items():
+        training = runs / name / "sft"
+        store = CheckpointStore(training / "checkpoints")
+        (training / MODEL).write_text("{}")
+        store.save(1, {"params": {"w": jnp.zeros(1)}, "step": jnp.int32(1)}, {"settings": {"sources": sources}})
+        store.wait()
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "diff", "ours/sft", "theirs/sft", "--runs", str(runs)])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "settings.sources.0.path: a -> c",
+        "settings.sources.1: {path: b, kind: text} -> (not there)",
+    ]
+
+
 def test_diff_tells_facts_and_arrays(said):
     _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3", "--arrays")
     assert found["facts"] == [{"name": "identity.schedule.peak", "saved": 0.1, "now": 0.2}]

@@ -10,8 +10,9 @@ from test_page import Page
 
 from affinage.cli import main
 from affinage.errors import UserError
-from affinage.report.comparison import comparison, differing, entrant
-from affinage.report.comparison_page import render_comparison
+from affinage.recipe.yaml_text import brief
+from affinage.report.comparison import comparison, differing_settings, entrant
+from affinage.report.comparison_page import render_comparison, setting_values
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,23 @@ def _compared(runs: Path, *names: str):
 def test_only_what_differs_is_listed_by_its_key():
     ours = {"name": "a", "x": {"y": 1, "z": [1, 2]}, "report": {"language": "en"}, "none": None}
     theirs = {"name": "b", "x": {"y": 2, "z": [1, 2]}, "report": {"language": "fr"}, "more": {}, "none": None}
-    assert [(one.key, one.values) for one in differing([ours, theirs])] == [("x.y", (1, 2)), ("more", (None, {}))]
+    assert [(one.key, one.values) for one in differing_settings([ours, theirs])] == [
+        ("x.y", (1, 2)),
+        ("more", (None, {})),
+    ]
+
+
+def test_of_lists_and_sections_only_what_differs_is_told_in_short():
+    common = {"kind": "text", "name": "", "where": {}, "split": "train", "megabytes": None}
+    ours = {"data": {"sources": [{"path": "a", **common}, {"path": "b", **common}]}, "sft": {"steps": 9, "root": ""}}
+    theirs = {"data": {"sources": [{"path": "c", **common}]}, "sft": None}
+    found = differing_settings([ours, theirs])
+    assert [(one.key, *setting_values(one)) for one in found] == [
+        ("data.sources.0.path", "a", "c"),
+        ("data.sources.1", "{path: b, kind: text, split: train}", "–"),
+        ("sft", "{steps: 9}", "–"),
+    ]
+    assert len(brief({"tasks": ["a long name of a task"] * 9})) == 60
 
 
 def test_the_page_says_what_the_runs_say(runs):

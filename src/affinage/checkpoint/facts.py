@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from affinage.errors import UserError, plain
+from affinage.recipe.differing import differing
 
 IDENTITY = "identity"  # key of the facts that decide over a run's numbers
 _ABSENT = "(not there)"
@@ -26,12 +27,12 @@ class Difference:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """The facts that are not the same, in the order of their names."""
+    """The facts that are not the same, in the order of their names; of lists of mappings, what in them is not."""
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     return [
-        Difference(name, before.get(name, _ABSENT), after.get(name, _ABSENT))
+        Difference(key, *pair)
         for name in sorted({*before, *after})
-        if before.get(name, _ABSENT) != after.get(name, _ABSENT)
+        for key, pair in differing([before.get(name, _ABSENT), after.get(name, _ABSENT)], absent=_ABSENT, key=name)
     ]
 
 

@@ -137,6 +137,7 @@ def diff(
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
     from affinage.checkpoint.looking import compare
+    from affinage.recipe.yaml_text import brief
 
     with (
         Working("reading checkpoints"),
@@ -148,7 +149,7 @@ def diff(
         print(json.dumps(found, indent=1))
         return
     for each in found["facts"]:
-        print(plain(f"{each['name']}: {each['saved']} -> {each['now']}"))
+        print(plain(f"{each['name']}: {brief(each['saved'], 80)} -> {brief(each['now'], 80)}"))
     if not found["facts"]:
         print("saved by the same settings, data and versions")
     if not numbers:

@@ -109,8 +109,8 @@ def _asked_by_recipe(name: str, runs: Path) -> dict[str, Any]:
 
 def _show(found: "Comparison") -> None:
 
-    from affinage.report.comparison_page import quantity_lines
-    from affinage.report.quantities import ABSENT, Quantities
+    from affinage.report.comparison_page import quantity_lines, setting_values
+    from affinage.report.quantities import Quantities
     from affinage.report.strings import strings
 
     console = screen()
@@ -118,8 +118,7 @@ def _show(found: "Comparison") -> None:
     if lines := quantity_lines(found, strings("en"), Quantities("en")):
         _table(console, ["", *names], [[line.label, *line.values] for line in lines])
     if found.settings:
-        rows = [[one.key, *(ABSENT if v is None else str(v) for v in one.values)] for one in found.settings]
-        _table(console, ["setting", *names], rows)
+        _table(console, ["setting", *names], [[one.key, *setting_values(one)] for one in found.settings])
     for one in found.entrants:
         if one.anew:
             told = strings("en")["judged_before"].format(name=one.name, command=one.anew)

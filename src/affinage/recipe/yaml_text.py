@@ -29,6 +29,20 @@ def as_yaml(value: Any) -> str:
             return str(value)
 
 
+def brief(value: Any, most: int = 60) -> str:
+    """A value for people, in `most` characters: as YAML, of mappings without what is empty; text as it is."""
+    text = value if isinstance(value, str) else as_yaml(_filled(value))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_filled(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _filled(each) for key, each in value.items() if each is not None and each not in ("", {}, [])}
+
+
 def _float(value: float) -> str:
     if not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"

@@ -1,6 +1,5 @@
 """Several runs, or models of runs, beside each other: what is set otherwise, what it cost, and what it gave."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
+from affinage.recipe.differing import differing
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import Facts, collect_facts
 from affinage.report.reading import mapping
@@ -113,7 +113,7 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
     found = [_quantities(one) for one in entrants]
     names = dict.fromkeys(name for each in found for name in each)
     quantities = {name: tuple(each.get(name) for each in found) for name in names}
-    settings = differing([one.facts.recipe for one in entrants if one.is_run])
+    settings = differing_settings([one.facts.recipe for one in entrants if one.is_run])
     if not all(one.is_run for one in entrants):
         settings = ()
     paired = tuple(_paired(entrants))
@@ -147,20 +147,10 @@ def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:
                 raise
 
 
-def differing(recipes: Sequence[Mapping[str, Any]]) -> tuple[Setting, ...]:
-    """The settings that are not the same in all recipes, by their keys as `--set` takes them."""
-    flat = [dict(_leaves(recipe, "")) for recipe in recipes]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = (Setting(key, tuple(one.get(key) for one in flat)) for key in keys if key.split(".")[0] not in _NAMES)
-    return tuple(row for row in rows if len({json.dumps(value, sort_keys=True) for value in row.values}) > 1)
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from _leaves(each, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
+def differing_settings(recipes: Sequence[Mapping[str, Any]]) -> tuple[Setting, ...]:
+    """The settings that are not the same in all recipes, by their keys as `--set` takes them; sections in a whole."""
+    found = (Setting(key, values) for key, values in differing(recipes))
+    return tuple(setting for setting in found if setting.key.split(".")[0] not in _NAMES)
 
 
 def _quantities(one: Entrant) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The page that compares runs: the report's parts, with a column or a colour for each of them."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +9,9 @@ from markupsafe import Markup
 
 from affinage.evaluation.compare import Difference, Unlike
 from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
+from affinage.recipe.yaml_text import brief
 from affinage.report.charts import WIDE, Axis, Interval, Row, Series, interval_chart, line_chart, responsive
-from affinage.report.comparison import Comparison, Entrant, Paired, bits_per_byte
+from affinage.report.comparison import Comparison, Entrant, Paired, Setting, bits_per_byte
 from affinage.report.curves import Point, smoothed, thinned
 from affinage.report.evaluations import is_share
 from affinage.report.figures import WIDE_RANGE, Figure, Key, values_of
@@ -58,7 +58,7 @@ def render_comparison(found: Comparison, language: str | None = None) -> str:
                 words["judged_before"].format(name=one.name, command=one.anew) for one in found.entrants if one.anew
             ],
             lines=quantity_lines(found, words, quantities),
-            settings=[Line(one.key, [_setting(value) for value in one.values]) for one in found.settings],
+            settings=[Line(one.key, setting_values(one)) for one in found.settings],
             losses=losses,
             judged=judged,
             score_lines=_score_lines(found, quantities),
@@ -89,8 +89,9 @@ def quantity_lines(found: Comparison, words: dict[str, str], quantities: Quantit
     ]
 
 
-def _setting(value: Any) -> str:
-    return ABSENT if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def setting_values(setting: Setting) -> list[str]:
+    """A setting in each of the runs, written out."""
+    return [ABSENT if value is None else brief(value) for value in setting.values]
 
 
 def _losses(found: Comparison, name: str, words: dict[str, str], quantities: Quantities) -> Figure | None:
