@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -319,6 +320,32 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     plans = [entry for entry in found if not isinstance(entry, tuple)]
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) > 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines", "changes"),
+    [
+        (["mesh={fsdp: 1}"], 1, ["mesh.fsdp=auto"]),
+        (["pretrain.batch=8"], 1, ["pretrain.batch=256"]),
+        (["mesh={fsdp: 16}", "pretrain.batch=8"], 2, ["mesh.fsdp=auto", "pretrain.batch=16"]),
+    ],
+)
+def test_slices_that_are_left_out_are_told_once_for_each_reason(capsys, overrides, lines, changes):
+    def settings(*given):
+        return [word for override in given for word in ("--set", override)]
+
+    status, out, _ = told(capsys, SMALL, "--which", *settings(*overrides))
+    assert status == 0 and out.count("Left out: ") == lines and out.count(", v5e-256") <= 1
+    assert re.findall(r"--set (mesh\S+|pretrain.batch\S+)", out) == changes
+    _, out, _ = told(capsys, SMALL, "--which", *settings(*overrides, *changes, "pretrain.batch=256"))
+    assert "Left out" not in out, "what is said works as it is pasted"
+
+
+def test_what_is_too_small_is_told_once_for_each_remedy(capsys):
+    _, out, _ = told(capsys, SMALL, "--which", "--set", "rows.context=65536", "--set", "pretrain.batch=256")
+    lines = out.splitlines()
+    remedies = [lines[number + 1] for number, line in enumerate(lines) if line.startswith("Too small: ")]
+    assert remedies and len(remedies) == len(set(remedies)) and all(line.startswith("  ") for line in remedies)
 
 
 def test_what_is_nearly_full_and_what_trains_on_other_tokens_is_told(capsys):

@@ -85,13 +85,15 @@ def plan(
         raise UserError("--which looks through all slices", where="--which", fix="Leave out --on.")
     named = find_slice(on) if on else None
     asked = _asked(recipe, overrides or [], stage, runs)
+    from affinage.planning.left_out import left_out
     from affinage.planning.plan import compare, default_slice
 
     loaded = asked.loaded
     if which:
         with Working("planning"):
-            plans = compare(loaded.recipe, asked.graph)
-        show_comparison(plans, as_json)
+            found = compare(loaded.recipe, asked.graph)
+        refused = [entry for entry in found if isinstance(entry, tuple)]
+        show_comparison(found, as_json, left_out(loaded.recipe, refused))
         return
     where = named or default_slice(loaded.recipe)
     if width is not None:

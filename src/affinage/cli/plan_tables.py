@@ -1,6 +1,7 @@
 """A plan as tables: what a step needs and takes, and slices beside each other."""
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from affinage.cli.terminal import counted, screen
@@ -8,6 +9,7 @@ from affinage.durations import duration
 
 if TYPE_CHECKING:
     from affinage.planning.compiled import Verdict
+    from affinage.planning.left_out import LeftOut
     from affinage.planning.plan import Plan
 
 _MENTIONED = 0.02  # share of a step above which it is said that sums are made again in every micro-batch
@@ -144,8 +146,8 @@ def _outcome(made: "Plan") -> list[str]:
     return [f"{speed}; {duration(made.seconds)} in all{cost}"]
 
 
-def show_comparison(found: list[Any], as_json: bool) -> None:
-    """Print a line for every slice, with what would make it do where it does not; or all as JSON."""
+def show_comparison(found: list[Any], as_json: bool, left_out: "Sequence[LeftOut]" = ()) -> None:
+    """Print a line for every slice, and what would make those do that do not; or all as JSON."""
     from rich.table import Table
 
     from affinage.hardware.slices import memory_text
@@ -199,8 +201,11 @@ def show_comparison(found: list[Any], as_json: bool) -> None:
     for source in dict.fromkeys(made.price_source for made in plans):
         chips = ", ".join(dict.fromkeys(made.where.chip.name for made in plans if made.price_source == source))
         console.print(f"Cost of {chips}: {source or 'hardware.price of the recipe'}", markup=False)
+    remedies: dict[str, list[str]] = {}
     for made in plans:
         if not made.fits:
-            console.print(f"{made.where.name}: {made.warnings[0]}", markup=False)
-    for where, error in refused:
-        console.print(f"{where.name}: {error.what}. {error.fix}", markup=False)
+            remedies.setdefault(made.warnings[0].partition("; ")[2], []).append(made.where.name)
+    for remedy, names in remedies.items():
+        console.print(f"Too small: {', '.join(names)}\n  {remedy}", markup=False)
+    for one in left_out:
+        console.print(f"Left out: {', '.join(one.slices)}\n  {one.what}; {one.fix}", markup=False)

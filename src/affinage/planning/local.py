@@ -22,6 +22,7 @@ from affinage.parallel.pipeline import Pipeline
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
 from affinage.parallel.used_axes import check_axes_used
 from affinage.planning.experts import of_one_owner
+from affinage.recipe.mesh import axis_to_free
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import AttentionImplementation, TrainSettings
 from affinage.training.frozen import frozen_of
@@ -225,11 +226,11 @@ def lay_out(
     sizes = axis_sizes(mesh, devices)
     used = math.prod(sizes.values())
     if used != devices:
-        near = " or ".join(f"`mesh: {mesh}`" for mesh in nearest_meshes(sizes, devices))
+        near = " or ".join(f"--set 'mesh={mesh}'" for mesh in nearest_meshes(sizes, devices))
         raise UserError(
-            f"the mesh has {used} devices, the slice {devices}",
+            f"the mesh has {used} device{'s' if used > 1 else ''}, the slice {devices}",
             where="mesh",
-            fix=f"The nearest meshes: {near}. Or make one axis auto, e.g. `mesh: {{fsdp: auto}}`.",
+            fix=f"The nearest meshes: {near}. Or --set mesh.{axis_to_free(mesh)}=auto, which takes all there are.",
         )
     asked = parallel or ParallelSettings()
     check_remat(settings, asked.remat)
@@ -248,9 +249,10 @@ def nearest_meshes(sizes: Mapping[str, int], devices: int) -> list[str]:
         if devices % others == 0 and (sizes[axis] > 1 or axis in ("data", "fsdp")):
             changed = {**sizes, axis: devices // others}
             shown = ", ".join(f"{name}: {changed[name]}" for name in AXES if changed[name] > 1)
-            found.append((abs(math.log(changed[axis] / sizes[axis])), f"{{{shown or 'data: 1'}}}"))
+            found.append((abs(math.log(changed[axis] / sizes[axis])), f"{{{shown}}}"))
     near = list(dict.fromkeys(shown for _, shown in sorted(found, key=lambda pair: pair[0])))
-    return near[:2] or [f"{{fsdp: {devices}}}"]
+    alone = {name: 1 for name in AXES if sizes[name] > 1} | {"fsdp": devices}  # the sizes that it replaces, too
+    return near[:2] or ["{" + ", ".join(f"{name}: {size}" for name, size in alone.items()) + "}"]
 
 
 def state_bytes(tree: Any, sizes: Mapping[str, int]) -> int:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _OF_A_GPU = 0.92  # of its memory that JAX may well be given; the rest is for libraries of kernels and collectives
 _TRIES = 3  # numbers of micro-batches that are estimated one by one, a second or two each
-NOTHING = "take more or larger devices, or split the layers with `mesh: {tensor: ...}`"
+NOTHING = "take more or larger devices, or split the layers with `--set mesh.tensor=N`"
 
 
 def remedy(plan: "Plan") -> str:
-    """The first of a few changes by which the estimate stays below the capacity, as settings; else NOTHING."""
+    """The first of a few changes by which the estimate stays below the capacity, as `--set` takes it; else NOTHING."""
     chip = plan.where.chip
     if plan.where.platform == "gpu" and plan.memory.total <= _OF_A_GPU * (chip.memory_bytes or 0):
         return f"it would with XLA_CLIENT_MEM_FRACTION={_OF_A_GPU} in the environment of the run and of this plan"
@@ -33,7 +33,8 @@ def remedy(plan: "Plan") -> str:
         if parts is not None:
             rows = split.rows // parts // split.row_parts
             at_once = f"{rows} row{'s' if rows > 1 else ''} at a time on a device"
-            return f"{' and '.join([*settings, f'`micro_batches: {parts}`'])} would fit, with {at_once}"
+            all_of_them = [*settings, f"`--set {plan.section}.micro_batches={parts}`"]
+            return f"{' and '.join(all_of_them)} would fit, with {at_once}"
     return NOTHING
 
 
@@ -44,13 +45,13 @@ def _ways(plan: "Plan") -> Iterator[tuple[list[str], Split]]:
     if plan.memory.state > plan.capacity / 2 and split.sizes["data"] > 1:
         sizes = {**split.sizes, "data": 1, "fsdp": split.sizes["fsdp"] * split.sizes["data"]}
         split = replace(split, sizes=sizes)
-        settings = [f"`mesh: {{data: 1, fsdp: {sizes['fsdp']}}}`, which splits the weights,"]
+        settings = [f"`--set mesh.data=1 --set mesh.fsdp={sizes['fsdp']}`, which splits the weights,"]
     elif plan.memory.state > plan.capacity:
         return
     yield settings, split
     if split.parallel.remat not in ("block", "full"):
         parallel = split.parallel.model_copy(update={"remat": "block"})
-        yield [*settings, "`parallel: {remat: block}`"], replace(split, parallel=parallel)
+        yield [*settings, "`--set parallel.remat=block`"], replace(split, parallel=parallel)
 
 
 def _parts_that_fit(split: Split, memory: Memory, plan: "Plan") -> int | None:

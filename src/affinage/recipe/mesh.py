@@ -38,6 +38,11 @@ def axis_sizes(sizes: Mapping[str, int | str], count: int, hosts: int = 1) -> di
     return full
 
 
+def axis_to_free(sizes: Mapping[str, int | str]) -> str:
+    """The axis of a mesh to make auto where its sizes do not fit the devices: one that it has, if there is one."""
+    return next((axis for axis in ("fsdp", "data") if axis in sizes), "data")
+
+
 def _wrong_count(full: Mapping[str, int], fixed: int, count: int, but: str) -> UserError:
     said = " x ".join(f"{axis} {size}" for axis, size in full.items() if size > 1)
     made = f"{said} makes {fixed} devices" if said else "the mesh is of 1 device"
