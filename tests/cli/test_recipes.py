@@ -39,6 +39,23 @@ def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_
     assert not (tmp_path / "other.yaml").exists()
 
 
+def test_a_run_is_shown_as_it_was_made(tmp_path, monkeypatch, affinage):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    made = load_recipe("quickstart", ["name=mine", "pretrain.steps=7", "mesh.data=2"]).recipe.model_dump(mode="json")
+    (tmp_path / "runs" / "mine" / "recipe.json").write_text(json.dumps(made))
+
+    for run in ("mine", "runs/mine"):
+        status, out, _ = affinage("explain", run, "pretrain.steps")
+        assert status == 0 and "steps: 7 " in out and "runs/mine/recipe.json:" in out
+        assert affinage("graph", run)[1] == affinage("graph", "quickstart")[1]
+        status, out, _ = affinage("plan", run, "--on", "v4-8", "--set", "mesh.data=4", "--json")
+        assert status == 0 and json.loads(out)["recipe"] == "mine"
+    status, _, err = affinage("plan", "mime")
+    assert status == 2 and "there is no recipe and no run named `mime`" in err and "Did you mean `mine`?" in err
+    assert "Runs in runs: mine. Recipes" in affinage("graph", "xyzzy")[2]
+
+
 def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("base: quickstart\nname: a\npretrain: {log_every: 7}\n")

@@ -131,7 +131,7 @@ def test_planning_data_needs_no_jax(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["quickstrat", "--on", "v4-8"], "no recipe named `quickstrat`"),
+        (["quickstrat", "--on", "v4-8"], "no run named `quickstrat`"),
         (["quickstart", "--on", "v9-8"], "no slice is called `v9-8`"),
         (["quickstart", "--on", "v4-8", "--set", "pretrain.stesp=1"], "`pretrain.stesp` is not a setting"),
     ],

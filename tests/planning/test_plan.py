@@ -399,6 +399,17 @@ def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(caps
     assert "batch 64 does not divide" in err and "--set pretrain.batch=256" in err
 
 
+def test_what_of_a_recipe_is_planned_is_said(capsys):
+    def extent(*words):
+        return next(line for line in told(capsys, *words)[1].splitlines() if "planned: " in line)
+
+    data = "the data (affinage data julian-sft, without an accelerator)"
+    assert extent("julian-sft", "--on", "v4-32") == f"planned: pretrain; not planned: {data}, sft (--stage sft)"
+    alone = ("julian-sft", "--on", "v4-32", "--set", "pretrain=null", "--set", "data=null")
+    assert extent(*alone) == "planned: sft"
+    assert extent("julian-data", "--which").startswith("julian-data; planned: pretrain; not planned: the data (")
+
+
 def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
     status, out, _ = told(capsys, "julian-600m-as-published")
     assert status == 0

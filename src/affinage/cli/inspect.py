@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli import doctor
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.options import RUNS, JsonOption, RecipeOrRunArgument, RunsOption, SetOption, load, recipe_or_run
 from affinage.cli.terminal import counted, screen
 from affinage.errors import UserError
 
@@ -35,7 +35,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def graph(
-    recipe: RecipeArgument,
+    recipe: RecipeOrRunArgument,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
@@ -60,7 +60,7 @@ def graph(
 
     if as_json + as_mermaid + (as_svg is not None) > 1:
         raise UserError("--json, --mermaid and --svg are three outputs", fix="Ask for one at a time.")
-    loaded = load(recipe, overrides)
+    loaded = load(recipe_or_run(recipe, runs), overrides)
     load_plugins(loaded)
     if schedule:
         _show_schedules(loaded, as_json)

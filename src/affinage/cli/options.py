@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from affinage.cli import completion
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from affinage.recipe.load import LoadedRecipe
@@ -24,6 +24,15 @@ RecipeArgument = Annotated[
         help="A recipe file, or the name of one that comes along.",
         show_default=False,
         autocompletion=completion.recipes,
+    ),
+]
+RecipeOrRunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|RUN",
+        help="A recipe file, the name of one that comes along, or a run, as it was last made.",
+        show_default=False,
+        autocompletion=completion.recipes_or_models,
     ),
 ]
 ModelArgument = Annotated[
@@ -138,6 +147,27 @@ def load(recipe: str, overrides: list[str] | None) -> "LoadedRecipe":
     from affinage.recipe.load import load_recipe
 
     return load_recipe(recipe, overrides or ())
+
+
+def recipe_or_run(word: str, runs: Path) -> str:
+    """The recipe that is meant where a verb takes RECIPE or RUN, as `load` takes it: of a run the settings it has.
+
+    Raises UserError for a name that is neither.
+    """
+    from affinage.recipe.layers import packaged_recipes
+
+    packaged, run = packaged_recipes(), run_folder(word, runs)
+    if word in packaged or Path(word).is_file():
+        return word
+    if run is not None and (run / "recipe.json").is_file():
+        return str(run / "recipe.json")
+    if run is None and Path(word).name == word and not Path(word).suffix:
+        made = sorted(file.parent.name for file in runs.glob("*/recipe.json"))
+        there = [f"Runs in {runs}: {', '.join(made)}."] if made else []
+        there.append(f"Recipes that come with affinage: {', '.join(packaged)}.")
+        fix = did_you_mean(word, [*packaged, *made]) or " ".join(there)
+        raise UserError(f"there is no recipe and no run named `{word}`", fix=fix)
+    return word
 
 
 def is_recipe(word: str, runs: Path) -> bool:

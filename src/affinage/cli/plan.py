@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.options import RUNS, JsonOption, RecipeOrRunArgument, RunsOption, SetOption, load, recipe_or_run
 from affinage.cli.plan_tables import show_comparison, show_plan
 from affinage.cli.working import Working
 from affinage.errors import UserError
@@ -30,7 +30,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plan(
-    recipe: RecipeArgument,
+    recipe: RecipeOrRunArgument,
     on: Annotated[
         str | None,
         typer.Option(
@@ -83,7 +83,7 @@ def plan(
     _one_question(which=which, width=width is not None, curve=curve is not None, search=search, compile=compile_step)
     if which and on:
         raise UserError("--which looks through all slices", where="--which", fix="Leave out --on.")
-    named = find_slice(on) if on else None
+    named, recipe = find_slice(on) if on else None, recipe_or_run(recipe, runs)
     asked = _asked(recipe, overrides or [], stage, runs)
     from affinage.planning.left_out import left_out
     from affinage.planning.plan import compare, default_slice
@@ -93,6 +93,8 @@ def plan(
         with Working("planning"):
             found = compare(loaded.recipe, asked.graph)
         refused = [entry for entry in found if isinstance(entry, tuple)]
+        if not as_json:
+            print(f"{loaded.recipe.name}; {asked.extent}\n")
         show_comparison(found, as_json, left_out(loaded.recipe, refused))
         return
     where = named or default_slice(loaded.recipe)
@@ -133,6 +135,16 @@ class _Asked(NamedTuple):
     counted: "Counted"
     data_tokens: int | None
     data_rows: int | None
+    others: list[str]  # its other trainings
+
+    @property
+    def extent(self) -> str:
+        """What of the recipe is planned, and what is not."""
+        beside = [f"{other} (--stage {other})" for other in self.others]
+        data = self.loaded.recipe.data
+        if data is not None and data.arrays is None and self.data_tokens is None:
+            beside.insert(0, f"the data (affinage data {self.recipe}, without an accelerator)")
+        return f"planned: {self.section}" + (f"; not planned: {', '.join(beside)}" if beside else "")
 
 
 def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
@@ -141,6 +153,7 @@ def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Pa
     from affinage.recipe.plugins import load_plugins
     from affinage.training.choices import check_choices
 
+    trainings = loaded.recipe.trainings
     if stage:
         overrides = [*overrides, *only(stage, loaded.recipe)]
         loaded = load(recipe, overrides)
@@ -161,11 +174,12 @@ def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Pa
         counted,
         tokens,
         rows,
+        [name for name in trainings if name != section],
     )
 
 
 def _plan_one(asked: _Asked, where: "Slice", compile_step: bool, as_json: bool) -> None:
-    from affinage.planning.plan import TRAININGS, make_plan
+    from affinage.planning.plan import make_plan
 
     asked = _dividing(asked, where)
     made = make_plan(asked.loaded.recipe, asked.graph, where, asked.data_tokens, asked.data_rows)
@@ -176,10 +190,7 @@ def _plan_one(asked: _Asked, where: "Slice", compile_step: bool, as_json: bool) 
             told["compiled"] = {**vars(verdict), "estimate_over_compiled": _ratio(made, verdict)}
         print(json.dumps(told, indent=1))
         return
-    show_plan(made, verdict)
-    for later in TRAININGS[TRAININGS.index(asked.section) + 1 :]:
-        if getattr(asked.loaded.recipe, later) is not None:
-            print(f"\nNot in it: {later}; see affinage plan {asked.recipe} --stage {later}")
+    show_plan(made, verdict, asked.extent)
 
 
 def _dividing(asked: _Asked, where: "Slice") -> _Asked:

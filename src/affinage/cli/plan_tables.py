@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 _MENTIONED = 0.02  # share of a step above which it is said that sums are made again in every micro-batch
 
 
-def show_plan(made: "Plan", verdict: "Verdict | None") -> None:
-    """Print what a training needs and takes, part by part, and what the compiler said of it."""
+def show_plan(made: "Plan", verdict: "Verdict | None", extent: str) -> None:
+    """Print what a training needs and takes, part by part, and what the compiler said of it.
+
+    `extent` says what of the recipe that is.
+    """
     console = screen()
-    for line in (*_heading(made), "", *_facts(made)):
+    for line in (*_heading(made), extent, "", *_facts(made)):
         console.print(line, markup=False)
     console.print()
     console.print(_memory_table(made), markup=False)

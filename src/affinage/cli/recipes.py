@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import JsonOption, RecipeArgument, SetOption, load
+from affinage.cli.options import RUNS, JsonOption, RecipeOrRunArgument, RunsOption, SetOption, load, recipe_or_run
 from affinage.cli.terminal import screen
 from affinage.errors import UserError, did_you_mean
 
@@ -100,11 +100,12 @@ def new(
 
 
 def explain(
-    recipe: RecipeArgument,
+    recipe: RecipeOrRunArgument,
     key: Annotated[
         str | None, typer.Argument(metavar="[KEY]", help="Only this section or setting, and what it means.")
     ] = None,
     overrides: SetOption = None,
+    runs: RunsOption = RUNS,
     changes: Annotated[bool, typer.Option("--changes", help="Only what differs from the recipe's base.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -116,7 +117,7 @@ def explain(
     """
     from affinage.recipe.effective import as_text, effective
 
-    loaded = load(recipe, overrides)
+    loaded = load(recipe_or_run(recipe, runs), overrides)
     values = effective(loaded)
     if key is not None:
         values = _under(values, key)
