@@ -184,7 +184,11 @@ def test_dry_run_as_json(tmp_path):
         (["run", "quickstart", "--set", "evaluate.tasks=[a/b.yaml]"], 2, "there is no `a/b.yaml`"),
         (["data", "quickstart", "--set", "data.sources=[no/]"], 2, "Error: --set data.sources: no such file"),
         (["graph", "quickstart", "--json", "--mermaid"], 2, "--json, --mermaid and --svg are three outputs"),
+        (["data", "quickstart", "--set", "data.sources=[no/]"], 2, "Put it there, or name text of yours"),
         (["run"], 2, "Missing argument"),
+        (["run"], 2, "For example: affinage run quickstart"),
+        (["data", "where"], 2, "For example: affinage data where quickstart"),
+        (["data", "where", "quickstart"], 2, "For example: affinage data where quickstart"),
         (["rum"], 2, "No such command"),
     ],
 )

@@ -59,8 +59,9 @@ def test_a_program_may_take_what_the_compiler_says():
 @pytest.mark.parametrize(
     ("name", "what", "fix"),
     [
-        ("v4-31", "no v4-31", "v4-16 or v4-32"),
-        ("v5e-512", "no v5e-512", "v5e-128 or v5e-256"),
+        ("v4-31", "no v4-31", "sizes are v4-16 and v4-32."),
+        ("v4-33", "no v4-33", "sizes are v4-32 and v4-64."),
+        ("v5e-512", "no v5e-512", "size is v5e-256."),
         ("v9-8", "called `v9-8`", "Did you mean `v"),
         ("h100x12", "whole boxes of 8", "h100x16"),
         ("v4-0", "no v4-0", "v4-8"),

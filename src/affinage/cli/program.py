@@ -26,6 +26,7 @@ from affinage.cli import (
     sweep,
     talk,
 )
+from affinage.cli.verb import show_examples
 from affinage.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -72,6 +73,7 @@ for verbs in (
     bench,
 ):
     verbs.add_to(app)
+show_examples(app)
 
 
 def _show_version(asked: bool) -> None:

@@ -211,5 +211,6 @@ def _refuse(url: str, where: str, unreadable: list[str]) -> None:
     raise UserError(
         f"no such file or folder, or nothing in it: {url!r}",
         where=where,
-        fix="Relative paths start from `data.root` if it is set, else from the working directory.",
+        fix="Put it there, or name text of yours (a file, a folder, a URL): --set data.sources='[my_text.txt]'. "
+        "Relative paths start from `data.root` if it is set, else from the working directory.",
     )

@@ -188,9 +188,11 @@ def _tpus(name: str, family: _Family, number: int, word: str) -> Slice:
     )
     if shape is None:
         sizes = [n for n in range(1, family.largest + 1) if torus_shape(n, family.dimensions)]
-        near = sorted(sorted(sizes, key=lambda n: abs(n - number / family.counts))[:2])
-        fix = " or ".join(f"{word}-{n * family.counts}" for n in near)
-        raise UserError(f"there is no {name}", where="--on", fix=f"The nearest sizes are {fix}.")
+        asked = number / family.counts
+        near = [max((n for n in sizes if n < asked), default=None), min((n for n in sizes if n > asked), default=None)]
+        names = [f"{word}-{n * family.counts}" for n in near if n is not None]
+        said = f"sizes are {' and '.join(names)}" if len(names) > 1 else f"size is {names[0]}"
+        raise UserError(f"there is no {name}", where="--on", fix=f"The nearest {said}.")
     chip = named(family.chip)
     if family.dimensions == 3:
         # Optical switches close the rings of whole cubes of 4 x 4 x 4 chips.

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from affinage.durations import duration
 
-_SECONDS_BETWEEN_LINES = 10.0  # where nobody watches; metrics.jsonl has them all
+# Where nobody watches a line comes after so many seconds, or this share of the steps; metrics.jsonl has them all.
+_SECONDS_BETWEEN_LINES = 10.0
+_SHARE_BETWEEN_LINES = 0.2
 
 
 class _BarWithFacts(Progress):
@@ -31,7 +33,7 @@ class StepDisplay:
     def __init__(self, name: str, steps: int, start: int, *, shown: bool = True) -> None:
         self._name, self._steps, self._shown = name, steps, shown
         self._console = rich.get_console()
-        self._last_line = -_SECONDS_BETWEEN_LINES
+        self._last_line, self._last_step = -_SECONDS_BETWEEN_LINES, start
         self._bar = _BarWithFacts(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -57,9 +59,13 @@ class StepDisplay:
         if self._console.is_terminal:
             self._bar.facts = step_line(row, self._steps)
             self._bar.update(self._task, completed=row["step"])
-        elif last or now - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = now
+        elif last or now - self._last_line >= _SECONDS_BETWEEN_LINES or self._steps_since(row["step"]):
+            self._last_line, self._last_step = now, row["step"]
             self.say(f"step {row['step']:,}/{self._steps:,}  {step_line(row, self._steps)}")
+
+    def _steps_since(self, step: int) -> bool:
+        """Whether enough steps were made since the last line."""
+        return step - self._last_step >= _SHARE_BETWEEN_LINES * self._steps
 
     def validation(self, step: int, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Show a validation line."""
