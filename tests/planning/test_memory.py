@@ -140,8 +140,8 @@ def test_bfloat16_is_what_a_tpu_computes_in():
         ({"fsdp": 3}, {}, "3", ""),
         ({"tensor": 8}, {}, "heads = 4", "tensor = 4"),
         ({"data": 2}, {}, "2 devices, the slice 8", "auto"),
-        ({"data": 2, "tensor": 2}, {}, "4 devices, the slice 8", "`mesh: {data: 4, tensor: 2}`"),
-        ({"data": 2, "tensor": 2}, {}, "4 devices, the slice 8", "`mesh: {data: 2, fsdp: 2, tensor: 2}`"),
+        ({"data": 2, "tensor": 2}, {}, "4 devices, the slice 8", "--set 'mesh={data: 4, tensor: 2}'"),
+        ({"data": 2, "tensor": 2}, {}, "4 devices, the slice 8", "--set 'mesh={data: 2, fsdp: 2, tensor: 2}'"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, what, fix):
