@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "affinage"
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-ANYWHERE = {"errors", "stopping", "secrets", "signing", "durations", "paths"}
+ANYWHERE = {"errors", "differing", "stopping", "secrets", "signing", "durations", "paths"}
 IMPORT = re.compile(r"^\s*(?:from|import) affinage\.(\w+)", re.MULTILINE)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from affinage.differing import differing
 from affinage.errors import UserError, plain
-from affinage.recipe.differing import differing
 
 IDENTITY = "identity"  # key of the facts that decide over a run's numbers
 _ABSENT = "(not there)"

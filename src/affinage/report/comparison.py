@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from affinage.differing import differing
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, Difference, Unlike, compare, unlike
-from affinage.recipe.differing import differing
 from affinage.report.evaluations import Evaluation, read_evaluation
 from affinage.report.facts import Facts, collect_facts
 from affinage.report.reading import mapping
