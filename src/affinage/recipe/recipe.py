@@ -55,8 +55,8 @@ class ExportSettings(Settings):
 class ReportSettings(Settings):
     """The HTML page of a run."""
 
-    prompts: tuple[str, ...] = ()  # what the base model is asked to continue; a base's stay only with its `data.sources`
-    questions: tuple[str, ...] = ()  # what the chat model is asked; a base's stay only with its `sft.sources`
+    prompts: tuple[str, ...] = ()  # what the base model is asked to continue; of a base only with its `data.sources`
+    questions: tuple[str, ...] = ()  # what the chat model is asked; of a base only with its `sft.sources`
     language: Literal["en", "fr"] = "en"  # what the report is written in
 
 
