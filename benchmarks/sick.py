@@ -1,11 +1,13 @@
 """Sick numbers and spikes, in any layer and at any step of small trainings; for `chaos.py --parts sick`."""
 
 import json
+import math
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +22,8 @@ from affinage.training import TrainJob, train
 from affinage.training.health import Health
 
 STEPS = 300  # of a run; what is not finite comes at any of them, a spike from the second on, as the first is like none
-SETTLED = 20  # steps after which wrong values in any layer are a spike; before, only those after the last one
+EARLY = 20  # steps in which wrong values beneath the last norm may leave the loss where an untrained model has it
+UNTRAINED = 1.02 * math.log(tiny.VOCABULARY)  # that loss and a little more, which is no spike in those steps
 EACH = {"skip": 30, "rewind": 10}  # injections of a run: after ten rewinds it goes back no more
 DONE = {"skip": "skipped", "rewind": "rewound"}  # how health.jsonl begins to tell of it
 POLICIES = tuple(EACH)
@@ -56,6 +59,21 @@ def _job(folder: Path, feed: Feed, policy: str) -> TrainJob:
     return TrainJob(graph=graph(), settings=settings, mesh={"data": 1}, seed=1, feed=feed, folder=folder)
 
 
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _no_spikes(folder: Path, kept: dict[int, int]) -> dict[int, int]:
+    """Those of the injections that were trained on whose loss is that of a model that has learned nothing yet.
+
+    Whatever a layer gives to the last norm, an untrained unembedding makes much the same loss of it, and in the first
+    steps that is no more than the losses before. The batch is one like others, for the policy and for the comparison.
+    """
+    losses = {line["step"]: line["loss"] for line in _lines(folder / "metrics.jsonl") if "loss" in line}
+    early = {step: code for step, code in kept.items() if code >= SPIKE and step < EARLY}
+    return {step: code for step, code in early.items() if losses[step] <= UNTRAINED}
+
+
 def _state(folder: Path) -> list[bytes]:
     store = CheckpointStore(folder / "checkpoints")
     state = store.restore(store.steps()[-1], {"params": None, "opt_state": None})
@@ -85,15 +103,17 @@ def inject(folder: Path, injections: int) -> dict[str, float]:
         for policy in POLICIES:
             left = injections // len(POLICIES)
             while left > 0:
-                steps = draw.sample(range(1, STEPS), min(left, EACH[policy]))
+                steps = _steps(draw, min(left, EACH[policy]))
                 sick = {step: _drawn(draw, found, policy, step) for step in steps}
                 left, number = left - len(steps), number + 1
                 hurt, well = folder / f"hurt-{number}", folder / f"well-{number}"
                 train(_job(hurt, Feed(sick, number), policy))
-                _without(_job(well, Feed({}, number), policy), set(sick))
-                events = [json.loads(line) for line in (hurt / "health.jsonl").read_text().splitlines()]
+                events = _lines(hurt / "health.jsonl")
                 done = {event["step"] for event in events if str(event["done"]).startswith(DONE[policy])}
+                plain = _no_spikes(hurt, {step: sick[step] for step in set(sick) - done})
+                _without(_job(well, Feed(plain, number), policy), set(sick) - set(plain))
                 found[f"{policy}: done as the policy says"] += len(done & set(sick))
+                found[f"{policy}: no spike, the loss an untrained model's"] += len(plain)
                 found["clean steps left out"] += len({event["step"] for event in events} - set(sick))
                 found["runs"] += 1
                 found["runs that ended with other bits"] += _state(hurt) != _state(well)
@@ -102,11 +122,17 @@ def inject(folder: Path, injections: int) -> dict[str, float]:
     return {"injections": injections} | {name: found[name] for name in sorted({*found, *told})}
 
 
+def _steps(draw: random.Random, number: int) -> list[int]:
+    """Every third of them is among the first."""
+    early = draw.sample(range(1, EARLY), number // 3)
+    return early + draw.sample(range(EARLY, STEPS), number - len(early))
+
+
 def _drawn(draw: random.Random, found: Counter[str], policy: str, step: int) -> int:
     """The code of an injection."""
     kind = draw.choice(KINDS if step > 1 else KINDS[:2])
     found[f"{policy}: {kind}"] += 1
-    found[f"{policy}: before step {SETTLED}"] += step < SETTLED
+    found[f"{policy}: before step {EARLY}"] += step < EARLY
     if kind == "spike":
-        return SPIKE + (draw.randrange(SITES) if step >= SETTLED else SITES - 1)
+        return SPIKE + draw.randrange(SITES)
     return 1 + draw.choice([number for number, (_, _, name) in enumerate(INJECTIONS) if kind in name])
