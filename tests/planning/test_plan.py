@@ -12,6 +12,7 @@ import pytest
 from affinage.cli import main
 from affinage.cli.plan_tables import show_comparison
 from affinage.errors import EXIT_USER_ERROR, UserError
+from affinage.hardware.matmul import measured_flops
 from affinage.hardware.slices import find_slice
 from affinage.model import parse
 from affinage.model.kinds.attention_choice import Need, choose
@@ -391,6 +392,15 @@ def test_the_verb_prints_and_speaks_json(capsys):
     assert sum(answer["memory"][part] for part in ("weights", "optimizer", "activations")) < answer["memory"]["total"]
     status, out, _ = told(capsys, SMALL, "--on", "v4-8")
     assert status == 0 and "estimate: fits" in out and "tokens/s" in out
+
+
+def test_what_was_measured_of_a_processor_is_said_and_of_a_chip_nothing(capsys):
+    found = []
+    for where in ("cpu", "v4-8"):
+        _, out, _ = told(capsys, "quickstart", "--on", where)
+        found.append(re.findall(r"measured just now: ([\d,]+) GFLOP/s in products", out))
+    (rate,), of_a_chip = found
+    assert int(rate.replace(",", "")) == pytest.approx(measured_flops() / 1e9, abs=1) and not of_a_chip
 
 
 def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(capsys):

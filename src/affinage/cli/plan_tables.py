@@ -8,6 +8,7 @@ from affinage.cli.terminal import counted, screen
 from affinage.durations import duration
 
 if TYPE_CHECKING:
+    from affinage.hardware.chips import Chip
     from affinage.planning.compiled import Verdict
     from affinage.planning.left_out import LeftOut
     from affinage.planning.plan import Plan
@@ -51,7 +52,15 @@ def _heading(made: "Plan") -> list[str]:
     shape = "x".join(map(str, where.shape)) + (f" in each of {where.slices} slices" if where.slices > 1 else "")
     chosen = [f"{made.choice}"] if made.choice else []
     chips = f"{where.chips} × {where.chip.name} ({shape}), {counted(where.devices, 'device')}, hosts: {where.hosts}"
-    return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}", *chosen]
+    return [f"{made.recipe} on {where.name}: {chips}; mesh: {mesh}", *_measured(where.chip), *chosen]
+
+
+def _measured(chip: "Chip") -> list[str]:
+    """What was measured of a processor: no datasheet has it, and another day or machine gives another plan."""
+    if not chip.float32_flops or not chip.memory_bandwidth or chip.bfloat16_flops:
+        return []
+    rates = f"{chip.float32_flops / 1e9:,.0f} GFLOP/s in products, {chip.memory_bandwidth / 1e9:,.0f} GB/s of memory"
+    return [f"measured just now: {rates}; {chip.achievable:.0%} of the products' rate is taken to be reached"]
 
 
 def _facts(made: "Plan") -> list[str]:

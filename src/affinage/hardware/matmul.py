@@ -10,6 +10,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import psutil
+from threadpoolctl import threadpool_limits
 
 _SIDE = 1024
 _FLOATS = 8 * 2**20  # 32 MB, more than most caches
@@ -18,9 +20,14 @@ _ROUNDS = 5
 
 @cache
 def measured_flops() -> float:
-    """FLOP/s of all cores in a float32 product of 1,024 x 1,024 matrices by NumPy's BLAS: the best of a few."""
+    """FLOP/s of all cores in a float32 product of 1,024 x 1,024 matrices by NumPy's BLAS: the best of a few.
+
+    One thread multiplies: several wait for each other by spinning, and beside other work that is most of their seconds.
+    """
     left = np.random.default_rng(0).standard_normal((_SIDE, _SIDE), dtype=np.float32)
-    return 2 * _SIDE**3 / _least(lambda: left @ left) * (os.cpu_count() or 1)
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    with threadpool_limits(1, user_api="blas"):
+        return 2 * _SIDE**3 / _least(lambda: left @ left) * cores
 
 
 @cache
@@ -32,7 +39,7 @@ def measured_bandwidth() -> float:
 
 
 def _least(work: Callable[[], Any]) -> float:
-    """The processor's seconds, of all threads together."""
+    """The processor's seconds."""
     seconds = []
     for _ in range(_ROUNDS + 1):
         start = time.process_time()
