@@ -152,7 +152,7 @@ def slice_of(device_kind: str, devices: int) -> Slice | None:
 def cpu() -> Chip:
     """This machine's processor, with its memory; how fast it multiplies is measured, see `affinage.hardware.matmul`."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Training steps by benchmarks/step_cpu.py reach 48 and 57 % of the measured product, at widths 128 and 256.
+    # Whole steps of benchmarks/step_cpu.py are 47 to 61 % of the measured product at widths 128 and 256, 71 % at 512.
     return Chip("CPU", r"cpu", memory_bytes=pages, usable_bytes=pages, achievable=0.55)
 
 
