@@ -24,7 +24,7 @@ def measured_flops() -> float:
 
     NumPy's BLAS does not know every processor, and its threads spin while they wait for each other.
     """
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         left = jnp.ones((_SIDE, _SIDE), jnp.float32)
         product = jax.jit(jnp.matmul)
         return 2 * _SIDE**3 / _least(lambda: product(left, left).block_until_ready()) * (os.cpu_count() or 1)
