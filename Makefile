@@ -1,5 +1,7 @@
 # make quickstart   sets everything up and goes from raw text to a chat model
-# make test         sets everything up and runs the quality gates and the tests
+# make check        sets everything up and runs ruff, mypy and import-linter
+# make test         the same, and the tests that decide whether a change is right
+# make test-all     the same, and every other test: tutorials, browser, TPU compiler, many kills
 # make screenshots  makes the pictures of the README anew, from runs/quickstart
 # make docs         builds the documentation: site/index.html
 
@@ -7,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test check setup docs screenshots clean
+.PHONY: quickstart test test-all check setup docs screenshots clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/affinage run recipes/quickstart.yaml
@@ -32,8 +34,14 @@ check: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A worker that takes tests from another keeps to the order of the files, which share what they compile.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal --max-worker-restart=0
+
 test: check
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+	$(PYTEST) -m "not full"
+
+test-all: check
+	$(PYTEST)
 
 # The documentation as a site that opens from a disk, with its search: site/index.html
 docs: $(VENV)/.tested

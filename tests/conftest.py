@@ -1,8 +1,14 @@
-"""Strict settings for every test: eight CPU devices, rank promotion raises, no network."""
+"""Strict settings for every test: eight CPU devices, rank promotion raises, no network, one compilation cache.
+
+Tiers: a test without a mark is part of `make test`; one marked `full` runs in `make test-all` only.
+"""
 
 import os
 import re
+import resource
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +26,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded by what tests start, and not here
     signal.signal(signal.SIGHUP, lambda *_: None)
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # tests choose theirs, and what they start as well
+# One cache of compiled programs for all workers and for what they start; it begins empty with every session.
+CACHE_OWNER = "PYTEST_XDIST_WORKER" not in os.environ
+if CACHE_OWNER:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="affinage-tests-")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.pop("COLUMNS", None)  # pytest-xdist gives its workers one, and tables would be folded to it
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # tests that compile for TPUs run beside each other
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -32,26 +43,32 @@ import pytest
 from hypothesis import settings
 
 from affinage.hardware.allocator import give_back_freed_memory
+from affinage.hardware.kept_programs import keep_only_what_reads_back_whole
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+keep_only_what_reads_back_whole()
 
 # Two slow cores run these tests: a deadline would only measure the machine, and CI must be repeatable.
 settings.register_profile("affinage", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("affinage")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that none of the processes is left with one of them at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+def pytest_unconfigure() -> None:
+    """Remove the session's compilation cache."""
+    if CACHE_OWNER:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+MOST_MEMORY = 5 * 2**20  # KiB of one process, of which two run in 24 GiB beside what tests start
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten() -> Iterator[None]:
-    """What one file compiled is of no use to the next, and would fill gigabytes."""
+def bounded_memory() -> Iterator[None]:
+    """Forget compiled programs after a file, but only in a process that has grown large."""
     yield
-    jax.clear_caches()
-    give_back_freed_memory()
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY:
+        jax.clear_caches()
+        give_back_freed_memory()
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +130,23 @@ def google_bucket(gcs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def _bucket_of(folder: Path) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{folder.parent.name}-{folder.name}".lower()).strip("-")[-60:].strip("-")
+
+
+@pytest.fixture(scope="session")
+def tiny_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs folder with one finished run, `tiny`: corpus, tokenizer, pretraining, SFT, DPO with LoRA, evaluation,
+    export and report. All workers share it. Read it only; what changes a run takes `own_runs`."""
+    import tiny_run
+
+    return tiny_run.shared(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def own_runs(tiny_runs: Path, tmp_path: Path) -> Path:
+    """A copy of `tiny_runs` for one test, which may change it."""
+    import tiny_run
+
+    return tiny_run.copied(tiny_runs, tmp_path / "runs")
 
 
 @pytest.fixture(scope="module")

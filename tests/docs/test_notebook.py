@@ -43,7 +43,7 @@ def executed(folder: Path, mesh: str | None) -> tuple[str, list[tuple[int, float
     return said, [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_trains_saves_restores_and_speaks_and_another_mesh_gives_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -22,7 +22,7 @@ def test_all_tutorials_are_carried_out():
     assert all(any(block.language == "bash" and not block.skipped for block in blocks(p)) for p in PAGES.glob("*.md"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(NOT_RUN))
 def test_a_reader_gets_what_the_tutorial_promises(name: str, tmp_path: Path, warm_python: list[str]):
     assert len(carry_out(PAGES / f"{name}.md", tmp_path, warm_python)) == NOT_RUN[name]

@@ -12,7 +12,7 @@ from affinage.evaluation.run import evaluate
 from affinage.stages.models import open_model
 from choice_task import sums, write_task
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 

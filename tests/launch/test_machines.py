@@ -431,7 +431,7 @@ class LosingAWorker:
         """What is imported is kept for the next training."""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_training_on_ray_whose_worker_is_killed_ends_with_the_same_weights(ray, tmp_path: Path):
     folder, undisturbed, said = tmp_path / "run", tmp_path / "undisturbed", []
     program = [str(Path(__file__).with_name("one_host.py"))]

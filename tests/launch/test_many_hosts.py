@@ -46,7 +46,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: gangs.Nursery
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_host_killed_at_random_moments_changes_no_bit(tmp_path: Path, nursery, undisturbed: Path):
     said: list[str] = []
     killed = runs = 0

@@ -36,7 +36,7 @@ def done(folder: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["done"]) for event in events]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_two_hosts_judge_a_sick_batch_of_one_alike_and_go_back_together(tmp_path: Path, two, one, policy: str):
     alone, together = tmp_path / "alone", tmp_path / "together"

@@ -67,7 +67,7 @@ def test_the_estimate_knows_that_layers_are_updated_in_place():
     assert layerwise.gradients < 0.2 * whole.weights < whole.gradients
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_real_compiler_holds_no_gradients_of_all_layers():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     small = ["model.nodes.embed.width=1024", "model.nodes.blocks.attention.heads=8", "model.nodes.blocks.repeat=24"]

@@ -23,7 +23,7 @@ def estimate(name, *overrides):
     return make_plan(loaded.recipe, planned_graph(loaded), find_slice(name)).memory.total
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_estimate_is_within_a_tenth_of_the_compiled_step():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     verdict = compile_on(SMALL, ["model.nodes.blocks.repeat=6"], find_slice("v4-8"))
@@ -34,7 +34,7 @@ def test_the_estimate_is_within_a_tenth_of_the_compiled_step():
     assert {"all-gather", "all-reduce"} <= set(verdict.collectives)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -51,7 +51,7 @@ def test_so_it_is_with_stages_and_with_several_slices(name, overrides):
     assert estimate(name, *overrides) == pytest.approx(verdict.peak_bytes, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gradients_of_micro_batches_are_summed_over_data_once():
     """But where a balance of experts, or what is told of them, is of all rows together."""
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
@@ -78,7 +78,7 @@ def test_a_collective_in_a_loop_is_told_from_one_behind_it():
     assert collectives_in(loops_of(program)) == {"all-reduce": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_waits_in_the_hosts_memory_is_known_to_the_byte():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     overrides = ["model.nodes.blocks.repeat=6", "parallel.remat={offload: [block_input]}"]
@@ -90,7 +90,7 @@ def test_what_waits_in_the_hosts_memory_is_known_to_the_byte():
     assert verdict.peak_bytes < made.memory.total
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_does_not_fit_is_said_with_what_it_would_need():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     overrides = ["pretrain.batch=1024", "mesh.fsdp=1"]
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_said_with_what_it_would_need():
     assert estimate("v5e-1", *overrides) == pytest.approx(verdict.peak_bytes, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_local_compiler_answers_for_the_cpu():
     verdict = compile_on("quickstart", ["pretrain.batch=4"], find_slice("cpu"))
     assert verdict.fits

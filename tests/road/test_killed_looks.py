@@ -73,7 +73,7 @@ def found(runs: Path) -> tuple[list[dict], dict, list[np.ndarray]]:
     return looks, json.loads((runs / "tiny/sft/watch.json").read_text()), weights
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_kill_within_a_look_changes_no_score_and_no_weight(tmp_path: Path, warm_python: list[str]):
     task = write_task(tmp_path, "sums", sums(30, unsure=" or so"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"

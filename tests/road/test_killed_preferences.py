@@ -53,7 +53,7 @@ def last(runs: Path) -> dict:
     return CheckpointStore(runs / "tiny/dpo/checkpoints").restore(STEPS, {"params": None, "opt_state": None})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kills_at_random_steps_change_no_bit(tmp_path: Path, warm_python: list[str]):
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     finished(warm_python, killed, "reference")

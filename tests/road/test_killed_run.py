@@ -38,7 +38,7 @@ def digest(runs: Path, path: str) -> str:
     return hashlib.sha256((runs / "tiny" / path).read_bytes()).hexdigest()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ten_kills_change_nothing_and_a_finished_run_does_nothing(tmp_path, warm_python):
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     finished([sys.executable], undisturbed)  # with hashes of its own, which order sets

@@ -80,7 +80,7 @@ def of(stage: str, found: dict[str, int]) -> int:
     return sum(name.rpartition("-")[0] == stage for name in found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stopped_sweep_goes_on_to_the_same_table_and_repeats_no_finished_run(tmp_path: Path, warm_python: list[str]):
     task = write_task(tmp_path, "sums", sums(30, unsure=" or so"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"

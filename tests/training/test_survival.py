@@ -60,7 +60,7 @@ def test_a_compiled_step_is_kept_and_read_by_the_next_start(tmp_path: Path, cach
     assert first and kept() == first
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, nursery, undisturbed: Path):
     folders, draw, killed, lost = [tmp_path / "run"], random.Random(0), 0, 0
     for kill in range(KILLS):

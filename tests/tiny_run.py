@@ -1,0 +1,50 @@
+"""One small finished run, trained once a session, which all tests of what comes after a training read.
+
+Run it again with exactly `WORDS`: any other settings are another run.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
+SETTINGS = [
+    "dpo={sources: [pocket-world], steps: 4, batch: 8, schedule: {peak: 1.0e-3, floor: 1.0e-4}, sample: 0.2}",
+    "dpo.log_every=1",
+    "dpo.validate_every=2",
+    "dpo.validation_rows=8",
+    "dpo.max_epochs=null",
+    "dpo.lora={rank: 4}",
+    "dpo.checkpoint={every_steps: 2}",
+]
+WORDS = [str(RECIPE), *(word for setting in SETTINGS for word in ("--set", setting))]
+_SMALL = 2**20  # bytes; larger files are never changed in place, and are linked
+
+
+def shared(base: Path) -> Path:
+    """The runs folder beside the temporary folders of a session's workers; the first that asks makes it."""
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    runs = root / "tiny-runs"
+    with FileLock(root / "tiny-runs.lock"):
+        if not (runs / "tiny" / "report.html").exists():
+            command = [sys.executable, "-m", "affinage", "run", *WORDS, "--runs", str(runs)]
+            made = subprocess.run(command, capture_output=True, text=True)
+            assert made.returncode == 0, made.stdout + made.stderr
+    return runs
+
+
+def copied(runs: Path, to: Path) -> Path:
+    """A copy of a runs folder with its times: small files are copied, large ones linked."""
+
+    def copy(source: str, target: str) -> None:
+        if os.stat(source).st_size < _SMALL:
+            shutil.copy2(source, target)
+        else:
+            os.link(source, target)
+
+    shutil.copytree(runs, to, symlinks=True, copy_function=copy)
+    return to
