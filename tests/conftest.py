@@ -27,8 +27,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # shells start what is in
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has it so: heeded by what tests start, and not here
     signal.signal(signal.SIGHUP, lambda *_: None)
 # One cache of compiled programs for all workers and for what they start; it begins empty with every session.
-CACHE_OWNER = "PYTEST_XDIST_WORKER" not in os.environ
-if CACHE_OWNER:
+if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="affinage-tests-")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -55,7 +54,7 @@ settings.load_profile("affinage")
 
 def pytest_unconfigure() -> None:
     """Remove the session's compilation cache."""
-    if CACHE_OWNER:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 

@@ -53,7 +53,8 @@ def acquire() -> "list[jax.Device]":
     # The variable itself is left alone: each process that this one starts has a folder by its own environment.
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(compilation_cache()))
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     keep_only_what_reads_back_whole()
     try:
