@@ -1,4 +1,4 @@
-"""Whether the tests notice when a central line is wrong: each one is changed in a copy, and tests are run.
+"""Whether `make test` notices when a central line is wrong: each one is changed in a copy, and its tests are run.
 
     python benchmarks/mutations.py [--quick] [--only WORD]
 
@@ -21,7 +21,7 @@ MODEL = "src/affinage/model/kinds"
 
 
 class Mutation(NamedTuple):
-    """A wrong line, and the file of tests that is to find it."""
+    """A wrong line, and the folder of tests whose quick tier is to find it."""
 
     what: str
     path: str
@@ -36,112 +36,112 @@ MUTATIONS = [
         f"{MODEL}/loss.py",
         "targets = jnp.roll(tokens, -1, axis=1)",
         "targets = tokens",
-        "tests/model/test_parity.py",
+        "tests/model",
     ),
     Mutation(
         "the last target of a document counts",
         f"{MODEL}/loss.py",
         "jnp.roll(segments, -1, axis=1) == segments",
         "jnp.roll(segments, -1, axis=1) >= segments",
-        "tests/model/test_loss.py",
+        "tests/model",
     ),
     Mutation(
         "a token sees the one after it",
         f"{MODEL}/attention.py",
         "key <= query",
         "key <= query + 1",
-        "tests/model/test_parity.py",
+        "tests/model",
     ),
     Mutation(
         "documents of a row see each other",
         f"{MODEL}/attention.py",
         "mask & (segments[:, :, None] == segments[:, None, :])",
         "mask & (segments[:, :, None] >= segments[:, None, :])",
-        "tests/model/test_apply.py",
+        "tests/model",
     ),
     Mutation(
         "scores are scaled by 1 / width of a head",
         f"{MODEL}/attention_products.py",
         "scores * query.shape[-1] ** -0.5, MASKED",
         "scores * query.shape[-1] ** -1.0, MASKED",
-        "tests/model/test_parity.py",
+        "tests/model",
     ),
     Mutation(
         "the gradient of attention forgets the scale",
         f"{MODEL}/attention_products.py",
         "(d_weights - means) * query.shape[-1] ** -0.5",
         "(d_weights - means)",
-        "tests/model/test_attention.py",
+        "tests/model",
     ),
     Mutation(
         "RMS norm takes the sum of squares",
         f"{MODEL}/norm.py",
         "y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32)",
         "y = x32 * jax.lax.rsqrt(jnp.sum(jnp.square(x32)",
-        "tests/model/test_parity.py",
+        "tests/model",
     ),
     Mutation(
         "rotary embeddings turn the other way",
         f"{MODEL}/rotary.py",
         "[first * cos - second * sin, second * cos + first * sin]",
         "[first * cos + second * sin, second * cos - first * sin]",
-        "tests/model/test_parity.py",
+        "tests/model",
     ),
     Mutation(
         "micro-batches are averaged, not summed",
         "src/affinage/training/step.py",
         "return jax.tree.map(jnp.add, total, gradient(part)), None",
         "return jax.tree.map(lambda a, b: (a + b) / 2, total, gradient(part)), None",
-        "tests/training/test_step.py",
+        "tests/training",
     ),
     Mutation(
         "the gradient is of the sum, not of the mean",
         "src/affinage/training/step.py",
         "lambda g: g / jnp.maximum(targets, 1.0)",
         "lambda g: g",
-        "tests/training/test_step.py",
+        "tests/training",
     ),
     Mutation(
         "weights move up the gradient",
         "src/affinage/training/step.py",
         "p.astype(jnp.float32) - rate * d",
         "p.astype(jnp.float32) + rate * d",
-        "tests/training/test_step.py",
+        "tests/training",
     ),
     Mutation(
         "Adam's two decays are exchanged",
         "src/affinage/training/optimizer.py",
         "return optax.scale_by_adam(b1=settings.b1, b2=settings.b2, eps=settings.eps)",
         "return optax.scale_by_adam(b1=settings.b2, b2=settings.b1, eps=settings.eps)",
-        "tests/training/test_optimizer.py",
+        "tests/training",
     ),
     Mutation(
         "the gradient is not clipped",
         "src/affinage/training/optimizer.py",
         "_clipped_to(settings.clip_norm)",
         "_clipped_to(1e9)",
-        "tests/training/test_optimizer.py",
+        "tests/training",
     ),
     Mutation(
         "norms and biases decay, too",
         "src/affinage/training/optimizer.py",
         "optax.add_decayed_weights(settings.weight_decay, weights.decayed)",
         "optax.add_decayed_weights(settings.weight_decay)",
-        "tests/training/test_optimizer.py",
+        "tests/training",
     ),
     Mutation(
         "the rejected answer is preferred",
         f"{MODEL}/preference.py",
         "return values[:, 0::2] - values[:, 1::2]",
         "return values[:, 1::2] - values[:, 0::2]",
-        "tests/model/test_preference.py",
+        "tests/model",
     ),
     Mutation(
         "the user's words are trained on",
         "src/affinage/data/chat.py",
         'message["role"] == "assistant" and number >= first',
         "number >= first",
-        "tests/data/test_chat.py",
+        "tests/data",
     ),
 ]
 
@@ -152,7 +152,8 @@ def failed(mutation: Mutation, scratch: Path) -> list[str]:
     text = file.read_text(encoding="utf-8")
     assert text.count(mutation.right) == 1, f"{mutation.path}: {text.count(mutation.right)} x {mutation.right}"
     file.write_text(text.replace(mutation.right, mutation.wrong), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--no-header", "-rfE", mutation.tests]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--no-header", "-rfE", "-m", "not full"]
+    command.append(mutation.tests)
     environment = {**os.environ, "PYTHONPATH": str(scratch / "src")}
     said = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=600).stdout
     file.write_text(text, encoding="utf-8")
