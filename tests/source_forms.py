@@ -1,4 +1,4 @@
-"""Small sources of every form, written by the tests themselves."""
+"""Small sources of every form, written by the tests themselves, and what collecting them gives."""
 
 import bz2
 import io
@@ -7,6 +7,11 @@ from pathlib import Path
 
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
+
+from affinage.data.collect import collect
+from affinage.data.documents import read_documents
+from affinage.data.engine import LocalEngine
+from affinage.recipe.data import DataSettings
 
 WORDS = {
     "en": "the old bridge crosses a slow river where seven children sing about winter bread and cheese in the evening",
@@ -87,3 +92,15 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """All documents of a folder, in order."""
+    return [row for batch in read_documents(folder) for row in batch.to_pylist()]
+
+
+def collected(folder: Path, *sources, world=None, workers=None, **settings) -> tuple[dict, list[dict]]:
+    """The summary and the documents of collecting the sources into `folder`."""
+    summary = collect(DataSettings(sources=sources, **settings), folder, world, engine=LocalEngine(workers))
+    json.dumps(summary, ensure_ascii=False).encode()  # as it is written into the manifest
+    return summary, rows_of(folder)

@@ -49,11 +49,8 @@ def test_it_finds_what_looking_word_by_word_finds():
     items += [item(30, "a run of words that is in many texts")]
     texts += ["Here is A Run of words: that is in many texts."] * 3  # more than `boilerplate`: it tells nothing
     runs = runs_of(items, SETTINGS)
-    parts = [
-        look_through([pa.array(texts[:7])], runs),
-        look_through([pa.array(texts[7:20]), pa.array(texts[20:])], runs),
-    ]
-    found = contamination(runs, parts, SETTINGS)
+    parts = [[pa.array(texts[:7])], [pa.array(texts[7:20]), pa.array(texts[20:])]]
+    found = contamination(runs, [look_through(part, runs) for part in parts], SETTINGS)
     assert found.found == slow(items, texts) and len(found.found) >= 6
     assert ("quiz", "30") not in found.found and ("quiz", "30") in found.common
     assert found.common == slow(items, texts, range(3, 44)) - found.found and found.boilerplate == 2
@@ -61,16 +58,15 @@ def test_it_finds_what_looking_word_by_word_finds():
     assert found.items == {"quiz": 27}
 
 
-def test_documents_and_rows_give_their_texts(tmp_path: Path):
-    with DocumentWriter(tmp_path / "documents", "part") as writer:
-        fields = ("id", "source", "language", "url", "licence")
-        texts = ["One document.", "Un autre, d'été."]
-        columns = {name: ["", ""] for name in fields} | {"text": texts}
-        writer.write(pa.RecordBatch.from_pydict(columns))
-    assert [text for some in texts_of_documents(tmp_path / "documents") for text in some.to_pylist()] == texts
+def test_documents_give_their_texts(tmp_path: Path):
+    texts = ["One document.", "Un autre, d'été."]
+    with DocumentWriter(tmp_path, "part") as writer:
+        for text in texts:
+            writer.add(id="", source="", text=text)
+    assert [text for some in texts_of_documents(tmp_path) for text in some.to_pylist()] == texts
 
 
-@pytest.mark.parametrize("context", [8, 16, 64])
+@pytest.mark.parametrize("context", [8, 64])
 def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int):
     texts = ["The capital of France is Paris.", "é", "Twelve plus seven makes nineteen; douze plus sept."]
     stream = [token for text in texts for token in (BOS, *tokenizer().encode(text), EOS)]

@@ -12,11 +12,11 @@ from planted_copies import lexicon, random_text, written
 
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.decontaminate import decontaminate
-from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.engine import LocalEngine
+from affinage.data.documents import DocumentWriter
 from affinage.data.overlap import Scanner, index_items
 from affinage.errors import UserError
 from affinage.recipe.cleaning import DecontaminateSettings
+from source_forms import rows_of
 
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
 FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la tempête de 1953, et par qui ?"
@@ -86,15 +86,12 @@ def test_the_scan_is_the_obvious_search_on_many_items():
         assert any(runs(cut, n) & runs(item.texts[0], n) for item in items for n in range(5, 9)), key
 
 
-def run(tmp_path, texts, items, settings=None, workers=None, files=1):
-    for part in range(files):
-        with DocumentWriter(tmp_path / "in", f"part-{part}") as writer:
-            for k, text in list(enumerate(texts))[part::files]:
-                writer.add(id=f"d{k}", source="s", language="en", url=f"http://x/{k}", text=text)
-    summary = decontaminate(
-        tmp_path / "in", tmp_path / "out", settings or DecontaminateSettings(), items, engine=LocalEngine(workers)
-    )
-    return summary, [row for batch in read_documents(tmp_path / "out") for row in batch.to_pylist()]
+def run(tmp_path, texts, items, **settings):
+    with DocumentWriter(tmp_path / "in") as writer:
+        for k, text in enumerate(texts):
+            writer.add(id=f"d{k}", source="s", language="en", url=f"http://x/{k}", text=text)
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", DecontaminateSettings(**settings), items)
+    return summary, rows_of(tmp_path / "out")
 
 
 def filler(seed: int, count: int = 120) -> str:
@@ -105,22 +102,15 @@ def filler(seed: int, count: int = 120) -> str:
 def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     items = [BenchmarkItem("quiz", "7", (QUESTION,)), BenchmarkItem("qui", "8", (FRENCH, "Un autre texte"))]
     quoted = QUESTION.upper().replace(",", " –").replace(" ", "\n")
-    texts = [
-        filler(0),
-        f"{filler(1)} {quoted} {filler(2)}",
-        filler(3),
-        f"{FRENCH} {filler(4)} {QUESTION}",
-        QUESTION[:60],
-    ]
-    summary, rows = run(tmp_path, texts, items)
+    both = f"{FRENCH} {filler(4)} {QUESTION}"
+    summary, rows = run(
+        tmp_path, [filler(0), f"{filler(1)} {quoted} {filler(2)}", filler(3), both, QUESTION[:60]], items
+    )
     assert [row["id"] for row in rows] == ["d0", "d2", "d4"]
     assert summary["removed"] == {"in a benchmark": 2} and summary["documents_out"] == 3
     matches = pq.read_table(tmp_path / "out" / "matches" / "matches.parquet").to_pylist()
-    assert [(m["document"], m["benchmark"], m["item"]) for m in matches] == [
-        ("d1", "quiz", "7"),
-        ("d3", "quiz", "7"),
-        ("d3", "qui", "8"),
-    ]
+    found = [(m["document"], m["benchmark"], m["item"]) for m in matches]
+    assert found == [("d1", "quiz", "7"), ("d3", "quiz", "7"), ("d3", "qui", "8")]
     assert matches[0]["text"] == quoted[: len(quoted) - 1] and matches[0]["url"] == "http://x/1"
     assert matches[2]["text"] == FRENCH[:-2] and matches[2]["words"] == 18
     assert summary["matches"] == matches
@@ -129,10 +119,8 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
 
 
 def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
-    items = [
-        BenchmarkItem("b", "1", ("Nine words that are an item of a benchmark.",)),
-        BenchmarkItem("b", "2", ("Paris",)),
-    ]
+    nine = ("Nine words that are an item of a benchmark.",)
+    items = [BenchmarkItem("b", "1", nine), BenchmarkItem("b", "2", ("Paris",))]
     texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d1"]
@@ -148,34 +136,20 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == [f"d{k}" for k in range(13)]  # only the item's own words count
     assert summary["boilerplate"]["in_items"] > 0 and summary["boilerplate"]["in_documents"] > 0
-    settings = DecontaminateSettings(boilerplate=100)
-    assert run(tmp_path / "all", texts, items, settings)[1] == []
+    assert run(tmp_path / "all", texts, items, boilerplate=100)[1] == []
 
 
 def test_matches_can_be_cut_out(tmp_path):
     items = [BenchmarkItem("b", "1", (QUESTION,))]
     head, tail = filler(1, 200), filler(2, 200)
-    texts = [
-        f"{head} {QUESTION} {tail}",
-        f"short {QUESTION} short",
-        " ".join([filler(k, 120) + QUESTION for k in range(12)]),
-    ]
-    summary, rows = run(tmp_path, texts, items, DecontaminateSettings(action="cut"))
+    often = " ".join([filler(k, 120) + QUESTION for k in range(12)])
+    texts = [f"{head} {QUESTION} {tail}", f"short {QUESTION} short", often]
+    summary, rows = run(tmp_path, texts, items, action="cut")
     assert [row["id"] for row in rows] == ["d0"] and summary["cut"] == 1
     before, after = rows[0]["text"].split("\n\n")
     assert head.startswith(before) and tail.endswith(after)
     assert len(head) - len(before) in (199, 200) and 198 <= len(tail) - len(after) <= 201
     assert summary["removed"] == {"in a benchmark": 2}
-
-
-def test_neither_workers_nor_files_change_what_is_removed(tmp_path):
-    items = [BenchmarkItem("b", str(k), (filler(k, 30),)) for k in range(20)]
-    texts = [filler(k % 30, 30) + filler(k + 50) for k in range(60)]
-    results = []
-    for workers, files in ((1, 1), (2, 4)):
-        summary, rows = run(tmp_path / str(files), texts, items, workers=workers, files=files)
-        results.append((sorted(row["id"] for row in rows), summary["benchmarks"], summary["removed"]))
-    assert results[0] == results[1] and len(results[0][0]) == 20
 
 
 def test_items_from_files(tmp_path):
@@ -188,8 +162,8 @@ def test_items_from_files(tmp_path):
     ]
     assert [item.texts for item in read_items(str(tmp_path / "quiz.txt"))] == [("one",), ("two",)]
     (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
-    for name, message in (("bad.jsonl", "cannot be read"), ("none.txt", "cannot be read"), ("x.csv", "no file of")):
-        with pytest.raises(UserError, match=message):
+    for name in ("bad.jsonl", "none.txt", "x.csv"):
+        with pytest.raises(UserError, match=name):
             list(read_items(str(tmp_path / name)))
 
 
