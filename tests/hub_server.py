@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
         """A file, or the part of it that was asked for."""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if not asked:
+        if not asked or self.headers.get("If-Range") not in (None, headers.get("ETag")):
             return self._answer(200, content, headers)
         start, stop = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1) + 1
         if start >= len(content):

@@ -115,8 +115,6 @@ def test_presets():
     assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
     wikipedia = SourceSettings(preset="wikipedia", language="fr")
     assert (wikipedia.config, wikipedia.licence, wikipedia.title) == ("20231101.fr", "cc-by-sa-4.0", "wikipedia-fr")
-    oscar = SourceSettings(preset="oscar-2301", language="en", megabytes=5)
-    assert oscar.path == "hf://datasets/oscar-corpus/OSCAR-2301/en_meta/*.jsonl.zst" and oscar.megabytes == 5
     mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
     assert (mine.dataset, mine.config, mine.split, mine.licence) == ("me/mine", "", "dev", "odc-by")
     assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
