@@ -9,7 +9,7 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from affinage.data.collect import collect
-from affinage.data.documents import read_documents
+from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine
 from affinage.recipe.data import DataSettings
 
@@ -92,6 +92,15 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path
+
+
+def write_documents(folder: Path, rows: list[dict], files: int = 1) -> Path:
+    """A folder of documents, every `files`-th of them in one file; they are named d0, d1... where they have no id."""
+    for part in range(files):
+        with DocumentWriter(folder, f"part-{part}") as writer:
+            for k in range(part, len(rows), files):
+                writer.add(**{"id": f"d{k}", "source": "s"} | rows[k])
+    return folder
 
 
 def rows_of(folder: Path) -> list[dict]:

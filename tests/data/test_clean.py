@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from affinage.data.clean import clean, split_text
-from affinage.data.documents import DocumentWriter
 from affinage.data.language import excerpt, identify_language, known_languages, language_probabilities
 from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.errors import UserError
 from affinage.recipe.cleaning import CleanSettings
 from affinage.recipe.data import RowsSettings
-from source_forms import collected, prose, rows_of
+from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
 FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
@@ -20,10 +19,8 @@ SPANISH = "El comité se reunió el jueves para decidir cómo reconstruir el pue
 
 
 def run(tmp_path, documents, settings=None, languages=("en", "fr")):
-    with DocumentWriter(tmp_path / "in") as writer:
-        for i, document in enumerate(documents):
-            fields = {"text": document} if isinstance(document, str) else document
-            writer.add(**({"id": f"d{i}", "source": "s"} | fields))
+    rows = [{"text": document} if isinstance(document, str) else document for document in documents]
+    write_documents(tmp_path / "in", rows)
     summary = clean(tmp_path / "in", tmp_path / "out", settings or CleanSettings(), languages)
     return summary, rows_of(tmp_path / "out")
 
@@ -45,18 +42,18 @@ def test_every_rule_counts_what_it_removes(tmp_path):
     assert summary["by_source"]["s"]["documents"] == 2
 
 
-def test_lengths_are_counted_after_repair_in_characters(tmp_path):
-    exactly = "é" * 99 + "."
+def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
     settings = CleanSettings(min_language_probability=0)
-    summary, rows = run(tmp_path, ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
-    assert [row["text"] for row in rows] == [exactly]
+    summary, rows = run(tmp_path / "a", ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
+    assert [row["text"] for row in rows] == ["é" * 99 + "."]
     assert summary["removed"] == {"too short": 1} and summary["repaired"] == 2
-
-
-def test_the_ratio_of_letters_ignores_space(tmp_path):
     settings = CleanSettings(min_characters=1, min_language_probability=0)
-    _, rows = run(tmp_path, ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
+    _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
     assert [row["id"] for row in rows] == ["d0", "d2"]
+    hostile = ["\0" * 500, "\ufeff\u200b" * 200, f"{ENGLISH}\0\0", "word " * 400_000]
+    summary, rows = run(tmp_path / "c", hostile, CleanSettings(gopher={}, c4={}, mask={}))
+    assert [row["text"] for row in rows] == [ENGLISH]
+    assert summary["removed"] == {"too short": 2, "too long": 1}
 
 
 def test_what_a_source_says_of_its_language(tmp_path):
@@ -81,29 +78,23 @@ def test_long_documents_can_be_split_at_paragraphs(tmp_path):
     assert "".join(row["text"] for row in rows[1:]) == text
     assert all(row["text"].startswith("Le comité") for row in rows[1:])
     assert summary["split"] == {"documents": 1, "parts": len(rows) - 1}
-
-
-@pytest.mark.parametrize("text", ["word " * 50, "x" * 250, "line\n" * 50, "a b\n\nc" * 40, "short"])
-def test_split_parts_join_to_the_text(text):
-    parts = split_text(text, 60)
-    assert "".join(parts) == text and max(map(len, parts)) <= 60 and all(parts)
+    for text in ("word " * 50, "x" * 250, "line\n" * 50, "a b\n\nc" * 40, "short"):
+        parts = split_text(text, 60)
+        assert "".join(parts) == text and max(map(len, parts)) <= 60 and all(parts)
 
 
 def test_mistakes_are_one_message(tmp_path):
     with pytest.raises(UserError) as error:
         run(tmp_path / "nothing", ["short", "tiny"])
     assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
-    for place, named, options in (
+    unknown = CleanSettings(min_language_probability_of={"zz": 0})
+    for where, named, options in (
         ("data.languages", "xx", {"languages": ("en", "xx")}),
-        (
-            "data.clean.min_language_probability_of",
-            "c",
-            {"settings": CleanSettings(min_language_probability_of={"c": 0})},
-        ),
+        ("data.clean.min_language_probability_of", "zz", {"settings": unknown}),
     ):
         with pytest.raises(UserError) as error:
             run(tmp_path / named, [ENGLISH], **options)
-        assert error.value.where == place and error.value.what.endswith(f" {named}") and error.value.fix
+        assert error.value.where == where and error.value.what.endswith(f" {named}") and error.value.fix
 
 
 def test_rules_of_gopher_and_c4_are_off_until_asked_for(tmp_path):
@@ -124,22 +115,16 @@ def test_addresses_are_masked_before_anything_else_sees_them(tmp_path):
     assert summary["samples"]["too short"][0]["text"] == "email@example.com"
 
 
-def test_sources_have_thresholds_of_their_own(tmp_path):
-    unclear = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
-    documents = [{"text": unclear, "source": "a"}, {"text": unclear, "source": "b"}, {"text": SPANISH, "source": "b"}]
+def test_thresholds_of_sources_and_documents_of_two_languages(tmp_path):
+    half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
+    documents = [{"text": half, "source": "a"}, {"text": half, "source": "b"}, {"text": SPANISH, "source": "b"}]
     settings = CleanSettings(min_language_probability=0.93, min_language_probability_of={"b": 0.9})
-    summary, rows = run(tmp_path, documents, settings)
+    summary, rows = run(tmp_path / "of", documents, settings)
     assert [row["source"] for row in rows] == ["b"]
     assert summary["removed"] == {"language unclear": 1, "other language": 1}
-
-
-def test_mixed_documents_can_be_accepted(tmp_path):
-    half = f"{ENGLISH} {FRENCH}"
-    summary, _ = run(tmp_path / "off", [FRENCH, half, SPANISH], CleanSettings(min_language_probability=0.93))
-    assert summary["removed"] == {"language unclear": 1, "other language": 1}
     settings = CleanSettings(min_language_probability=0.93, mixed_languages=True)
-    summary, rows = run(tmp_path / "on", [FRENCH, half, SPANISH], settings)
-    assert summary["removed"] == {"other language": 1} and rows[1]["language"] in ("en", "fr")
+    summary, rows = run(tmp_path / "mixed", documents, settings)
+    assert summary["removed"] == {"other language": 1} and {row["language"] for row in rows} <= {"en", "fr"}
 
 
 def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
@@ -156,13 +141,6 @@ def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
             mine = [r["text"] for r in rows if (r["source"], r["language"]) == (row["source"], row["language"])]
             assert row["documents_kept"][k] == len(mine)
             assert row["bytes_kept"][k] == sum(len(text.encode()) for text in mine)
-
-
-def test_hostile_texts(tmp_path):
-    documents = ["\0" * 500, "\ufeff\u200b" * 200, f"{ENGLISH}\0\0", "word " * 400_000]
-    summary, rows = run(tmp_path, documents, CleanSettings(gopher={}, c4={}, mask={}))
-    assert [row["text"] for row in rows] == [ENGLISH]
-    assert summary["removed"] == {"too short": 2, "too long": 1}
 
 
 CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3
@@ -193,10 +171,9 @@ def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
 
 
 def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
+    code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
     for part in ("train", "validation"):
-        with DocumentWriter(tmp_path / "split" / part) as writer:
-            writer.add(id="c", source="stack", language="code", text=CODE_TEXT)
-            writer.add(id="t", source="web", language="en", text=CODE_TEXT)
+        write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
     pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=64), 0)
 
     def tokens(folder):

@@ -18,12 +18,11 @@ from planted_copies import lexicon, random_text, written
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.contamination import contamination, look_through, runs_of, texts_of_documents, texts_of_rows
 from affinage.data.decontaminate import decontaminate
-from affinage.data.documents import DocumentWriter
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
 from affinage.recipe.cleaning import DecontaminateSettings
-from source_forms import rows_of
+from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
@@ -100,9 +99,7 @@ def test_the_scan_is_the_obvious_search_on_many_items():
 
 
 def run(tmp_path, texts, items, **settings):
-    with DocumentWriter(tmp_path / "in") as writer:
-        for k, text in enumerate(texts):
-            writer.add(id=f"d{k}", source="s", language="en", url=f"http://x/{k}", text=text)
+    write_documents(tmp_path / "in", [{"text": text, "url": f"http://x/{k}"} for k, text in enumerate(texts)])
     summary = decontaminate(tmp_path / "in", tmp_path / "out", DecontaminateSettings(**settings), items)
     return summary, rows_of(tmp_path / "out")
 
@@ -209,9 +206,7 @@ def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
 
 def test_documents_give_their_texts(tmp_path: Path):
     texts = ["One document.", "Un autre, d'été."]
-    with DocumentWriter(tmp_path, "part") as writer:
-        for text in texts:
-            writer.add(id="", source="", text=text)
+    write_documents(tmp_path, [{"text": text} for text in texts])
     assert [text for some in texts_of_documents(tmp_path) for text in some.to_pylist()] == texts
 
 

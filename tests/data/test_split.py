@@ -10,12 +10,11 @@ from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
 from affinage.data.clean import clean
 from affinage.data.deduplicate import deduplicate
-from affinage.data.documents import DocumentWriter
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
 from affinage.recipe.cleaning import CleanSettings
 from affinage.recipe.data import DeduplicateSettings, SplitSettings
-from source_forms import rows_of
+from source_forms import rows_of, write_documents
 
 GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]
 
@@ -31,17 +30,10 @@ def rows(source, count):
     return [{"id": f"{source}{i}", "source": source, "language": "en", "text": f"text {i}"} for i in range(count)]
 
 
-def write(folder, rows, files=1):
-    for part in range(files):
-        with DocumentWriter(folder, f"part-{part}") as writer:
-            for row in rows[part::files]:
-                writer.add(**row)
-
-
 def halves(tmp_path, documents, seed=1, files=1, name="out", **settings):
     """The summary, the training documents and those of validation."""
     if documents is not None:
-        write(tmp_path / "in", documents, files)
+        write_documents(tmp_path / "in", documents, files)
     summary = split(tmp_path / "in", tmp_path / name, SplitSettings(**settings), seed)
     return summary, *(rows_of(tmp_path / name / part) for part in ("train", "validation"))
 
@@ -129,7 +121,7 @@ def nearness(shown, row):
 
 @pytest.mark.parametrize("deduplicated", [True, False])
 def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplicated):
-    write(tmp_path / "raw" if deduplicated else tmp_path / "in", planted(1), files=3)
+    write_documents(tmp_path / ("raw" if deduplicated else "in"), planted(1), files=3)
     if deduplicated:
         deduplicate(tmp_path / "raw", tmp_path / "in", DeduplicateSettings())
     summary, train, validation = halves(tmp_path, None, validation=0.1)
@@ -150,7 +142,7 @@ def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplica
 
 def test_parts_of_a_document_stay_together_though_their_languages_differ(tmp_path):
     text = "\n\n".join(f"paragraph {i} " + "word " * 30 for i in range(100))
-    write(tmp_path / "raw", [row | {"text": row["text"] + text} for row in rows("d", 30)])
+    write_documents(tmp_path / "raw", [row | {"text": row["text"] + text} for row in rows("d", 30)])
     settings = CleanSettings(max_characters=2_000, long_documents="split", min_language_probability=0)
     clean(tmp_path / "raw", tmp_path / "clean", settings, ("en",))
     mixed = [row | {"language": ["en", "fr"][i % 2]} for i, row in enumerate(rows_of(tmp_path / "clean"))]
