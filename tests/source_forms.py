@@ -29,15 +29,14 @@ def prose(language: str, number: int, sentences: int = 6) -> str:
     return " ".join(lines)
 
 
-def web_archive(pages: list[tuple[str, bytes, str, str]], *, gzipped: bool = True) -> bytes:
-    """A WARC file of answers: (url, body, content type, status)."""
+def web_archive(pages: list[tuple[str, bytes, str, str]], *, gzipped: bool = True, headers: tuple = ()) -> bytes:
+    """A WARC file of answers: (url, body, content type, status), each with the headers as well."""
     out = io.BytesIO()
     writer = WARCWriter(out, gzip=gzipped)
     writer.write_record(writer.create_warcinfo_record("test.warc.gz", {"software": "test"}))
     for url, body, kind, status in pages:
-        headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.1")
-        record = writer.create_warc_record(url, "response", payload=io.BytesIO(body), http_headers=headers)
-        writer.write_record(record)
+        head = StatusAndHeaders(status, [("Content-Type", kind), *headers], protocol="HTTP/1.1")
+        writer.write_record(writer.create_warc_record(url, "response", payload=io.BytesIO(body), http_headers=head))
     return out.getvalue()
 
 

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from affinage.data import collect as collecting
-from affinage.data import readers, records
+from affinage.data import records
 from affinage.data.collect import collect
 from affinage.data.conversation_files import read_conversations
 from affinage.data.sources import resolve
@@ -188,15 +188,6 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#10" and summary["documents_in"] == 11
     error = refused(tmp_path, str(tmp_path / "bad.jsonl"), broken_records="stop")
     assert error.where.endswith("bad.jsonl, line 2")
-
-
-def test_overlong_lines_and_lines_over_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000)
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 512)
-    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": text} for text in ("before", "x" * 5_000, "y" * 900)]))
-    summary, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
-    assert [(row["id"], row["text"]) for row in rows] == [("a.jsonl#1", "before"), ("a.jsonl#3", "y" * 900)]
-    assert summary["removed"] == {"too large": 1}
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

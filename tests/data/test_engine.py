@@ -82,8 +82,10 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], engine: Engine)
     return [documents, clusters, *(summary | {"seconds": 0} for summary in summaries)]
 
 
-def test_every_stage_gives_what_one_process_gives(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10_000)
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory) -> tuple:
+    """A corpus, items that some of its documents have, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("by-one")
     rng = random.Random(0)
     words = lexicon(800, rng)
     originals = [random_text(words, rng.randint(60, 200), rng) for _ in range(100)]
@@ -91,10 +93,16 @@ def test_every_stage_gives_what_one_process_gives(engine, tmp_path, monkeypatch)
     texts = [written(text) for text in [*originals, *copies, *originals[:20]]] + ["short"]
     for file in range(3):
         numbers = range(file, len(texts), 3)
-        write_lines(tmp_path / "lines" / f"{file}.jsonl", [{"id": f"{i:03d}", "text": texts[i]} for i in numbers])
+        write_lines(folder / "lines" / f"{file}.jsonl", [{"id": f"{i:03d}", "text": texts[i]} for i in numbers])
     items = [BenchmarkItem("quiz", str(k), (written(originals[k][20:40]),)) for k in range(10)]
-    expected = chain(tmp_path / "lines", tmp_path / "one", items, LocalEngine(1))
-    assert chain(tmp_path / "lines", tmp_path / "many", items, engine) == expected
-    _, cleaned, unique, clear, halves = expected[2:]
+    return folder / "lines", items, chain(folder / "lines", folder, items, LocalEngine(1))
+
+
+def test_every_stage_gives_what_one_process_gives(engine, by_one, tmp_path, monkeypatch):
+    monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10_000)
+    lines, items, expected = by_one
+    documents, clusters, *summaries = chain(lines, tmp_path, items, engine)
+    assert [documents, clusters, *summaries] == expected
+    _, cleaned, unique, clear, halves = summaries
     assert cleaned["removed"] == {"too short": 1} and unique["removed"]["near duplicate"] > 10
     assert clear["removed"]["in a benchmark"] >= 10 and halves["removed"]["near copy of a validation document"] > 3

@@ -1,19 +1,19 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import hub_server
 from affinage.data import collect as collecting
 from affinage.data import documents
 from affinage.data.hub_datasets import DatasetPart, Stream, at_commit
 from affinage.errors import UserError
 from affinage.recipe.data import SourceSettings
+from hub_server import Fault
 from source_forms import collected, write_lines
 
 
@@ -123,29 +123,39 @@ def test_presets():
             SourceSettings(**wrong)
 
 
-@pytest.mark.parametrize("silent", [True, False])
-def test_a_hub_that_cannot_be_reached_is_one_message(monkeypatch, silent):
-    class Silent(BaseHTTPRequestHandler):
-        """Knows the dataset, and does not say who may read it."""
-
-        def do_GET(self) -> None:
-            if "auth-check" in self.path:
-                over.wait(300)
-                return
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"id": "some/data", "sha": "abc"}')
-
-    over = threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port if silent else 9}"
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with one dataset, that this process takes for the Hub."""
+    with hub_server.serving() as hub:
+        hub.commit("datasets/some/data", {"a.jsonl": b"{}"})
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         for module in ("constants", "hf_api.constants"):
-            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", endpoint)
-        with pytest.raises(UserError, match="cannot be reached") as error:
-            at_commit("some/data", SourceSettings(dataset="some/data"), "data.sources[0]", patience=0.5)
-        assert "'some/data'" in error.value.what and ("timed out" in error.value.what) == silent
-        assert error.value.where == "data.sources[0]" and "data.mirror" in error.value.fix
-        over.set()
-        server.shutdown()
+            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", hub.address)
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "fix"),
+    [
+        (Fault("auth-check", silence=60), "timed out", "data.mirror"),
+        (Fault("api/datasets", cut=0, times=9), "cannot be reached", "data.mirror"),
+        (Fault("auth-check", 403, {"X-Error-Code": "GatedRepo"}), "gated", "hf auth login"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RepoNotFound"}), "no such dataset", "hf auth login"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RevisionNotFound"}), "no revision 'v2'", "datasets/some/data"),
+        (Fault("api/datasets", 401), "without a token", "HF_TOKEN"),
+        (Fault("api/datasets", 503, times=9), "503", "again"),
+    ],
+    ids=["silent", "cut", "gated", "unknown", "revision", "no-token", "busy"],
+)
+def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
+    hub.faults[:] = [fault]
+    settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
+    with pytest.raises(UserError) as error:
+        at_commit("some/data", settings, "data.sources[0]", patience=0.5)
+    assert "'some/data'" in error.value.what or "token" in words
+    assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
+
+
+def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
+    commit = hub.repositories["datasets/some/data"].branches["main"]
+    assert at_commit("some/data", SourceSettings(dataset="some/data"), "").revision == commit
