@@ -58,13 +58,11 @@ def documents(tmp_path_factory) -> Path:
     return folder
 
 
-CASES = [("clean", (3,)), ("clean", (2, 7)), ("decontaminate", (2, 7)), ("decontaminate", (1, 12))]
+MORE = [("clean", (2, 7)), ("decontaminate", (2, 7)), ("decontaminate", (1, 12))]
+CASES = [("clean", (3,)), *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
 
 
-@pytest.mark.parametrize(
-    ("stage", "kills"),
-    [pytest.param(*case, marks=() if case is CASES[0] else pytest.mark.full) for case in CASES],
-)
+@pytest.mark.parametrize(("stage", "kills"), CASES)
 def test_kills_change_nothing(stage, kills, documents, tmp_path):
     undisturbed = finished(stage, documents, tmp_path / "undisturbed")
     draw = random.Random(1)
