@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +48,7 @@ class Fault:
     status: int = 0  # instead of the answer
     headers: Mapping[str, str] = field(default_factory=dict)
     cut: int | None = None  # bytes of the answer's body, after which the connection ends
+    silence: float = 0.0  # seconds before the answer
     times: int = 1
 
 
@@ -136,6 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(asked)
         self._cut = None
         if (fault := self.hub.fails(asked.path)) is not None:
+            time.sleep(fault.silence)
             if fault.status:
                 return self._answer(fault.status, b"it does not work", fault.headers)
             self._cut = fault.cut
@@ -243,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, content: bytes, headers: Mapping[str, str]) -> None:
         """A file, or the part of it that was asked for."""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if not asked:
+        if not asked or self.headers.get("If-Range") not in (None, headers.get("ETag")):
             return self._answer(200, content, headers)
         start, stop = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1) + 1
         if start >= len(content):

@@ -1,4 +1,4 @@
-"""Small sources of every form, written by the tests themselves."""
+"""Small sources of every form, written by the tests themselves, and what collecting them gives."""
 
 import bz2
 import io
@@ -7,6 +7,11 @@ from pathlib import Path
 
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
+
+from affinage.data.collect import collect
+from affinage.data.documents import DocumentWriter, read_documents
+from affinage.data.engine import LocalEngine
+from affinage.recipe.data import DataSettings
 
 WORDS = {
     "en": "the old bridge crosses a slow river where seven children sing about winter bread and cheese in the evening",
@@ -24,15 +29,14 @@ def prose(language: str, number: int, sentences: int = 6) -> str:
     return " ".join(lines)
 
 
-def web_archive(pages: list[tuple[str, bytes, str, str]], *, gzipped: bool = True) -> bytes:
-    """A WARC file of answers: (url, body, content type, status)."""
+def web_archive(pages: list[tuple[str, bytes, str, str]], *, gzipped: bool = True, headers: tuple = ()) -> bytes:
+    """A WARC file of answers: (url, body, content type, status), each with the headers as well."""
     out = io.BytesIO()
     writer = WARCWriter(out, gzip=gzipped)
     writer.write_record(writer.create_warcinfo_record("test.warc.gz", {"software": "test"}))
     for url, body, kind, status in pages:
-        headers = StatusAndHeaders(status, [("Content-Type", kind)], protocol="HTTP/1.1")
-        record = writer.create_warc_record(url, "response", payload=io.BytesIO(body), http_headers=headers)
-        writer.write_record(record)
+        head = StatusAndHeaders(status, [("Content-Type", kind), *headers], protocol="HTTP/1.1")
+        writer.write_record(writer.create_warc_record(url, "response", payload=io.BytesIO(body), http_headers=head))
     return out.getvalue()
 
 
@@ -87,3 +91,24 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path
+
+
+def write_documents(folder: Path, rows: list[dict], files: int = 1) -> Path:
+    """A folder of documents, every `files`-th of them in one file; they are named d0, d1... where they have no id."""
+    for part in range(files):
+        with DocumentWriter(folder, f"part-{part}") as writer:
+            for k in range(part, len(rows), files):
+                writer.add(**{"id": f"d{k}", "source": "s"} | rows[k])
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """All documents of a folder, in order."""
+    return [row for batch in read_documents(folder) for row in batch.to_pylist()]
+
+
+def collected(folder: Path, *sources, world=None, workers=None, **settings) -> tuple[dict, list[dict]]:
+    """The summary and the documents of collecting the sources into `folder`."""
+    summary = collect(DataSettings(sources=sources, **settings), folder, world, engine=LocalEngine(workers))
+    json.dumps(summary, ensure_ascii=False).encode()  # as it is written into the manifest
+    return summary, rows_of(folder)

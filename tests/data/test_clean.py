@@ -1,46 +1,40 @@
 """The clean stage: each rule removes what it should, counts it, and leaves the rest repaired and identified."""
 
+import numpy as np
 import pytest
 
 from affinage.data.clean import clean, split_text
-from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.engine import LocalEngine
+from affinage.data.language import excerpt, identify_language, known_languages, language_probabilities
+from affinage.data.rows import pack_rows
+from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.errors import UserError
 from affinage.recipe.cleaning import CleanSettings
+from affinage.recipe.data import RowsSettings
+from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."
 FRENCH = "Le comité s'est réuni jeudi pour décider comment reconstruire le port avant les tempêtes de l'hiver."
+GERMAN = "Der Ausschuss traf sich am Donnerstag, um zu besprechen, wie der Hafen wieder aufgebaut werden soll."
 SPANISH = "El comité se reunió el jueves para decidir cómo reconstruir el puerto antes de las tormentas del invierno."
 
 
-def run(tmp_path, documents, settings=None, languages=("en", "fr"), workers=None):
-    with DocumentWriter(tmp_path / "in") as writer:
-        for i, document in enumerate(documents):
-            fields = {"text": document} if isinstance(document, str) else document
-            writer.add(**({"id": f"d{i}", "source": "s"} | fields))
-    engine = LocalEngine(workers)
-    summary = clean(tmp_path / "in", tmp_path / "out", settings or CleanSettings(), languages, engine=engine)
-    return summary, [row for batch in read_documents(tmp_path / "out") for row in batch.to_pylist()]
+def run(tmp_path, documents, settings=None, languages=("en", "fr")):
+    rows = [{"text": document} if isinstance(document, str) else document for document in documents]
+    write_documents(tmp_path / "in", rows)
+    summary = clean(tmp_path / "in", tmp_path / "out", settings or CleanSettings(), languages)
+    return summary, rows_of(tmp_path / "out")
 
 
 def test_every_rule_counts_what_it_removes(tmp_path):
-    documents = [
-        ENGLISH,
-        FRENCH,
-        SPANISH,
-        "Too short.",
-        "%$# @!~ ^&* " * 20 + ENGLISH,
-        ENGLISH * 50,
-        "x1 y2 z3 qq ww kk " * 10,
-    ]
+    signs = "%$# @!~ ^&* " * 20 + ENGLISH
+    documents = [ENGLISH, FRENCH, SPANISH, "Too short.", signs, ENGLISH * 50, "x1 y2 z3 qq ww kk " * 10]
     summary, rows = run(tmp_path, documents, CleanSettings(max_characters=3_000))
     assert [(row["id"], row["language"]) for row in rows] == [("d0", "en"), ("d1", "fr")]
     removed = summary["removed"]
     assert removed["too short"] == removed["too long"] == removed["not enough letters"] == 1
     assert removed["other language"] + removed.get("language unclear", 0) == 2
-    assert summary["samples"]["too short"] == [
-        {"id": "d3", "source": "s", "text": "Too short.", "detail": "10 characters"}
-    ]
+    (sample,) = summary["samples"]["too short"]
+    assert sample == {"id": "d3", "source": "s", "text": "Too short.", "detail": "10 characters"}
     assert summary["samples"]["other language"][0]["detail"].startswith("es 0.9")
     assert summary["documents_in"] == 7 and summary["documents_out"] == 2
     assert summary["bytes_out"] == sum(len(row["text"].encode()) for row in rows)
@@ -48,44 +42,31 @@ def test_every_rule_counts_what_it_removes(tmp_path):
     assert summary["by_source"]["s"]["documents"] == 2
 
 
-def test_lengths_are_counted_after_repair_in_characters(tmp_path):
-    exactly = "é" * 99 + "."
+def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
     settings = CleanSettings(min_language_probability=0)
-    summary, rows = run(tmp_path, ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
-    assert [row["text"] for row in rows] == [exactly]
+    summary, rows = run(tmp_path / "a", ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
+    assert [row["text"] for row in rows] == ["é" * 99 + "."]
     assert summary["removed"] == {"too short": 1} and summary["repaired"] == 2
-
-
-def test_the_ratio_of_letters_ignores_space(tmp_path):
     settings = CleanSettings(min_characters=1, min_language_probability=0)
-    _, rows = run(tmp_path, ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
+    _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
     assert [row["id"] for row in rows] == ["d0", "d2"]
+    hostile = ["\0" * 500, "\ufeff\u200b" * 200, f"{ENGLISH}\0\0", "word " * 400_000]
+    summary, rows = run(tmp_path / "c", hostile, CleanSettings(gopher={}, c4={}, mask={}))
+    assert [row["text"] for row in rows] == [ENGLISH]
+    assert summary["removed"] == {"too short": 2, "too long": 1}
 
 
-def test_languages_that_are_known_or_claimed(tmp_path):
-    documents = [
-        {"text": SPANISH, "language": "en?"},  # a claim is verified
-        {"text": SPANISH, "language": "fr"},  # what the user declares is not
-        {"text": ENGLISH, "language": "de"},
-    ]
-    summary, rows = run(tmp_path, documents)
-    assert [(row["id"], row["language"]) for row in rows] == [("d1", "fr")]
+def test_what_a_source_says_of_its_language(tmp_path):
+    claimed, declared = {"text": SPANISH, "language": "en?"}, {"text": SPANISH, "language": "fr"}
+    other = {"text": ENGLISH, "language": "de"}
+    summary, rows = run(tmp_path / "id", [claimed, declared, other])
+    assert [(row["id"], row["language"]) for row in rows] == [("d1", "fr")], "a claim is verified, a declaration is not"
     assert summary["removed"] == {"other language": 2}
-
-
-def test_a_recipe_without_languages_keeps_all(tmp_path):
     documents = [{"text": SPANISH}, {"text": ENGLISH, "language": "en?"}, {"text": FRENCH, "language": "xx"}]
-    summary, rows = run(tmp_path, documents, languages=())
+    summary, rows = run(tmp_path / "all", documents, languages=())
     assert [row["language"] for row in rows] == ["", "en", "xx"] and summary["removed"] == {}
-
-
-def test_without_language_id_claims_are_believed(tmp_path):
-    documents = [
-        {"text": SPANISH, "language": "en?"},
-        {"text": SPANISH, "language": "es?"},
-        {"text": SPANISH},
-    ]
-    _, rows = run(tmp_path, documents, CleanSettings(min_language_probability=0))
+    documents = [claimed, {"text": SPANISH, "language": "es?"}, {"text": SPANISH}]
+    _, rows = run(tmp_path / "believed", documents, CleanSettings(min_language_probability=0))
     assert [(row["id"], row["language"]) for row in rows] == [("d0", "en"), ("d2", "")]
 
 
@@ -97,38 +78,23 @@ def test_long_documents_can_be_split_at_paragraphs(tmp_path):
     assert "".join(row["text"] for row in rows[1:]) == text
     assert all(row["text"].startswith("Le comité") for row in rows[1:])
     assert summary["split"] == {"documents": 1, "parts": len(rows) - 1}
+    for text in ("word " * 50, "x" * 250, "line\n" * 50, "a b\n\nc" * 40, "short"):
+        parts = split_text(text, 60)
+        assert "".join(parts) == text and max(map(len, parts)) <= 60 and all(parts)
 
 
-@pytest.mark.parametrize("text", ["word " * 50, "x" * 250, "line\n" * 50, "a b\n\nc" * 40, "short"])
-def test_split_parts_join_to_the_text(text):
-    parts = split_text(text, 60)
-    assert "".join(parts) == text and max(map(len, parts)) <= 60 and all(parts)
-
-
-def test_nothing_left_is_one_message(tmp_path):
-    with pytest.raises(UserError, match="none of 2 documents; 2 are too short") as error:
-        run(tmp_path, ["short", "tiny"])
-    assert "such as d0 of s: 5 characters" in error.value.what
-
-
-def test_an_unknown_language_is_refused(tmp_path):
-    with pytest.raises(UserError, match="does not know xx"):
-        run(tmp_path, [ENGLISH], languages=("en", "xx"))
-
-
-def test_workers_do_not_change_the_result(tmp_path):
-    for part in range(3):
-        with DocumentWriter(tmp_path / "in", f"part-{part}") as writer:
-            for i in range(20):
-                text = (ENGLISH, FRENCH, SPANISH, "no")[i % 4] + f" {i}"
-                writer.add(id=f"{part}.{i}", source="s", text=text)
-    results = []
-    for workers in (1, 2):
-        engine = LocalEngine(workers)
-        summary = clean(tmp_path / "in", tmp_path / f"out{workers}", CleanSettings(), ("en", "fr"), engine=engine)
-        rows = [row for batch in read_documents(tmp_path / f"out{workers}") for row in batch.to_pylist()]
-        results.append((rows, summary | {"seconds": 0}))
-    assert results[0] == results[1] and len(results[0][0]) == 30
+def test_mistakes_are_one_message(tmp_path):
+    with pytest.raises(UserError) as error:
+        run(tmp_path / "nothing", ["short", "tiny"])
+    assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
+    unknown = CleanSettings(min_language_probability_of={"zz": 0})
+    for where, named, options in (
+        ("data.languages", "xx", {"languages": ("en", "xx")}),
+        ("data.clean.min_language_probability_of", "zz", {"settings": unknown}),
+    ):
+        with pytest.raises(UserError) as error:
+            run(tmp_path / named, [ENGLISH], **options)
+        assert error.value.where == where and error.value.what.endswith(f" {named}") and error.value.fix
 
 
 def test_rules_of_gopher_and_c4_are_off_until_asked_for(tmp_path):
@@ -149,36 +115,21 @@ def test_addresses_are_masked_before_anything_else_sees_them(tmp_path):
     assert summary["samples"]["too short"][0]["text"] == "email@example.com"
 
 
-def test_sources_have_thresholds_of_their_own(tmp_path):
-    unclear = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
-    documents = [{"text": unclear, "source": "a"}, {"text": unclear, "source": "b"}, {"text": SPANISH, "source": "b"}]
-    summary, rows = run(
-        tmp_path, documents, CleanSettings(min_language_probability=0.93, min_language_probability_of={"b": 0.9})
-    )
+def test_thresholds_of_sources_and_documents_of_two_languages(tmp_path):
+    half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
+    documents = [{"text": half, "source": "a"}, {"text": half, "source": "b"}, {"text": SPANISH, "source": "b"}]
+    settings = CleanSettings(min_language_probability=0.93, min_language_probability_of={"b": 0.9})
+    summary, rows = run(tmp_path / "of", documents, settings)
     assert [row["source"] for row in rows] == ["b"]
     assert summary["removed"] == {"language unclear": 1, "other language": 1}
-    with pytest.raises(UserError, match="no document is of the source c"):
-        run(tmp_path / "again", documents, CleanSettings(min_language_probability_of={"c": 0.1}))
-
-
-def test_mixed_documents_can_be_accepted(tmp_path):
-    half = f"{ENGLISH} {FRENCH}"
-    summary, _ = run(tmp_path / "off", [FRENCH, half, SPANISH], CleanSettings(min_language_probability=0.93))
-    assert summary["removed"] == {"language unclear": 1, "other language": 1}
     settings = CleanSettings(min_language_probability=0.93, mixed_languages=True)
-    summary, rows = run(tmp_path / "on", [FRENCH, half, SPANISH], settings)
-    assert summary["removed"] == {"other language": 1} and rows[1]["language"] in ("en", "fr")
+    summary, rows = run(tmp_path / "mixed", documents, settings)
+    assert summary["removed"] == {"other language": 1} and {row["language"] for row in rows} <= {"en", "fr"}
 
 
 def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
-    texts = [
-        ENGLISH,
-        FRENCH,
-        ENGLISH[:70] + FRENCH[:40],
-        ENGLISH[:40] + FRENCH[:70],
-        ENGLISH[:55] + SPANISH[:60],
-        SPANISH,
-    ]
+    mixed = [ENGLISH[:70] + FRENCH[:40], ENGLISH[:40] + FRENCH[:70], ENGLISH[:55] + SPANISH[:60]]
+    texts = [ENGLISH, FRENCH, SPANISH, *mixed]
     documents = [{"text": text + f" {i}", "source": f"s{i % 2}"} for i, text in enumerate(texts * 3)]
     settings = CleanSettings(min_characters=10)
     found = run(tmp_path / "all", documents, settings)[0]["thresholds"]
@@ -192,8 +143,74 @@ def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
             assert row["bytes_kept"][k] == sum(len(text.encode()) for text in mine)
 
 
-def test_hostile_texts(tmp_path):
-    documents = ["\0" * 500, "\ufeff\u200b" * 200, f"{ENGLISH}\0\0", "word " * 400_000]
-    summary, rows = run(tmp_path, documents, CleanSettings(gopher={}, c4={}, mask={}))
-    assert [row["text"] for row in rows] == [ENGLISH]
-    assert summary["removed"] == {"too short": 2, "too long": 1}
+CODE_TEXT = "def area(width, height):\n    # <|endcode|><|code|></s>\n    return [[width] * 3, {'h': height}]\n" * 3
+
+
+def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
+    (tmp_path / "src").mkdir()
+    files = {
+        "good.py": CODE_TEXT,
+        "symbols.py": "+-*/ {} [] () <> == != ;; :: @@ ## && || ^^ ~~ ``\n" * 20,
+        "minified.js": "var a=1;" * 500,
+        "wide.py": ("x = call_of_something(with_an_argument, and_another_one) + " * 3 + "\n") * 5,
+        "tiny.py": "x = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "src" / name).write_text(text)
+    (tmp_path / "text.txt").write_text(prose("en", 1) + "\n" + CODE_TEXT)
+    (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
+    texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
+    collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
+    summary = clean(tmp_path / "collected", tmp_path / "clean", CleanSettings(gopher={}), ("en", "fr"))
+    left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
+    assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
+    assert "code" not in left.values()
+    removed = summary["removed"]
+    assert [removed[f"code: {rule}"] for rule in ("a long line", "long lines", "not enough letters")] == [1, 1, 1]
+    assert removed["too short"] == 1
+
+
+def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
+    code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
+    for part in ("train", "validation"):
+        write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
+    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=64), 0)
+
+    def tokens(folder):
+        (path,) = (tmp_path / "rows").glob(folder)
+        rows = np.concatenate([np.load(file) for file in sorted(path.glob("rows-*.npy"))])
+        if folder.startswith("validation"):  # a row begins with the last token of the row before it
+            rows = np.concatenate([rows[0], *(row[1:] for row in rows[1:])])
+        return rows[rows != PAD].tolist()
+
+    text = tokenizer.encode(CODE_TEXT)
+    assert not {CODE, ENDCODE, EOS} & set(text), "raw text never becomes a control id"
+    for part in ("train", "validation"):
+        assert tokens(f"{part}/*code") == [BOS, CODE, *text, ENDCODE, EOS]
+        assert tokens(f"{part}/*en") == [BOS, *text, EOS]
+    predicted = np.load(next((tmp_path / "rows" / "validation").glob("*code/bytes.npy")))
+    assert predicted.sum() == len(CODE_TEXT.encode()), "bits per byte count the bytes of the text alone"
+
+
+@pytest.mark.parametrize(("text", "language"), [(ENGLISH, "en"), (FRENCH, "fr"), (GERMAN, "de")])
+def test_languages_are_told_from_each_other(text, language):
+    for written in (text, f"{text} " * 100, text.replace(" ", "\n")):
+        found, probability = identify_language(written)
+        assert found == language and 0.8 <= probability <= 1
+    assert identify_language(text.upper()) == identify_language(text.lower())
+
+
+def test_the_language_of_a_long_text_is_that_of_all_of_it():
+    found, probability = identify_language(f"{GERMAN} " * 3 + f"{FRENCH} " * 60)
+    assert found == "fr" and probability >= 0.8
+    text = "".join(chr(ord("a") + i // 1000) for i in range(20_000))
+    assert len(excerpt(text)) == 8 * 500 + 7
+    assert excerpt(text)[0] == "a" and excerpt(text)[-1] == "t" and len(set(excerpt(text))) > 8
+    assert excerpt("short  text\n") == "short text"
+
+
+def test_texts_of_no_and_of_several_languages():
+    assert identify_language("") == identify_language(" \n\t") == ("", 0.0)
+    found = language_probabilities(f"{ENGLISH} {ENGLISH} {FRENCH} {FRENCH}", 3)
+    assert {"en", "fr"} <= set(found) and sum(found.values()) <= 1.01
+    assert {"en", "fr", "de", "zh"} <= known_languages() and len(known_languages()) == 176

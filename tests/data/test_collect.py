@@ -1,42 +1,49 @@
-"""Collecting: every kind of file gives its documents, and bad input gives a message or a counted skip."""
+"""Collecting: every kind of file gives its documents, bad input gives a message or a counted skip, and a run that was
+interrupted goes on."""
 
 import bz2
 import gzip
 import json
+import lzma
+import os
+import tracemalloc
+import zipfile
+from collections import Counter
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from affinage.data import readers, records
+from affinage.data import collect as collecting
+from affinage.data import records
 from affinage.data.collect import collect
-from affinage.data.documents import read_documents
-from affinage.data.engine import LocalEngine
+from affinage.data.conversation_files import read_conversations
+from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import default_name
+from affinage.recipe.sources import SourceSettings, default_name, location
+from affinage.recipe.tuning import ConversationSettings
+from affinage.stages.sources import fingerprints
+from source_forms import collected, rows_of, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 
 
 def jsonl(records=LINES) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def run(tmp_path, *sources, world=None, workers=None, **settings):
-    folder = tmp_path / "collected"
-    summary = collect(DataSettings(sources=sources, **settings), folder, world, engine=LocalEngine(workers))
-    return summary, [row for batch in read_documents(folder) for row in batch.to_pylist()]
+def run(tmp_path, *sources, **settings):
+    return collected(tmp_path / "collected", *sources, **settings)
 
 
-def refused(tmp_path, *sources, **settings) -> str:
+def refused(tmp_path, *sources, **settings) -> UserError:
     with pytest.raises(UserError) as error:
         run(tmp_path, *sources, **settings)
-    return str(error.value)
-
-
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstandard.compress}
+    return error.value
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -50,9 +57,12 @@ def test_json_lines_of_any_compression(tmp_path, suffix):
     assert summary["documents_in"] == summary["documents_out"] == 2 and summary["bytes_out"] == 25
 
 
-def test_zstd_of_several_frames(tmp_path):
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl()) + zstandard.compress(jsonl()))
-    assert len(run(tmp_path, str(tmp_path / "a.jsonl.zst"))[1]) == 4
+def test_zstd_of_several_frames_and_of_the_largest_window(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, hash_log=10, chain_log=10)
+    made = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frames = [zstandard.compress(jsonl()), zstandard.compress(jsonl()), made.compress(jsonl()) + made.flush()]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert len(run(tmp_path, str(tmp_path / "a.jsonl.zst"))[1]) == 6
 
 
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
@@ -62,221 +72,292 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
         (folder / name).write_text(f"text of {name}\n")
     summary, rows = run(tmp_path, str(folder) + "/")
     assert [row["id"] for row in rows] == ["a.txt", "b.md", "sub/c.txt"]
-    assert rows[0] == {
-        "id": "a.txt",
-        "source": "my_texts",
-        "language": "",
-        "url": "",
-        "licence": "",
-        "text": "text of a.txt\n",
-    }
+    empty = {"language": "", "url": "", "licence": ""}
+    assert rows[0] == {"id": "a.txt", "source": "my_texts", **empty, "text": "text of a.txt\n"}
     assert summary["removed"] == {"unknown kind of file": 1}
     assert summary["samples"]["unknown kind of file"][0]["id"] == "picture.png"
 
 
-def test_globs_roots_and_names(tmp_path):
+def test_globs_roots_names_and_urls(tmp_path):
     (tmp_path / "books").mkdir()
     for name in ("one.txt", "two.txt", "odd[1].txt", "notes.md"):
         (tmp_path / "books" / name).write_text(name)
     _, rows = run(tmp_path, "books/*.txt", {"path": "books/odd[1].txt", "name": "odd"}, root=str(tmp_path))
-    assert [(row["source"], row["id"]) for row in rows] == [
-        ("books", "odd[1].txt"),
-        ("books", "one.txt"),
-        ("books", "two.txt"),
-        ("odd", "odd[1].txt"),
-    ]
-
-
-def test_fsspec_urls(tmp_path):
-    import fsspec
-
+    found = [(row["source"], row["id"]) for row in rows]
+    assert found == [*(("books", f"{name}.txt") for name in ("odd[1]", "one", "two")), ("odd", "odd[1].txt")]
     fsspec.filesystem("memory").pipe("/corpus/a.jsonl", jsonl())
-    assert len(run(tmp_path, "memory://corpus/a.jsonl")[1]) == 2
-    assert len(run(tmp_path, "memory://corpus")[1]) == 2
+    for url in ("memory://corpus/a.jsonl", "memory://corpus"):
+        assert len(run(tmp_path, url)[1]) == 2
 
 
-def test_every_empty_file_is_counted(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name, content in {"a.jsonl": b"", "b.txt": b"", "c.jsonl": b"\n\n", "d.jsonl": jsonl()}.items():
-        (folder / name).write_bytes(content)
+def test_links_are_as_good_as_what_they_lead_to_and_are_followed_once(tmp_path):
+    (tmp_path / "disk" / "wiki").mkdir(parents=True)
+    (tmp_path / "disk" / "wiki" / "b.txt").write_text("far away")
+    folder = tmp_path / "data"
+    (folder / "folder.txt").mkdir(parents=True)
+    (folder / "a.txt").symlink_to(tmp_path / "disk" / "wiki" / "b.txt")  # as in the cache of the Hub
+    (folder / "wiki").symlink_to(tmp_path / "disk" / "wiki")
+    (tmp_path / "disk" / "wiki" / "back").symlink_to(folder)
+    (folder / "itself").symlink_to(folder)
     summary, rows = run(tmp_path, str(folder))
-    assert summary["removed"] == {"empty": 3} and len(rows) == 2
+    assert [row["id"] for row in rows] == ["a.txt", "wiki/b.txt"] and summary["removed"] == {}
+    assert list(fingerprints([str(folder)])) == [str(folder / "a.txt"), str(folder / "wiki" / "b.txt")]
+    assert [row["id"] for row in run(tmp_path, str(folder / "*.txt"))[1]] == ["a.txt"]
 
 
-def test_parquet_without_the_column_of_text_says_which_it_has(tmp_path):
-    pq.write_table(pa.table({"content": ["eins"], "score": [1]}), tmp_path / "t.parquet")
-    with pytest.raises(UserError) as caught:
-        run(tmp_path, str(tmp_path / "t.parquet"), damaged_files="skip")
-    assert "'text'; it has content, score" in caught.value.what and "text_key" in caught.value.fix
+def test_a_file_url_is_of_this_machine_and_is_known_by_its_content(tmp_path):
+    url = f"file://{tmp_path}/a.txt"
+    (tmp_path / "a.txt").write_text("one")
+    before = fingerprints([url])
+    (tmp_path / "a.txt").write_text("two")
+    assert fingerprints([url]) != before
+    assert location(SourceSettings(path=url), "/elsewhere", "") == url, "it is no relative path"
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for name in (b"caf\xe9.txt", b"na\xefve.bin"):
+        with open(os.path.join(os.fsencode(folder), name), "w") as file:
+            file.write("un texte")
+    summary, rows = run(tmp_path, str(folder))
+    assert [(row["id"], row["text"]) for row in rows] == [("caf\\xe9.txt", "un texte")]
+    assert [sample["id"] for sample in summary["samples"]["unknown kind of file"]] == ["na\\xefve.bin"]
+    assert str(folder / "caf\\xe9.txt") in fingerprints([str(folder)])
 
 
 def test_parquet_with_a_text_key(tmp_path):
     table = pa.table({"content": ["eins", None, "drei"], "url": ["u1", "u2", "u3"], "score": [1, 2, 3]})
     pq.write_table(table, tmp_path / "t.parquet")
     summary, rows = run(tmp_path, {"path": str(tmp_path / "t.parquet"), "text_key": "content", "licence": "CC0"})
-    assert [(row["id"], row["text"], row["url"]) for row in rows] == [
-        ("t.parquet#1", "eins", "u1"),
-        ("t.parquet#3", "drei", "u3"),
-    ]
-    assert rows[0]["licence"] == "CC0" and summary["removed"] == {"text is not a string": 1}
+    found = [(row["id"], row["text"], row["url"], row["licence"]) for row in rows]
+    assert found == [("t.parquet#1", "eins", "u1", "CC0"), ("t.parquet#3", "drei", "u3", "CC0")]
+    assert summary["removed"] == {"text is not a string": 1}
+    for damaged in ("stop", "skip"):
+        error = refused(tmp_path, str(tmp_path / "t.parquet"), damaged_files=damaged)
+        assert "'text'" in error.what and "content" in error.what and "text_key" in error.fix
+
+
+def half_utf8() -> pa.Table:
+    """Two texts, the second of them in Latin-1."""
+    offsets = pa.array([0, 3, 6], pa.int32()).buffers()[1]
+    return pa.table({"text": pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"abc\xe9t\xe9")])})
+
+
+def test_a_table_with_a_text_that_is_not_utf8_loses_that_row_alone(tmp_path):
+    pq.write_table(half_utf8(), tmp_path / "half.parquet")
+    summary, rows = run(tmp_path, str(tmp_path / "half.parquet"))
+    assert [row["text"] for row in rows] == ["abc"]
+    assert summary["removed"] == {"not UTF-8": 1} and summary["samples"]["not UTF-8"][0]["id"] == "half.parquet#2"
 
 
 def test_what_a_record_says_of_itself_is_carried(tmp_path):
     record = {"text": "t", "id": 7, "lang": "en", "url": "http://x", "license": "MIT", "source": "a/b"}
-    (tmp_path / "a.jsonl").write_bytes(jsonl([record]))
+    write_lines(tmp_path / "a.jsonl", [record])
     _, (row,) = run(tmp_path, str(tmp_path / "a.jsonl"))
     assert row == {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "licence": "MIT", "text": "t"}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
     assert (row["source"], row["language"]) == ("mine", "fr")
-
-
-def test_the_pocket_world_comes_from_its_folder(tmp_path):
-    (tmp_path / "world" / "documents").mkdir(parents=True)
-    (tmp_path / "world" / "documents" / "facts.jsonl").write_bytes(
-        jsonl([{"id": "f1", "text": "Paris is the capital of France.", "lang": "en", "kind": "fact"}])
-    )
+    write_lines(tmp_path / "world" / "documents" / "facts.jsonl", [{"id": "7", "text": "t", "lang": "en"}])
     _, (row,) = run(tmp_path, "pocket-world", world=tmp_path / "world")
-    assert (row["source"], row["id"]) == ("pocket-world", "f1")
+    assert (row["source"], row["id"]) == ("pocket-world", "7")
 
 
-def test_two_sources_of_one_name_are_told_apart(tmp_path):
+def test_names_of_sources(tmp_path):
     for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "same.jsonl").write_bytes(jsonl())
+        write_lines(tmp_path / folder / "same.jsonl", LINES)
     _, rows = run(tmp_path, str(tmp_path / "a/same.jsonl"), str(tmp_path / "b/same.jsonl"))
     assert [row["source"] for row in rows] == ["same", "same", "same-2", "same-2"]
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [("x/novels_en.jsonl.gz", "novels_en"), ("data/*.txt", "data"), ("my folder/", "my_folder"), ("/", "source")],
-)
-def test_default_names(path, name):
-    assert default_name(path) == name
+    assert [default_name(path) for path in ("data/*.txt", "my folder/", "/")] == ["data", "my_folder", "source"]
 
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
-    lines = [
-        b'{"text": "good one"}',
-        b'{"text": "broken',
-        b'{"body": "no text"}',
-        b'{"text": "caf\xe9"}',
-        b'["a", "list"]',
-        b'{"text": 5}',
-        b'{"text": "  "}',
-        b"",
-        b"\0\0\0",
-        b'{"text": "lone \\ud800 half"}',
-        b"[" * 100_000,
-    ]
+    bad = {
+        b'{"text": "broken': "not JSON",
+        b"[" * 100_000: "not JSON",
+        b"\0\0\0": "not JSON",
+        b'["a"]': "not a JSON object",
+    }
+    bad |= {b'{"body": "x"}': "no text key", b'{"\\ud83d": 1}': "no text key", b'{"text": 5}': "text is not a string"}
+    bad |= {b'{"text": "  "}': "empty", b'{"text": "caf\xe9"}': "not UTF-8"}
+    lines = [b'{"text": "good one"}', *bad, b"", b'{"text": "lone \\ud800 half"}']
     (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
     summary, rows = run(tmp_path, str(tmp_path / "bad.jsonl"))
     assert [row["text"] for row in rows] == ["good one", "lone \ufffd half"]
-    assert summary["removed"] == {
-        "not JSON": 3,
-        "empty": 1,
-        "no text key": 1,
-        "not UTF-8": 1,
-        "not a JSON object": 1,
-        "text is not a string": 1,
-    }
-    assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#4"
-    assert summary["documents_in"] == 10
+    assert summary["removed"] == Counter(bad.values())
+    assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#10" and summary["documents_in"] == 11
+    error = refused(tmp_path, str(tmp_path / "bad.jsonl"), broken_records="stop")
+    assert error.where.endswith("bad.jsonl, line 2")
 
 
-def test_an_overlong_line_is_skipped_without_being_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000)
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 512)
-    lines = [{"text": "before"}, {"text": "x" * 5_000}, {"text": "after"}]
-    (tmp_path / "a.jsonl").write_bytes(jsonl(lines))
-    summary, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
-    assert [(row["id"], row["text"]) for row in rows] == [("a.jsonl#1", "before"), ("a.jsonl#3", "after")]
-    assert summary["removed"] == {"too large": 1}
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000_000)
+    long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](long))
+    del long
+    tracemalloc.start()
+    try:
+        summary, rows = run(tmp_path, str(path))
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+    assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
 
 
-def test_binary_and_foreign_text_files_in_a_folder_are_counted(tmp_path):
+def test_binary_foreign_and_empty_files_in_a_folder_are_counted(tmp_path):
     folder = tmp_path / "mixed"
     folder.mkdir()
-    (folder / "good.txt").write_text("fine")
-    (folder / "latin1.txt").write_bytes("déjà".encode("latin1"))
-    (folder / "binary.txt").write_bytes(b"\x7fELF\0\0\0")
-    (folder / "empty.txt").write_bytes(b"")
-    (folder / "utf16.txt").write_bytes("fenêtre".encode("utf-16"))
+    files = {"good.txt": b"fine", "latin1.txt": b"d\xe9j\xe0", "binary.txt": b"\x7fELF\0\0\0", "a.jsonl": b""}
+    files |= {"empty.txt": b"", "blank.jsonl": b"\n\n", "utf16.txt": "fenêtre".encode("utf-16")}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     summary, rows = run(tmp_path, str(folder))
     assert [row["text"] for row in rows] == ["fine", "fenêtre"]
-    assert summary["removed"] == {"binary": 1, "empty": 1, "not UTF-8": 1}
+    assert summary["removed"] == {"binary": 1, "empty": 3, "not UTF-8": 1}
 
 
-def test_a_missing_path_is_refused(tmp_path):
-    message = refused(tmp_path, str(tmp_path / "nowhere.jsonl"))
-    assert "data.sources[0]" in message and "nowhere.jsonl" in message
-    assert "nothing in it" in refused(tmp_path, str(tmp_path / "*.jsonl"))
-    assert "png" in refused_file(tmp_path, "picture.png", b"x")
-
-
-def refused_file(tmp_path, name, content, **settings) -> str:
-    (tmp_path / name).write_bytes(content)
-    return refused(tmp_path, str(tmp_path / name), **settings)
-
-
-def test_an_unknown_protocol_is_refused(tmp_path):
-    assert "nosuch" in refused(tmp_path, "nosuch://bucket/a.jsonl")
+@pytest.mark.parametrize("path", ["nowhere.jsonl", "*.jsonl", "picture.png", "nosuch://bucket/a.jsonl"])
+def test_a_source_that_is_not_there_is_refused(tmp_path, path):
+    (tmp_path / "picture.png").write_bytes(b"x")
+    error = refused(tmp_path, path if "://" in path else str(tmp_path / path))
+    assert error.where == "data.sources[0]" and path in error.what
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "told"),
     [
-        ("a.jsonl", b"", "no text in the file"),
-        ("a.jsonl", b'{"body": "x", "n": 1}\n', "'text' among the keys body, n"),
+        ("a.jsonl", b"", "no text"),
+        ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
         ("a.jsonl", b"plain words\nmore", "not JSON"),
-        ("a.jsonl", b"plain words\nmore", "line 1"),
-        ("a.jsonl.gz", gzip.compress(jsonl(), mtime=0)[:-12], "cut off"),
+        ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "cut off"),
         ("a.jsonl.bz2", bz2.compress(jsonl())[:-12], "cut off"),
         ("a.jsonl.zst", zstandard.compress(jsonl())[:-6], "cut off"),
-        ("a.jsonl.gz", b"this is not gzip", "damaged"),
-        ("a.jsonl.zst", b"this is not zstd", "damaged"),
-        ("a.jsonl.bz2", b"this is not bzip2", "damaged"),
+        ("b.jsonl.gz", b"this is not gzip", "damaged"),
+        ("b.jsonl.zst", b"this is not zstd", "damaged"),
+        ("b.jsonl.bz2", b"this is not bzip2", "damaged"),
         ("a.parquet", b"PAR1 not really", "damaged"),
         ("a.txt", b"\x00\x01\x02", "binary"),
         ("a.txt", "été".encode("latin1"), "iconv"),
     ],
 )
-def test_an_unusable_source_is_one_message(tmp_path, name, content, said):
-    message = refused_file(tmp_path, name, content)
-    assert said in message and name in message
-
-
-def test_a_parquet_file_without_the_column_is_refused(tmp_path):
-    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "t.parquet")
-    message = refused(tmp_path, str(tmp_path / "t.parquet"))
-    assert "no column 'text'; it has body" in message and "t.parquet" in message
+def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    error = refused(tmp_path, str(tmp_path / name))
+    assert told in str(error) and name in str(error)
 
 
 def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
     many = jsonl([{"text": f"text number {i} of many {i * 7919}"} for i in range(5_000)])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many)[:-5_000])
     summary, rows = run(tmp_path, str(tmp_path / "a.jsonl.gz"), damaged_files="skip")
-    assert 100 < len(rows) < 5_000
-    assert summary["removed"]["damaged file"] == 1
+    assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
 
 
-def test_the_result_does_not_depend_on_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 1_000)
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for i in range(30):
-        (folder / f"{i:02d}.jsonl").write_bytes(jsonl([{"text": f"text {i} {k}" * 3} for k in range(10)]))
-    first = run(tmp_path, str(folder), workers=1)
-    second = run(tmp_path, str(folder), workers=2)
-    assert first[1] == second[1] and len(first[1]) == 300
-    assert first[0] | {"seconds": 0} == second[0] | {"seconds": 0}
+def numbered(first, count):
+    return [{"id": str(i), "text": f"text {i:04d} " + "x" * 90} for i in range(first, first + count)]
 
 
-def test_an_error_in_a_worker_process_is_the_same_message(tmp_path, monkeypatch):
-    monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10)
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(jsonl())[:-12])
-    with pytest.raises(UserError, match="cut off") as error:
-        run(tmp_path, str(tmp_path / "*.gz"), workers=2)
-    assert "a.jsonl.gz" in error.value.where and error.value.fix
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Three files, each a task of its own."""
+    monkeypatch.setattr(collecting, "TASK_BYTES", 1_000)
+    for k in range(3):
+        write_lines(tmp_path / "texts" / f"{k}.jsonl", numbered(100 * k, 50))
+    return tmp_path / "texts"
+
+
+def test_a_limit_takes_the_beginning_of_every_part(folder, tmp_path):
+    source = {"path": str(folder), "megabytes": 0.00305}
+    summary, rows = run(tmp_path, source)
+    assert [row["id"] for row in rows] == [str(100 * k + i) for k in range(3) for i in range(10)]
+    assert summary["bytes_out"] == 3_000
+    assert sum(len(row["text"]) for row in run(tmp_path, source, sample=0.5)[1]) <= 1_525
+
+
+def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
+    with zipfile.ZipFile(tmp_path / "far.zip", "w") as far:
+        for i in range(100):
+            far.writestr(f"{i:03d}.jsonl", jsonl())
+
+    def sampled(share):
+        (found,) = resolve(DataSettings(sources=[f"zip://*.jsonl::{tmp_path}/far.zip"], sample=share), None)
+        return {part.name for part in found.parts}, found.sample
+
+    assert [(len(parts), sample) for parts, sample in map(sampled, (0.25, 1.0))] == [(25, 1.0), (100, 1.0)]
+    assert (len(sampled(0.001)[0]), sampled(0.001)[1]) == (1, pytest.approx(0.1))
+    assert sampled(0.1)[0] < sampled(0.2)[0]
+
+
+def test_a_stage_that_failed_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch):
+    whole = run(tmp_path, str(folder))[1]
+    read = []
+    reading = collecting.read_records
+
+    def dying(file, how):
+        read.append(file.name)
+        if read.count("2.jsonl") == 1 and file.name == "2.jsonl":
+            raise KeyboardInterrupt
+        return reading(file, how)
+
+    monkeypatch.setattr(collecting, "read_records", dying)
+    settings = DataSettings(sources=[str(folder)])
+    with pytest.raises(KeyboardInterrupt):
+        collect(settings, tmp_path / "out")
+    assert collect(settings, tmp_path / "out")["documents_out"] == 150
+    assert read == ["0.jsonl", "1.jsonl", "2.jsonl", "2.jsonl"] and rows_of(tmp_path / "out") == whole
+    left = [path.name for path in sorted((tmp_path / "out").iterdir())]
+    assert left == [f"documents-0000{k}-00000.parquet" for k in range(3)]
+
+
+def test_notes_of_other_work_are_not_believed(folder, tmp_path):
+    (folder / "2.jsonl").write_bytes(b"")
+    (folder / "1.jsonl").rename(folder / "1.jsonl.gz")
+    assert "1.jsonl.gz" in refused(tmp_path, str(folder)).where
+    write_lines(folder / "0.jsonl", numbered(900, 20))
+    (folder / "1.jsonl.gz").unlink()
+    assert [row["id"] for row in run(tmp_path, str(folder))[1]] == [str(i) for i in range(900, 920)]
+
+
+def test_repeated_ids_are_numbered_and_counted(folder, tmp_path):
+    write_lines(folder / "1.jsonl", numbered(0, 2))
+    write_lines(folder / "2.jsonl", [*numbered(1, 1), *numbered(1, 1), *numbered(500, 1)])
+    summary, rows = run(tmp_path, {"path": str(folder), "name": "texts"})
+    ids = [row["id"] for row in rows]
+    assert ids[50:] == ["0@2", "1@2", "1@3", "1@4", "500"] and len(set(ids)) == len(ids)
+    assert summary["repeated_ids"] == {"documents": 4, "by_source": {"texts": 4}, "samples": ["0", "1"]}
+    write_lines(tmp_path / "a.jsonl", [{"id": id, "text": f"of {id}"} for id in ("a", "a", "a@2", "a", "a@2")])
+    _, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
+    assert [row["id"] for row in rows] == ["a", "a@3", "a@2", "a@4", "a@2@2"], "ids that look like ours stay unique"
+
+
+def test_ids_are_numbered_the_same_after_a_kill(folder, tmp_path, monkeypatch):
+    for name in ("1.jsonl", "2.jsonl"):
+        write_lines(folder / name, numbered(0, 50))
+    settings = DataSettings(sources=[{"path": str(folder), "name": "texts"}])
+    collect(settings, tmp_path / "whole")
+    replacing = os.replace
+
+    def dying(source, target):
+        replacing(source, target)
+        if str(source).endswith(".renamed"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", dying)
+        collect(settings, tmp_path / "out")
+    collect(settings, tmp_path / "out")
+    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
+
+
+def test_conversations_of_foreign_files(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"id": "\\ud83d", "prompt": "p", "completion": "c"}\n')
+    (found,) = read_conversations(ConversationSettings(path=f"file://{tmp_path}/c.jsonl"))
+    assert found.id == "\ufffd" and found.messages[1]["content"] == "c"
+    table = half_utf8()
+    pq.write_table(
+        table.append_column("prompt", table["text"]).append_column("completion", table["text"]), tmp_path / "h.parquet"
+    )
+    good, bad = read_conversations(ConversationSettings(path=str(tmp_path / "h.parquet")))
+    assert good.messages[0]["content"] == "abc" and "not UTF-8" in str(bad) and "h.parquet:2" in str(bad)

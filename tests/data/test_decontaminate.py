@@ -1,8 +1,13 @@
-"""Decontamination against the slow, obvious search, and what happens to what it finds."""
+"""Items of benchmarks found in documents and in packed rows, against looking for them word by word, and what happens to
+the documents that have them."""
 
+import json
 import random
 import unicodedata
+from functools import lru_cache
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,12 +16,14 @@ from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
 from affinage.data.benchmark_items import BenchmarkItem, read_items
+from affinage.data.contamination import contamination, look_through, runs_of, texts_of_documents, texts_of_rows
 from affinage.data.decontaminate import decontaminate
-from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.engine import LocalEngine
 from affinage.data.overlap import Scanner, index_items
+from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
 from affinage.recipe.cleaning import DecontaminateSettings
+from source_forms import rows_of, write_documents
+from tiny_models import tokenizer
 
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm of 1953, and by whom?"
 FRENCH = "Lequel des cinq ports de la côte nord fut reconstruit après la tempête de 1953, et par qui ?"
@@ -35,20 +42,25 @@ def folded_words(text: str) -> list[str]:
     return [word for word in [*words, word] if word]
 
 
+@lru_cache(maxsize=1000)
 def runs(text: str, length: int) -> set[tuple[str, ...]]:
     words = folded_words(text)
     return {tuple(words[k : k + length]) for k in range(len(words) - length + 1)}
 
 
+def holders(texts: list[str], item: BenchmarkItem, ngram: int, least: int) -> list[set[int]]:
+    """For every run of the item, or the whole of a shorter one, which texts have it."""
+    found = []
+    for one in item.texts:
+        length = min(ngram, len(folded_words(one)))
+        if length >= min(least, ngram):
+            found += [{k for k, text in enumerate(texts) if run in runs(text, length)} for run in runs(one, length)]
+    return found
+
+
 def expected(texts: list[str], items: list[BenchmarkItem], ngram: int, least: int) -> set[tuple[int, str]]:
     """(text, item) for which a run of the item is in the text."""
-    found = set()
-    for item in items:
-        for one in item.texts:
-            length = min(ngram, len(folded_words(one)))
-            if length >= min(least, ngram):
-                found |= {(k, item.id) for k, text in enumerate(texts) if runs(text, length) & runs(one, length)}
-    return found
+    return {(k, item.id) for item in items for found in holders(texts, item, ngram, least) for k in found}
 
 
 def scanned(texts, items, ngram, least):
@@ -71,30 +83,25 @@ def test_the_scan_is_the_obvious_search(texts, items, ngram):
 def test_the_scan_is_the_obvious_search_on_many_items():
     rng = random.Random(5)
     words = lexicon(400, rng)
-    items = [BenchmarkItem("b", str(k), (written(random_text(words, rng.randint(3, 40), rng)),)) for k in range(200)]
+    items = [BenchmarkItem("b", str(k), (written(random_text(words, rng.randint(3, 40), rng)),)) for k in range(100)]
     texts = []
-    for _ in range(100):
-        text = random_text(words, rng.randint(5, 300), rng)
+    for _ in range(60):
+        text = random_text(words, rng.randint(5, 200), rng)
         of = rng.choice(items).texts[0].split()
         start = rng.randrange(len(of))
         text[rng.randrange(len(text))] = " ".join(of[start : start + rng.randint(5, 20)]).upper()
         texts.append(written(text))
     found, hits = scanned(texts, items, 8, 5)
-    assert found == expected(texts, items, 8, 5) and len(found) > 30
+    assert found == expected(texts, items, 8, 5) and len(found) > 20
     for text, start, stop, key in zip(hits.text, hits.start, hits.stop, hits.key):
         cut = texts[text].encode()[start:stop].decode()
         assert any(runs(cut, n) & runs(item.texts[0], n) for item in items for n in range(5, 9)), key
 
 
-def run(tmp_path, texts, items, settings=None, workers=None, files=1):
-    for part in range(files):
-        with DocumentWriter(tmp_path / "in", f"part-{part}") as writer:
-            for k, text in list(enumerate(texts))[part::files]:
-                writer.add(id=f"d{k}", source="s", language="en", url=f"http://x/{k}", text=text)
-    summary = decontaminate(
-        tmp_path / "in", tmp_path / "out", settings or DecontaminateSettings(), items, engine=LocalEngine(workers)
-    )
-    return summary, [row for batch in read_documents(tmp_path / "out") for row in batch.to_pylist()]
+def run(tmp_path, texts, items, **settings):
+    write_documents(tmp_path / "in", [{"text": text, "url": f"http://x/{k}"} for k, text in enumerate(texts)])
+    summary = decontaminate(tmp_path / "in", tmp_path / "out", DecontaminateSettings(**settings), items)
+    return summary, rows_of(tmp_path / "out")
 
 
 def filler(seed: int, count: int = 120) -> str:
@@ -105,22 +112,15 @@ def filler(seed: int, count: int = 120) -> str:
 def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
     items = [BenchmarkItem("quiz", "7", (QUESTION,)), BenchmarkItem("qui", "8", (FRENCH, "Un autre texte"))]
     quoted = QUESTION.upper().replace(",", " –").replace(" ", "\n")
-    texts = [
-        filler(0),
-        f"{filler(1)} {quoted} {filler(2)}",
-        filler(3),
-        f"{FRENCH} {filler(4)} {QUESTION}",
-        QUESTION[:60],
-    ]
-    summary, rows = run(tmp_path, texts, items)
+    both = f"{FRENCH} {filler(4)} {QUESTION}"
+    summary, rows = run(
+        tmp_path, [filler(0), f"{filler(1)} {quoted} {filler(2)}", filler(3), both, QUESTION[:60]], items
+    )
     assert [row["id"] for row in rows] == ["d0", "d2", "d4"]
     assert summary["removed"] == {"in a benchmark": 2} and summary["documents_out"] == 3
     matches = pq.read_table(tmp_path / "out" / "matches" / "matches.parquet").to_pylist()
-    assert [(m["document"], m["benchmark"], m["item"]) for m in matches] == [
-        ("d1", "quiz", "7"),
-        ("d3", "quiz", "7"),
-        ("d3", "qui", "8"),
-    ]
+    found = [(m["document"], m["benchmark"], m["item"]) for m in matches]
+    assert found == [("d1", "quiz", "7"), ("d3", "quiz", "7"), ("d3", "qui", "8")]
     assert matches[0]["text"] == quoted[: len(quoted) - 1] and matches[0]["url"] == "http://x/1"
     assert matches[2]["text"] == FRENCH[:-2] and matches[2]["words"] == 18
     assert summary["matches"] == matches
@@ -129,10 +129,8 @@ def test_documents_with_an_item_are_removed_and_every_match_is_told(tmp_path):
 
 
 def test_short_items_are_looked_for_whole_but_not_the_shortest(tmp_path):
-    items = [
-        BenchmarkItem("b", "1", ("Nine words that are an item of a benchmark.",)),
-        BenchmarkItem("b", "2", ("Paris",)),
-    ]
+    nine = ("Nine words that are an item of a benchmark.",)
+    items = [BenchmarkItem("b", "1", nine), BenchmarkItem("b", "2", ("Paris",))]
     texts = ["Nine words, that are an item of a benchmark, and more", "Nine words that are an item of Paris"]
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == ["d1"]
@@ -148,34 +146,20 @@ def test_what_many_items_or_many_documents_share_is_no_match(tmp_path):
     summary, rows = run(tmp_path, texts, items)
     assert [row["id"] for row in rows] == [f"d{k}" for k in range(13)]  # only the item's own words count
     assert summary["boilerplate"]["in_items"] > 0 and summary["boilerplate"]["in_documents"] > 0
-    settings = DecontaminateSettings(boilerplate=100)
-    assert run(tmp_path / "all", texts, items, settings)[1] == []
+    assert run(tmp_path / "all", texts, items, boilerplate=100)[1] == []
 
 
 def test_matches_can_be_cut_out(tmp_path):
     items = [BenchmarkItem("b", "1", (QUESTION,))]
     head, tail = filler(1, 200), filler(2, 200)
-    texts = [
-        f"{head} {QUESTION} {tail}",
-        f"short {QUESTION} short",
-        " ".join([filler(k, 120) + QUESTION for k in range(12)]),
-    ]
-    summary, rows = run(tmp_path, texts, items, DecontaminateSettings(action="cut"))
+    often = " ".join([filler(k, 120) + QUESTION for k in range(12)])
+    texts = [f"{head} {QUESTION} {tail}", f"short {QUESTION} short", often]
+    summary, rows = run(tmp_path, texts, items, action="cut")
     assert [row["id"] for row in rows] == ["d0"] and summary["cut"] == 1
     before, after = rows[0]["text"].split("\n\n")
     assert head.startswith(before) and tail.endswith(after)
     assert len(head) - len(before) in (199, 200) and 198 <= len(tail) - len(after) <= 201
     assert summary["removed"] == {"in a benchmark": 2}
-
-
-def test_neither_workers_nor_files_change_what_is_removed(tmp_path):
-    items = [BenchmarkItem("b", str(k), (filler(k, 30),)) for k in range(20)]
-    texts = [filler(k % 30, 30) + filler(k + 50) for k in range(60)]
-    results = []
-    for workers, files in ((1, 1), (2, 4)):
-        summary, rows = run(tmp_path / str(files), texts, items, workers=workers, files=files)
-        results.append((sorted(row["id"] for row in rows), summary["benchmarks"], summary["removed"]))
-    assert results[0] == results[1] and len(results[0][0]) == 20
 
 
 def test_items_from_files(tmp_path):
@@ -188,8 +172,8 @@ def test_items_from_files(tmp_path):
     ]
     assert [item.texts for item in read_items(str(tmp_path / "quiz.txt"))] == [("one",), ("two",)]
     (tmp_path / "bad.jsonl").write_text("{}\nno json\n")
-    for name, message in (("bad.jsonl", "cannot be read"), ("none.txt", "cannot be read"), ("x.csv", "no file of")):
-        with pytest.raises(UserError, match=message):
+    for name in ("bad.jsonl", "none.txt", "x.csv"):
+        with pytest.raises(UserError, match=name):
             list(read_items(str(tmp_path / name)))
 
 
@@ -197,3 +181,46 @@ def test_nothing_to_look_for_changes_nothing(tmp_path):
     for items in ([], [BenchmarkItem("b", "1", ("too short",)), BenchmarkItem("b", "2", ())]):
         summary, rows = run(tmp_path / str(len(items)), [filler(0), QUESTION], items)
         assert len(rows) == 2 and summary["removed"] == {} and summary["matches"] == []
+
+
+PLACES = "the capital of France is Paris and its river the Seine runs through nineteen bridges to the sea".split()
+
+
+def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
+    settings = DecontaminateSettings(ngram=6, min_words=4, boilerplate=2)
+    draw = np.random.default_rng(0)
+    texts = [" ".join(draw.choice(PLACES, 30)) for _ in range(40)]
+    told = [(" ".join(draw.choice(PLACES, 9)), "too short") for _ in range(20)]
+    told += [(text.upper().replace(" ", ", ", 3)[5:60],) for text in texts[:6]]
+    items = [BenchmarkItem("quiz", str(n), one) for n, one in enumerate([*told, ("a run of words in many texts",)])]
+    texts += ["Here is A Run of words: in many texts."] * 3  # more than `boilerplate`: it tells nothing
+    index = runs_of(items, settings)
+    parts = [[pa.array(texts[:7])], [pa.array(texts[7:20]), pa.array(texts[20:])]]
+    found = contamination(index, [look_through(part, index) for part in parts], settings)
+    numbers = {item.id: [len(having) for having in holders(texts, item, 6, 4)] for item in items}
+    assert found.found == {("quiz", id) for id, many in numbers.items() if {1, 2} & set(many)} and len(found.found) >= 6
+    assert found.common == {("quiz", id) for id, many in numbers.items() if max(many) > 2} - found.found
+    assert ("quiz", "26") in found.common and found.boilerplate > 0 and found.too_short == {}
+    assert (found.texts, found.benchmarks, found.items) == (43, {"quiz"}, {"quiz": 27})
+
+
+def test_documents_give_their_texts(tmp_path: Path):
+    texts = ["One document.", "Un autre, d'été."]
+    write_documents(tmp_path, [{"text": text} for text in texts])
+    assert [text for some in texts_of_documents(tmp_path) for text in some.to_pylist()] == texts
+
+
+@pytest.mark.parametrize("context", [8, 64])
+def test_a_text_that_goes_on_in_the_next_row_is_one(tmp_path: Path, context: int):
+    texts = ["The capital of France is Paris.", "é", "Twelve plus seven makes nineteen; douze plus sept."]
+    stream = [token for text in texts for token in (BOS, *tokenizer().encode(text), EOS)]
+    rows = -(-len(stream) // context)
+    tokens = np.full(rows * context, PAD, np.uint16)
+    tokens[: len(stream)] = stream
+    folder = tmp_path / "train" / "books.en"
+    folder.mkdir(parents=True)
+    np.save(folder / "rows-00000-of-00001.npy", tokens.reshape(rows, context))
+    facts = {"rows": rows, "context": context, "files": {"rows-00000-of-00001.npy": {}}}
+    (folder / "rows.json").write_text(json.dumps(facts))
+    said = [text for some in texts_of_rows(tmp_path / "train", tokenizer()) for text in some.to_pylist()]
+    assert said == texts

@@ -2,8 +2,6 @@
 
 import random
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,11 @@ from hypothesis import strategies as st
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
 
 from affinage.data.deduplicate import deduplicate
-from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.duplicates import find_duplicates
+from affinage.data.duplicates import Duplicates, find_duplicates
 from affinage.data.engine import LocalEngine
-from affinage.data.minhash import jaccard, sign, sort_hashes, write_shingle_sets
+from affinage.data.minhash import jaccard, sign, write_shingle_sets
 from affinage.recipe.data import DeduplicateSettings
+from source_forms import rows_of, write_documents
 
 SETTINGS = DeduplicateSettings()
 
@@ -37,27 +35,11 @@ class InMemory:
             yield pa.record_batch({name: pa.array(every[name], pa.string()) for name in columns})
 
 
-@dataclass
-class Found:
-    """What is found, once the scratch files are gone."""
-
-    kept: np.ndarray
-    similarity: np.ndarray
-    exact: np.ndarray
-    counts: tuple[int, int, int]
-
-    @property
-    def compared(self) -> int:
-        return self.counts[1]
-
-
-def find(texts: list[str], ids: list[str] | None = None, part: int = 10_000, **options) -> Found:
+def find(texts: list[str], ids: list[str] | None = None, part: int = 10_000, **options) -> Duplicates:
     ids = ids or [f"{i:06d}" for i in range(len(texts))]
     shards = [InMemory(texts[i : i + part], ids[i : i + part]) for i in range(0, len(texts), part)]
     with tempfile.TemporaryDirectory() as scratch:
-        found = find_duplicates(shards, options.pop("settings", SETTINGS), Path(scratch), **options)
-        arrays = [np.array(array) for array in (found.kept, found.similarity, found.exact)]
-        return Found(*arrays, (found.candidates, found.compared, found.capped))
+        return find_duplicates(shards, SETTINGS, Path(scratch), **options)
 
 
 def sets(texts: list[str], ngram: int = 5) -> list[np.ndarray]:
@@ -70,12 +52,8 @@ def sets(texts: list[str], ngram: int = 5) -> list[np.ndarray]:
     return [out[start : start + size] for start, size in zip(starts, sizes)]
 
 
-SENTENCES = st.lists(
-    st.sampled_from(
-        ["le", "Le", "été", "ÉTÉ", "x", "the", "fin.", "l'eau", "漢字", "a+b", "3,5", "🙂", "$", "e\u0301", "\n", "–"]
-    ),
-    max_size=30,
-).map(" ".join)
+PIECES = ["le", "Le", "été", "ÉTÉ", "x", "the", "fin.", "l'eau", "漢字", "a+b", "3,5", "🙂", "$", "e\u0301", "\n", "–"]
+SENTENCES = st.lists(st.sampled_from(PIECES), max_size=30).map(" ".join)
 
 
 @given(SENTENCES, SENTENCES, st.integers(1, 6))
@@ -85,14 +63,6 @@ def test_shingle_sets_are_those_of_the_obvious_splitting(a, b, ngram):
     if not empty:
         assert (one.size, other.size) == (len(shingles_of(a, ngram)), len(shingles_of(b, ngram)))
         assert jaccard(one, other, 0.0) == pytest.approx(jaccard_of(a, b, ngram))
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60), st.lists(st.integers(0, 20), max_size=30))
-def test_sorting_hashes(spread, crowded):
-    hashes = np.array(spread + crowded + spread[:3], np.uint64)
-    out = np.zeros(hashes.size, np.uint64)
-    size = sort_hashes(hashes, hashes.size, np.zeros(2 * hashes.size + 2, np.int64), out)
-    assert out[:size].tolist() == sorted(set(hashes.tolist()))
 
 
 @given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60), min_size=1), st.sampled_from([0.1, 0.5, 0.8, 1.0]))
@@ -118,7 +88,7 @@ def planted() -> tuple[list[str], list[tuple[int, int]]]:
     rng = random.Random(5)
     words = lexicon(5_000, rng)
     texts, pairs = [], []
-    for _ in range(700):
+    for _ in range(500):
         original = random_text(words, rng.randint(60, 260), rng)
         pairs.append((len(texts), len(texts) + 1))
         texts += [written(original), written(near_copy(original, rng.uniform(0.6, 1.0), words, rng))]
@@ -129,37 +99,15 @@ def test_recall_and_precision_over_planted_pairs(planted):
     texts, pairs = planted
     found = find(texts)
     near = [(a, b) for a, b in pairs if jaccard_of(texts[a], texts[b]) >= 0.8]
-    assert len(near) > 300
+    assert len(near) > 200
     assert np.mean([found.kept[a] == found.kept[b] for a, b in near]) >= 0.99
     removed = np.flatnonzero(found.kept != np.arange(len(texts)))
     for i in removed:
         assert found.similarity[i] == pytest.approx(jaccard_of(texts[i], texts[found.kept[i]]))
         assert found.similarity[i] >= 0.8
-
-
-def test_the_longer_copy_stays_then_the_smaller_id(planted):
-    texts, _ = planted
-    found = find(texts)
-    for i in np.flatnonzero(found.kept != np.arange(len(texts))):
-        kept = found.kept[i]
+        kept = found.kept[i]  # the longer copy stays, then the smaller id
         assert found.kept[kept] == kept
         assert (-len(texts[kept].encode()), kept) < (-len(texts[i].encode()), i)
-
-
-@pytest.mark.parametrize(("workers", "memory"), [(1, 10**9), (2, 100_000), (3, 20_000)])
-def test_order_parts_workers_and_memory_do_not_matter(planted, workers, memory):
-    texts, _ = planted
-    texts = texts[:600] + texts[:50] + [text.upper() for text in texts[50:80]]
-    ids = [f"{i:06d}" for i in range(len(texts))]
-    first = find(texts, ids)
-    shuffled = list(range(len(texts)))
-    random.Random(9).shuffle(shuffled)
-    engine = LocalEngine(workers)
-    second = find([texts[i] for i in shuffled], [ids[i] for i in shuffled], part=97, engine=engine, memory=memory)
-    kept = {ids[shuffled[i]]: ids[shuffled[k]] for i, k in enumerate(second.kept)}
-    assert kept == {ids[i]: ids[k] for i, k in enumerate(first.kept)}
-    assert (first.exact.sum(), first.counts) == (second.exact.sum(), second.counts)
-    assert sorted(first.similarity) == sorted(second.similarity)
 
 
 def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
@@ -183,7 +131,7 @@ CORPORA = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(CORPORA, st.integers(1, 9), st.sampled_from([1_000, 30_000, 10**8]), st.randoms(use_true_random=False))
 def test_what_stays_is_what_the_rule_says(corpus, part, memory, rng):
     # Few originals, each often: chains of alike texts, exact copies, and copies that differ in case or an ending.
@@ -199,93 +147,48 @@ def test_what_stays_is_what_the_rule_says(corpus, part, memory, rng):
 
 
 def test_exact_copies_differ_in_case_and_white_space_only():
-    texts = ["Some words,  here", "some words,\nhere", "some words here!", "other words there"]
-    found = find(texts)
-    assert found.kept.tolist() == [0, 0, 0, 3]
-    assert found.exact.tolist() == [False, True, False, False]
+    found = find(["Some words,  here", "some words,\nhere", "some words here!", "other words there"])
+    assert found.kept.tolist() == [0, 0, 0, 3] and found.exact.tolist() == [False, True, False, False]
     assert found.similarity.tolist() == [1, 1, 1, 1]
-
-
-def test_short_and_wordless_texts():
-    texts = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
-    found = find(texts)
-    assert found.kept.tolist() == [1, 1, 2, 3, 4, 6, 6, 7, 8]
-
-
-def test_a_chain_of_small_changes_removes_nothing_unlike_what_stays():
-    rng = random.Random(2)
-    words = lexicon(3_000, rng)
-    chain = [random_text(words, 200, rng)]
-    for _ in range(15):
-        chain.append(near_copy(chain[-1], 0.88, words, rng))
-    texts = [written(text) for text in chain]
-    found = find(texts)
-    kept = sorted(set(found.kept.tolist()))
-    assert 2 < len(kept) < 12
-    for i, k in enumerate(found.kept):
-        assert i == k or jaccard_of(texts[i], texts[k]) >= 0.8
+    wordless = ["two words", "Two words!", "two", "...", "!!!", "", " ", "🙂🙂", "🙂"]
+    assert find(wordless).kept.tolist() == [1, 1, 2, 3, 4, 6, 6, 7, 8]
 
 
 def test_many_copies_of_one_page_are_not_quadratic():
     rng = random.Random(4)
     words = lexicon(3_000, rng)
     template = random_text(words, 100, rng)
-    same = [written(template)] * 5_000
-    alike = [written([*template, words[i % 3_000]]) for i in range(5_000)]
-    frame = [written(template + random_text(words, 45, rng)) for _ in range(1_500)]  # J of about 0.5 to each other
-    find(same[:2])
-    start = time.process_time()
+    same = [written(template)] * 2_000
+    alike = [written([*template, words[i]]) for i in range(2_000)]
+    frame = [written(template + random_text(words, 45, rng)) for _ in range(600)]  # J of about 0.5 to each other
     found = find(same + alike + frame)
-    assert time.process_time() - start < 20
-    assert len(set(found.kept[:10_000].tolist())) == 1
-    assert found.compared < 1_000_000
+    assert len(set(found.kept[:4_000].tolist())) == 1
+    assert found.compared < 300_000, "of 10 million pairs"
 
 
-def write(folder, documents, order=None, files=1):
-    for part in range(files):
-        with DocumentWriter(folder, f"part-{part}") as writer:
-            for i in (order or range(len(documents)))[part::files]:
-                writer.add(id=f"{i:04d}", source="s", language="en", text=documents[i])
+def clusters_of(folder):
+    return pq.read_table(folder / "clusters" / "clusters.parquet").to_pylist()
 
 
-def test_the_stage_keeps_counts_and_shows_the_clusters(tmp_path, planted):
-    texts, _ = planted
-    texts = texts[:200] + texts[:20]
-    write(tmp_path / "in", texts)
+def test_the_stage_keeps_counts_and_shows_the_clusters_whatever_the_order(tmp_path, planted):
+    texts = planted[0][:200] + planted[0][:20]
+    rows = [{"text": text} for text in texts]
+    write_documents(tmp_path / "in", rows)
     summary = deduplicate(tmp_path / "in", tmp_path / "out", SETTINGS)
-    rows = [row for batch in read_documents(tmp_path / "out") for row in batch.to_pylist()]
-    assert summary["documents_in"] == 220 and summary["documents_out"] == len(rows)
+    kept = {row["id"] for row in rows_of(tmp_path / "out")}
+    assert summary["documents_in"] == 220 and summary["documents_out"] == len(kept)
     assert summary["removed"]["exact duplicate"] >= 20 and summary["removed"]["near duplicate"] > 20
-    assert len(rows) + sum(summary["removed"].values()) == 220
-    assert "Jaccard 0." in summary["samples"]["near duplicate"][0]["detail"]
-    clusters = pq.read_table(tmp_path / "out" / "clusters" / "clusters.parquet").to_pylist()
-    assert sum(row["kept"] for row in clusters) == summary["clusters"]["count"]
-    assert len(clusters) == summary["clusters"]["count"] + sum(summary["removed"].values())
-    kept = {row["id"] for row in rows}
-    assert {row["id"] for row in clusters if row["kept"]} <= kept
-    assert not {row["id"] for row in clusters if not row["kept"]} & kept
-    assert all(row["kept"] == (row["id"] == row["cluster"]) for row in clusters)
+    removed = sum(summary["removed"].values())
+    assert len(kept) + removed == 220 and "Jaccard 0." in summary["samples"]["near duplicate"][0]["detail"]
+    clusters = clusters_of(tmp_path / "out")
+    assert sum(row["kept"] for row in clusters) == summary["clusters"]["count"] == len(clusters) - removed
+    assert all(row["kept"] == (row["id"] in kept) == (row["id"] == row["cluster"]) for row in clusters)
     assert summary["clusters"]["largest"][0]["documents"] >= 3
-
-
-def test_the_stage_keeps_the_same_documents_of_shuffled_files(tmp_path, planted):
-    texts = planted[0][:300]
-    order = list(range(300))
-    write(tmp_path / "one", texts, order)
-    random.Random(1).shuffle(order)
-    write(tmp_path / "two", texts, order, files=4)
-    kept = []
-    for name, workers, memory in (("one", 1, 10**9), ("two", 2, 20_000)):
-        engine = LocalEngine(workers)
-        summary = deduplicate(tmp_path / name, tmp_path / f"out-{name}", SETTINGS, memory=memory, engine=engine)
-        rows = sorted(row["id"] for batch in read_documents(tmp_path / f"out-{name}") for row in batch.to_pylist())
-        clusters = pq.read_table(tmp_path / f"out-{name}" / "clusters" / "clusters.parquet")
-        kept.append((rows, clusters, summary["removed"], summary["clusters"]))
-    assert kept[0] == kept[1]
-
-
-def test_no_documents(tmp_path):
-    with DocumentWriter(tmp_path / "in"):
-        pass
-    assert deduplicate(tmp_path / "in", tmp_path / "out", SETTINGS)["clusters"] == {"count": 0, "largest": []}
-    assert list(read_documents(tmp_path / "out")) == []
+    named = [row | {"id": f"d{k}"} for k, row in enumerate(rows)]
+    write_documents(tmp_path / "shuffled", random.Random(1).sample(named, 220), files=4)
+    again = deduplicate(tmp_path / "shuffled", tmp_path / "again", SETTINGS, memory=20_000)
+    assert {row["id"] for row in rows_of(tmp_path / "again")} == kept and clusters_of(tmp_path / "again") == clusters
+    assert all(again[key] == summary[key] for key in ("removed", "clusters"))
+    write_documents(tmp_path / "empty", [])
+    assert deduplicate(tmp_path / "empty", tmp_path / "none", SETTINGS)["clusters"] == {"count": 0, "largest": []}
+    assert rows_of(tmp_path / "none") == []

@@ -1,11 +1,18 @@
-"""Document files: what is written comes back in order, in bounded pieces, and nothing half-written gets a name."""
+"""Document files: what is written comes back in order, in bounded pieces, and nothing half-written gets a name; disks
+that are full, and kernels without a cache."""
 
+import subprocess
+import sys
+
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from affinage.data import documents
+from affinage.data.compiled import kernel
 from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
+from affinage.data.signatures import mapped_anew
+from source_forms import rows_of
 
 
 def write(folder, texts):
@@ -14,17 +21,18 @@ def write(folder, texts):
             writer.add(id=str(i), source="s", text=text)
 
 
-def test_documents_come_back_in_order_with_all_fields(tmp_path):
-    with DocumentWriter(tmp_path) as writer:
-        writer.add(id="a", source="s", text="één", language="fr", url="u", licence="CC0")
-        batch = pa.RecordBatch.from_pylist(
-            [{"id": "b", "source": "s", "language": "", "url": "", "licence": "", "text": "two"}], schema=SCHEMA
-        )
-        writer.write(batch)
-        writer.add(id="c", source="s", text="three")
-    rows = [row for batch in read_documents(tmp_path) for row in batch.to_pylist()]
-    assert [row["id"] for row in rows] == ["a", "b", "c"]
-    assert rows[0] == {"id": "a", "source": "s", "language": "fr", "url": "u", "licence": "CC0", "text": "één"}
+def test_documents_come_back_in_order_with_all_fields_from_the_same_bytes(tmp_path):
+    first = {"id": "a", "source": "s", "language": "fr", "url": "u", "licence": "CC0", "text": "één"}
+    second = {"id": "b", "source": "s", "language": "", "url": "", "licence": "", "text": "two"}
+    for name in ("one", "two"):
+        with DocumentWriter(tmp_path / name) as writer:
+            writer.add(**first)
+            writer.write(pa.RecordBatch.from_pylist([second], schema=SCHEMA))
+            writer.add(id="c", source="s", text="three")
+    assert rows_of(tmp_path / "one") == [first, second, second | {"id": "c", "text": "three"}]
+    assert [batch.schema.names for batch in read_documents(tmp_path / "one", ["id"])] == [["id"]]
+    one, two = (document_files(tmp_path / name)[0].read_bytes() for name in ("one", "two"))
+    assert one == two
 
 
 def test_files_and_row_groups_are_bounded_in_bytes_of_text(tmp_path, monkeypatch):
@@ -45,28 +53,48 @@ def test_a_failure_leaves_no_unfinished_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_documents_make_one_file_without_rows(tmp_path):
+def test_no_documents_make_one_file_without_rows_and_clearing_leaves_nothing(tmp_path):
     write(tmp_path, [])
-    assert len(document_files(tmp_path)) == 1
-    assert list(read_documents(tmp_path)) == []
-
-
-def test_clearing_removes_what_an_interrupted_run_left(tmp_path):
-    write(tmp_path, ["a"])
+    assert len(document_files(tmp_path)) == 1 and rows_of(tmp_path) == []
     (tmp_path / "documents-00007.parquet.part").write_bytes(b"half")
     clear_documents(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_documents_make_the_same_bytes(tmp_path):
-    for name in ("one", "two"):
-        write(tmp_path / name, ["text"] * 50)
-    assert (tmp_path / "one/documents-00000.parquet").read_bytes() == (
-        tmp_path / "two/documents-00000.parquet"
-    ).read_bytes()
+SAVES = {
+    "numpy": "import numpy; numpy.save(sys.argv[1], numpy.zeros(100_000))",
+    "safetensors": "import numpy, safetensors.numpy as s; s.save_file({'a': numpy.zeros(100_000)}, sys.argv[1])",
+    "pyarrow": "import pyarrow as p, pyarrow.parquet as q; q.write_table(p.table({'a': [*range(10**5)]}), sys.argv[1])",
+}
+LIMITED = """
+import os, resource, signal, sys
+from affinage.errors import of_the_machine
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does by itself
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+for save in sys.argv[2:]:
+    try:
+        exec(save)
+    except Exception as error:
+        print(of_the_machine(error).fix)
+"""
 
 
-def test_columns_can_be_chosen(tmp_path):
-    write(tmp_path, ["a", "b"])
-    (batch,) = read_documents(tmp_path, ["id"])
-    assert batch.schema.names == ["id"] and pq.read_metadata(document_files(tmp_path)[0]).num_rows == 2
+def test_a_file_that_cannot_grow_is_told_as_a_lack_of_room_by_every_library(tmp_path):
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "file"), *SAVES.values()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.count("Make room") == len(SAVES), done.stderr
+
+
+def test_a_mapped_file_has_its_room_before_it_is_written(tmp_path):
+    # Else a full disk would kill the process by a signal, in the middle of deduplication.
+    array = mapped_anew(tmp_path / "a.npy", np.int64, 1_000_000)
+    assert (tmp_path / "a.npy").stat().st_blocks * 512 >= 8_000_000
+    array[:] = np.arange(1_000_000)
+    array.flush()
+    assert np.array_equal(np.load(tmp_path / "a.npy"), np.arange(1_000_000))
+
+
+def test_kernels_work_where_nothing_can_be_cached():
+    space = {}
+    exec("def increased(x):\n    return x + 1", space)  # of no file, beside which a cache could be
+    assert kernel(space["increased"])(1) == 2

@@ -1,29 +1,20 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
 import json
-import threading
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import hub_server
 from affinage.data import collect as collecting
 from affinage.data import documents
-from affinage.data.collect import collect
-from affinage.data.documents import read_documents
-from affinage.data.hub_answers import limit_requests
 from affinage.data.hub_datasets import DatasetPart, Stream, at_commit
 from affinage.errors import UserError
-from affinage.recipe.data import DataSettings, SourceSettings
-from source_forms import write_lines
-
-
-def run(folder, source, **settings):
-    summary = collect(DataSettings(sources=[source], **settings), folder)
-    return summary, [row for batch in read_documents(folder) for row in batch.to_pylist()]
+from affinage.recipe.data import SourceSettings
+from hub_server import Fault
+from source_forms import collected, write_lines
 
 
 @pytest.fixture
@@ -33,59 +24,44 @@ def tables(tmp_path):
     (folder / "data").mkdir(parents=True)
     for file in range(3):
         rows = range(40)
-        table = pa.table(
-            {
-                "text": [f"text {file}-{row} of the dataset" for row in rows],
-                "url": [f"https://a.example/{file}/{row}" for row in rows],
-                "lang": ["fr" if row % 4 == 0 else "en" for row in rows],
-                "other": [[1.0, 2.0]] * len(rows),
-            }
-        )
-        pq.write_table(table, folder / "data" / f"train-{file:05d}-of-00003.parquet", row_group_size=7)
+        columns = {
+            "text": [f"text {file}-{row} of the dataset" for row in rows],
+            "url": [f"https://a.example/{file}/{row}" for row in rows],
+            "lang": ["fr" if row % 4 == 0 else "en" for row in rows],
+            "other": [[1.0, 2.0]] * len(rows),
+        }
+        pq.write_table(pa.table(columns), folder / "data" / f"train-{file:05d}-of-00003.parquet", row_group_size=7)
     return folder
 
 
-def expected():
-    return [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
+EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in range(40)]
 
 
 def test_a_folder_of_parquet(tables, tmp_path):
-    summary, rows = run(tmp_path / "out", {"dataset": str(tables), "name": "tables", "licence": "odc-by"})
-    assert [row["text"] for row in rows] == expected()
-    assert rows[41] == {
-        "id": "tables/1-of-3#2",
-        "source": "tables",
-        "language": "en?",
-        "url": "https://a.example/1/1",
-        "licence": "odc-by",
-        "text": "text 1-1 of the dataset",
-    }
-    assert summary["documents_out"] == 120
-
-
-def test_only_what_is_asked_for(tables, tmp_path):
-    summary, rows = run(tmp_path / "out", {"dataset": str(tables), "where": {"lang": "fr"}})
+    summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "licence": "odc-by"})
+    assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
+    facts = {"source": "tables", "language": "en?", "licence": "odc-by", "text": EXPECTED[41]}
+    assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
+    summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "where": {"lang": "fr"}})
     assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
 
 
 def test_a_folder_of_json_lines_and_a_saved_dataset(tmp_path):
     write_lines(tmp_path / "lines" / "train.jsonl", [{"body": f"line {i}", "id": i} for i in range(9)])
-    _, rows = run(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
+    _, rows = collected(tmp_path / "one", {"dataset": str(tmp_path / "lines"), "text_key": "body"})
     assert [(row["id"], row["text"]) for row in rows] == [(str(i), f"line {i}") for i in range(9)]
     saved = datasets.Dataset.from_dict({"body": [f"line {i}" for i in range(9)]})
     datasets.DatasetDict({"train": saved, "test": saved.select(range(2))}).save_to_disk(tmp_path / "saved")
     source = {"dataset": str(tmp_path / "saved"), "text_key": "body"}
-    assert [row["text"] for row in run(tmp_path / "two", source)[1]] == [row["text"] for row in rows]
-    assert len(run(tmp_path / "three", {**source, "split": "test"})[1]) == 2
-    with pytest.raises(UserError, match="no split 'dev'; it has train, test"):
-        run(tmp_path / "four", {**source, "split": "dev"})
+    assert [row["text"] for row in collected(tmp_path / "two", source)[1]] == [row["text"] for row in rows]
+    assert len(collected(tmp_path / "three", {**source, "split": "test"})[1]) == 2
 
 
 def test_a_stream_goes_on_from_every_position(tables):
     settings = SourceSettings(dataset=str(tables))
     whole = list(Stream(DatasetPart(str(tables), 0, 1), settings))
-    assert [record.text for record in whole] == expected()
-    for taken in range(1, 120, 7):
+    assert [record.text for record in whole] == EXPECTED
+    for taken in range(1, 120, 17):
         stream = Stream(DatasetPart(str(tables), 0, 1), settings)
         records = iter(stream)
         for _ in range(taken):
@@ -97,7 +73,7 @@ def test_a_stream_goes_on_from_every_position(tables):
 def test_a_killed_stage_goes_on_within_the_stream(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 200)
     monkeypatch.setattr(documents, "FILE_BYTES", 400)
-    _, whole = run(tmp_path / "whole", {"dataset": str(tables), "name": "x"})
+    _, whole = collected(tmp_path / "whole", {"dataset": str(tables), "name": "x"})
     read = []
 
     class Killed(BaseException):
@@ -113,30 +89,25 @@ def test_a_killed_stage_goes_on_within_the_stream(tables, tmp_path, monkeypatch)
 
     monkeypatch.setattr(collecting, "Stream", Dying)
     with pytest.raises(Killed):
-        run(tmp_path / "out", {"dataset": str(tables), "name": "x"})
+        collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
     assert list((tmp_path / "out").glob("finished/*.json"))
-    _, rows = run(tmp_path / "out", {"dataset": str(tables), "name": "x"})
+    _, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
     assert rows == whole
     assert 120 < len(read) < 70 + 70, "what was read before is not read again"
     assert not (tmp_path / "out" / "finished").exists()
 
 
-def test_a_dataset_without_the_column(tables, tmp_path):
-    with pytest.raises(UserError, match="no column 'body'; it has text, url, lang, other"):
-        run(tmp_path / "out", {"dataset": str(tables), "text_key": "body"})
-
-
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="there is no folder"):
-        run(tmp_path / "out", {"dataset": str(tmp_path / "nowhere")})
-
-
-def test_a_hub_that_cannot_be_reached_is_one_message_at_once(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="cannot be reached for the dataset 'HuggingFaceFW/fineweb-edu'") as error:
-        at_commit("HuggingFaceFW/fineweb-edu", SourceSettings(preset="fineweb-edu"), "data.sources[0]")
-    assert error.value.where == "data.sources[0]" and "data.mirror" in error.value.fix
+def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):
+    saved = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "saved")
+    for source, named in (
+        ({"dataset": str(tables), "text_key": "body"}, ("'body'", "text, url, lang, other")),
+        ({"dataset": str(tmp_path / "saved"), "split": "dev"}, ("'dev'", "train, test")),
+        ({"dataset": str(tmp_path / "nowhere")}, ("nowhere",)),
+    ):
+        with pytest.raises(UserError) as error:
+            collected(tmp_path / "out", source)
+        assert error.value.where == "data.sources[0]" and all(words in error.value.what for words in named)
 
 
 def test_presets():
@@ -144,8 +115,6 @@ def test_presets():
     assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
     wikipedia = SourceSettings(preset="wikipedia", language="fr")
     assert (wikipedia.config, wikipedia.licence, wikipedia.title) == ("20231101.fr", "cc-by-sa-4.0", "wikipedia-fr")
-    oscar = SourceSettings(preset="oscar-2301", language="en", megabytes=5)
-    assert oscar.path == "hf://datasets/oscar-corpus/OSCAR-2301/en_meta/*.jsonl.zst" and oscar.megabytes == 5
     mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
     assert (mine.dataset, mine.config, mine.split, mine.licence) == ("me/mine", "", "dev", "odc-by")
     assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
@@ -154,26 +123,39 @@ def test_presets():
             SourceSettings(**wrong)
 
 
-def test_a_hub_that_takes_the_connection_and_says_nothing_has_failed_after_a_while(monkeypatch):
-    class Silent(BaseHTTPRequestHandler):
-        """Knows the dataset, and does not say who may read it."""
-
-        def do_GET(self) -> None:
-            if "auth-check" in self.path:
-                over.wait(300)
-                return
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"id": "some/data", "sha": "abc"}')
-
-    over = threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr("affinage.data.hub_datasets.limit_requests", partial(limit_requests, 0.5))
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with one dataset, that this process takes for the Hub."""
+    with hub_server.serving() as hub:
+        hub.commit("datasets/some/data", {"a.jsonl": b"{}"})
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         for module in ("constants", "hf_api.constants"):
-            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(UserError, match=r"cannot be reached for the dataset 'some/data'.*timed out"):
-            at_commit("some/data", SourceSettings(dataset="some/data"), "data.sources[0]")
-        over.set()
-        server.shutdown()
+            monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", hub.address)
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "fix"),
+    [
+        (Fault("auth-check", silence=60), "timed out", "data.mirror"),
+        (Fault("api/datasets", cut=0, times=9), "cannot be reached", "data.mirror"),
+        (Fault("auth-check", 403, {"X-Error-Code": "GatedRepo"}), "gated", "hf auth login"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RepoNotFound"}), "no such dataset", "hf auth login"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RevisionNotFound"}), "no revision 'v2'", "datasets/some/data"),
+        (Fault("api/datasets", 401), "without a token", "HF_TOKEN"),
+        (Fault("api/datasets", 503, times=9), "503", "again"),
+    ],
+    ids=["silent", "cut", "gated", "unknown", "revision", "no-token", "busy"],
+)
+def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
+    hub.faults[:] = [fault]
+    settings = SourceSettings(dataset="some/data", revision="v2" if "revision" in words else "")
+    with pytest.raises(UserError) as error:
+        at_commit("some/data", settings, "data.sources[0]", patience=0.5)
+    assert "'some/data'" in error.value.what or "token" in words
+    assert words in error.value.what and error.value.where == "data.sources[0]" and fix in error.value.fix
+
+
+def test_a_dataset_is_read_at_the_commit_that_it_is_at_now(hub):
+    commit = hub.repositories["datasets/some/data"].branches["main"]
+    assert at_commit("some/data", SourceSettings(dataset="some/data"), "").revision == commit

@@ -1,7 +1,6 @@
-"""Data stages killed with SIGKILL at random moments go on, and end with the same bytes."""
+"""Data stages killed with SIGKILL at any moment go on, and end with the same bytes."""
 
 import hashlib
-import json
 import random
 import signal
 import subprocess
@@ -12,40 +11,35 @@ from pathlib import Path
 import pytest
 from planted_copies import lexicon, random_text, written
 
-from affinage.data.documents import DocumentWriter
-
-PROGRAM = """
-import json, sys
-from pathlib import Path
 from affinage.data.benchmark_items import read_items
 from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
+from affinage.data.documents import DocumentWriter
 from affinage.recipe.cleaning import CleanSettings, DecontaminateSettings
-stage, documents, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-print("begins", flush=True)
-tell = lambda share: print(share, flush=True)
-if stage == "clean":
-    settings = CleanSettings(min_language_probability=0.1, mixed_languages=True, gopher={}, mask={})
-    summary = clean(documents, folder, settings, ("en", "fr"), progress=tell)
-else:
-    items = read_items(str(documents / "items.txt"))
-    summary = decontaminate(documents, folder, DecontaminateSettings(action="cut"), items, progress=tell)
-(folder / "summary.json").write_text(json.dumps(summary | {"seconds": 0}))
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_killed_stages import run
+run(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), progress=lambda share: print(share, flush=True))
 """
 
 
-def start(stage: str, documents: Path, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM, stage, str(documents), str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def run(stage: str, documents: Path, folder: Path, progress=None) -> dict:
+    """A stage over the documents; its summary."""
+    if stage == "clean":
+        settings = CleanSettings(min_language_probability=0.1, mixed_languages=True, gopher={}, mask={})
+        return clean(documents, folder, settings, ("en", "fr"), progress=progress)
+    settings, items = DecontaminateSettings(action="cut"), read_items(str(documents / "items.txt"))
+    return decontaminate(documents, folder, settings, items, progress=progress)
 
 
-def finish(*arguments) -> dict[str, str]:
-    process = start(*arguments)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    folder = arguments[-1]
+def finished(stage: str, documents: Path, folder: Path) -> tuple[dict, dict[str, str]]:
+    """The summary of a stage that is run to its end, and what is in its files."""
+    summary = run(stage, documents, folder) | {"seconds": 0}
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return summary, {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +58,20 @@ def documents(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stage", ["clean", "decontaminate"])
-def test_kills_change_nothing(stage, documents, tmp_path):
-    undisturbed = finish(stage, documents, tmp_path / "undisturbed")
+MORE = [("clean", (2, 7)), ("decontaminate", (2, 7)), ("decontaminate", (1, 12))]
+CASES = [("clean", (3,)), *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
+
+
+@pytest.mark.parametrize(("stage", "kills"), CASES)
+def test_kills_change_nothing(stage, kills, documents, tmp_path):
+    undisturbed = finished(stage, documents, tmp_path / "undisturbed")
     draw = random.Random(1)
-    for kill in range(2):
-        process = start(stage, documents, tmp_path / "killed")
-        for _ in range(2 + 5 * kill):  # so many lines of progress, and a moment more
-            process.stdout.readline()
-        time.sleep(draw.uniform(0, 0.02))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert finish(stage, documents, tmp_path / "killed") == undisturbed
-    summary = json.loads((tmp_path / "killed" / "summary.json").read_text())
-    assert summary["documents_in"] == 12 * 40 and summary["documents_out"] > 0
+    for lines in kills:  # of progress, and a moment more
+        command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), stage, documents, tmp_path / "killed"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(lines):
+                assert process.stdout.readline()
+            time.sleep(draw.uniform(0, 0.02))
+            process.send_signal(signal.SIGKILL)
+    assert finished(stage, documents, tmp_path / "killed") == undisturbed
+    assert undisturbed[0]["documents_in"] == 12 * 40 and undisturbed[0]["documents_out"] > 0

@@ -4,7 +4,6 @@ import ipaddress
 from collections import Counter
 
 import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,37 +17,31 @@ def masked(text: str, settings: MaskSettings | None = None) -> str:
     return mask(pa.array([text]), settings or MaskSettings())[0][0].as_py()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Write to jean.dupont+liste@univ-paris.fr, please.", f"Write to {NOBODY}, please."),
-        ("<mailto:a@b.example.co.uk>", f"<mailto:{NOBODY}>"),
-        ("Écrire à élodie@café.fr.", f"Écrire à {NOBODY}."),
-        ("The server 8.8.8.8 answered.", f"The server {NOBODYS_V4} answered."),
-        ("at 91.121.4.7:8080", f"at {NOBODYS_V4}:8080"),
-        ("at 2a01:e0a:1::42, fine", f"at {NOBODYS_V6}, fine"),
-        ("conversion 1.2.3.4, in 8.8.8.8", f"conversion {NOBODYS_V4}, in {NOBODYS_V4}"),
-        ("at [2606:4700:4700:0:0:0:0:1111]", f"at [{NOBODYS_V6}]"),
-    ],
-)
-def test_addresses_are_replaced(text, expected):
-    assert masked(text) == expected and masked(expected) == expected
+ADDRESSES = {
+    "Write to jean.dupont+liste@univ-paris.fr, please.": f"Write to {NOBODY}, please.",
+    "<mailto:a@b.example.co.uk>": f"<mailto:{NOBODY}>",
+    "Écrire à élodie@café.fr.": f"Écrire à {NOBODY}.",
+    "The server 8.8.8.8 answered.": f"The server {NOBODYS_V4} answered.",
+    "at 91.121.4.7:8080": f"at {NOBODYS_V4}:8080",
+    "at 2a01:e0a:1::42, fine": f"at {NOBODYS_V6}, fine",
+    "conversion 1.2.3.4, in 8.8.8.8": f"conversion {NOBODYS_V4}, in {NOBODYS_V4}",
+    "at [2606:4700:4700:0:0:0:0:1111]": f"at [{NOBODYS_V6}]",
+}
+NO_PUBLIC_ADDRESSES = [
+    "a @ b, 3@2, @home, user@localhost, user@@example.com",
+    "version 1.2.3.4.5, 999.1.1.1, 1.2.3, section 4.1.2.",
+    "version 1.2.3.4, Versions 8.8.4.4, v1.2.3.4, v. 1.2.3.4, release 1.2.3.4, firmware: 1.2.3.4",
+    "la version 1.2.3.4, la révision 8.8.8.8, la mise à jour 9.9.9.9",
+    "127.0.0.1, 10.0.0.1, 192.168.1.1 and ::1 and fe80::1 are private",
+    "at 12:30:45 on 10:20; std::vector a::b; 0.0.0.0 and ::",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a @ b, 3@2, @home, user@localhost, user@@example.com",
-        "version 1.2.3.4.5, 999.1.1.1, 1.2.3, section 4.1.2.",
-        "version 1.2.3.4, Versions 8.8.4.4, v1.2.3.4, v. 1.2.3.4, release 1.2.3.4, firmware: 1.2.3.4",
-        "la version 1.2.3.4, la révision 8.8.8.8, la mise à jour 9.9.9.9",
-        "127.0.0.1, 10.0.0.1, 192.168.1.1 and ::1 and fe80::1 are private",
-        "at 12:30:45 on 10:20; std::vector a::b",
-        "0.0.0.0 and ::",
-    ],
-)
-def test_what_is_no_public_address_stays(text):
-    assert masked(text) == text
+def test_addresses_are_replaced_and_nothing_else():
+    for text, expected in ADDRESSES.items():
+        assert masked(text) == expected and masked(expected) == expected
+    for text in NO_PUBLIC_ADDRESSES:
+        assert masked(text) == text
 
 
 def test_kinds_can_be_left_alone_and_are_counted():

@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, words_of, written
@@ -80,7 +79,7 @@ def test_the_kernel_is_the_obvious_definition_on_texts_with_repeated_passages():
     rng = random.Random(3)
     words = lexicon(300, rng)
     texts = []
-    for _ in range(400):
+    for _ in range(250):
         text = random_text(words, rng.randint(5, 150), rng)
         for _ in range(rng.randint(0, 4)):  # repeats a passage, so that each rule is met on both sides of its limit
             start, length = rng.randrange(len(text)), rng.randint(1, 12)
@@ -89,27 +88,23 @@ def test_the_kernel_is_the_obvious_definition_on_texts_with_repeated_passages():
         texts.append(written(text).replace(". ", ["\n", "\n\n", ". ", ".\n", ".\n\n"][breaks]))
     expected = [broken_one(text) for text in texts]
     assert broken(texts) == expected
-    assert len({*expected}) > 10 and expected.count(None) > 50
+    assert len({*expected}) > 10 and expected.count(None) > 30
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("One line.\nOne line.\nOne line.\nAnother.", "duplicate lines"),
-        ("Twice.\n\nTwice.\n\nA longer paragraph that differs from it.\n\nAnd a last one of some length.", None),
-        ("- one apple\n- two pears\n* three plums\n• four figs", "bullet lines"),
-        (
-            "Read more...\nThe weather was fine all day.\nSee also…\nWe went home early.",
-            "lines that end in an ellipsis",
-        ),
-        ("No sentence here\nNor in this line", "few lines end a sentence"),
-        ("Lorem Ipsum dolor sit amet.", "lorem ipsum"),
-        ("function f() { return.", "curly bracket"),
-        ("« Une phrase entre guillemets »", None),
-    ],
-)
-def test_each_rule_by_an_example(text, rule):
-    assert broken([text]) == [rule]
+EXAMPLES = {
+    "One line.\nOne line.\nOne line.\nAnother.": "duplicate lines",
+    "Twice.\n\nTwice.\n\nA longer paragraph that differs from it.\n\nAnd a last one of some length.": None,
+    "- one apple\n- two pears\n* three plums\n• four figs": "bullet lines",
+    "Read more...\nThe sun was out.\nSee also…\nWe went home early.": "lines that end in an ellipsis",
+    "No sentence here\nNor in this line": "few lines end a sentence",
+    "Lorem Ipsum dolor sit amet.": "lorem ipsum",
+    "function f() { return.": "curly bracket",
+    "« Une phrase entre guillemets »": None,
+}
+
+
+def test_each_rule_by_an_example():
+    assert dict(zip(EXAMPLES, broken([*EXAMPLES]))) == EXAMPLES
 
 
 def test_a_limit_of_one_is_no_rule_and_neither_paper_is_the_default():

@@ -26,7 +26,7 @@ from affinage.paths import from_home
 
 CACHE_VARIABLE = "AFFINAGE_CACHE"
 _ATTEMPTS = 4  # in a row that bring nothing
-_PAUSE = 1.0  # seconds before the second attempt; doubled each time
+PAUSE = 1.0  # seconds before the second attempt; doubled each time
 _TIMEOUT = 30.0  # seconds without a byte
 _CHUNK_BYTES = 1 << 20
 _BROKEN_OFF = (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)  # by who answers, or the way
@@ -48,12 +48,12 @@ def cached_path(url: str) -> Path:
     return cache_folder() / "downloads" / digest / (url.split("?", 1)[0].rstrip("/").rpartition("/")[2] or "file")
 
 
-def cached(url: str, sha256: str = "") -> Path:
+def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
     """The local copy of the file at a URL, which is fetched if it is not there.
 
     What an interrupted download left is kept beside it as `.part` and gone on with, if the server's file is still the
     same one; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Safe to
-    call from several processes at once: one fetches, the others wait.
+    call from several processes at once: one fetches, the others wait. `pause` is the seconds before the second attempt.
 
     Raises:
         UserError: the server cannot be reached, has no such file, or sent another one than asked for.
@@ -63,16 +63,16 @@ def cached(url: str, sha256: str = "") -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock")):
             if not path.is_file():
-                _fetch(url, path, sha256)
+                _fetch(url, path, sha256, pause)
     if sha256 and _facts(path).get("sha256") != sha256:
         _refuse_hash(url, path, sha256, str(_facts(path).get("sha256")))
     return path
 
 
-def _fetch(url: str, path: Path, sha256: str) -> None:
+def _fetch(url: str, path: Path, sha256: str, pause: float) -> None:
     part = path.with_name(path.name + ".part")
     try:
-        _fetch_all(url, path, part)
+        _fetch_all(url, path, part, pause)
     except OSError as error:
         raise UserError(
             f"the download cannot be written: {error.strerror or error}",
@@ -87,7 +87,7 @@ def _fetch(url: str, path: Path, sha256: str) -> None:
     os.replace(part, path)
 
 
-def _fetch_all(url: str, path: Path, part: Path) -> None:
+def _fetch_all(url: str, path: Path, part: Path, pause: float) -> None:
     """Fetch into `part` until it is as long as the server says, with as many attempts as bring anything."""
     idle = 0
     while True:
@@ -116,7 +116,7 @@ def _fetch_all(url: str, path: Path, part: Path) -> None:
                 fix="Is there a network? A copy on this machine can be the source's `path`, or in data.mirror.",
             )
         if idle:
-            time.sleep(_PAUSE * 2 ** (idle - 1))
+            time.sleep(pause * 2 ** (idle - 1))
 
 
 def _fetch_more(url: str, path: Path, part: Path) -> int | None:

@@ -3,7 +3,7 @@
 from affinage.errors import UserError, causes, first_line
 
 _NETWORK = ("httpx", "httpx2", "aiohttp", "huggingface_hub")  # packages whose errors are of the network, not of a file
-_PATIENCE = 120.0  # seconds without a word after which a request to the Hub has failed
+PATIENCE = 120.0  # seconds without a word after which a request to the Hub has failed
 _LATER = "Run the same command again: what is complete is kept."
 _COPIES = {  # what there is without the Hub
     "dataset": "A copy on this machine can be named as the source's `path`, or in data.mirror.",
@@ -11,7 +11,7 @@ _COPIES = {  # what there is without the Hub
 }
 
 
-def limit_requests(seconds: float = _PATIENCE) -> None:
+def limit_requests(seconds: float = PATIENCE) -> None:
     """Give huggingface_hub's requests a limit: they have none where a Hub takes the connection and says nothing."""
     from huggingface_hub import get_session
 

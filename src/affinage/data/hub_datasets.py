@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from affinage.data.hub_answers import is_of_the_network, limit_requests, refusal
+from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 from affinage.recipe.sources import SourceSettings, is_folder
@@ -34,15 +34,15 @@ class DatasetPart:
         return name if self.parts == 1 else f"{name}/{self.index}-of-{self.parts}"
 
 
-def at_commit(place: str, settings: SourceSettings, where: str) -> SourceSettings:
+def at_commit(place: str, settings: SourceSettings, where: str, *, patience: float = PATIENCE) -> SourceSettings:
     """The settings with the commit that the dataset is at now as its revision, so that all of it is read at that one.
 
-    The Hub is asked once and without patience. Raises UserError if there is no such dataset or revision, it is gated,
-    or the Hub cannot be reached.
+    The Hub is asked once; a request has failed after `patience` seconds without a word. Raises UserError if there is no
+    such dataset or revision, it is gated, or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    limit_requests()
+    limit_requests(patience)
     try:
         api = HfApi()
         found = api.dataset_info(place, revision=settings.revision or None, timeout=_SECONDS)
