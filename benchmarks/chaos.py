@@ -34,8 +34,6 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-TESTS = Path(__file__).parent.parent / "tests"
-sys.path.insert(0, str(TESTS / "launch"))
 
 import cabled  # noqa: E402
 import gangs  # noqa: E402
