@@ -100,10 +100,7 @@ def test_freed_memory_is_kept_and_closed_holes_are_not_handed_out_again(monkeypa
 
 ACQUIRES = """
 from affinage.hardware.devices import acquire
-try:
-    print(len(acquire()))
-except Exception as error:
-    print(type(error).__name__, error.where, bool(error.fix))
+print(len(acquire()))
 import os, jax
 print(jax.config.jax_compilation_cache_dir, "JAX_COMPILATION_CACHE_DIR" in os.environ)
 """
@@ -122,9 +119,3 @@ def test_compiled_steps_are_kept_where_each_process_is_told(chosen: bool, warm_p
     assert (Path(folder).name == "chosen") is chosen
     assert chosen or Path(folder).stat().st_mode & 0o777 == 0o700
     assert handed_on == str(chosen)  # what it starts has its own XDG_CACHE_HOME, else it would have this one's
-
-
-def test_a_platform_that_is_not_here_is_refused_with_a_fix(tmp_path: Path):
-    env = {**os.environ, "JAX_PLATFORMS": "cuda"}
-    done = subprocess.run([sys.executable, "-c", ACQUIRES], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "UserError JAX_PLATFORMS=cuda True"

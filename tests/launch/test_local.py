@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from affinage.launch import LocalLauncher, Restarts, supervise
 from affinage.launch.forked import ForkedProcess, Forks
 from affinage.launch.process import HostProcess, reserved_port, start_all
 
@@ -46,15 +47,14 @@ def parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_mistake_ends_both_hosts_of_a_launch_with_one_message_and_status_2(own_runs: Path):
-    words = ["launch", str(TINY), "--hosts", "2", "--devices", "1", "--until", "pretrain", "--runs", str(own_runs)]
-    command = [sys.executable, "-m", "affinage", *words, "--set", "mesh={data: 3}", "--set", "pretrain.steps=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    said = done.stdout + done.stderr
-    assert done.returncode == 2, said
-    assert said.count("Error: ") == 1 and "data 3 makes 3 devices, but there are 2" in said, said
-    assert {line[:4] for line in said.splitlines()} >= {"0 | "}
-    assert "Check failure" not in said and "Traceback" not in said, said
+def test_a_mistake_that_the_hosts_of_a_launch_find_ends_it_with_one_message_and_status_2(own_runs: Path):
+    said: list[str] = []
+    command = ["run", str(TINY), "--until", "pretrain", "--runs", str(own_runs), "--set", "mesh={data: 3}"]
+    launcher = LocalLauncher(2, devices=1, say=said.append)
+    assert supervise(launcher, [*command, "--set", "pretrain.steps=3"], Restarts(), say=said.append) == 2, said
+    [mistake] = [line for line in said if "Error: " in line]
+    assert mistake.startswith("0 | ") and "data 3 makes 3 devices, but there are 2" in mistake
+    assert not any("Check failure" in line or "Traceback" in line for line in said), said
 
 
 HOST = """

@@ -174,7 +174,6 @@ if __name__ == "__main__":
     from affinage.errors import EXIT_PREEMPTED, Preempted
     from affinage.stopping import left_when_done
 
-    atexit.register(lambda: open("/tmp/launch-cpu", "a").write(f"{time.process_time()}\n"))
     with left_when_done():
         try:
             main(json.loads(sys.argv[1]))
