@@ -35,11 +35,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import cabled  # noqa: E402
-import gangs  # noqa: E402
-import noted_phases  # noqa: E402
+import cabled
+import gangs
+import noted_phases
 
-from affinage.launch import Restarts, supervise  # noqa: E402
+from affinage.launch import Restarts, supervise
 
 STEPS = 60
 KILLS_OF_A_RUN = 20
