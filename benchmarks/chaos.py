@@ -34,14 +34,12 @@ from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-TESTS = Path(__file__).parent.parent / "tests"
-sys.path.insert(0, str(TESTS / "launch"))
 
-import cabled  # noqa: E402
-import gangs  # noqa: E402
-import noted_phases  # noqa: E402
+import cabled
+import gangs
+import noted_phases
 
-from affinage.launch import Restarts, supervise  # noqa: E402
+from affinage.launch import Restarts, supervise
 
 STEPS = 60
 KILLS_OF_A_RUN = 20

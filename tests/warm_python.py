@@ -116,7 +116,7 @@ def _run(order: dict, imported: dict[str, str]) -> None:
     die_with_parent()
     del os.environ[PARENT], os.environ[PARENT_SIGNAL]
     os.chdir(order["folder"])
-    more = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
+    more = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path[1:]]
     kind, what, *words = order["words"]
     sys.path[0:1] = [order["folder"] if kind == "-m" else "", *filter(None, more)]
     sys.argv = [kind if kind == "-c" else what, *words]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from affinage.hardware.allocator import keep_freed_memory
 from affinage.hardware.chips import CHIPS, chip
 
 
@@ -42,50 +43,19 @@ def test_names_are_unique():
     assert len({known.name for known in CHIPS}) == len(CHIPS)
 
 
-FAULTS = """
-import resource
-from affinage.hardware.devices import prepare
-prepare()
-import jax, jax.numpy as jnp
-step = jax.jit(lambda x: jnp.sin(jnp.sort(x, axis=0)[::-1] * 2).sum())
-x = jnp.ones((1024, 4096))
-for _ in range(10): step(x).block_until_ready()  # until the heap has its size
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(40): step(x).block_until_ready()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 40)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
-def test_a_step_takes_its_temporaries_from_warm_memory():
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
-    # The temporaries are 8,192 pages. The heap may still grow now and then, when threads free in another order.
-    assert int(done.stdout) < 4096
-
-
 FREED = """
 import ctypes
 from affinage.hardware.allocator import freed_memory_is_kept, keep_freed_memory
 assert not freed_memory_is_kept() and keep_freed_memory() and freed_memory_is_kept()
 libc = ctypes.CDLL(None)
-class Told(ctypes.Structure):
+class Facts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
                 "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes, libc.mallinfo2.restype = [ctypes.c_void_p], Told
+libc.free.argtypes, libc.mallinfo2.restype = [ctypes.c_void_p], Facts
 libc.free(libc.malloc(3 * 2**30))  # never written to: address space, no memory
 print(libc.mallinfo2().arena)
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
-def test_more_than_two_gigabytes_of_freed_memory_are_kept_too():
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", FREED], env=env, capture_output=True, text=True, check=True)
-    assert int(done.stdout) >= 3 * 2**30
-
-
 HOLES = """
 import ctypes, resource
 from affinage.hardware.allocator import close_holes, keep_freed_memory
@@ -117,35 +87,34 @@ print(before - resident() > 2**24, lowest < libc.malloc(2**14) < highest)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's allocator is glibc's")
-def test_closed_holes_are_not_handed_out_again_and_their_pages_go_back():
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", HOLES], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "True", "False"]
+def test_freed_memory_is_kept_and_closed_holes_are_not_handed_out_again(monkeypatch: pytest.MonkeyPatch):
+    def said(program: str) -> list[str]:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        return done.stdout.split()
 
-
-def test_another_platform_keeps_its_own_allocator(monkeypatch):
-    from affinage.hardware import allocator
-
+    assert int(said(FREED)[0]) >= 3 * 2**30  # also more than two gigabytes
+    assert said(HOLES) == ["True", "True", "True", "False"]
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    assert not allocator.keep_freed_memory()
+    assert not keep_freed_memory()
 
 
-ASKED = """
-import os
+ACQUIRES = """
 from affinage.hardware.devices import acquire
-acquire()
-import jax
+print(len(acquire()))
+import os, jax
 print(jax.config.jax_compilation_cache_dir, "JAX_COMPILATION_CACHE_DIR" in os.environ)
 """
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_compiled_steps_are_kept_where_each_process_is_told(chosen: bool, tmp_path):
+def test_compiled_steps_are_kept_where_each_process_is_told(chosen: bool, warm_python: list[str], tmp_path: Path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    if chosen:
-        env["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "chosen")
-    done = subprocess.run([sys.executable, "-c", ASKED], env=env, capture_output=True, text=True, check=True)
-    folder, handed_on = done.stdout.split()
+    env["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "chosen")
+    if not chosen:
+        del env["JAX_COMPILATION_CACHE_DIR"]
+    done = subprocess.run([*warm_python, "-c", ACQUIRES], env=env, capture_output=True, text=True, check=True)
+    count, folder, handed_on = done.stdout.split()
+    assert int(count) == 8
     assert Path(folder).parent == (tmp_path if chosen else tmp_path / "affinage")
     assert (Path(folder).name == "chosen") is chosen
     assert chosen or Path(folder).stat().st_mode & 0o777 == 0o700

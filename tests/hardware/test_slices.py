@@ -1,5 +1,8 @@
 """Slices by the clouds' names: chips, devices, wires, and how libtpu calls them."""
 
+import subprocess
+import sys
+
 import pytest
 
 from affinage.errors import UserError
@@ -34,13 +37,8 @@ KNOWN = [
 @pytest.mark.parametrize(("name", "chips", "devices", "shape", "hosts", "topology"), KNOWN)
 def test_a_name_means_these_chips(name, chips, devices, shape, hosts, topology):
     found = find_slice(name)
-    assert (found.chips, found.devices, found.shape, found.hosts, found.topology) == (
-        chips,
-        devices,
-        shape,
-        hosts,
-        topology,
-    )
+    assert (found.chips, found.devices, found.shape) == (chips, devices, shape)
+    assert (found.hosts, found.topology) == (hosts, topology)
 
 
 def test_rings_are_closed_from_whole_cubes_and_whole_pods_on():
@@ -57,31 +55,32 @@ def test_a_program_may_take_what_the_compiler_says():
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "fix"),
+    ("name", "nearest"),
     [
-        ("v4-31", "no v4-31", "sizes are v4-16 and v4-32."),
-        ("v4-33", "no v4-33", "sizes are v4-32 and v4-64."),
-        ("v5e-512", "no v5e-512", "size is v5e-256."),
-        ("v9-8", "called `v9-8`", "Did you mean `v"),
-        ("h100x12", "whole boxes of 8", "h100x16"),
-        ("v4-0", "no v4-0", "v4-8"),
+        ("v4-31", ["v4-16", "v4-32"]),
+        ("v4-33", ["v4-32", "v4-64"]),
+        ("v5e-512", ["v5e-256"]),
+        ("v9-8", ["Did you mean `v"]),
+        ("h100x12", ["h100x16"]),
+        ("v4-0", ["v4-8"]),
     ],
 )
-def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, what, fix):
-    with pytest.raises(UserError, match=what) as refused:
+def test_what_does_not_exist_is_refused_with_the_nearest_that_does(name, nearest):
+    with pytest.raises(UserError) as refused:
         find_slice(name)
-    assert fix in refused.value.fix
+    assert all(each in refused.value.fix for each in nearest)
 
 
-@pytest.mark.parametrize("variable", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
-def test_of_a_gpu_it_may_take_the_share_that_jax_takes(variable, monkeypatch):
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+def test_of_a_gpu_it_may_take_the_share_that_jax_takes(monkeypatch: pytest.MonkeyPatch):
+    variables = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)
     assert find_slice("h100x8").chip.memory_per_device == 60 * GiB
-    monkeypatch.setenv(variable, "0.9")
-    assert find_slice("h100x8").chip.memory_per_device == 72 * GiB
+    for variable in variables:
+        monkeypatch.setenv(variable, "0.9")
+        assert find_slice("h100x8").chip.memory_per_device == 72 * GiB
     monkeypatch.setenv(variable, "most")
-    with pytest.raises(UserError, match="`most` is no share"):
+    with pytest.raises(UserError, match="`most`"):
         find_slice("h100x8")
 
 
@@ -98,12 +97,9 @@ def test_every_compared_slice_has_a_price_that_says_it_was_not_looked_up():
         assert "as remembered" in found.chip.price_source and "hardware.price" in found.chip.price_source, found.name
 
 
+@pytest.mark.full
 def test_libtpu_knows_the_topologies():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
-    import os
-    import subprocess
-    import sys
-
     script = (
         "import sys; from jax.experimental.topologies import get_topology_desc as d\n"
         "for a in sys.argv[1:]:\n"
@@ -111,14 +107,8 @@ def test_libtpu_knows_the_topologies():
     )
     names = ["v4-8", "v4-32", "v4-512", "v5litepod-16", "v5p-128", "v6e-64", "tpu7x-128"]
     found = [find_slice(name) for name in names]
-    quiet = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *(f"{s.topology}/{s.variant}" for s in found)],
-        env=os.environ | quiet,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, "-c", script, *(f"{s.topology}/{s.variant}" for s in found)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert [int(line) for line in done.stdout.split()] == [s.devices for s in found]
 
 

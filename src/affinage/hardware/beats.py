@@ -13,9 +13,8 @@ from affinage.hardware.movement import is_waiting
 from affinage.hardware.stacks import where
 
 AHEAD = 5.0  # seconds before the others are to be named that a host begins to look at what they say
-_EVERY = 1.0  # seconds
-_SILENT = 3.0  # seconds in which a host that lives has said something new, and the first one has answered
-# The same where nothing is late yet, as in a compilation that keeps all processors busy. JAX ends all hosts after 45.
+# Seconds in which a host that lives has said something new where nothing is late yet, as in a compilation that keeps
+# all processors busy. JAX ends all hosts after 45.
 SILENT_FOR_LONG = 10.0
 _FOLDER = "affinage/beat"
 _FIRST = "affinage/beat of the first"  # for those who look at it alone
@@ -48,10 +47,16 @@ class Beats:
 
     Looking begins some seconds before anybody has to be named, so that naming takes no time. It is not done always,
     as what all hosts say to all grows with the square of their number.
+
+    Args:
+        hosts: of the run.
+        doing: says what this one is at.
+        every: seconds between two signs of life.
+        patience: seconds in which a host that lives has said something new, and the first one has answered.
     """
 
-    def __init__(self, hosts: Hosts, doing: Callable[[], Doing]) -> None:
-        self._hosts, self._doing = hosts, doing
+    def __init__(self, hosts: Hosts, doing: Callable[[], Doing], *, every: float = 1.0, patience: float = 3.0) -> None:
+        self._hosts, self._doing, self._every, self._patience = hosts, doing, every, patience
         self._ended = threading.Event()
         self._asked: float | None = None  # when the first host was asked what it has not answered yet
         self._seen: dict[int, _Seen] = {}
@@ -66,7 +71,7 @@ class Beats:
 
     def _beat(self) -> None:
         number = 0
-        while not self._ended.wait(_EVERY):
+        while not self._ended.wait(self._every):
             number += 1
             doing, self._asked = self._doing(), self._asked or time.monotonic()
             beat = {"beat": number, "count": doing.begun, "what": doing.what, "where": where(), "still": doing.still}
@@ -103,10 +108,10 @@ class Beats:
         until = time.monotonic() + 2 * AHEAD
         while self._hosts.count > 1 and time.monotonic() < until:
             asked, looked, since = self._asked, self._looked, self._looks_since
-            if asked is not None and time.monotonic() - asked >= _SILENT:
+            if asked is not None and time.monotonic() - asked >= self._patience:
                 return missed.mute(0)
             # While the first one has yet to answer, what the others say now is not known.
-            if asked is None and since is not None and looked - since >= _SILENT:
+            if asked is None and since is not None and looked - since >= self._patience:
                 return self._in_words(looked)
             if self._ended.wait(0.05):
                 break
@@ -136,7 +141,7 @@ class Beats:
     def _in_words(self, looked: float) -> str:
         seen = self._seen
         beats = {host: found.beat for host, found in seen.items()}
-        silent = _silent(seen, looked, _SILENT)
+        silent = _silent(seen, looked, self._patience)
         most = max((beat.get("count", 0) for beat in beats.values()), default=0)
         behind = [host for host, beat in beats.items() if beat.get("count", 0) < most and host not in silent]
         told = [_no_sign_of(host, seen[host]) for host in silent]

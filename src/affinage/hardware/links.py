@@ -94,17 +94,18 @@ class Links:
     @property
     def failed(self) -> bool:
         """Whether somebody who is to be connected to this host was not, in the time that there was for it."""
-        return not self._complete and time.monotonic() >= self._connect_until
+        return not self.complete and time.monotonic() >= self._connect_until
 
     @property
-    def _complete(self) -> bool:
+    def complete(self) -> bool:
+        """Whether all who are to be connected to this host are, or have been."""
         return len(self._links) >= (self._hosts.count - 1 if self._hosts.first else 1)
 
     def wait_until_alone(self, seconds: float) -> None:
         """Wait until all who are connected to this host have ended, at most so long; and a little for who comes yet."""
         begun = time.monotonic()
         while (waited := time.monotonic() - begun) < seconds:
-            comes = not self._complete and waited < _COMES_WITHIN
+            comes = not self.complete and waited < _COMES_WITHIN
             if not comes and all(link.fileno() < 0 for link in list(self._links.values())):
                 return
             time.sleep(0.05)

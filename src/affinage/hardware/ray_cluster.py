@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,10 @@ def connect(
             fix="Start a cluster with `RAY_AUTH_MODE=token ray start --head`, and have its token here, too; "
             "or leave the address empty for this machine alone.",
         ) from error
-    if address and (_on_loopback(ray) or _asks_for_token(ray, address_by)):
+    if address and (
+        on_loopback(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
+        or _asks_for_token(ray, address_by)
+    ):
         return ray
     if address:
         what = f"whoever reaches the ports of the Ray cluster at {address} can run code on it: it asks for no token"
@@ -86,9 +90,8 @@ def connect(
     return ray
 
 
-def _on_loopback(ray: Any) -> bool:
-    """Whether only this machine can reach the cluster: of nodes with a loopback address Ray listens on that alone."""
-    addresses = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+def on_loopback(addresses: Iterable[str]) -> bool:
+    """Whether only this machine can reach nodes of Ray, which listen on nothing but these addresses."""
     try:
         return all(ipaddress.ip_address(address).is_loopback for address in addresses)
     except ValueError:  # a name, which Ray keeps of every machine but this one

@@ -22,7 +22,6 @@ from affinage.signing import handed_on
 
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _SETTLES = 10.0  # seconds for what is ending on the machines
-_ANSWERS = 30.0  # seconds for an agent to start a process, or to kill it
 _LASTING = 30.0  # seconds in which another agent, be it another driver's, finds what was imported for one
 _LOOK_EVERY = 0.05  # seconds
 _ACCELERATORS = ("TPU", "GPU")
@@ -49,6 +48,7 @@ class RayLauncher:
             are such a path are replaced by where the file is there.
         program: words that the Python of the machine's Ray is given before the command's; default: -m affinage.
         modules: imported once on each machine, for all starts that come soon enough.
+        answers: seconds for an agent to start a process, or to kill it.
         say: takes the lines that the hosts write, each with the number of its host before it.
 
     Raises:
@@ -66,12 +66,14 @@ class RayLauncher:
         files: Mapping[str, bytes] | None = None,
         program: Sequence[str] = (),
         modules: Sequence[str] = OF_A_HOST,
+        answers: float = 30.0,
         say: Say = print,
     ) -> None:
         self.hosts, self._wanted, self._least = hosts, hosts, hosts if least is None else least
         self._devices, self._files, self._say = devices, dict(files or {}), say
         self._program, self._imports = list(program), (of_cpu(devices), tuple(modules))
         self._room: _Room | None = None
+        self._answers = answers
         cpus = max(hosts, os.cpu_count() or 1)
         self._ray = connect(
             address,
@@ -96,8 +98,8 @@ class RayLauncher:
             self._room.leave(for_good=False)
             self._room = None
         try:
-            self._room = self._room or _Room(self._ray, group, self.hosts, bundle, self._imports)
-            return RayGang(self._ray, self._room.agents, job, self._say)
+            self._room = self._room or _Room(self._ray, group, self.hosts, bundle, self._imports, self._answers)
+            return RayGang(self._ray, self._room.agents, job, self._say, self._answers)
         except self._ray.exceptions.RayTaskError as error:
             self.finish()
             raise error.cause from error  # what went wrong there, as if it had been here
@@ -153,11 +155,13 @@ class RayLauncher:
 class _Room:
     """Places on machines of the cluster, with an agent on each; kept from one start to the next."""
 
-    def __init__(self, ray: Any, group: str, hosts: int, bundle: Mapping[str, float], imports: _Imports) -> None:
+    def __init__(
+        self, ray: Any, group: str, hosts: int, bundle: Mapping[str, float], imports: _Imports, answers: float
+    ) -> None:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._ray, self._asked_for = ray, (group, hosts, bundle)
+        self._ray, self._asked_for, self._seconds = ray, (group, hosts, bundle), answers
         self.agents: list[Any] = []
         self._places = placement_group([dict(bundle)] * hosts, strategy="SPREAD")
         try:
@@ -189,7 +193,7 @@ class _Room:
             return False
         if len(self._reachable()) < hosts:
             return False
-        until = time.monotonic() + _ANSWERS
+        until = time.monotonic() + self._seconds
         return all(self._answers(agent, until) for agent in self.agents)
 
     def _answers(self, agent: Any, until: float) -> bool:
@@ -226,7 +230,7 @@ class _Room:
         with contextlib.suppress(self._ray.exceptions.RayError):
             asked = [agent.finish.remote() for agent in self._reachable()] if for_good else []
             if asked:
-                self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWERS)
+                self._ray.wait(asked, num_returns=len(asked), timeout=self._seconds)
         for agent in self.agents:
             self._ray.kill(agent)
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -237,18 +241,18 @@ class _Room:
 class RayGang:
     """See `affinage.launch.gang.Gang`."""
 
-    def __init__(self, ray: Any, agents: Sequence[Any], job: Job, say: Say) -> None:
-        self._ray, self._agents, self._say = ray, list(agents), say
+    def __init__(self, ray: Any, agents: Sequence[Any], job: Job, say: Say, answers: float) -> None:
+        self._ray, self._agents, self._say, self._seconds = ray, list(agents), say, answers
         self._seen = set(range(len(self._agents)))  # hosts whose agent has answered ever since
         self._news: dict[Any, int] = {}
         self._missed: dict[int, Missed] = {}
         try:
-            coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=_ANSWERS)
-            self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=_ANSWERS)
+            coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=self._seconds)
+            self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=self._seconds)
             place = {COORDINATOR: coordinator, HOSTS: str(len(self._agents)), **handed_on()}
             start = secrets.token_hex(8)
             starts = [agent.start.remote(start, job, place) for agent in self._agents]
-            ray.get(starts, timeout=_ANSWERS + Remains.PATIENCE)
+            ray.get(starts, timeout=self._seconds + Remains.PATIENCE)
         except BaseException:
             self.end()
             raise
@@ -296,7 +300,7 @@ class RayGang:
         """Call all agents that were not lost; those that do not answer do not matter."""
         asked = [getattr(self._agents[host], method).remote(*words) for host in sorted(self._seen)]
         if asked:
-            self._ray.wait(asked, num_returns=len(asked), timeout=_ANSWERS)
+            self._ray.wait(asked, num_returns=len(asked), timeout=self._seconds)
 
 
 def _has(resources: Mapping[str, float], bundle: Mapping[str, float]) -> bool:

@@ -17,7 +17,6 @@ _AFTER_2 = 5.0  # seconds in which the others find the same mistake
 _AFTER_DEATH = 1.5  # seconds until the end of a host is told that the others have left for: its output may be held open
 _AFTER_0 = 60.0  # seconds for the others when one is done
 _LOOK_EVERY = 1.0  # seconds
-_ROOM_EVERY = 60.0  # seconds between two looks for room for more hosts, the first one after so many of a start
 _TO_GROW = 1800.0  # seconds for hosts to save before more of them start; nobody takes this machine away
 _QUICK = 20.0  # seconds: a start that fails within them may do so for ever
 _PATIENT = 3  # quick failures in a row that are not waited after
@@ -31,6 +30,7 @@ def supervise(
     restarts: Restarts,
     *,
     grace: float = 35.0,
+    room_every: float = 60.0,
     say: Callable[[str], None] = print,
 ) -> int:
     """Run a command of `affinage` on all hosts until it is done, starting them all again when one is lost.
@@ -44,6 +44,7 @@ def supervise(
         command: arguments of `affinage`.
         restarts: how often.
         grace: seconds for the hosts to save when this process is told to stop.
+        room_every: seconds between two looks for room for more hosts.
         say: takes what there is to tell.
 
     Returns:
@@ -57,7 +58,7 @@ def supervise(
     with Told() as stop, contextlib.ExitStack() as cleanup:
         cleanup.callback(launcher.finish)
         while True:
-            end = _run(launcher, command, stop, grace, say, first=not spent.begun)
+            end = _run(launcher, command, stop, (grace, room_every), say, first=not spent.begun)
             if stop.number and end.status < 0:  # the signal came before the host had begun to listen
                 return EXIT_PREEMPTED
             if end.status in (0, EXIT_USER_ERROR) or stop.number:
@@ -124,7 +125,7 @@ def _run(
     launcher: Launcher,
     command: Sequence[str],
     stop: Told,
-    grace: float,
+    seconds: tuple[float, float],
     say: Callable[[str], None],
     *,
     first: bool,
@@ -141,16 +142,18 @@ def _run(
         return _End(1, masked(f"the hosts could not be started: {what}").partition("\n")[0], None)
     began = time.monotonic()
     try:
-        cause, grows = _watch(gang, launcher, stop, grace, say)
+        cause, grows = _watch(gang, launcher, stop, *seconds, say)
     finally:
         gang.end()
     return _End(cause.status, str(cause), time.monotonic() - began, grows)
 
 
-def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callable[[str], None]) -> tuple[Ending, bool]:
+def _watch(
+    gang: Gang, launcher: Launcher, stop: Told, grace: float, room_every: float, say: Callable[[str], None]
+) -> tuple[Ending, bool]:
     """The ending that decides over the others', and whether they were told to end for the sake of a larger start."""
     hosts, grows, room = launcher.hosts, False, 0
-    look_at = time.monotonic() + _ROOM_EVERY
+    look_at = time.monotonic() + room_every
     endings: list[Ending] = []
     until = tell_at = told_by = float("inf")
     told = 0
@@ -165,7 +168,7 @@ def _watch(gang: Gang, launcher: Launcher, stop: Told, grace: float, say: Callab
             if time.monotonic() >= look_at and not told and not grows and isinstance(launcher, Elastic):
                 room = room + 1 if launcher.has_room() else 0
                 grows = room > 1  # at two looks: a machine may come and go
-                look_at = time.monotonic() + _ROOM_EVERY
+                look_at = time.monotonic() + room_every
                 if grows:
                     say("launch: there is room for more hosts; these are told to save, and all start again")
                     gang.tell(signal.SIGINT)  # after which they take the time that their save needs

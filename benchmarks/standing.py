@@ -11,7 +11,7 @@ import numpy as np
 
 from affinage.stages.stage import StageContext
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
+RECIPE = Path(__file__).parents[1] / "tests" / "recipes" / "tiny.yaml"
 
 
 class Job:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from cabled import Machines, move_to
 
-TRAINING = Path(__file__).parent.parent / "training"
+TRAINING = Path(__file__).parent.parent / "tests" / "training"
 sys.path.insert(0, str(TRAINING))
 
 from noted_phases import Notes, first_note, noted  # noqa: E402

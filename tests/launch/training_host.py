@@ -1,0 +1,182 @@
+"""A small training on one or several hosts, whose processes are forked from `warm_python`.
+
+    python -m training_host JOB
+
+is one of the hosts. JOB is JSON: `folder`, `steps`, `settings`, `sick` (steps whose last row has a loss that is not
+finite) and `hurt`: a host, the step after which it hurts itself, and the number of a signal, or "sleep".
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from affinage.launch.local import LocalGang
+from affinage.launch.process import HostProcess, of_cpu
+
+DEVICES = 4  # of all hosts together
+ROWS, CONTEXT = 8, 16
+
+
+class Training:
+    """A launcher as `affinage.launch` knows them.
+
+    Args:
+        python: what stands in a command for `python`.
+        folder: of the run.
+        steps: of the run.
+        hosts: how many share its devices.
+        hurts: what hosts do to themselves, one for each start: host, step, signal or "sleep".
+        more: of the job.
+    """
+
+    def __init__(
+        self,
+        python: Sequence[str],
+        folder: Path,
+        steps: int,
+        hosts: int = 2,
+        hurts: Sequence[tuple[int, int, int | str]] = (),
+        **more: object,
+    ) -> None:
+        self.hosts, self.folder, self.hurts, self.said = hosts, folder, list(hurts), []
+        self.starts = 0
+        self._python, self._job = python, {"folder": str(folder), "steps": steps, **more}
+
+    def start(self, command: Sequence[str]) -> LocalGang:
+        hurt = self.hurts[self.starts] if self.starts < len(self.hurts) else None
+        job = json.dumps({**self._job, "hurt": hurt, "start": self.starts})
+        self.starts += 1
+        here = Path(__file__).parent
+        environment = os.environ | of_cpu(DEVICES // self.hosts)
+        environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
+
+        def begin(given: Mapping[str, str]) -> HostProcess:
+            return HostProcess([*self._python, "-m", "training_host", job], given)
+
+        return LocalGang(begin, environment, self.hosts, self.said.append)
+
+    def finish(self) -> None: ...
+
+    def made(self, start: int, host: int) -> list[int]:
+        """The steps that a host made in a start."""
+        return [int(line) for line in _made(self.folder, start, host).read_text().splitlines()]
+
+    def saved(self) -> list[int]:
+        """The steps whose state is on disk."""
+        from affinage.checkpoint import CheckpointStore
+
+        return CheckpointStore(self.folder / "checkpoints").steps()
+
+
+def ended_alike(one: Path, other: Path, step: int) -> bool:
+    """Whether two runs ended with the same state and curve, bit for bit."""
+    from affinage.checkpoint import CheckpointStore
+    from affinage.checkpoint.looking import compare
+    from affinage.training.metrics import curve
+
+    first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))
+    found = compare(first, second, numbers=True)["arrays"]
+    same = bool(found["same"]) and not found["different"] and not found["only"]
+    return same and curve(one) == curve(other) and len(curve(one)) > 1
+
+
+def _made(folder: Path, start: int, host: int) -> Path:
+    return folder.with_name(f"{folder.name}-{start}-{host}.steps")
+
+
+class Feed:
+    """Rows of noise, a function of the step alone, each with a loss mask of its own."""
+
+    bytes = 1000  # of the batches that are held out
+
+    def __init__(self, sick: Sequence[int] = ()) -> None:
+        self._sick = sick
+
+    def batch(self, step: int) -> dict[str, Any]:
+        draw = np.random.default_rng(step)
+        mask = (draw.random((ROWS, CONTEXT)) < np.linspace(0.1, 1.0, ROWS)[:, None]).astype(np.float32)
+        if step + 1 in self._sick:
+            mask[-1] = math.nan
+        return {
+            "tokens": draw.integers(0, 97, (ROWS, CONTEXT), np.int32),
+            "segment_ids": np.zeros((ROWS, CONTEXT), np.int32),
+            "positions": np.tile(np.arange(CONTEXT, dtype=np.int32), (ROWS, 1)),
+            "loss_mask": mask,
+            "rows": np.arange(ROWS, dtype=np.int32),
+        }
+
+    def iterate(self, start_step: int) -> Iterator[dict]:
+        return self.iterate_part(start_step, 0, 1)
+
+    def iterate_part(self, start_step: int, part: int, parts: int) -> Iterator[dict]:
+        share = ROWS // parts
+        for step in range(start_step, sys.maxsize):
+            batch = self.batch(step)
+            yield {name: array[part * share : (part + 1) * share] for name, array in batch.items()}
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter([self.batch(10**6), self.batch(10**6 + 1)])
+
+
+def main(job: dict) -> None:
+    """Train as one of the hosts that the environment names."""
+    import tiny_graphs
+    from affinage.hardware.joining import joined
+    from affinage.hardware.pulse import guarded
+    from affinage.model import parse
+    from affinage.recipe.training import PretrainSettings
+    from affinage.stopping import OwnProcess
+    from affinage.training import TrainJob, train
+
+    settings = PretrainSettings.model_validate(
+        {
+            "steps": job["steps"],
+            "batch": ROWS,
+            "schedule": {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4},
+            "validate_every": 7,
+            "log_every": 1,
+            "checkpoint": {"every_steps": 5},
+            **job.get("settings", {}),
+        }
+    )
+    folder = Path(job["folder"])
+    with OwnProcess(), guarded("train", settings.survival), joined(settings.survival.silence_seconds) as hosts:
+
+        def on_step(step: int, state: object) -> None:
+            with _made(folder, job["start"], hosts.index).open("a") as file:
+                print(step, file=file)
+            host, at, by = job["hurt"] or (None, None, 0)
+            if (hosts.index, step) == (host, at):
+                time.sleep(3600) if by == "sleep" else os.kill(os.getpid(), by)
+
+        train(
+            TrainJob(
+                graph=parse(tiny_graphs.llama(layers=1, dropout=0.1)),
+                settings=settings,
+                mesh={"data": 2, "fsdp": 2},
+                seed=1,
+                feed=Feed(job.get("sick", ())),
+                folder=folder,
+                validation={"held out": Feed()},
+                on_step=(on_step,),
+            )
+        )
+
+
+if __name__ == "__main__":
+    from affinage.errors import EXIT_PREEMPTED, Preempted
+    from affinage.stopping import left_when_done
+
+    with left_when_done():
+        try:
+            main(json.loads(sys.argv[1]))
+        except Preempted as stopped:
+            print(stopped, flush=True)
+            sys.exit(EXIT_PREEMPTED)
