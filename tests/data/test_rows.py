@@ -1,3 +1,5 @@
+"""Documents to rows: all of them once, whole, with their bytes and where they came from."""
+
 import hashlib
 import json
 from collections import defaultdict
@@ -8,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
 
-from affinage.data.batch import make_batch
+from affinage.data.conversations import prepare_conversations
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.row_files import file_safe, open_rows, write_rows
 from affinage.data.rows import pack_rows
@@ -18,6 +22,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import ValidationRows
 from affinage.errors import UserError
 from affinage.recipe.data import RowsSettings
+from affinage.recipe.tuning import SftSettings
 from tiny_corpus import write_split
 
 CONTEXT = 32
@@ -176,22 +181,59 @@ def test_blocks_of_any_height_give_the_same_files(heights: list[int], shards: in
     assert len(files) == min(shards, len(rows))
 
 
-def test_a_large_vocabulary_is_written_in_32_bits(bpe: Tokenizer, tmp_path: Path, split_folder: Path, monkeypatch):
-    monkeypatch.setattr(type(bpe), "dtype", property(lambda self: np.uint32))
-    summary = pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT), seed=0)
-    assert summary["dtype"] == "uint32"
-    assert read_all(tmp_path / "train" / "tales.fr").dtype == np.uint32
+def split_of(folder: Path, train: str, validation: str) -> Path:
+    for part, text in (("train", train), ("validation", validation)):
+        with DocumentWriter(folder / part) as writer:
+            if text:
+                writer.add(id=part, source="s", language="", text=text)
+    return folder
 
 
 def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
-    with DocumentWriter(tmp_path / "train") as writer:
-        writer.add(id="0", source="s", language="", text="the river")
-    with DocumentWriter(tmp_path / "validation") as writer:
-        writer.add(id="1", source="s", language="", text="漢 the 漢字 river" * 9)
-    pack_rows(tmp_path, characters, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
-    assert ValidationRows(tmp_path / "rows" / "validation" / "s.und", batch=2).bytes == 9 * len(
-        "漢 the 漢字 river".encode()
+    text = "漢 the 漢字 river" * 9
+    pack_rows(
+        split_of(tmp_path, "the river", text), characters, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0
     )
+    assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
+
+
+LONG = "x" * 254  # with the space before it 255 bytes: one more, for "it is trained", is 0 in 8 bits
+
+
+def words(folder: Path, vocabulary: int = 0) -> Tokenizer:
+    """A tokenizer of whole words, which counts the spaces before a word as the word's."""
+    pieces = ["[UNK]", "a", "b", "user", "assistant", LONG, *map(str, range(vocabulary))]
+    fast = FastTokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
+    folder.mkdir()
+    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(0, "uint16"), (2**16, "uint32")])
+def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
+    tmp_path: Path, vocabulary: int, dtype: str
+):
+    text = "a" + " " * 300 + "b" + " " * 700 + "b"
+    tokenizer = words(tmp_path / "words", vocabulary)
+    summary = pack_rows(split_of(tmp_path, text, text), tokenizer, tmp_path / "rows", RowsSettings(context=8), seed=0)
+    assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
+    predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
+    assert predicted == len(text) - len("a"), "nothing comes before the first token that could predict it"
+
+
+def test_a_long_token_of_an_answer_is_trained(tmp_path: Path):
+    tokenizer, source = words(tmp_path / "words"), tmp_path / "chat.jsonl"
+    source.write_text(json.dumps({"prompt": "a b", "completion": f"b {LONG} b"}) + "\n")
+    schedule = {"peak": 1e-3, "floor": 1e-4}
+    settings = SftSettings(sources=[str(source)], steps=1, batch=1, schedule=schedule, held_out=0)
+    summary = prepare_conversations(settings, tokenizer, tmp_path / "rows", context=32, seed=0)
+    files = open_rows(tmp_path / "rows/train/chat")
+    trained = files.read_range(0, 1)[np.asarray(files.masks[0][0:1], bool)]
+    assert tokenizer.encode(f"b {LONG} b") == trained[:-1].tolist()
+    assert summary["train"]["bytes"] == tokenizer.piece_bytes[trained].sum() > len(LONG)
 
 
 def test_what_a_killed_run_left_is_replaced(split_folder: Path, bpe: Tokenizer, packed: Path, tmp_path: Path):
@@ -199,30 +241,27 @@ def test_what_a_killed_run_left_is_replaced(split_folder: Path, bpe: Tokenizer, 
         (tmp_path / stale).mkdir(parents=True)
         (tmp_path / stale / "anything.json").write_text("{}")
     pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT, shards=8), seed=0)
-    for folder in (tmp_path, packed):
-        (folder / "packed.json").unlink(missing_ok=True)  # which has the seconds
-    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    expected = {path.relative_to(packed): path.read_bytes() for path in packed.rglob("*") if path.is_file()}
+    written, expected = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path, packed)
+    )
+    for found in (written, expected):
+        del found[Path("packed.json")]  # which has the seconds
     assert written == expected
 
 
-def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path, split_folder: Path):
-    with DocumentWriter(tmp_path / "split" / "train"):
-        pass
-    with pytest.raises(UserError, match="no text to train on"):
-        pack_rows(tmp_path / "split", bpe, tmp_path / "none", RowsSettings(context=CONTEXT), seed=0)
-    with pytest.raises(UserError, match="no rows here"):
-        open_rows(tmp_path)
-    pack_rows(split_folder, bpe, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0)
-    shard = tmp_path / "rows" / "train" / "tales.en" / "rows-00000-of-00001.npy"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot be read"):
+def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
+    settings = RowsSettings(context=CONTEXT)
+    with pytest.raises(UserError):
+        pack_rows(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
+    pack_rows(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)
+    shard = tmp_path / "rows/train/s.und/rows-00000-of-00001.npy"
+    content = shard.read_bytes()
+    for damage in (lambda: shard.write_bytes(content[:-100]), lambda: np.save(shard, np.zeros((2, CONTEXT), np.uint16)),
+                   (shard.parent / "rows.json").unlink):  # fmt: skip
         open_rows(shard.parent)
-    np.save(shard, np.zeros((2, CONTEXT), np.uint16))
-    with pytest.raises(UserError, match="the files hold 2"):
-        open_rows(shard.parent)
-
-
-def test_padding_never_counts():
-    tokens = np.array([[BOS, 20, EOS, PAD, PAD]], np.int32)
-    assert make_batch(tokens, np.ones_like(tokens), np.zeros(1))["loss_mask"].tolist() == [[1, 1, 1, 0, 0]]
+        damage()
+        with pytest.raises(UserError) as error:
+            open_rows(shard.parent)
+        assert error.value.where == str(shard.parent) and error.value.fix
+        shard.write_bytes(content)
