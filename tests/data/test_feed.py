@@ -1,7 +1,7 @@
 """Batches as a function of seed and step, with mixtures in stages: against counting row by row."""
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -84,49 +84,42 @@ def test_an_epoch_goes_once_through_all_rows_and_the_next_one_differs(folder: Pa
     assert seen[:77] != seen[77:] and seen[:77] != EVERYTHING
 
 
-def test_weights_hold_in_every_block_and_epochs_are_per_weight(folder: Path):
+def test_weights_hold_in_every_block_and_nearly_in_every_batch(folder: Path):
     feed = RowFeed(folder, seed=0, batch=64, mixture=[(0, {"web.en": 0.7, "web.fr": 0.25, "wiki": 0.05, "wiki.fr": 0})])
     assert feed.rows == 70
     seen = np.array(first_tokens(feed, 2 * SLOTS)) // 1000
     for block in np.split(seen, 2):
         assert Counter(block.tolist()) == {1: 717, 2: 256, 3: 51}
-    tokens = np.array(first_tokens(feed, 2 * SLOTS))
-    for name, rows in (("web.en", 40), ("web.fr", 20), ("wiki.en", 10)):
-        drawn = tokens[tokens // 1000 == FIRST[name] // 1000]
-        for epoch in range(len(drawn) // rows):
-            assert sorted(drawn[epoch * rows :][:rows]) == list(range(FIRST[name], FIRST[name] + rows))
     shares = [np.mean(seen[start : start + 64] == 1) for start in range(0, len(seen), 64)]
     assert min(shares) > 0.65 and max(shares) < 0.75
 
 
-def test_stages_change_at_their_step_and_pools_go_on_where_they_were(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=BATCH, mixture=STAGES)
-    places = [place for step in range(STEPS) for place in feed.where(step)]
-    for (first, weights), last in zip(STAGES, [300, 700, 900, STEPS]):
+@pytest.mark.parametrize("mixture", ["all", "stages"])
+def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture: str):
+    feed = RowFeed(folder, seed=3, batch=BATCH, mixture=MIXTURES[mixture])
+    walk = [feed.where(step) for step in range(STEPS)]
+    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for step, places in enumerate(walk):
+        for place in places:
+            steps[place].append(step)
+    for place in [("web.en", 0), ("web.en", 39), ("wiki.fr", 6), ("wiki.en", 3), ("web.fr", 19)]:
+        assert feed.steps_of(*place, STEPS) == steps[place]
+    for name, epochs in feed.epochs(STEPS).items():
+        drawn = sum(len(found) for (group, _), found in steps.items() if group == name)
+        assert epochs == pytest.approx(drawn / GROUPS[name].rows, abs=2)
+    if mixture == "all":
+        return
+    for (first, weights), last in zip(STAGES, [300, 700, 900, STEPS], strict=True):
         drawn = Counter(
-            next(key for key in weights if key in name.split(".")) for name, _ in places[first * BATCH : last * BATCH]
+            next(key for key in weights if key in name.split(".")) for s in walk[first:last] for name, _ in s
         )
         for name, weight in weights.items():
-            share = drawn[name] / (last - first) / BATCH
-            assert share == pytest.approx(weight / sum(weights.values()), abs=2 / SLOTS + 2 / BATCH / (last - first))
+            share = drawn[name] / drawn.total()
+            assert share == pytest.approx(weight / sum(weights.values()), abs=2 / SLOTS + 2 / drawn.total())
     # `wiki` is a pool of 17 rows in the stages 0, 1 and 3: their draws, one after the other, are whole epochs.
-    wiki = [place for place in [*places[: 700 * BATCH], *places[900 * BATCH :]] if place[0].startswith("wiki")]
+    wiki = [place for places in [*walk[:700], *walk[900:]] for place in places if place[0].startswith("wiki")]
     for epoch in range(len(wiki) // 17):
         assert len(set(wiki[epoch * 17 :][:17])) == 17
-
-
-@pytest.mark.parametrize("mixture", ["all", "stages"])
-def test_steps_and_epochs_of_rows_are_those_that_a_walk_over_all_steps_finds(folder: Path, mixture: str):
-    feed = RowFeed(folder, seed=3, batch=BATCH, mixture=MIXTURES[mixture])
-    expected: dict[tuple[str, int], list[int]] = {}
-    for step in range(STEPS):
-        for place in feed.where(step):
-            expected.setdefault(place, []).append(step)
-    for place in [("web.en", 0), ("web.en", 39), ("wiki.fr", 6), ("wiki.en", 3), ("web.fr", 19)]:
-        assert feed.steps_of(*place, STEPS) == expected[place]
-    for name, epochs in feed.epochs(STEPS).items():
-        drawn = sum(len(steps) for (folder_of, _), steps in expected.items() if folder_of == name)
-        assert epochs == pytest.approx(drawn / GROUPS[name].rows, abs=2)
 
 
 def test_names_stand_for_sources_languages_and_both():
@@ -175,7 +168,7 @@ def test_an_error_in_a_thread_reaches_the_reader_when_its_turn_comes():
         next(made)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000, 2**16 - 1, 2**16])
+@pytest.mark.parametrize("size", [1, 7, 1000, 2**16])
 def test_permutations_are_complete_and_differ_with_their_purpose(size: int):
     places = [permuted(i, size, 0, "en", 0) for i in range(size)]
     assert sorted(places) == list(range(size))

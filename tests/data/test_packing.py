@@ -51,13 +51,11 @@ def test_no_token_sees_another_document(lengths: np.ndarray):
     for layout in (whole_where_they_fit(lengths, CONTEXT), end_to_end(lengths, CONTEXT)):
         tokens = rows_of(layout, documents)
         segment_ids, positions = segments(tokens)
-        for row, ids, places in zip(tokens.tolist(), segment_ids.tolist(), positions.tolist()):
+        for row, ids, places in zip(tokens.tolist(), segment_ids.tolist(), positions.tolist(), strict=True):
             seen: dict[int, int] = {}
-            for token, segment in zip(row, ids):
-                if token >= 1000:
-                    assert seen.setdefault(segment, owner[token]) == owner[token]
-            for t in range(1, CONTEXT):
-                same = ids[t] == ids[t - 1]
+            for t, (token, segment) in enumerate(zip(row, ids, strict=True)):
+                assert token < 1000 or seen.setdefault(segment, owner[token]) == owner[token]
+                same = t and segment == ids[t - 1]
                 assert places[t] == (places[t - 1] + 1 if same else 0)
 
 
@@ -73,11 +71,6 @@ def test_end_to_end_is_the_stream_cut_at_the_context(lengths: np.ndarray, overla
         assert (row == np.pad(expected, (0, CONTEXT - len(expected)), constant_values=PAD)).all()
     assert len(rows) == max(1, -(-(len(stream) - overlap) // stride))
     assert (rows_of(layout, documents, len(rows) // 2) == rows[len(rows) // 2 :]).all()  # a shard begins anywhere
-
-
-def test_best_fit_wastes_little():
-    lengths = np.clip(np.random.default_rng(0).lognormal(2.0, 1.0, 20_000), 2, None).astype(int)
-    assert whole_where_they_fit(lengths, 64).rows * 64 / lengths.sum() < 1.01
 
 
 def obvious_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -101,8 +94,10 @@ def test_bins_are_the_textbooks(lengths: list[int]):
     assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
 
 
-def test_bins_become_rows_in_their_order_and_what_does_not_fit_is_refused():
+def test_bins_become_rows_in_their_order_waste_little_and_refuse_what_does_not_fit():
     layout = in_bins([[2, 0], [1]], np.array([3, 4, 5]))
     assert layout.row.tolist() == [0, 0, 1] and layout.start.tolist() == [0, 5, 0]
     with pytest.raises(ValueError):
         best_fit([5, 21], 20)
+    lengths = np.clip(np.random.default_rng(0).lognormal(2.0, 1.0, 20_000), 2, None).astype(int)
+    assert whole_where_they_fit(lengths, 64).rows * 64 / lengths.sum() < 1.01

@@ -24,31 +24,31 @@ URL = "memory://bucket/rows"
 class Store:
     """What the object store in memory holds, and what it is asked for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.files: dict = MemoryFileSystem.store
         self.reads: Counter = Counter()
         self.writes: Counter = Counter()
         self.failing = ""
-        read, write = MemoryFileSystem.cat_file, MemoryFileSystem.put_file
-
-        def cat_file(filesystem, path, start=None, end=None, **others):
-            self.reads[path, start, end] += 1
-            return read(filesystem, path, start, end, **others)
-
-        def put_file(filesystem, here, there, *arguments, **others):
-            if self.failing and self.failing in there:
-                raise ConnectionResetError("the network is gone")
-            self.writes[there] += 1
-            return write(filesystem, here, there, *arguments, **others)
-
-        monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-        monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-        self.files.clear()
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    return Store(monkeypatch)
+    store, read, write = Store(), MemoryFileSystem.cat_file, MemoryFileSystem.put_file
+    store.files.clear()
+
+    def cat_file(filesystem, path, start=None, end=None, **others):
+        store.reads[path, start, end] += 1
+        return read(filesystem, path, start, end, **others)
+
+    def put_file(filesystem, here, there, *arguments, **others):
+        if store.failing and store.failing in there:
+            raise ConnectionResetError("the network is gone")
+        store.writes[there] += 1
+        return write(filesystem, here, there, *arguments, **others)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    return store
 
 
 def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = "", **others) -> Path:
@@ -78,16 +78,16 @@ def test_rows_elsewhere_are_the_rows_here(where: str, request, split_folder: Pat
 
 def test_a_cold_store_is_read_in_blocks_each_once_an_epoch(store: Store, tmp_path: Path):
     rows, context, batch = 50_000, 8, 256
-    folder = tmp_path / "train" / "web.en"
+    folder, url = tmp_path / "train/web.en", "memory://bucket/big"
     folder.mkdir(parents=True)
     tokens = np.random.default_rng(0).integers(10, 60_000, (rows, context)).astype(np.uint16)
     files = row_files.write_rows(folder, [tokens], rows=rows, context=context, shards=5, dtype=np.uint16)
-    filesystem, path = open_url("memory://bucket/big")
+    filesystem, path = open_url(url)
     for name in files:
         filesystem.put_file(str(folder / name), f"{path}/{name}")
         (folder / name).unlink()
-    told = {"rows": rows, "context": context, "files": files, "url": "memory://bucket/big", "dtype": "uint16"}
-    row_files.write_facts(folder, told)
+    facts = {"rows": rows, "context": context, "files": files, "url": url, "dtype": "uint16"}
+    row_files.write_facts(folder, facts)
 
     feed = RowFeed(tmp_path / "train", seed=0, batch=batch)
     assert not store.reads  # opening looks at sizes only
@@ -112,15 +112,10 @@ def test_a_failed_read_is_told_and_can_be_tried_again(store: Store, split_folder
     assert "bucket/rows" in error.value.where and error.value.fix
     store.files.update(lost)
     assert feed.batch(0)["tokens"].shape == (4, 32)
-    name = next(name for name in lost if name.endswith(".npy"))
-    for broken in (None, b"short"):
-        del store.files[name]
-        if broken is not None:
-            open_url(URL)[0].pipe_file(name, broken)
-        with pytest.raises(UserError) as error:
-            RowFeed(folder, seed=0, batch=4)
-        assert "bucket/rows" in error.value.where and error.value.fix
-        store.files.update(lost)
+    del store.files[next(name for name in lost if name.endswith(".npy"))]
+    with pytest.raises(UserError) as error:
+        RowFeed(folder, seed=0, batch=4)
+    assert "bucket/rows" in error.value.where and error.value.fix
 
 
 def test_after_a_failed_upload_only_the_rest_is_written(

@@ -28,27 +28,24 @@ from tiny_corpus import write_split
 CONTEXT = 32
 
 
+Documents = dict[tuple[str, str], str]  # text by source and id
+
+
 @pytest.fixture(scope="module")
-def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of rows by the way of packing."""
     folder = tmp_path_factory.mktemp("rows")
-    pack_rows(split_folder, bpe, folder, RowsSettings(context=CONTEXT, shards=8), seed=0)
-    return folder
+    for packing in ("concat", "best-fit"):
+        settings = RowsSettings(context=CONTEXT, shards=8, packing=packing)
+        pack_rows(split_folder, bpe, folder / packing, settings, seed=0)
+    return {packing: folder / packing for packing in ("concat", "best-fit")}
 
 
-@pytest.fixture(scope="module")
-def whole(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    pack_rows(split_folder, bpe, folder, RowsSettings(context=CONTEXT, packing="best-fit"), seed=0)
-    return folder
-
-
-def documents_by_group(split_folder: Path, part: str) -> dict[str, dict[tuple[str, str], str]]:
-    groups: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
+def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
+    groups: dict[str, Documents] = defaultdict(dict)
     for batch in read_documents(split_folder / part):
-        for document in batch.to_pylist():
-            groups[f"{file_safe(document['source'])}.{document['language']}"][document["source"], document["id"]] = (
-                document["text"]
-            )
+        for told in batch.to_pylist():
+            groups[f"{file_safe(told['source'])}.{told['language']}"][told["source"], told["id"]] = told["text"]
     return groups
 
 
@@ -58,62 +55,55 @@ def read_all(folder: Path) -> np.ndarray:
     return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("rows")])
 
 
-def stream_of(rows: np.ndarray, overlap: int) -> list[int]:
-    """The tokens that were cut into rows, without the repeated ones and the padding."""
-    tokens = [*rows[0].tolist(), *(token for row in rows[1:] for token in row[overlap:].tolist())]
-    return tokens[: len(tokens) - list(reversed(tokens)).index(EOS)]
-
-
+@pytest.mark.parametrize("packing", ["concat", "best-fit"])
 @pytest.mark.parametrize(("part", "overlap"), [("train", 0), ("validation", 1)])
-def test_rows_hold_every_document_once_whole_and_nothing_else(
-    packed: Path, split_folder: Path, bpe: Tokenizer, part: str, overlap: int
+def test_rows_hold_every_token_of_every_document_and_tell_whose_it_is(
+    packed: dict[str, Path], split_folder: Path, bpe: Tokenizer, packing: str, part: str, overlap: int
 ):
+    """A validation row that continues a document begins with the last token of the row before it."""
     groups = documents_by_group(split_folder, part)
-    assert {path.name for path in (packed / part).iterdir()} == set(groups)
+    assert {path.name for path in (packed[packing] / part).iterdir()} == set(groups)
     for group, documents in groups.items():
-        rows = read_all(packed / part / group)
+        folder = packed[packing] / part / group
+        rows, facts = read_all(folder), json.loads((folder / "rows.json").read_text())
         assert rows.dtype == np.uint16 and rows.shape[1] == CONTEXT
-        stream = stream_of(rows, overlap)
-        found = [bpe.decode(text) for text in split_at_documents(stream)]
-        assert sorted(found) == sorted(documents.values())
-        facts = json.loads((packed / part / group / "rows.json").read_text())
-        assert facts["tokens"] == len(stream)
-        assert facts["documents"] == len(documents)
+        expected = {name: [BOS, *bpe.encode(text), EOS] for name, text in documents.items()}
+        found = {name: np.zeros(len(tokens), int) for name, tokens in expected.items()}
+        covered, last = np.zeros(rows.shape, int), 0
+        for span in pq.read_table(folder / "documents.parquet").to_pylist():
+            name, row, begin, end = (span["source"], span["id"]), span["row"], span["start"], span["stop"]
+            said = slice(span["offset"], span["offset"] + end - begin)
+            assert rows[row, begin:end].tolist() == expected[name][said]
+            found[name][said] += 1
+            covered[row, begin:end] += 1
+            assert span["url"] == f"file:///{span['source']}" and row >= last
+            last = row
+        assert (covered == (rows != PAD)).all()
+        repeated = sum(int((times - 1).sum()) for times in found.values())
+        assert all(times.min() == 1 for times in found.values()) and repeated == overlap * (len(rows) - 1)
+        assert facts["tokens"] == sum(map(len, expected.values())) and facts["documents"] == len(documents)
         assert facts["bytes"] == sum(len(text.encode()) for text in documents.values())
-        assert np.count_nonzero(rows == PAD) == rows.size - len(stream) - overlap * (len(rows) - 1)
 
 
-def split_at_documents(stream: list[int]) -> list[list[int]]:
-    found: list[list[int]] = []
-    for token in stream:
-        if token == BOS:
-            found.append([])
-        else:
-            found[-1].append(token)
-    assert all(document[-1] == EOS and EOS not in document[:-1] for document in found)
-    return found
-
-
-def test_every_byte_of_validation_text_is_predicted_exactly_once(packed: Path, split_folder: Path, bpe: Tokenizer):
+def test_every_byte_of_validation_text_is_predicted_exactly_once(
+    packed: dict[str, Path], split_folder: Path, bpe: Tokenizer
+):
     """Bits per byte: the bytes that are counted are those of the tokens that the loss counts."""
     for group, documents in documents_by_group(split_folder, "validation").items():
-        validation = ValidationRows(packed / "validation" / group, batch=4)
+        validation = ValidationRows(packed["concat"] / "validation" / group, batch=4)
         predicted = ends = 0
         for batch in validation:
-            tokens, mask, segment_ids = batch["tokens"], batch["loss_mask"], batch["segment_ids"]
-            for row in range(len(tokens)):
-                for t in range(CONTEXT - 1):
-                    if mask[row, t + 1] and segment_ids[row, t + 1] == segment_ids[row, t]:
-                        predicted += int(bpe.piece_bytes[tokens[row, t + 1]])
-                        ends += tokens[row, t + 1] == EOS
+            ids, targets = batch["segment_ids"], batch["tokens"][:, 1:]
+            counted = (batch["loss_mask"][:, 1:] > 0) & (ids[:, 1:] == ids[:, :-1])
+            predicted += bpe.piece_bytes[targets[counted]].sum()
+            ends += np.count_nonzero(targets[counted] == EOS)
         assert validation.bytes == predicted == sum(len(text.encode()) for text in documents.values())
         assert ends == len(documents)
 
 
-def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: Path):
-    folder = next((packed / "validation").iterdir())
-    whole = ValidationRows(folder, batch=4)
-    limited = ValidationRows(folder, batch=4, limit=5)
+def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: dict[str, Path]):
+    folder = next((packed["concat"] / "validation").iterdir())
+    whole, limited = ValidationRows(folder, batch=4), ValidationRows(folder, batch=4, limit=5)
     assert limited.rows == 5 and len(limited) == 2
     assert limited.bytes == np.load(folder / "bytes.npy")[np.arange(5) * whole.rows // 5].sum()
     last = limited.batch(1)
@@ -121,57 +111,30 @@ def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: Path):
     assert last["loss_mask"][1:].sum() == 0 and (last["tokens"][1:] == PAD).all()
 
 
-@pytest.mark.parametrize(("packing", "part"), [("concat", "train"), ("concat", "validation"), ("best-fit", "train")])
-def test_lineage_names_the_document_of_every_token(
-    packed: Path, whole: Path, split_folder: Path, bpe: Tokenizer, packing: str, part: str
-):
-    packed = packed if packing == "concat" else whole
-    for group, documents in documents_by_group(split_folder, part).items():
-        rows = read_all(packed / part / group)
-        spans = pq.read_table(packed / part / group / "documents.parquet").to_pylist()
-        covered = np.zeros(rows.shape, int)
-        for span in spans:
-            covered[span["row"], span["start"] : span["stop"]] += 1
-            said = rows[span["row"], span["start"] : span["stop"]].tolist()
-            tokens = [BOS, *bpe.encode(documents[span["source"], span["id"]]), EOS]
-            assert tokens[span["offset"] : span["offset"] + len(said)] == said
-            assert span["url"] == f"file:///{span['source']}"
-        assert [span["row"] for span in spans] == sorted(span["row"] for span in spans)
-        assert (covered == (rows != PAD)).all()
-
-
 def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
     again = write_split(tmp_path / "split", reverse=True)
-    settings = RowsSettings(context=CONTEXT)
     for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
-        pack_rows(split, bpe, tmp_path / name, settings, seed=seed)
-    a, b, c = (read_all(tmp_path / name / "train" / "tales.en") for name in "abc")
-    assert (a == b).all()
-    assert a.shape == c.shape and (a != c).any()
-    ids = pq.read_table(tmp_path / "a" / "train" / "tales.en" / "documents.parquet").column("id").to_pylist()
+        pack_rows(split, bpe, tmp_path / name, RowsSettings(context=CONTEXT), seed=seed)
+    a, b, c = (read_all(tmp_path / name / "train/tales.en") for name in "abc")
+    assert (a == b).all() and a.shape == c.shape and (a != c).any()
+    ids = pq.read_table(tmp_path / "a/train/tales.en/documents.parquet").column("id").to_pylist()
     assert ids != sorted(ids)
 
 
-def test_shards_are_counted_hashed_and_nearly_equal(packed: Path):
-    folder = packed / "train" / "tales.en"
+def test_shards_are_counted_hashed_and_nearly_equal(packed: dict[str, Path]):
+    folder = packed["concat"] / "train/tales.en"
     facts = json.loads((folder / "rows.json").read_text())
+    heights = [counted["rows"] for counted in facts["files"].values()]
     assert list(facts["files"]) == [f"rows-{i:05d}-of-00002.npy" for i in range(2)]
-    heights = []
     for name, counted in facts["files"].items():
         content = (folder / name).read_bytes()
-        assert counted["sha256"] == hashlib.sha256(content).hexdigest()
-        assert counted["bytes"] == len(content)
-        heights.append(counted["rows"])
+        assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
     assert sum(heights) == facts["rows"] and max(heights) - min(heights) <= 1
-    assert len(list(packed.glob("train/*/rows-*.npy"))) == 8  # over four groups, by their size
-    assert not list(packed.rglob("*.partial")) and not (packed / "scratch").exists()
-    assert not list(packed.rglob("*.npy.json"))
+    assert len(list(packed["concat"].glob("train/*/rows-*.npy"))) == 8  # over four groups, by their size
+    assert not [path for path in packed["concat"].rglob("*") if path.match("*.partial") or path.match("*.npy.json")]
 
 
-@given(
-    heights=st.lists(st.integers(1, 7), min_size=1, max_size=8),
-    shards=st.integers(1, 12),
-)
+@given(heights=st.lists(st.integers(1, 7), min_size=1, max_size=8), shards=st.integers(1, 12))
 def test_blocks_of_any_height_give_the_same_files(heights: list[int], shards: int, tmp_path_factory):
     rows = np.arange(sum(heights) * 3, dtype=np.uint32).reshape(-1, 3)
     blocks = np.split(rows, np.cumsum(heights)[:-1])
@@ -236,17 +199,21 @@ def test_a_long_token_of_an_answer_is_trained(tmp_path: Path):
     assert summary["train"]["bytes"] == tokenizer.piece_bytes[trained].sum() > len(LONG)
 
 
-def test_what_a_killed_run_left_is_replaced(split_folder: Path, bpe: Tokenizer, packed: Path, tmp_path: Path):
+def test_what_a_killed_run_left_is_replaced(
+    split_folder: Path, bpe: Tokenizer, packed: dict[str, Path], tmp_path: Path
+):
     for stale in ("train/xx", "validation/yy", "scratch"):
         (tmp_path / stale).mkdir(parents=True)
         (tmp_path / stale / "anything.json").write_text("{}")
     pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT, shards=8), seed=0)
     written, expected = (
-        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for folder in (tmp_path, packed)
+        {
+            path.relative_to(folder): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != "packed.json"
+        }
+        for folder in (tmp_path, packed["concat"])
     )
-    for found in (written, expected):
-        del found[Path("packed.json")]  # which has the seconds
     assert written == expected
 
 
