@@ -1,10 +1,12 @@
 """Conversations in ChatML, against their text written as plainly as can be and against its Jinja template."""
 
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.data.chat import CHAT_TEMPLATE, ROLES, chat_template, encode_conversation, encode_prompt
+from affinage.data.chat import ROLES, chat_template, encode_conversation, encode_prompt
 from affinage.data.special_tokens import BOS, IM_END, IM_START
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -25,8 +27,8 @@ def render(messages: list[dict[str, str]], system_prompt: str) -> str:
     return "<s>" + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
 
 
-@pytest.mark.parametrize("system_prompt", ["", "Be kind.", "Say \"yes\" \\ or 'no'.\nThe {{ 1 }} {% raw %}"])
-@pytest.mark.parametrize("talk", [TALK, [OWN, *TALK], TALK[:2]], ids=["turns", "system", "one turn"])
+@pytest.mark.parametrize("system_prompt", ["", "Say \"yes\" \\ or 'no'.\nThe {{ 1 }} {% raw %}"])
+@pytest.mark.parametrize("talk", [TALK, [OWN, *TALK[:2]]], ids=["turns", "system"])
 def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained(
     tokenizer: Tokenizer, talk: list[dict[str, str]], system_prompt: str
 ):
@@ -39,17 +41,10 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
     assert said == [token for answer in answers for token in (*tokenizer.encode(answer), IM_END)]
     assert prompt == tokens[: len(prompt)] and trained[len(prompt) - 1 : len(prompt) + 1] == [False, True]
 
-    tokenizer.use_template(chat_template(system_prompt))  # what an exported model has
-    try:
-        assert tokenizer.template.render(talk) == render(talk, system_prompt)
-        assert encode_conversation(talk, tokenizer, "") == found
-        assert encode_prompt(talk[:-1], tokenizer, "") == prompt
-    finally:
-        tokenizer.use_template(None)
-
-
-def test_without_a_system_prompt_the_template_is_the_plain_one():
-    assert chat_template("") == CHAT_TEMPLATE
+    exported = copy.copy(tokenizer)  # an exported model has a template
+    exported.use_template(chat_template(system_prompt))
+    assert exported.template.render(talk) == render(talk, system_prompt)
+    assert encode_conversation(talk, exported, "") == found and encode_prompt(talk[:-1], exported, "") == prompt
 
 
 contents = st.one_of(st.text(max_size=20), st.sampled_from(TRICKY))

@@ -12,14 +12,13 @@ import pytest
 import zstandard
 from rich.console import Console
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from unpacked import documents_in
 
-from affinage.data.batch import make_batch, read_rows
 from affinage.data.chat import encode_conversation, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
 from affinage.data.conversations import prepare_conversations, show_examples
 from affinage.data.feed import RowFeed
-from affinage.data.row_files import find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError, UserWarned
@@ -27,7 +26,6 @@ from affinage.recipe.tuning import ConversationSettings, SftSettings
 from affinage.stages.texts import tell_dropped_reasoning
 
 CONTEXT = 160
-Documents = list[tuple[list[int], list[bool]]]
 
 
 def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int = CONTEXT, **others: object) -> dict:
@@ -63,20 +61,6 @@ def read(path: Path | str, **settings: str) -> Iterator[Conversation]:
         yield found
 
 
-def unpacked(folder: Path) -> Documents:
-    """Every document of the rows of a folder, as training separates them, with its mask."""
-    found = []
-    for path in find_row_folders(folder).values():
-        files = open_rows(path)
-        batch = make_batch(*read_rows(files, np.arange(files.rows)), np.arange(files.rows), files.marks)
-        for row, mask, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"], strict=True):
-            for number in np.unique(ids):
-                here = (ids == number) & ((row != files.marks.pad) | (files.marks.pad == files.marks.end))
-                if mask[here].any():
-                    found.append((row[here].tolist(), mask[here].tolist()))
-    return found
-
-
 @pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3", "deepseek_r1_distill"])
 def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokenizer, tmp_path: Path):
     """Also where </s> ends a turn, and where the template writes a conversation as several documents."""
@@ -87,7 +71,7 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
         talk = (REASONED if number % 4 < 2 else THOUGHTFUL) if unrolled else PLAIN
         talks.append([{**talk[0], "content": f"{number}: où ?"}, *talk[1 : 2 + 2 * (number % 2)]])
     summary = prepare(tmp_path, tokenizer, talks, held_out=0.2, context=400)
-    train, held_out = (unpacked(tmp_path / "rows" / part) for part in ("train", "validation/source-0"))
+    train, held_out = (documents_in(tmp_path / "rows" / part) for part in ("train", "validation/source-0"))
     expected = [part for talk in talks for part in encode_documents(talk, tokenizer, "")]
     assert sorted(train + held_out) == sorted(expected) and len(expected) == 30 + 15 * unrolled
     assert summary["conversations"] == 30 and summary["dropped"] == summary["truncated"] == 0
@@ -114,21 +98,21 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
 def test_equal_conversations_and_parts_of_one_are_held_out_together(bpe: Tokenizer, tmp_path: Path):
     talks = [ask(f"What is {i}?", f"{i}") for i in range(12)]
     prepare(tmp_path, bpe, talks * 3, talks, held_out=0.2)
-    train = unpacked(tmp_path / "rows/train")
+    train = documents_in(tmp_path / "rows/train")
     for name in ("source-0", "source-1"):
-        held_out = unpacked(tmp_path / "rows/validation" / name)
+        held_out = documents_in(tmp_path / "rows/validation" / name)
         assert held_out and not any(each in train for each in held_out)
     talks = [[*THOUGHTFUL[:2], {"role": "user", "content": str(number)}, THOUGHTFUL[3]] for number in range(12)]
     summary = prepare(tmp_path, ours("qwen3"), talks, held_out=0.3, context=300)
-    assert len(unpacked(tmp_path / "rows/train")) == 2 * summary["train"]["conversations"] < 24
+    assert len(documents_in(tmp_path / "rows/train")) == 2 * summary["train"]["conversations"] < 24
 
 
 def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Path):
     talks = [ask(f"What is {i}?", f"{i}") for i in range(200)]
 
-    def chosen(source: object, **others: object) -> Documents:
+    def chosen(source: object, **others: object) -> list[tuple[list[int], list[bool]]]:
         prepare(tmp_path, bpe, source, **others)
-        return sorted(unpacked(tmp_path / "rows/train"))
+        return sorted(documents_in(tmp_path / "rows/train"))
 
     sampled = chosen(talks, sample=0.3)
     assert 35 <= len(sampled) <= 85 and sampled == chosen(talks[::-1], sample=0.3)
@@ -139,7 +123,7 @@ def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Pat
     talks = [[*THOUGHTFUL[:2], *ask(str(number), THOUGHTFUL[3]["content"])] for number in range(12)]
     path = write_lines(tmp_path / "c.jsonl", [{"messages": talk} for talk in talks])
     summary = prepare(tmp_path, ours("qwen3"), {"path": str(path), "examples": 7}, context=300)
-    assert summary["not_sampled"] == 5 and len(unpacked(tmp_path / "rows/train")) == 14
+    assert summary["not_sampled"] == 5 and len(documents_in(tmp_path / "rows/train")) == 14
 
 
 def test_the_pocket_world_is_read_from_its_folder(bpe: Tokenizer, tmp_path: Path):
@@ -167,32 +151,27 @@ def test_the_example_marks_what_is_trained_and_what_was_cut(bpe: Tokenizer, tmp_
     assert "\x1b[1;32m⟦Because" in capture.get()
 
 
-@pytest.mark.parametrize(("rule", "kept"), [("cut", 2), ("turns", 2), ("drop", 1)])
-def test_what_is_too_long_is_cut_loses_turns_or_is_left_out(bpe: Tokenizer, tmp_path: Path, rule: str, kept: int):
-    talk = [message for i in range(12) for message in ask(f"What is {i}?", f"It is {i}, and nothing else.")]
-    summary = prepare(tmp_path, bpe, [talk, ask("Why?", "Because.")], too_long=rule)
-    found = [tokens for tokens, _ in unpacked(tmp_path / "rows/train")]
-    assert len(found) == kept and summary["truncated"] == kept - 1 and summary["dropped"] == 2 - kept
-    wholes = [encode_conversation(talk[: 2 * turns], bpe, "")[0][0] for turns in range(1, 13)]
-    left = {
-        "cut": wholes[-1][:CONTEXT],
-        "turns": [whole for whole in wholes if len(whole) <= CONTEXT][-1],
-        "drop": encode_conversation(ask("Why?", "Because."), bpe, "")[0][0],
-    }
-    assert left[rule] in found
-
-
-@pytest.mark.parametrize(("rule", "kept"), [("cut", 4), ("turns", 3), ("drop", 1)])
-def test_of_an_unrolled_conversation_the_parts_that_fit_are_kept(tmp_path: Path, rule: str, kept: int):
+@pytest.mark.parametrize(("form", "kept"), [
+    ("chatml", {"cut": 2, "turns": 2, "drop": 1}),
+    ("qwen3", {"cut": 4, "turns": 3, "drop": 1}),  # of the documents of a conversation those that fit are kept
+])  # fmt: skip
+@pytest.mark.parametrize("rule", ["cut", "turns", "drop"])
+def test_what_is_too_long_is_cut_loses_turns_or_is_left_out(
+    bpe: Tokenizer, tmp_path: Path, rule: str, form: str, kept: dict[str, int]
+):
+    tokenizer = bpe if form == "chatml" else ours(form)
     long = {"role": "assistant", "content": "<think>\n" + "capital " * 200 + "\n</think>\n\nParis."}
     talks = [[*THOUGHTFUL[:2], PLAIN[0], long, *THOUGHTFUL[2:]], PLAIN[:2]]
-    parts = [part for talk in talks for part in encode_documents(talk, ours("qwen3"), "")]
-    short = [part for part in parts if len(part[0]) <= 200]
-    assert len(parts) == 4 and len(short) == 3
-    summary = prepare(tmp_path, ours("qwen3"), talks, context=200, too_long=rule)
-    found = unpacked(tmp_path / "rows/train")
-    assert len(found) == kept and (rule == "drop" or all(part in found for part in short))
+    summary = prepare(tmp_path, tokenizer, talks, context=200, too_long=rule)
+    found = documents_in(tmp_path / "rows/train")
+    assert len(found) == kept[rule]
     assert summary["truncated"] == (rule != "drop") and summary["dropped"] == (rule == "drop")
+    fitting = [talks[1], *(talks[0][: 2 * turns] for turns in (1, 2, 3) if rule != "drop")]
+    parts = [part for talk in fitting for part in encode_documents(talk, tokenizer, "")]
+    assert all((tokens, trained) in parts for tokens, trained in found if len(tokens) < 200)
+    cut = [tokens for tokens, _ in found if len(tokens) == 200]
+    assert len(cut) == (rule == "cut")
+    assert all(tokens[:199] in [whole[:199] for whole, _ in parts] for tokens in cut)
 
 
 def test_what_has_nothing_to_train_is_left_out_and_must_not_be_all(bpe: Tokenizer, tmp_path: Path):
@@ -219,15 +198,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_shapes_of_published_sets_are_read(tmp_path: Path, shape: dict[str, object]):
-    (conversation,) = read(write_lines(tmp_path / "c.jsonl", [shape]))
-    assert conversation.messages == ask("q", "a")
-
-
 QUESTION, ANSWER = ask("q", "a")
 NORMALISED = {**ANSWER, "reasoning_content": "café\n"}
 READ = [
+    *((shape, ask("q", "a")) for shape in SHAPES),
     ({"instruction": "Put.", "input": "cafe\u0301\r\nriver", "output": "a"}, ask("Put.\n\ncafé\nriver", "a")),
     ({"system_prompt": "x", "prompt": "q", "response": "a"}, [{"role": "system", "content": "x"}, QUESTION, ANSWER]),
     *(
@@ -238,7 +212,9 @@ READ = [
 
 
 @pytest.mark.parametrize(("item", "messages"), READ)
-def test_text_is_normalised_and_columns_are_joined(tmp_path: Path, item: dict, messages: list[dict[str, str]]):
+def test_the_shapes_of_published_sets_are_read_and_their_text_is_normalised(
+    tmp_path: Path, item: dict, messages: list[dict[str, str]]
+):
     assert next(read(write_lines(tmp_path / "c.jsonl", [item]))).messages == messages
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from unpacked import documents_in
 
-from affinage.data.batch import make_batch, read_rows
 from affinage.data.chat import encode_prompt
 from affinage.data.conversations import show_examples
 from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_pairs
-from affinage.data.row_files import open_rows
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.recipe.tuning import ConversationSettings, DpoSettings
@@ -69,19 +68,6 @@ def prepare(folder: Path, tokenizer: Tokenizer, items: list[dict], context: int 
     return prepare_preferences(settings, tokenizer, folder / "rows", context=context, seed=0, system_prompt="")
 
 
-def documents(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Of every document in the order of the rows what comes before its first trained token, and what is trained."""
-    files = open_rows(folder / "rows/train/pairs")
-    batch = make_batch(*read_rows(files, np.arange(files.rows)), np.arange(files.rows), files.marks)
-    found = []
-    for row, mask, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"], strict=True):
-        for number in np.unique(ids):
-            if (trained := mask & (ids == number)).any():
-                first = np.flatnonzero(trained)[0]
-                found.append((row[:first][ids[:first] == number].tolist(), row[trained].tolist()))
-    return found
-
-
 @pytest.mark.parametrize("form", ["chatml", "zephyr", "qwen3", "deepseek_r1_distill"])
 def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
     """What the model would be asked with comes before each side, without the reasoning that a template leaves out."""
@@ -93,7 +79,8 @@ def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe:
     prepare(tmp_path, tokenizer, items)
     assert len(np.load(tmp_path / "rows/train/pairs/rows-00000-of-00001.npy")) < 6
     assert documents_in_a_row(tmp_path / "rows") >= 4
-    found = documents(tmp_path)
+    found = [(tokens[: mask.index(True)], [t for t, m in zip(tokens, mask, strict=True) if m])
+             for tokens, mask in documents_in(tmp_path / "rows/train")]  # fmt: skip
     asked = [encode_prompt(prompt, tokenizer, "") for prompt in prompts]
     said = {}
     for (before, chosen), (again, rejected) in zip(found[0::2], found[1::2], strict=True):
@@ -109,10 +96,7 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     long = {"prompt": "q", "chosen": "capital " * 100, "rejected": "No. " + "capital " * 100}
     cut = prepare(tmp_path, tokenizer, [long, {"prompt": "q", "chosen": "a", "rejected": "b"}], context=150)
     assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
-    files = open_rows(tmp_path / "rows/train/pairs")
-    batch = make_batch(*read_rows(files, np.arange(files.rows)), np.arange(files.rows), files.marks)
-    lengths = [np.bincount(ids)[np.bincount(ids) > 0].tolist() for ids in batch["segment_ids"]]
-    assert [75, 75] in lengths
+    assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
     shown = [text.plain.count("⟧ [cut here") for _, text in show_examples(tmp_path / "rows", tokenizer, 2, documents=2)]
     assert sorted(shown) == [0, 2]
     dropped = prepare(tmp_path, tokenizer, [long, SHAPES[0]], context=150, too_long="drop")

@@ -1,6 +1,7 @@
 """The compiled encoder gives SentencePiece's ids, whatever the text and however the vocabulary was split."""
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,13 +36,14 @@ def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcesso
     return sentencepiece.SentencePieceProcessor(model_proto=trained)
 
 
-def encoder_of(model: sentencepiece.SentencePieceProcessor, **settings: int) -> WordEncoder:
-    return WordEncoder(model, len(FIXED_PIECES), np.uint16, **({"compile_from": 0} | settings))
+@pytest.fixture(scope="module")
+def encoder_of(model: sentencepiece.SentencePieceProcessor) -> Callable[..., WordEncoder]:
+    return lambda **settings: WordEncoder(model, len(FIXED_PIECES), np.uint16, **({"compile_from": 0} | settings))
 
 
 @pytest.fixture(scope="module")
-def encoder(model: sentencepiece.SentencePieceProcessor) -> WordEncoder:
-    return encoder_of(model)
+def encoder(encoder_of: Callable[..., WordEncoder]) -> WordEncoder:
+    return encoder_of()
 
 
 def parts(flat: np.ndarray, ends: np.ndarray) -> list[list[int]]:
@@ -61,19 +63,19 @@ def test_tricky_long_and_repetitive_texts_have_the_ids_of_sentencepiece(model, e
     assert parts(*encoder.encode(batch)) == [model.encode(text) for text in batch]
 
 
-def test_threads_have_memories_of_their_own_which_begin_again_when_full(model):
+def test_threads_have_memories_of_their_own_which_begin_again_when_full(model, encoder_of):
     rng = random.Random(2)
     words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
     batches = [[" ".join(rng.choices(words, k=200)) for _ in range(10)] for _ in range(8)]
-    small = encoder_of(model, most_words=16)
+    small = encoder_of(most_words=16)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(small.encode, batches))
     for batch, result in zip(batches, found, strict=True):
         assert parts(*result) == [model.encode(text) for text in batch]
 
 
-def test_little_text_is_left_to_sentencepiece(model):
-    encoder = encoder_of(model, compile_from=100)
+def test_little_text_is_left_to_sentencepiece(model, encoder_of):
+    encoder = encoder_of(compile_from=100)
     for text in ("of the", "été " * 100, "of the"):
         assert parts(*encoder.encode([text])) == [model.encode(text)]
     assert encoder.encode([])[1].tolist() == []
