@@ -128,58 +128,44 @@ def trained_texts(documents, tokenizer) -> list[str]:
 def test_reasoning_within_the_content_is_trained_as_if_it_stood_beside_it(form: str):
     tokenizer = ours(form)
     for first, last in ((0, 2), (2, 4), (0, 4)):
-        within, beside = (
-            encode_conversation(talk[first:last], tokenizer, "") for talk in (THOUGHTFUL, REASONED)
-        )  # fmt: skip
-        assert (
-            within == beside
-            if form == "qwen3"
-            else trained_texts(within, tokenizer) == trained_texts(beside, tokenizer)
-        )
+        within, beside = (encode_conversation(talk[first:last], tokenizer, "") for talk in (THOUGHTFUL, REASONED))
+        assert trained_texts(within, tokenizer) == trained_texts(beside, tokenizer)
+        assert form != "qwen3" or within == beside
     assert not drops_reasoning(THOUGHTFUL, tokenizer, "")
 
 
-USER, FIRST, SECOND = PLAIN[0], *ANSWERS
-THOUGHT = THOUGHTFUL[1]["content"]
-END = "<|im_end|>"
+USER, FIRST, SECOND, THOUGHT, END = PLAIN[0], *ANSWERS, THOUGHTFUL[1]["content"], "<|im_end|>"
 BLOCK = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ CONTENT + '<|im_end|>' }}{% endgeneration %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
     "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
-LATER = "(message.content if loop.last else message.content.split('</think>')[-1])"  # leaves reasoning alone out
+SHY = ("message.content +", "(message.content if loop.last else message.content.split('</think>')[-1]) +")
 FORMS = {
     "of two texts, an answer is trained in the one that has it as it was said": (
-        SOURCES["qwen2_5"].replace("message.content", LATER),
-        [FIRST, THOUGHT, SECOND],
+        SOURCES["qwen2_5"].replace(*SHY),
+        [USER, FIRST, USER, THOUGHT, USER, SECOND],
         [THOUGHT + END, FIRST + END + SECOND + END],
     ),
-    "blocks are unrolled": (
-        BLOCK.replace("CONTENT", LATER),
-        [THOUGHT, THOUGHT],
-        [THOUGHT + END, THOUGHT + END],
-    ),
     "a block around the end of the text is of the last answer": (
-        BLOCK.replace("CONTENT", LATER) + "{% generation %}{{ eos_token }}{% endgeneration %}",
-        [THOUGHT, SECOND],
+        BLOCK.replace(*SHY) + "{% generation %}{{ eos_token }}{% endgeneration %}",
+        [USER, THOUGHT, USER, SECOND],
         [THOUGHT + END + "</s>", SECOND + END + "</s>"],
+    ),
+    "the assistant may begin, where no messages are an error": (
+        "{{ messages[0].role[:0] }}" + BLOCK,
+        [FIRST, USER, SECOND],
+        [FIRST + END + SECOND + END],
     ),
 }
 
 
 @pytest.mark.parametrize("what", FORMS)
 def test_every_answer_is_trained_once(what: str):
-    source, answers, expected = FORMS[what]
-    talk = [each for answer in answers for each in (USER, {"role": "assistant", "content": answer})]
+    source, turns, expected = FORMS[what]
+    talk = [{"role": "assistant", "content": turn} if isinstance(turn, str) else turn for turn in turns]
     tokenizer = with_template(source)
     assert trained_texts(encode_conversation(talk, tokenizer, ""), tokenizer) == expected
-
-
-def test_a_conversation_that_the_assistant_begins_is_trained_by_its_blocks():
-    source = "{{ messages[0].role[:0] }}" + BLOCK.replace("CONTENT", "message.content")  # no messages make an error
-    tokenizer = with_template(source)
-    [document] = encode_conversation([PLAIN[1], *PLAIN[2:]], tokenizer, "")
-    assert trained_texts([document], tokenizer) == [FIRST + END + SECOND + END]
 
 
 def test_of_the_answers_those_from_a_message_on_are_trained():

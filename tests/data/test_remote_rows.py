@@ -118,7 +118,7 @@ def test_a_failed_read_is_told_and_can_be_tried_again(store: Store, split_folder
     assert "bucket/rows" in error.value.where and error.value.fix
 
 
-def test_after_a_failed_upload_only_the_rest_is_written(
+def test_after_a_failed_upload_only_the_rest_and_what_is_damaged_is_written(
     store: Store, split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
     store.failing = "tales.en/rows-00001"
@@ -126,8 +126,11 @@ def test_after_a_failed_upload_only_the_rest_is_written(
         packed(split_folder, bpe, tmp_path / "rows", URL)
     assert error.value.where.startswith(URL) and error.value.fix
     store.failing = ""
+    damaged = next(name for name in store.files if "tales.en/rows-00000" in name and name.endswith(".npy"))
+    open_url(URL)[0].pipe_file(damaged, b"half a shard")
     packed(split_folder, bpe, tmp_path / "rows", URL)
-    assert [count for name, count in store.writes.items() if name.endswith(".npy")] == [1] * 8
+    written = {name: count for name, count in store.writes.items() if name.endswith(".npy")}
+    assert len(written) == 8 and {name for name, count in written.items() if count > 1} == {damaged}
     assert not [name for name in store.files if name.endswith(".npy.json")]
 
 
@@ -159,30 +162,27 @@ pack_rows(Path(split), Tokenizer.load(tokenizer), Path(folder), settings, seed=0
 def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
     split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
-    (tmp_path / "tokenizer").mkdir()
-    bpe.write(tmp_path / "tokenizer")
-    settings = {
-        name: RowsSettings(context=32, shards=8, url=f"file://{tmp_path}/{name}-store", packing="best-fit")
-        for name in ("killed", "whole")
-    }
-    pack_rows(split_folder, bpe, tmp_path / "whole/rows", settings["whole"], seed=0)
-    shards = [path.relative_to(tmp_path / "whole-store") for path in sorted((tmp_path / "whole-store").rglob("*.npy"))]
-    arguments = [split_folder, tmp_path / "tokenizer", tmp_path / "killed/rows", settings["killed"].model_dump_json()]
-    unfinished = tmp_path / "killed-store" / f"{shards[3]}.partial"
-    killed = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments), str(unfinished)], timeout=300)
+    def settings(name: str) -> RowsSettings:
+        return RowsSettings(context=32, shards=8, url=f"file://{tmp_path}/{name}/store", packing="best-fit")
+
+    pack_rows(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
+    shards = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole/store").rglob("*.npy"))
+    unfinished, rows = tmp_path / "killed" / f"{shards[3]}.partial", tmp_path / "killed/rows"
+    arguments = [split_folder, bpe.model_path.parent, rows, settings("killed").model_dump_json(), unfinished]
+    killed = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)], timeout=300)
     assert killed.returncode == -9
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed-store").rglob("*.npy")}
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
     assert len(times) == 3
-    pack_rows(split_folder, bpe, tmp_path / "killed/rows", settings["killed"], seed=0)
+    pack_rows(split_folder, bpe, rows, settings("killed"), seed=0)
     assert {path: path.stat().st_mtime_ns for path in times} == times  # those were not made again
 
-    def content(name: str) -> dict[str, bytes]:
-        return {
-            str(path.relative_to(place)): path.read_bytes().replace(f"/{name}-store/".encode(), b"/store/")
-            for place in (tmp_path / name, tmp_path / f"{name}-store")
-            for path in place.rglob("*")
+    killed_files, whole_files = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes().replace(f"/{name}/store".encode(), b"")
+            for path in (tmp_path / name).rglob("*")
             if path.is_file() and path.name != "packed.json"  # which has the seconds
         }
-
-    assert content("killed") == content("whole")
-    assert RowFeed(tmp_path / "killed/rows/train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)
+        for name in ("killed", "whole")
+    )
+    assert killed_files == whole_files
+    assert RowFeed(rows / "train", seed=0, batch=4).batch(0)["tokens"].shape == (4, 32)

@@ -144,11 +144,11 @@ def test_blocks_of_any_height_give_the_same_files(heights: list[int], shards: in
     assert len(files) == min(shards, len(rows))
 
 
-def split_of(folder: Path, train: str, validation: str) -> Path:
-    for part, text in (("train", train), ("validation", validation)):
+def split_of(folder: Path, train: str, *validation: str) -> Path:
+    for part, texts in (("train", [train] if train else []), ("validation", validation)):
         with DocumentWriter(folder / part) as writer:
-            if text:
-                writer.add(id=part, source="s", language="", text=text)
+            for number, text in enumerate(texts):
+                writer.add(id=str(number), source="s", language="", text=text)
     return folder
 
 
@@ -181,10 +181,11 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
 ):
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
     tokenizer = words(tmp_path / "words", vocabulary)
-    summary = pack_rows(split_of(tmp_path, text, text), tokenizer, tmp_path / "rows", RowsSettings(context=8), seed=0)
+    split = split_of(tmp_path, text, text, text)
+    summary = pack_rows(split, tokenizer, tmp_path / "rows", RowsSettings(context=8), seed=0)
     assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
     predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
-    assert predicted == len(text) - len("a"), "nothing comes before the first token that could predict it"
+    assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
 
 
 def test_a_long_token_of_an_answer_is_trained(tmp_path: Path):
