@@ -1,130 +1,37 @@
-"""Chat templates of Hugging Face tokenizers against transformers' own rendering, and in hostile hands."""
+"""What a chat template may do, and a tokenizer with one: see test_loss_mask for what is trained in it."""
 
-import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
-from template_forms import ANSWER, FORMS, LATER, QWEN, SYSTEM, USER, ZEPHYR, folder_of, ours, theirs
+from template_forms import ANSWERS, PIECES, PLAIN, SOURCES, SYSTEM, ours, with_template
 
-from affinage.data.batch import make_batch
-from affinage.data.chat import encode_conversation, encode_documents, encode_prompt
+from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.chat_template import ChatTemplate
-from affinage.data.conversations import prepare_conversations, show_examples
-from affinage.data.hub_tokenizer import HubTokenizer
-from affinage.data.preferences import prepare_preferences
-from affinage.data.row_files import open_rows
+from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.recipe.tuning import DpoSettings, SftSettings
-from tiny_models import tokenizer as own_tokenizer
 
 
-def conversations(form: str) -> list[list[dict]]:
-    some = [[USER, ANSWER], [USER, ANSWER, *LATER]]
-    return some if form == "mistral" else [*some, [SYSTEM, USER, ANSWER, *LATER]]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_text_and_ids_are_those_of_transformers(form: str):
-    for messages in conversations(form):
-        text = theirs(form).apply_chat_template(messages, tokenize=False)
-        assert ours(form).template.render(messages) == text
-        [(ids, _)] = encode_conversation(messages, ours(form), "")
-        assert ids == theirs(form).apply_chat_template(messages, return_dict=False)
-        asked = messages[:-1]
-        prompt = theirs(form).apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        assert encode_prompt(asked, ours(form), "") == prompt
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_trained_are_the_answers_and_what_ends_them(form: str):
-    end = FORMS[form][4]
-    tokenizer = ours(form)
-    for messages in conversations(form):
-        [(ids, trained)] = encode_conversation(messages, tokenizer, "")
-        runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1)
-        said = [theirs(form).decode([ids[i] for i in run]) for run in runs if trained[run[0]]]
-        answers = [message["content"] for message in messages if message["role"] == "assistant"]
-        assert [text.lstrip(" ").removeprefix("\n") for text in said] == [answer + end for answer in answers]
-        [(_, later)] = encode_conversation(messages, tokenizer, "", trained_from=len(messages) - 1)
-        assert later == [t and i >= runs[-1 - (not trained[-1])][0] for i, t in enumerate(trained)]
-
-
-def test_generation_blocks_mark_the_tokens_that_transformers_marks():
-    for messages in conversations("marked"):
-        told = theirs("marked").apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        [(ids, trained)] = encode_conversation(messages, ours("marked"), "")
-        assert ids == told["input_ids"] and [int(t) for t in trained] == told["assistant_masks"]
-
-
-def test_our_own_tokenizer_writes_in_any_template():
-    tokenizer = own_tokenizer()
-    tokenizer = type(tokenizer)(tokenizer.model_path)  # the cached one stays as it is
-    tokenizer.use_template(ZEPHYR)
-    [(ids, trained)] = encode_conversation([USER, ANSWER], tokenizer, "Be kind.")
+def test_our_own_tokenizer_writes_in_any_template(bpe: Tokenizer):
+    tokenizer = type(bpe)(bpe.model_path)
+    tokenizer.use_template(SOURCES["zephyr"])
+    [(ids, trained)] = encode_conversation(PLAIN[:2], tokenizer, "Be brief.")
     said = [token for token, t in zip(ids, trained, strict=True) if t]
-    assert tokenizer.decode(said, keep_special=True).lstrip("\n") == ANSWER["content"] + "<|im_end|>"
-    text = tokenizer.template.render([{"role": "system", "content": "Be kind."}, USER, ANSWER])
-    assert tokenizer.decode(ids, keep_special=True) == text and text.startswith("<|system|>\nBe kind.<|im_end|>")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_somebody_says_never_becomes_a_control_token(form: str):
-    end, tokenizer = FORMS[form][4], ours(form)
-    spelled = {"role": "user", "content": f"é{end}{end} evil{end}"}
-    [(ids, trained)] = encode_conversation([spelled, ANSWER], tokenizer, "")
-    [(plain, as_trained)] = encode_conversation([USER, ANSWER], tokenizer, "")
-    assert ids.count(tokenizer.controls[end]) == plain.count(tokenizer.controls[end])
-    answer = [token for token, t in zip(ids, trained, strict=True) if t]
-    assert tokenizer.decode(answer) == tokenizer.decode([i for i, t in zip(plain, as_trained, strict=True) if t])
-    assert f"{end}{end} evil{end}" in tokenizer.decode(ids, keep_special=True)
-
-
-def test_a_conversation_with_ends_of_turns_in_it_stays_one_document(tmp_path: Path):
-    """Of Mistral's form </s> ends a turn; it must not hide the turn before from the one after."""
-    tokenizer = ours("mistral")
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": [USER, ANSWER, *LATER[:n]]}) + "\n" for n in (0, 2)))
-    told = {"steps": 1, "batch": 1, "schedule": {"peak": 1, "floor": 0}, "held_out": 0, "system_prompt": ""}
-    settings = SftSettings.model_validate({**told, "sources": [str(path)]})
-    prepare_conversations(settings, tokenizer, tmp_path / "rows", context=256, seed=0)
-    files = open_rows(tmp_path / "rows/train/chats")
-    tokens, mask = np.empty((1, 256), np.int64), np.ones((1, 256), np.int64)
-    files.read(np.array([0]), tokens, mask)
-    batch = make_batch(tokens, mask, np.zeros(1), files.marks)
-    found = [tokens[0][batch["segment_ids"][0] == number].tolist() for number in (0, 1)]
-    expected = [encode_documents([USER, ANSWER, *LATER[:n]], tokenizer, "")[0][0] for n in (2, 0)]
-    assert sorted(found) == sorted(expected) and files.marks.end not in expected[0][:-1]
-    assert int(mask.sum()) == int(batch["loss_mask"].sum()) > 0
-
-
-def test_a_pair_that_is_cut_stays_two_documents(tmp_path: Path):
-    path = tmp_path / "pairs.jsonl"
-    long = "Where is the capital? " * 40
-    path.write_text(json.dumps({"prompt": "où ?", "chosen": long, "rejected": "No. " + long}) + "\n")
-    told = {"steps": 1, "batch": 1, "schedule": {"peak": 1, "floor": 0}, "held_out": 0, "sources": [str(path)]}
-    settings = DpoSettings.model_validate(told)
-    prepare_preferences(settings, ours("qwen"), tmp_path / "rows", context=200, seed=0, system_prompt="")
-    files = open_rows(tmp_path / "rows/train/pairs")
-    tokens, mask = np.empty((1, 200), np.int64), np.ones((1, 200), np.int64)
-    files.read(np.array([0]), tokens, mask)
-    batch = make_batch(tokens, mask, np.zeros(1), files.marks)
-    assert np.bincount(batch["segment_ids"][0]).tolist() == [100, 100]
-    ((_, shown),) = show_examples(tmp_path / "rows", ours("qwen"), 1, documents=2)
-    assert shown.plain.count("⟧ [cut here") == 2
+    assert tokenizer.decode(said, keep_special=True).lstrip("\n") == ANSWERS[0] + "<|im_end|>"
+    text = tokenizer.template.render([SYSTEM, *PLAIN[:2]])
+    assert tokenizer.decode(ids, keep_special=True) == text and text.startswith("<|system|>\nBe brief.<|im_end|>")
 
 
 def test_half_a_surrogate_pair_is_read_as_a_replacement_character():
-    tokenizer = ours("qwen")
+    tokenizer = ours("qwen3")
     for broken, mended in (("a\ud83d b", "a\ufffd b"), ("\udc00", "\ufffd")):
         assert tokenizer.encode(broken) == tokenizer.encode(mended) == tokenizer.encode_batch([broken])[0]
         talk = [[{"role": "user", "content": text}] for text in (broken, mended)]
         assert encode_prompt(talk[0], tokenizer, "") == encode_prompt(talk[1], tokenizer, "")
 
 
-@pytest.mark.parametrize("form", ["qwen", "mistral"])  # byte-level BPE, and byte fallback
+@pytest.mark.parametrize("form", ["qwen3", "mistral"])  # byte-level BPE, and byte fallback
 def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
     tokenizer = ours(form)
     text = "Ça coûte 5 € : naïf 🧀, 日本語."
@@ -136,35 +43,43 @@ def test_tokens_of_parts_of_characters_count_their_bytes_once(form: str):
 
 
 def test_conversations_that_several_threads_encode_do_not_mix():
-    tokenizer = ours("qwen")
+    tokenizer = ours("qwen3")
     asked = [[{"role": "user", "content": f"{number} + 7 user Paris" * number}] for number in range(1, 9)]
     wanted = [encode_prompt(each, tokenizer, "") for each in asked]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # as many clients of a server do it by their number
     try:
         with ThreadPoolExecutor(8) as threads:
-            told = list(threads.map(lambda number: encode_prompt(asked[number % 8], tokenizer, ""), range(2000)))
+            told = list(threads.map(lambda number: encode_prompt(asked[number % 8], tokenizer, ""), range(400)))
     finally:
         sys.setswitchinterval(before)
-    assert told == wanted * 250
+    assert told == wanted * 50
 
 
-def test_generation_stops_at_the_templates_end_of_a_turn():
-    for form in FORMS:
-        assert ours(form).controls[FORMS[form][4]] in ours(form).stops
+@pytest.mark.parametrize(("form", "end"), [("llama3", "<|eot_id|>"), ("qwen3", "<|im_end|>"), ("zephyr", "</s>")])
+def test_generation_stops_at_the_templates_end_of_a_turn(form: str, end: str):
+    assert ours(form).controls[end] in ours(form).stops
 
 
-def test_templates_whose_training_would_be_a_guess_are_refused():
-    tokenizer = HubTokenizer(folder_of("qwen"))
-    tokenizer.use_template(QWEN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'"))
-    with pytest.raises(UserError, match=r"asks for message 2 with another text .* it does not begin with '<think>'"):
-        encode_conversation([USER, ANSWER], tokenizer, "")
-    with pytest.raises(UserError, match="alternate user/assistant"):
-        encode_conversation([USER, USER], ours("mistral"), "")
-    with pytest.raises(UserError, match=r"refuses a conversation of system, user[\s\S]*system_prompt: ''"):
-        encode_prompt([USER], ours("mistral"), "Be kind.")
-    with pytest.raises(UserError, match="not a chat template"):
-        ChatTemplate("{% for message in messages %}", {})
+def test_documents_end_with_a_token_that_no_conversation_holds():
+    """Where </s> ends a turn or a thought, it would hide the turn before from the one after."""
+    written = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
+    thinking = written.replace("{{", "{{ (message.reasoning_content or '') + '</s>' +")
+    ends = [with_template(source).template.marks(with_template(source)).end for source in (written, thinking)]
+    controls = ours("qwen3").controls
+    assert ends == [controls["</s>"], controls["<pad>"]]
+    assert all(ours(form).template.marks(ours(form)).end != ours(form).controls["</s>"] for form in PIECES)
+
+
+@pytest.mark.parametrize("act", [
+    lambda: ChatTemplate("{% for message in messages %}", {}),
+    lambda: encode_conversation([PLAIN[0], PLAIN[0]], ours("mistral"), ""),  # turns must alternate
+    lambda: encode_prompt(PLAIN[:1], ours("mistral"), "Be kind."),  # no system message
+])  # fmt: skip
+def test_what_a_template_refuses_is_told_of_it(act):
+    with pytest.raises(UserError) as error:
+        act()
+    assert error.value.where == "chat_template"
 
 
 HOSTILE = [
@@ -212,8 +127,6 @@ HOSTILE = [
     "{{ [1]|slice(10 ** 9)|list }}",
     "{{ [1]|batch(10 ** 9, 1)|list }}",
 ]
-
-
 HARMLESS = {
     "{{ ['a', 1, [2]]|join(', ') }}{{ '-'.join(['b', 'c']) }}": "a, 1, [2]b-c",
     "{{ messages|join('/', attribute='role') }}": "user",
@@ -226,13 +139,13 @@ HARMLESS = {
 
 @pytest.mark.parametrize("source", HARMLESS)
 def test_what_is_limited_is_jinjas_otherwise(source: str):
-    assert ChatTemplate(source, {}).render([USER]) == HARMLESS[source]
+    assert ChatTemplate(source, {}).render([PLAIN[0]]) == HARMLESS[source]
 
 
 @pytest.mark.parametrize("source", HOSTILE)
 def test_a_hostile_template_gets_nowhere(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    messages = [dict(USER)]
+    messages = [dict(PLAIN[0])]
     with pytest.raises(UserError):
         ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
-    assert messages == [USER] and not list(tmp_path.iterdir())
+    assert messages == PLAIN[:1] and not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
+"""Batches as a function of seed and step, with mixtures in stages: against counting row by row."""
+
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -9,34 +10,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from affinage.data.batch import segments
+from affinage.data.ahead import made_ahead
+from affinage.data.batch import make_batch, segments
 from affinage.data.feed import RowFeed
-from affinage.data.mixture import SLOTS
+from affinage.data.mixture import SLOTS, Group, pools_of
 from affinage.data.permutation import permuted
 from affinage.data.row_files import write_facts, write_rows
-from affinage.data.special_tokens import BOS, EOS
+from affinage.data.row_order import Shuffle
+from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError
 
-CONTEXT = 8
+CONTEXT, BATCH, STEPS = 8, 8, 1100
+GROUPS = {
+    "web.en": Group("web", "en", 40),
+    "web.fr": Group("web", "fr", 20),
+    "wiki.en": Group("wiki", "en", 10),
+    "wiki.fr": Group("wiki", "fr", 7),
+}
+FIRST = {name: 1000 * number for number, name in enumerate(GROUPS, 1)}  # the first token of a group's first row
+EVERYTHING = [FIRST[name] + row for name, group in GROUPS.items() for row in range(group.rows)]
+STAGES = [
+    (0, {"web": 3, "wiki": 1}),
+    (300, {"web": 1, "wiki": 1}),
+    (700, {"en": 0.5, "fr": 0.5}),
+    (900, {"wiki": 1}),
+]
+MIXTURES = {"all": None, "weights": [(0, {"web.en": 2, "wiki": 1})], "stages": STAGES}
 
 
-def write_folder(folder: Path, rows: int, first: int, shards: int = 1, context: int = CONTEXT) -> Path:
+def write_folder(folder: Path, rows: int, first: int, context: int = CONTEXT, **facts: object) -> None:
     """Rows that can be told apart by their first token."""
-    folder.mkdir(parents=True)
+    folder.mkdir()
     tokens = np.full((rows, context), 10, np.uint16)
     tokens[:, 0] = first + np.arange(rows)
-    files = write_rows(folder, [tokens], rows=rows, context=context, shards=shards, dtype=np.uint16)
-    write_facts(folder, {"rows": rows, "context": context, "files": files})
+    files = write_rows(folder, [tokens], rows=rows, context=context, shards=2, dtype=np.uint16)
+    write_facts(folder, {"rows": rows, "context": context, "files": files, **facts})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    for name, group in GROUPS.items():
+        write_folder(folder / name, group.rows, FIRST[name], source=group.source, language=group.language)
     return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_folder(tmp_path / "train" / "en", 70, 1000, shards=3)
-    write_folder(tmp_path / "train" / "fr", 30, 2000)
-    write_folder(tmp_path / "train" / "code", 5, 3000)
-    return tmp_path / "train"
 
 
 def first_tokens(feed: RowFeed, rows: int) -> list[int]:
@@ -45,103 +62,93 @@ def first_tokens(feed: RowFeed, rows: int) -> list[int]:
     return [int(token) for step in range(steps) for token in feed.batch(step)["tokens"][:, 0]][:rows]
 
 
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: Path, mixture: str):
+    one, used, other = (RowFeed(folder, seed=seed, batch=BATCH, mixture=MIXTURES[mixture]) for seed in (5, 5, 6))
+    list(zip(range(3), used.iterate(0)))
+    for step in (1000, 0, 299, 300, 899, 900, 5000):
+        whole = one.batch(step)
+        assert [FIRST[name] + row for name, row in one.where(step)] == whole["tokens"][:, 0].tolist()
+        assert whole["rows"].tolist() == list(range(BATCH))
+        for hosts in (1, 2, 4, 8):
+            parts = [used.batch(step, host, hosts) for host in range(hosts)]
+            assert all((np.concatenate([part[key] for part in parts]) == whole[key]).all() for key in whole)
+    assert one.where(0) != other.where(0)
+
+
 def test_an_epoch_goes_once_through_all_rows_and_the_next_one_differs(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=8)
-    assert feed.rows == 105 and feed.context == CONTEXT and feed.tokens_per_batch == 64
-    seen = first_tokens(feed, 210)
-    everything = [*range(1000, 1070), *range(2000, 2030), *range(3000, 3005)]
-    assert sorted(seen[:105]) == sorted(seen[105:]) == everything
-    assert seen[:105] != seen[105:] and seen[:105] != everything
-    assert first_tokens(RowFeed(folder, seed=1, batch=8), 105) != seen[:105]
+    feed = RowFeed(folder, seed=0, batch=BATCH)
+    assert feed.rows == 77 and feed.context == CONTEXT and feed.tokens_per_batch == 64
+    seen = first_tokens(feed, 154)
+    assert sorted(seen[:77]) == sorted(seen[77:]) == EVERYTHING
+    assert seen[:77] != seen[77:] and seen[:77] != EVERYTHING
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000, 2**16 - 1, 2**16, 70_001])
-def test_permutations_are_complete_and_differ_with_their_purpose(size: int):
-    places = [permuted(i, size, 0, "en", 0) for i in range(size)]
-    assert sorted(places) == list(range(size))
-    if size >= 1000:
-        for purpose in ((1, "en", 0), (0, "fr", 0), (0, "en", 1)):
-            # A random permutation leaves one index in its place, on average.
-            same = sum(permuted(i, size, *purpose) == place for i, place in enumerate(places[:1000]))
-            assert same < 10
-
-
-def test_permutations_stay_as_they_are():
-    """A run must go on with the same batches after affinage, numpy or Grain are updated."""
-    assert [permuted(i, 10, 0, "en", 0) for i in range(10)] == [4, 9, 1, 5, 3, 2, 8, 7, 6, 0]
-    assert [permuted(i, 100_000, 0, "en", 0) for i in range(5)] == [90414, 99725, 18654, 7326, 59649]
-
-
-def test_a_batch_depends_on_seed_and_step_only(folder: Path):
-    for weights in (None, {"en": 0.5, "fr": 0.5}):
-        one, other = (RowFeed(folder, seed=5, batch=6, mixture=weights and [(0, weights)]) for _ in range(2))
-        list(zip(range(3), one.iterate(0)))
-        for step in (1000, 0, 17):
-            for key, value in one.batch(step).items():
-                assert (value == other.batch(step)[key]).all()
-
-
-@pytest.mark.parametrize("hosts", [1, 2, 3, 6])
-def test_hosts_divide_the_global_batch(folder: Path, hosts: int):
-    feed = RowFeed(folder, seed=0, batch=6, mixture=[(0, {"en": 2, "fr": 1})])
-    for step in (0, 3):
-        parts = [feed.batch(step, host, hosts) for host in range(hosts)]
-        for key, whole in feed.batch(step).items():
-            assert (np.concatenate([part[key] for part in parts]) == whole).all()
-    assert feed.batch(0)["rows"].tolist() == list(range(6))
-
-
-def test_weights_hold_in_every_block_and_epochs_are_per_folder(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=64, mixture=[(0, {"en": 0.7, "fr": 0.25, "code": 0.05})])
-    seen = np.array(first_tokens(feed, 2 * SLOTS))
-    for block in np.split(seen // 1000, 2):
-        assert Counter(block.tolist()) == {1: 717, 2: 256, 3: 51}
-    for number, rows in ((1, 70), (2, 30), (3, 5)):
-        of_folder = seen[seen // 1000 == number].tolist()
-        for epoch in range(len(of_folder) // rows):
-            assert sorted(of_folder[epoch * rows :][:rows]) == list(range(number * 1000, number * 1000 + rows))
-    batches = [np.mean(seen[start : start + 64] // 1000 == 1) for start in range(0, len(seen), 64)]
-    assert min(batches) > 0.65 and max(batches) < 0.75
-
-
-def test_a_weight_may_be_zero_and_folders_left_out(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=32, mixture=[(0, {"en": 1, "fr": 0})])
-    assert set(np.array(first_tokens(feed, 256)) // 1000) == {1}
+def test_weights_hold_in_every_block_and_nearly_in_every_batch(folder: Path):
+    feed = RowFeed(folder, seed=0, batch=64, mixture=[(0, {"web.en": 0.7, "web.fr": 0.25, "wiki": 0.05, "wiki.fr": 0})])
     assert feed.rows == 70
+    seen = np.array(first_tokens(feed, 2 * SLOTS)) // 1000
+    for block in np.split(seen, 2):
+        assert Counter(block.tolist()) == {1: 717, 2: 256, 3: 51}
+    shares = [np.mean(seen[start : start + 64] == 1) for start in range(0, len(seen), 64)]
+    assert min(shares) > 0.65 and max(shares) < 0.75
 
 
-@pytest.mark.parametrize(
-    ("weights", "complaint"),
-    [
-        ({"de": 1}, "no rows of it"),
-        ({"cod": 1}, "Did you mean `code`"),
-        ({"en": -1}, "is -1"),
-        ({"en": 0.0}, "all weights are zero"),
-        ({}, "all weights"),
-    ],
-)
-def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float], complaint: str):
+@pytest.mark.parametrize("mixture", ["all", "stages"])
+def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture: str):
+    feed = RowFeed(folder, seed=3, batch=BATCH, mixture=MIXTURES[mixture])
+    walk = [feed.where(step) for step in range(STEPS)]
+    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for step, places in enumerate(walk):
+        for place in places:
+            steps[place].append(step)
+    for place in [("web.en", 0), ("web.en", 39), ("wiki.fr", 6), ("wiki.en", 3), ("web.fr", 19)]:
+        assert feed.steps_of(*place, STEPS) == steps[place]
+    for name, epochs in feed.epochs(STEPS).items():
+        drawn = sum(len(found) for (group, _), found in steps.items() if group == name)
+        assert epochs == pytest.approx(drawn / GROUPS[name].rows, abs=2)
+    if mixture == "all":
+        return
+    for (first, weights), last in zip(STAGES, [300, 700, 900, STEPS], strict=True):
+        drawn = Counter(
+            next(key for key in weights if key in name.split(".")) for s in walk[first:last] for name, _ in s
+        )
+        for name, weight in weights.items():
+            share = drawn[name] / drawn.total()
+            assert share == pytest.approx(weight / sum(weights.values()), abs=2 / SLOTS + 2 / drawn.total())
+    # `wiki` is a pool of 17 rows in the stages 0, 1 and 3: their draws, one after the other, are whole epochs.
+    wiki = [place for places in [*walk[:700], *walk[900:]] for place in places if place[0].startswith("wiki")]
+    for epoch in range(len(wiki) // 17):
+        assert len(set(wiki[epoch * 17 :][:17])) == 17
+
+
+def test_names_stand_for_sources_languages_and_both():
+    assert pools_of({"en": 1, "fr": 0}, GROUPS) == {("web.en", "wiki.en"): 1}
+    assert pools_of({"web": 1, "wiki.fr": 2}, GROUPS) == {("web.en", "web.fr"): 1, ("wiki.fr",): 2}
+    assert pools_of({"wiki.en": 2, "en": 1}, GROUPS) == {("web.en",): 1, ("wiki.en",): 2}
+    assert pools_of({"wiki.en": 0, "en": 1}, GROUPS) == {("web.en",): 1}
+
+
+WRONG = [{"de": 1}, {"wikki": 1}, {"web.en": -1}, {"web.en": 0.0}, {}, {"web": 1, "en": 1}]
+
+
+@pytest.mark.parametrize("weights", WRONG, ids=str)
+def test_weights_that_make_no_sense_are_refused(folder: Path, weights: dict[str, float]):
     with pytest.raises(UserError) as raised:
         RowFeed(folder, seed=0, batch=4, mixture=[(0, weights)])
-    assert complaint in str(raised.value)
+    assert raised.value.where == "pretrain.mixture"
+    assert "wikki" not in weights or "Did you mean `wiki`" in raised.value.fix
 
 
 def test_other_mistakes_are_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(UserError, match="no rows here"):
+    with pytest.raises(UserError):
         RowFeed(tmp_path / "nothing", seed=0, batch=4)
-    write_folder(folder / "long", 3, 4000, context=16)
-    with pytest.raises(UserError, match="different lengths"):
-        RowFeed(folder, seed=0, batch=4)
-    with pytest.raises(UserError, match="does not divide over 3 hosts"):
-        RowFeed(folder / "en", seed=0, batch=4).batch(0, 0, 3)
-
-
-def test_where_names_the_rows_of_a_batch(folder: Path):
-    for weights in (None, {"en": 1, "code": 1}):
-        feed = RowFeed(folder, seed=0, batch=16, mixture=weights and [(0, weights)])
-        first = {"en": 1000, "fr": 2000, "code": 3000}
-        places = feed.where(7)
-        assert [first[name] + row for name, row in places] == feed.batch(7)["tokens"][:, 0].tolist()
+    write_folder(tmp_path / "long", 3, 4000, context=16)
+    with pytest.raises(UserError):  # rows of two lengths
+        RowFeed({"web.en": folder / "web.en", "long": tmp_path / "long"}, seed=0, batch=4)
+    with pytest.raises(UserError):  # 4 rows for 3 hosts
+        RowFeed(folder, seed=0, batch=4).batch(0, 0, 3)
+    assert validation_sets(tmp_path / "validation", batch=4) == {}  # no text was held out
 
 
 def test_iterating_gives_the_batches_in_order_and_ends_its_threads(folder: Path):
@@ -154,41 +161,78 @@ def test_iterating_gives_the_batches_in_order_and_ends_its_threads(folder: Path)
     assert threading.active_count() == before
 
 
-def test_an_error_in_a_thread_reaches_the_reader(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    feed = RowFeed(folder, seed=0, batch=4)
-
-    def broken(original: Callable[..., object]) -> Callable[..., object]:
-        return lambda step, *rest: original(step, *rest) if step < 2 else 1 / 0
-
-    monkeypatch.setattr(feed, "batch", broken(feed.batch))
-    batches = feed.iterate(0)
-    next(batches), next(batches)
+def test_an_error_in_a_thread_reaches_the_reader_when_its_turn_comes():
+    made = made_ahead(lambda step: 6 // (2 - step), 0, ahead=4, threads=2)
+    assert [next(made), next(made)] == [3, 6]
     with pytest.raises(ZeroDivisionError):
-        next(batches)
+        next(made)
 
 
-def obvious_segments(row: list[int]) -> tuple[list[int], list[int]]:
+@pytest.mark.parametrize("size", [1, 7, 1000, 2**16])
+def test_permutations_are_complete_and_differ_with_their_purpose(size: int):
+    places = [permuted(i, size, 0, "en", 0) for i in range(size)]
+    assert sorted(places) == list(range(size))
+    if size >= 1000:
+        for purpose in ((1, "en", 0), (0, "fr", 0), (0, "en", 1)):
+            # A random permutation leaves one index in its place, on average.
+            assert sum(permuted(i, size, *purpose) == place for i, place in enumerate(places[:1000])) < 10
+
+
+def test_permutations_stay_as_they_are():
+    """A run must go on with the same batches after affinage, numpy or Grain are updated."""
+    assert [permuted(i, 10, 0, "en", 0) for i in range(10)] == [4, 9, 1, 5, 3, 2, 8, 7, 6, 0]
+    assert [permuted(i, 100_000, 0, "en", 0) for i in range(5)] == [90414, 99725, 18654, 7326, 59649]
+
+
+@given(
+    rows=st.integers(1, 400), block=st.integers(1, 9), window=st.integers(1, 6), epoch=st.integers(0, 3),
+)  # fmt: skip
+def test_every_epoch_has_every_row_once_and_can_be_inverted(rows: int, block: int, window: int, epoch: int):
+    order = Shuffle(rows, (0, "x"), block=block, window=window)
+    positions = np.arange(epoch * rows, (epoch + 1) * rows)
+    places = order.rows_at(positions).tolist()
+    assert sorted(places) == list(range(rows))
+    assert [order.position(row, epoch) for row in places] == positions.tolist()
+    for at in (0, rows // 2, rows - 1):
+        assert order.rows_at(positions[at : at + 1]).tolist() == [places[at]]
+
+
+def test_a_window_needs_its_blocks_only_and_epochs_differ():
+    order = Shuffle(1003, (0, "x"), block=10, window=4)
+    upcoming = order.blocks_from(0)
+    for window in range(60):  # into the third epoch
+        blocks = next(upcoming)
+        assert len(blocks) <= 5
+        first = window % 26 * 40 + window // 26 * 1003
+        height = min(40, 1003 - window % 26 * 40)
+        assert set((order.rows_at(np.arange(first, first + height)) // 10).tolist()) == set(blocks)
+        assert order.window_of(first) == order.window_of(first + height - 1) == window
+    start = np.arange(50)
+    assert (order.rows_at(start) != order.rows_at(1003 + start)).any()
+    assert (Shuffle(1003, (1, "x"), block=10, window=4).rows_at(start) != order.rows_at(start)).any()
+
+
+def test_large_sets_of_blocks_are_inverted_too():
+    order = Shuffle(140_000, (0, "x"), block=2, window=3)  # 70,000 blocks: beyond the size that has a table
+    for position in (0, 5, 99_999, 139_999):
+        assert order.position(order.rows_at(np.array([position])).item(), 0) == position
+
+
+def obvious_segments(row: list[int]) -> list[tuple[int, int]]:
     segment = position = 0
-    segment_ids, positions = [], []
+    found = []
     for t, token in enumerate(row):
-        if token == BOS or (t and row[t - 1] == EOS):
-            segment += 1
-            position = 0
-        elif t:
-            position += 1
-        segment_ids.append(segment)
-        positions.append(position)
-    return segment_ids, positions
+        begins = token == BOS or (t and row[t - 1] == EOS)
+        segment, position = segment + bool(begins), 0 if begins or not t else position + 1
+        found.append((segment, position))
+    return found
 
 
 @given(arrays(np.int32, st.tuples(st.integers(1, 4), st.integers(1, 12)), elements=st.integers(0, 5)))
-def test_segments_and_positions_are_counted_as_one_would_by_hand(tokens: np.ndarray):
+def test_segments_and_positions_are_counted_as_one_would_by_hand_and_padding_is_no_target(tokens: np.ndarray):
     segment_ids, positions = segments(tokens)
-    expected = [obvious_segments(row) for row in tokens.tolist()]
     assert segment_ids.dtype == positions.dtype == np.int32
-    assert segment_ids.tolist() == [each for each, _ in expected]
-    assert positions.tolist() == [each for _, each in expected]
-
-
-def test_no_validation_text_is_no_validation_set(tmp_path: Path):
-    assert validation_sets(tmp_path / "validation", batch=4) == {}
+    found = np.stack([segment_ids, positions], axis=-1)
+    assert found.tolist() == [[list(each) for each in obvious_segments(row)] for row in tokens.tolist()]
+    mask = make_batch(tokens, np.ones_like(tokens), np.zeros(len(tokens)))["loss_mask"]
+    assert (mask == (tokens != PAD)).all()

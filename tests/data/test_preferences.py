@@ -5,15 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from unpacked import documents_in
 
-from affinage.data.batch import make_batch
-from affinage.data.chat import encode_conversation
+from affinage.data.chat import encode_prompt
 from affinage.data.conversations import show_examples
-from affinage.data.preference_feed import REFERENCE
 from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_pairs
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.model.kinds import preference
 from affinage.recipe.tuning import ConversationSettings, DpoSettings
 
 USER, GOOD, BAD = (
@@ -46,60 +45,73 @@ def test_the_shapes_of_published_sets_are_read(tmp_path: Path, shape: dict):
     (pair,) = read_pairs(write(tmp_path / "pairs.jsonl", [shape]))
     assert isinstance(pair, Pair)
     assert (pair.prompt, pair.chosen, pair.rejected) == ([USER], [GOOD], [BAD])
+    (told,) = read_pairs(write(tmp_path / "pairs.jsonl", [shape | {"system": "Short."}]))
+    assert told.prompt == [{"role": "system", "content": "Short."}, USER]
 
 
-@pytest.mark.parametrize(
-    ("item", "complaint"),
-    [
-        ({"prompt": "q", "chosen": "a"}, "no pair"),
-        ({"prompt": "q", "chosen": "a", "rejected": None}, "content of message 2"),
-        ({"chosen": "a", "rejected": "b"}, "without a prompt"),
-    ],
-)
-def test_what_is_no_pair_is_refused_by_line(tmp_path: Path, item: dict, complaint: str):
-    (found,) = read_pairs(write(tmp_path / "pairs.jsonl", [item]))
-    assert isinstance(found, UserError) and complaint in found.what and found.where.endswith("pairs.jsonl:1")
+@pytest.mark.parametrize("line", [
+    '{"prompt": "q", "chosen": "a"}',
+    '{"prompt": "q", "chosen": "a", "rejected": null}',
+    '{"chosen": "a", "rejected": "b"}',
+    "[]",
+])  # fmt: skip
+def test_what_is_no_pair_is_refused_by_line(tmp_path: Path, line: str):
+    (tmp_path / "pairs.jsonl").write_text(line)
+    (found,) = read_pairs(ConversationSettings(path=str(tmp_path / "pairs.jsonl")))
+    assert isinstance(found, UserError) and found.where.endswith("pairs.jsonl:1")
 
 
-def settings(source: ConversationSettings, **others: object) -> DpoSettings:
-    schedule = {"peak": 1e-3, "floor": 0}
-    given = {"steps": 1, "batch": 1, "schedule": schedule, "sources": [source.path], "held_out": 0}
-    return DpoSettings.model_validate({**given, **others})
+def prepare(folder: Path, tokenizer: Tokenizer, items: list[dict], context: int = 400, **others: object) -> dict:
+    source = write(folder / "pairs.jsonl", items)
+    given = {"steps": 1, "batch": 1, "schedule": {"peak": 1e-3, "floor": 0}, "sources": [source.path], "held_out": 0}
+    settings = DpoSettings.model_validate(given | others)
+    return prepare_preferences(settings, tokenizer, folder / "rows", context=context, seed=0, system_prompt="")
 
 
-def test_only_the_answers_after_the_prompt_count_and_several_pairs_share_a_row(bpe: Tokenizer, tmp_path: Path):
-    earlier = [USER, {"role": "assistant", "content": "an earlier answer"}]
-    items = [
-        {"prompt": [*earlier, {"role": "user", "content": f"{i}?"}], "chosen": f"yes {i}", "rejected": "no"}
-        for i in range(6)
-    ]
-    source = write(tmp_path / "pairs.jsonl", items)
-    prepare_preferences(settings(source), bpe, tmp_path / "out", context=256, seed=0, system_prompt="")
-    rows = np.load(tmp_path / "out/train/pairs/rows-00000-of-00001.npy").astype(np.int32)
-    mask = np.load(tmp_path / "out/train/pairs/mask-00000-of-00001.npy")
-    assert len(rows) < 6 and documents_in_a_row(tmp_path / "out") >= 4
-    found = set()
-    batch = make_batch(rows, mask, np.arange(len(rows)))
-    for row, trained, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"]):
-        said = [bpe.decode(row[(ids == number) & trained]) for number in range(1, ids.max() + 1)]
-        found |= set(zip(said[0::2], said[1::2]))
-    assert found == {(f"yes {i}", "no") for i in range(6)}
+@pytest.mark.parametrize("form", ["chatml", "zephyr", "qwen3", "deepseek_r1_distill"])
+def test_both_sides_are_trained_after_the_prompt_alone_and_pairs_share_rows(bpe: Tokenizer, tmp_path: Path, form: str):
+    """What the model would be asked with comes before each side, without the reasoning that a template leaves out."""
+    tokenizer = bpe if form == "chatml" else ours(form)
+    reasoned = form in ("qwen3", "deepseek_r1_distill")
+    talk, begin = (THOUGHTFUL, "<think>\nOh.\n</think>\n\n") if reasoned else (PLAIN, "")
+    prompts = [[*talk[:2], {"role": "user", "content": f"{number}?"}] for number in range(6)]
+    items = [{"prompt": p, "chosen": f"{begin}yes {n}", "rejected": f"{begin}no"} for n, p in enumerate(prompts)]
+    prepare(tmp_path, tokenizer, items)
+    assert len(np.load(tmp_path / "rows/train/pairs/rows-00000-of-00001.npy")) < 6
+    assert documents_in_a_row(tmp_path / "rows") >= 4
+    found = [(tokens[: mask.index(True)], [t for t, m in zip(tokens, mask, strict=True) if m])
+             for tokens, mask in documents_in(tmp_path / "rows/train")]  # fmt: skip
+    asked = [encode_prompt(prompt, tokenizer, "") for prompt in prompts]
+    said = {}
+    for (before, chosen), (again, rejected) in zip(found[0::2], found[1::2], strict=True):
+        assert before == again
+        said[asked.index(before)] = [tokenizer.decode(side).strip() for side in (chosen, rejected)]
+    opened = begin.removeprefix("<think>\n") if form == "deepseek_r1_distill" else begin  # which the prompt begins
+    assert said == {number: [f"{opened}yes {number}", f"{opened}no"] for number in range(6)}
 
 
-def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenizer, tmp_path: Path):
-    source = write(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "river " * 100, "rejected": "no"}, SHAPES[0]])
-    cut = prepare_preferences(settings(source), bpe, tmp_path / "cut", context=96, seed=0, system_prompt="")
+@pytest.mark.parametrize("form", ["chatml", "qwen3"])
+def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenizer, tmp_path: Path, form: str):
+    tokenizer = bpe if form == "chatml" else ours(form)
+    long = {"prompt": "q", "chosen": "capital " * 100, "rejected": "No. " + "capital " * 100}
+    cut = prepare(tmp_path, tokenizer, [long, {"prompt": "q", "chosen": "a", "rejected": "b"}], context=150)
     assert cut["truncated"] == 1 and cut["train"]["conversations"] == 2
-    whole = encode_conversation([USER, {"role": "assistant", "content": "river " * 100}], bpe, "")[0][0]
-    rows = np.load(tmp_path / "cut/train/pairs/rows-00000-of-00001.npy")
-    assert any(row[:48].tolist() == whole[:48] and row[48] == whole[0] for row in rows)
-    shown = [text.plain for _, text in show_examples(tmp_path / "cut", bpe, 2, documents=2)]
-    assert sorted(text.count("[cut here") for text in shown) in ([1], [0, 1])
-    assert sum("river⟧ [cut here" in text for text in shown) == 1
-    dropping = settings(source, too_long="drop")
-    dropped = prepare_preferences(dropping, bpe, tmp_path / "drop", context=96, seed=0, system_prompt="")
+    assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
+    shown = [text.plain.count("⟧ [cut here") for _, text in show_examples(tmp_path / "rows", tokenizer, 2, documents=2)]
+    assert sorted(shown) == [0, 2]
+    dropped = prepare(tmp_path, tokenizer, [long, SHAPES[0]], context=150, too_long="drop")
     assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
 
 
-def test_the_batch_and_the_loss_call_the_reference_by_one_name():
-    assert REFERENCE == preference.REFERENCE
+def test_a_side_of_several_answers_that_no_one_text_has_is_refused(tmp_path: Path):
+    pair = {"prompt": PLAIN[0]["content"], "chosen": [THOUGHTFUL[1], *THOUGHTFUL[2:]], "rejected": "b"}
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path, ours("qwen3"), [pair])
+    assert error.value.where == "chat_template" and error.value.fix
+
+
+@pytest.mark.parametrize(("form", "prompt", "dropped"), [("qwen3", 3, 1), ("qwen3", 1, 0), ("qwen2_5", 1, 1)])
+def test_reasoning_that_is_not_written_is_counted(tmp_path: Path, form: str, prompt: int, dropped: int):
+    """Qwen 3's template leaves out that of earlier turns."""
+    pair = {"prompt": REASONED[:prompt], "chosen": [REASONED[3]], "rejected": [PLAIN[1]]}
+    assert prepare(tmp_path, ours(form), [pair]).get("reasoning_dropped", 0) == dropped

@@ -14,9 +14,8 @@ from affinage.data.compiled import kernel
 # Classes of characters for cutting texts into words.
 OTHER, LETTER, SPACE, ALONE = 0, 1, 2, 3  # ALONE: newline and tab, tokens of their own that never join
 
-SLOTS = 1 << 19  # of the hash table of words; a power of two
-MOST_WORDS = SLOTS // 2
-ARENA = 1 << 22  # bytes of all words kept, and how many ids
+MOST_WORDS = 1 << 18  # of the hash table of words; a power of two
+BYTES_OF_A_WORD = 16  # kept on average, and as many ids
 LONGEST_KEPT = 64  # bytes; a longer word hardly comes again
 _FULL = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,24 +34,24 @@ class Vocabulary(NamedTuple):
 class Words(NamedTuple):
     """The words met so far; of one thread."""
 
-    slots: np.ndarray  # int32 [SLOTS]: number of a word, or -1
-    hashes: np.ndarray  # uint64 [MOST_WORDS]
-    spelling: np.ndarray  # int32 [MOST_WORDS + 1]: where each word begins in `arena`
-    first: np.ndarray  # int32 [MOST_WORDS + 1]: where its ids begin in `ids`
-    arena: np.ndarray  # uint8 [ARENA]
-    ids: np.ndarray  # int32 [ARENA]
+    slots: np.ndarray  # int32 [2 words]: number of a word, or -1
+    hashes: np.ndarray  # uint64 [words]
+    spelling: np.ndarray  # int32 [words + 1]: where each word begins in `arena`
+    first: np.ndarray  # int32 [words + 1]: where its ids begin in `ids`
+    arena: np.ndarray  # uint8 [16 words]
+    ids: np.ndarray  # int32 [16 words]
     held: np.ndarray  # int64 [1]: how many
 
 
-def no_words() -> Words:
-    """An empty memory of words, about 30 MB once it is full."""
+def no_words(most: int = MOST_WORDS) -> Words:
+    """An empty memory of words, about 30 MB once it is full; `most` of them, a power of two from 16 on."""
     return Words(
-        np.full(SLOTS, -1, np.int32),
-        np.empty(MOST_WORDS, np.uint64),
-        np.zeros(MOST_WORDS + 1, np.int32),
-        np.zeros(MOST_WORDS + 1, np.int32),
-        np.empty(ARENA, np.uint8),
-        np.empty(ARENA, np.int32),
+        np.full(2 * most, -1, np.int32),
+        np.empty(most, np.uint64),
+        np.zeros(most + 1, np.int32),
+        np.zeros(most + 1, np.int32),
+        np.empty(BYTES_OF_A_WORD * most, np.uint8),
+        np.empty(BYTES_OF_A_WORD * most, np.int32),
         np.zeros(1, np.int64),
     )
 

@@ -12,6 +12,7 @@ from jaxtyping import Int64, UInt
 from affinage.data.bpe_kernels import (
     ALONE,
     LETTER,
+    MOST_WORDS,
     OTHER,
     SPACE,
     Vocabulary,
@@ -24,7 +25,7 @@ from affinage.data.bpe_kernels import (
 from affinage.data.code_points import CODE_POINTS, letters_table, text_buffers
 
 _SPACE = "\u2581"  # how SentencePiece spells a space inside a piece
-_WORTH_COMPILING = 1_000_000  # characters: fewer, SentencePiece has done in a quarter of a second
+WORTH_COMPILING = 1_000_000  # characters: fewer, SentencePiece has done in a quarter of a second
 
 
 class WordEncoder:
@@ -37,10 +38,21 @@ class WordEncoder:
     """
 
     def __init__(
-        self, model: sentencepiece.SentencePieceProcessor, first_piece: int, dtype: type[np.unsignedinteger]
+        self,
+        model: sentencepiece.SentencePieceProcessor,
+        first_piece: int,
+        dtype: type[np.unsignedinteger],
+        *,
+        compile_from: int = WORTH_COMPILING,
+        most_words: int = MOST_WORDS,
     ) -> None:
-        """`first_piece` is the first id that BPE may join from others; `dtype` holds every id."""
+        """`first_piece` is the first id that BPE may join from others; `dtype` holds every id.
+
+        The first `compile_from` characters are left to SentencePiece; a thread remembers `most_words` words, a power
+        of two.
+        """
         self._model, self._first_piece, self._dtype = model, first_piece, np.dtype(dtype)
+        self._compile_from, self._most_words = compile_from, most_words
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._of_thread = threading.local()
@@ -49,7 +61,7 @@ class WordEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[UInt[np.ndarray, " tokens"], Int64[np.ndarray, " texts"]]:
         """Ids of all texts, end to end, and where each text ends in them. U+2581 and surrogates must not occur."""
         self._encoded += sum(map(len, texts))
-        if self._encoded < _WORTH_COMPILING:
+        if self._encoded < self._compile_from:
             return self._by_sentencepiece(texts)
         data, offsets = text_buffers(pa.array(texts, pa.large_string()))
         ids = np.empty(int(offsets[-1] - offsets[0]) if len(texts) else 0, self._dtype)
@@ -65,7 +77,7 @@ class WordEncoder:
     def _words(self) -> Words:
         """This thread's words."""
         if not hasattr(self._of_thread, "words"):
-            self._of_thread.words = no_words()
+            self._of_thread.words = no_words(self._most_words)
         words: Words = self._of_thread.words
         return words
 

@@ -1,0 +1,67 @@
+"""No text becomes a control token: in any tokenizer, and in conversations in any template."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from template_forms import REASONED, REFUSED, SOURCES, TALKS, ours, with_template
+
+from affinage.data.chat import encode_conversation, encode_prompt
+from affinage.data.special_tokens import CONTROL_PIECES
+from affinage.data.tokenizer import Tokenizer
+
+SPELLED = [*CONTROL_PIECES, "<｜User｜>", "<|eot_id|>", "<0x41>", "<", "|>", "\uf8ff", "im_end", "é", " "]
+texts = st.lists(st.one_of(st.characters(exclude_characters="\u2581"), st.sampled_from(SPELLED)), max_size=12).map(
+    "".join
+)
+
+
+@pytest.fixture(scope="module", params=["bpe", "characters", "bytes", "pieces"])
+def any_tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    if request.param in ("bpe", "characters"):
+        return request.getfixturevalue(request.param)
+    return with_template(SOURCES["qwen3" if request.param == "bytes" else "zephyr"], request.param)
+
+
+def controls_in(ids: list[int], tokenizer: Tokenizer) -> Counter[str]:
+    """What control tokens there are, but for <unk>: a tokenizer may know no better for a character."""
+    names = {token: piece for piece, token in tokenizer.controls.items() if piece != "<unk>"}
+    return Counter(names[token] for token in ids if token in names)
+
+
+@given(batch=st.lists(texts, max_size=3))
+def test_no_text_becomes_a_control_token(any_tokenizer: Tokenizer, batch: list[str]):
+    for text, ids in zip(batch, any_tokenizer.encode_batch(batch), strict=True):
+        assert not controls_in(ids, any_tokenizer) and ids == any_tokenizer.encode(text)
+    assert not controls_in(any_tokenizer.encode_flat(batch)[0].tolist(), any_tokenizer)
+
+
+def held(talk: list[dict[str, str]], tokenizer: Tokenizer) -> list[Counter[str]]:
+    """The control tokens of the texts of a conversation, and of the prompt for its last answer."""
+    documents = [ids for ids, _ in encode_conversation(talk, tokenizer, "")]
+    return [controls_in(ids, tokenizer) for ids in (*documents, encode_prompt(talk[:-1], tokenizer, ""))]
+
+
+def hold_to(plain: list[dict[str, str]], tokenizer: Tokenizer, evil: str) -> None:
+    """What anybody says, thoughts included, brings no control token into a conversation."""
+    spelled = [
+        {key: text if key == "role" else f"{evil} {text} {evil}" for key, text in each.items()} for each in plain
+    ]
+    assert held(spelled, tokenizer) == held(plain, tokenizer)
+    ids = encode_conversation(spelled, tokenizer, "")[-1][0]
+    assert tokenizer.kind == "characters" or evil in tokenizer.decode(ids, keep_special=True)
+
+
+@given(evil=texts)
+def test_nothing_said_becomes_a_control_token(any_tokenizer: Tokenizer, evil: str):
+    hold_to(REASONED[:2], any_tokenizer, f"<|im_end|>{evil}")
+
+
+@pytest.mark.parametrize("form", SOURCES)
+def test_nothing_said_becomes_a_control_token_in_any_template(form: str):
+    tokenizer = ours(form)
+    evil = "é" + "".join(piece for piece in tokenizer.controls if piece in SOURCES[form] or len(piece) < 6)
+    for kind, plain in TALKS.items():
+        if form not in REFUSED[kind]:
+            hold_to(plain, tokenizer, evil)

@@ -1,0 +1,22 @@
+"""What training sees of packed rows."""
+
+from pathlib import Path
+
+import numpy as np
+
+from affinage.data.batch import make_batch, read_rows
+from affinage.data.row_files import find_row_folders, open_rows
+
+
+def documents_in(folder: Path) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and loss mask of every document of the rows of a folder that has something to train, row after row."""
+    found = []
+    for path in find_row_folders(folder).values():
+        files = open_rows(path)
+        batch = make_batch(*read_rows(files, np.arange(files.rows)), np.arange(files.rows), files.marks)
+        for row, mask, ids in zip(batch["tokens"], batch["loss_mask"].astype(bool), batch["segment_ids"], strict=True):
+            for number in np.unique(ids):
+                here = (ids == number) & ((row != files.marks.pad) | (files.marks.pad == files.marks.end))
+                if mask[here].any():
+                    found.append((row[here].tolist(), mask[here].tolist()))
+    return found
