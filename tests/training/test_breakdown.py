@@ -23,11 +23,10 @@ def program(graph, mesh, remat="none"):
 @pytest.mark.parametrize(
     ("graph", "mesh", "remat"),
     [
-        (tiny.graph(dropout=0.3), {"data": 8}, "none"),
-        (tiny.graph(), {"fsdp": 4, "tensor": 2}, "block"),
-        (parse(tiny_graphs.moe()), {"data": 2, "expert": 4}, "none"),
+        (tiny.graph(dropout=0.3, layers=1), {"fsdp": 2, "tensor": 2}, "block"),
+        (parse(tiny_graphs.moe(layers=1)), {"data": 1}, "none"),
     ],
-    ids=["dropout", "tensor and recomputed", "experts"],
+    ids=["dropout, split and recomputed", "experts"],
 )
 def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
     made, batch = program(graph, mesh, remat)
@@ -45,7 +44,7 @@ def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
 
 
 def test_a_measurement_trains_and_has_as_many_repetitions_as_asked_for():
-    made, batch = program(tiny.graph(), {"data": 8})
+    made, batch = program(tiny.graph(layers=1), {"data": 1})
     found = measure(made, batch, 2)
     assert list(found) == [*PARTS, STEP]
     assert all(len(timing.seconds) == 2 and timing.mean > 0 for timing in found.values())

@@ -103,9 +103,8 @@ class Csv:
     def finish(self, ending: str) -> None: ...
 
 
-def job(folder: Path, **parts: object) -> TrainJob:
-    given = {"mesh": {"data": 1}, "feed": tiny.RandomFeed(), **parts}
-    return TrainJob(graph=tiny.graph(layers=1), settings=tiny.settings(STEPS), seed=1, folder=folder, **given)
+def job(folder: Path, **parts: Any) -> TrainJob:
+    return tiny.job(folder, STEPS, **parts)
 
 
 def losses(folder: Path) -> list[float]:
@@ -129,12 +128,8 @@ def test_another_store_of_checkpoints(tmp_path: Path, usual: list[float]):
     memory = InMemory()
     store: Checkpoints = memory
 
-    def fail(step: int, state: object) -> None:
-        if step == 6:
-            raise RuntimeError("the machine fails")
-
     with pytest.raises(RuntimeError):
-        train(job(tmp_path, store=store, on_step=(fail,)))
+        train(job(tmp_path, store=store, hook=tiny.fails_at(6)))
     assert memory.steps() == [5] and not (tmp_path / "checkpoints").exists()
     assert train(job(tmp_path, store=store))["resumed_at"] == [5]
     assert losses(tmp_path) == usual and memory.steps() == [5, 6]
@@ -172,14 +167,10 @@ def test_other_hardware(tmp_path: Path, usual: list[float]):
     def look(step: int, state: TrainState) -> None:
         assert borrowed.lent
         seen.update(device for leaf in jax.tree.leaves(state.params) for device in leaf.devices())
-        if step == 6 and fails:
-            raise RuntimeError("the machine fails")
 
-    fails = True
     with pytest.raises(RuntimeError):
-        train(job(tmp_path, hardware=hardware, on_step=(look,)))
+        train(job(tmp_path, hardware=hardware, on_step=(look, tiny.fails_at(6))))
     assert not borrowed.lent  # given back, whatever happened
-    fails = False
     train(job(tmp_path, hardware=hardware, on_step=(look,)))
     assert losses(tmp_path) == usual and seen == {jax.devices()[1]} and not borrowed.lent
 
@@ -217,11 +208,7 @@ def test_another_launcher(tmp_path: Path, usual: list[float]):
     def work(command: Sequence[str]) -> None:
         starts.append(list(command))
 
-        def fail(step: int, state: object) -> None:
-            if step == 6 and len(starts) == 1:
-                raise RuntimeError("the machine fails")
-
-        train(job(tmp_path, on_step=(fail,)))
+        train(job(tmp_path, hook=tiny.fails_at(6 if len(starts) == 1 else 0)))
 
     said: list[str] = []
     launcher: Launcher = Here(work)

@@ -1,4 +1,4 @@
-"""Traces of steps, and what the machine says of itself."""
+"""Traces of steps, what the machine says of itself, and the lines that people read."""
 
 import gzip
 import json
@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,30 +16,27 @@ import psutil
 import pytest
 import tiny
 
-from affinage.cli.options import Walking
-from affinage.training import TrainJob, train
+from affinage.training import train
 from affinage.training.metrics import MetricsLog
+from affinage.training.progress import StepDisplay, step_line
 from affinage.training.readings import Readings
 
 TRACED = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import tiny
 
-from affinage.training import TrainJob, train
+from affinage.training import train
 
-settings = tiny.settings(8, profile="4-5", validate_every=99)
-job = dict(graph=tiny.graph(layers=1), settings=settings, mesh={"data": 1}, seed=1, feed=tiny.RandomFeed())
-train(TrainJob(folder=Path(sys.argv[1]), **job))
+train(tiny.job(Path(sys.argv[1]), profile="4-5"))
 """
 
 
-def test_a_trace_has_the_steps_asked_for_and_the_program_of_the_step(tmp_path: Path):
+def test_a_trace_has_the_steps_asked_for_and_the_program_of_the_step(tmp_path: Path, warm_python: list[str]):
     # In a process of its own: JAX's profiler crashes where libtpu was loaded for its compiler alone.
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", TRACED, str(tmp_path)]
+    command = [*warm_python, "-c", TRACED, str(tmp_path)]
     subprocess.run(command, check=True, timeout=550, env={**os.environ, "PYTHONPATH": path})
     [perfetto] = (tmp_path / "profile").rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
@@ -121,9 +117,8 @@ def test_the_load_of_tpus_is_what_libtpu_tells_in_a_process_that_ends_with_the_r
     (tmp_path / "libtpu" / "__init__.py").touch()
     (tmp_path / "libtpu" / "sdk.py").write_text(TPU)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr("affinage.training.readings._FRESH", 0.0)
     before = set(psutil.Process().children())
-    readings = Readings([SimpleNamespace(platform="tpu", memory_stats=dict)])
+    readings = Readings([SimpleNamespace(platform="tpu", memory_stats=dict)], fresh=0.0)
     [process] = set(psutil.Process().children()) - before
     assert readings.read() == {}  # nothing is waited for
     until = time.monotonic() + 60
@@ -138,34 +133,22 @@ def test_the_load_of_tpus_is_what_libtpu_tells_in_a_process_that_ends_with_the_r
     assert not process.is_running()
 
 
-def test_steps_that_are_not_to_come_are_told_not_to_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def fail(step: int, state: object) -> None:
-        if step == 7:
-            raise RuntimeError("the machine fails")
-
-    job: dict[str, Any] = {"graph": tiny.graph(layers=1), "mesh": {"data": 1}, "seed": 1, "feed": tiny.RandomFeed()}
-    with pytest.raises(RuntimeError):
-        train(TrainJob(folder=tmp_path, settings=tiny.settings(8, profile=9), on_step=(fail,), **job))
-    train(TrainJob(folder=tmp_path, settings=tiny.settings(8, profile="3-4"), **job))
-    first, second = [line for line in capsys.readouterr().out.splitlines() if "profile:" in line]
-    assert "profile: 9 begins after the last of 8 steps: nothing is traced" in first
-    assert "profile: 3-4 ends before step 6, the next one: nothing is traced" in second
+@pytest.mark.parametrize(("profile", "fails", "starts"), [(20, 0, 1), ("3-4", 7, 2)], ids=["too late", "too early"])
+def test_steps_that_are_not_to_come_are_told_not_to_be_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profile: int | str, fails: int, starts: int
+):
+    if fails:
+        with pytest.raises(RuntimeError):
+            train(tiny.job(tmp_path, 10, tiny.fails_at(fails)))
+    train(tiny.job(tmp_path, profile=profile))
+    assert f"profile: {profile} " in "".join(capsys.readouterr()) and not (tmp_path / "profile").exists()
 
 
-def test_every_training_line_has_readings_and_profile_is_an_option_of_runs():
-    assert "profile" in Walking.__dataclass_fields__
-    with pytest.raises(ValueError, match="pattern"):
-        tiny.settings(8, profile="5 to 6")
-    with pytest.raises(ValueError, match="say 20-25"):
-        tiny.settings(8, profile="25-20")
+def test_which_steps_are_traced_is_a_step_or_a_range():
+    for wrong in ("5 to 6", "25-20"):
+        with pytest.raises(ValueError, match=r"pattern|say"):
+            tiny.settings(8, profile=wrong)
     assert tiny.settings(8, profile=20).traced == (20, 20) and tiny.settings(8, profile="20-25").traced == (20, 25)
-
-
-def test_a_trace_of_steps_that_do_not_come_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    settings, feed = tiny.settings(5, profile="20"), tiny.RandomFeed()
-    train(TrainJob(graph=tiny.graph(layers=1), settings=settings, mesh={"data": 1}, seed=1, feed=feed, folder=tmp_path))
-    out, err = capsys.readouterr()
-    assert "profile: 20 begins after the last of 5 steps" in out + err and not (tmp_path / "profile").exists()
 
 
 def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):
@@ -174,3 +157,21 @@ def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):
     log.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["validation"] == {"en": {"loss": None, "bits_per_byte": None}}
+
+
+ROW = {"step": 10, "loss": 0.5, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": None, "skipped": 0.0}
+
+
+@pytest.mark.parametrize(("unit", "shown"), [("tokens", "tok/s"), ("images", "images/s")])
+def test_a_line_counts_what_the_model_sees(unit: str, shown: str):
+    line = step_line({**ROW, unit: 640, f"{unit}_per_second": 32.0, "mfu": 0.25}, steps=100)
+    assert f"32 {shown}" in line and "25" in line
+    assert "ETA 3 min 00 s" in line  # 90 steps of 64 at 32 a second
+
+
+def test_a_short_training_has_lines_between_its_first_and_its_last(capsys: pytest.CaptureFixture[str]):
+    with StepDisplay("pretrain", 120, 0) as display:
+        for step in (1, *range(10, 121, 10)):
+            display.training({**ROW, "step": step, "tokens": 64 * step, "tokens_per_second": 32.0})
+    steps = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["1/120", "30/120", "60/120", "90/120", "120/120"]
