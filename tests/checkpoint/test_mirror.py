@@ -1,7 +1,6 @@
 """A training that is copied to a URL: what is there is whole or not taken, and a machine without it goes on from it."""
 
 import json
-import os
 import shutil
 import threading
 import time
@@ -122,11 +121,6 @@ def damage_contents(steps: RemoteSteps, step: int) -> None:
     steps.folder.write(f"{step}/{name}", bytes(contents))
 
 
-def damage_by_a_missing_file(steps: RemoteSteps, step: int) -> None:
-    name = next(name for name in (steps.folder / str(step)).sizes() if "/d/" in name)
-    steps.folder.remove([f"{step}/{name}"])
-
-
 def damage_by_a_file_more(steps: RemoteSteps, step: int) -> None:
     steps.folder.write(f"{step}/params/d/more", b"more")
 
@@ -145,7 +139,7 @@ def damage_by_a_name_that_leads_out(steps: RemoteSteps, step: int) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(damage_seal, damage_contents, damage_by_a_missing_file, damage_by_a_file_more, damage_by_another_step),
+        *(damage_seal, damage_contents, damage_by_a_file_more, damage_by_another_step),
         damage_by_a_name_that_leads_out,
     ],
 )
@@ -277,14 +271,6 @@ def test_who_cannot_be_reached_at_the_start_is_named(url: str, tmp_path: Path, m
     assert url in str(refused.value) and refused.value.fix
 
 
-@pytest.mark.full
-def test_an_error_of_a_bucket_has_no_secret_in_it(tmp_path: Path, bucket):
-    bucket("pretrain-0")
-    with pytest.raises(UserError) as refused:
-        Mirror(f"s3://no-such-bucket-{os.getpid()}/pretrain-0", tmp_path).__enter__()
-    assert "a-secret-key" not in str(refused.value) and "://" in str(refused.value)
-
-
 def affinage(*words: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", *words])
@@ -318,7 +304,7 @@ def test_the_verbs_about_checkpoints_take_a_url(url: str, tmp_path: Path, capsys
     assert affinage("ls", f"{above}/nothing") == 2
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a\\b", "a\0b", "a/./b", None, 3])
-def test_names_that_lead_elsewhere_are_not_followed(name: object):
-    assert not is_inside(name)
+def test_names_that_lead_elsewhere_are_not_followed():
+    outside = ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a\\b", "a\0b", "a/./b", None, 3]
+    assert not any(is_inside(name) for name in outside)
     assert is_inside("params/d/0a") and is_inside("..a/b..")

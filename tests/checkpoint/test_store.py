@@ -80,6 +80,9 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis
 
 
 def test_parameters_come_back_alone_and_never_those_of_an_older_step(store: CheckpointStore):
+    assert store.restore_newest(abstract(ONE)) is None
+    with pytest.raises(UserError, match="no checkpoint"):
+        store.restore_params(None, {})
     saved(store, 1, 2)
     assert_same(store.restore_params(None, abstract(EIGHT)["params"]), state(2, EIGHT)["params"])
     assert_same(store.restore_params(1, abstract(EIGHT)["params"]), state(1, EIGHT)["params"])
@@ -98,12 +101,6 @@ def test_the_newest_and_every_nth_stay_and_a_step_that_is_there_is_not_written_a
     store.save(9, state(5, EIGHT), {})
     store.wait()
     assert store.meta(9) == {"at": 9}
-
-
-def test_nothing_saved_is_nothing_to_restore(store: CheckpointStore):
-    assert store.restore_newest(abstract(ONE)) is None
-    with pytest.raises(UserError, match="no checkpoint"):
-        store.restore_params(None, {})
 
 
 def test_a_save_that_was_cut_off_does_not_count_and_is_replaced(store: CheckpointStore):
@@ -277,31 +274,25 @@ def test_what_does_not_fit_is_named(store: CheckpointStore):
 # ---- many hosts
 
 
-@pytest.fixture
-def second_of_two(monkeypatch: pytest.MonkeyPatch) -> HostInMemory:
-    host = HostInMemory(1, 2, coordinator=Coordinator())
-    monkeypatch.setattr(Hosts, "current", host)
-    return host
-
-
-def test_hosts_go_on_from_one_step_though_another_one_cannot_read_the_newest(tmp_path: Path, second_of_two):
-    words = second_of_two.coordinator.words
+def test_hosts_go_on_from_one_step_though_another_one_cannot_read_the_newest(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
+    saved(store, 1, 2)
     shared = {"checkpoints/1": "[1, 2]", "what is called like one/1": "[1, 2]", "damage/1": '""', "damage/2": '""'}
-    words |= {f"affinage/share/{name}": value for name, value in shared.items()}
+    words = {f"affinage/share/{name}": value for name, value in shared.items()}
     words |= {f"affinage/least/whether it was read/{turn}/0": str(int(turn == 2)) for turn in (1, 2)}
-    store = CheckpointStore(tmp_path)
-    with pytest.MonkeyPatch.context() as alone:
-        alone.setattr(Hosts, "current", Hosts())
-        saved(store, 1, 2)
-    with second_of_two.all_at_work():
+    host = HostInMemory(1, 2, coordinator=Coordinator(words))
+    monkeypatch.setattr(Hosts, "current", host)
+    with host.all_at_work():
         assert newest(store) == 1
     assert [words[f"affinage/least/whether it was read/{turn}/1"] for turn in (1, 2)] == ["1", "1"]
 
 
-def test_hosts_save_into_one_folder_and_wait_longer_for_a_larger_state(tmp_path: Path, second_of_two):
-    second_of_two.coordinator.words["affinage/share/a save/1"] = json.dumps([False, "/elsewhere"])
-    store = CheckpointStore(tmp_path)
-    with second_of_two.all_at_work(), pytest.raises(UserError, match="/elsewhere") as refused:
-        store.save(1, state(1, ONE), {})
+def test_hosts_save_into_one_folder_and_wait_longer_for_a_larger_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = {"affinage/share/a save/1": json.dumps([False, "/elsewhere"])}
+    host = HostInMemory(1, 2, coordinator=Coordinator(words))
+    monkeypatch.setattr(Hosts, "current", host)
+    with host.all_at_work(), pytest.raises(UserError, match="/elsewhere") as refused:
+        CheckpointStore(tmp_path).save(1, state(1, ONE), {})
     assert refused.value.fix
     assert seconds_at_most({"params": jax.ShapeDtypeStruct((18_000_000_000,), "float32")}) == 600 + 72e9 / 10e6

@@ -18,53 +18,30 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
 from affinage.recipe.tracking import TrackersSettings
-from affinage.tracking import child, trackers_of
+from affinage.tracking import trackers_of
 from affinage.tracking.tracker import TrackedRun
-from affinage.training import TrainJob, train
+from affinage.training import train
 
-NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs: a training of 12 steps that failed after step 8 and went on from step 5."""
+    """The folder of all runs: a training of 10 steps that failed after step 8 and went on from step 5."""
     folder = tmp_path_factory.mktemp("runs")
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
-
-    def fail(step: int, state: object) -> None:
-        if step == 8:
-            raise RuntimeError("the machine fails")
-
-    settings = TrackersSettings.model_validate({**{name: {} for name in NAMES}, "close_seconds": 500})
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(child, "_PATIENCE", 500.0)  # the four libraries take long to import on a busy machine
-    makers = trackers_of(settings, recipe="tiny", training="sft", runs=folder)
+    names = ("tensorboard", "wandb", "trackio", "mlflow")
+    settings = TrackersSettings.model_validate({**{name: {} for name in names}, "close_seconds": 500})
+    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "tracked": settings, "validate_every": 5}
+    of["trackers"] = trackers_of(settings, recipe="tiny", training="sft", runs=folder)
     with pytest.raises(RuntimeError):
-        train(_job(folder / "stage", makers, settings, (fail,)))
-    train(_job(folder / "stage", makers, settings, ()))
-    monkeypatch.undo()
+        train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
+    train(tiny.job(folder / "stage", 10, **of))
     return folder
 
 
-def _job(folder: Path, makers: Mapping, settings: TrackersSettings, hooks: tuple) -> TrainJob:
-    return TrainJob(
-        graph=tiny.graph(layers=1),
-        settings=tiny.settings(12, validate_every=6),
-        mesh={"data": 1},
-        seed=1,
-        feed=tiny.RandomFeed(),
-        validation={"pocket-world.en": tiny.HeldOut()},
-        folder=folder,
-        name="sft",
-        trackers=makers,
-        tracked=settings,
-        on_step=hooks,
-    )
-
-
 def losses(runs: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (runs / "stage" / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+    return {row["step"]: row["loss"] for row in tiny.lines(runs / "stage") if "loss" in row}
 
 
 def ids(runs: Path) -> dict[str, str]:
@@ -82,15 +59,15 @@ def test_tensorboard_reads_one_curve_of_every_step(runs: Path):
     read = EventAccumulator(ids(runs)["tensorboard"])
     read.Reload()
     assert same({event.step: event.value for event in read.Scalars("train/loss")}, losses(runs))
-    assert len(read.Scalars("train/loss")) == 12  # what was written of step 6 before the stop is hidden
-    assert {event.step for event in read.Scalars("validation/pocket-world.en/bits_per_byte")} == {6, 12}
+    assert len(read.Scalars("train/loss")) == 10  # what was written of step 6 before the stop is hidden
+    assert {event.step for event in read.Scalars("validation/pocket-world.en/bits_per_byte")} == {5, 10}
 
 
 def test_wandb_has_two_offline_parts_of_one_run(runs: Path):
     files = sorted(glob.glob(str(runs / "wandb" / "offline-run-*" / "*.wandb")))
     assert [Path(file).name for file in files] == [f"run-{ids(runs)['wandb']}.wandb"] * 2
     curves = [dict(_wandb_history(Path(file))) for file in files]
-    assert list(curves[0])[:6] == [1, 2, 3, 4, 5, 6] and list(curves[1]) == list(range(6, 13))
+    assert list(curves[0])[:6] == [1, 2, 3, 4, 5, 6] and list(curves[1]) == list(range(6, 11))
     assert same(curves[0] | curves[1], losses(runs))
 
 

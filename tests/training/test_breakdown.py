@@ -10,7 +10,7 @@ import tiny
 import tiny_graphs
 from affinage.model import apply, parse
 from affinage.recipe.parallel import ParallelSettings
-from affinage.training.breakdown import PARTS, STEP, Timing, differentiated, measure, program_of, synthetic_batch
+from affinage.training.breakdown import PARTS, STEP, differentiated, measure, program_of, synthetic_batch
 from affinage.training.state import Purpose, random_key
 
 
@@ -47,14 +47,7 @@ def test_a_measurement_trains_and_has_as_many_repetitions_as_asked_for():
     made, batch = program(tiny.graph(layers=1), {"data": 1})
     found = measure(made, batch, 2)
     assert list(found) == [*PARTS, STEP]
-    assert all(len(timing.seconds) == 2 and timing.mean > 0 for timing in found.values())
-
-
-def test_mean_and_deviation_are_those_of_the_sample():
-    timing = Timing((1.0, 2.0, 4.0))
-    assert timing.mean == pytest.approx(7 / 3)
-    assert timing.deviation == pytest.approx(np.std([1, 2, 4], ddof=1))
-    assert Timing((3.0,)).deviation == 0
+    assert all(len(timing.seconds) == 2 and timing.mean > timing.deviation >= 0 for timing in found.values())
 
 
 def test_a_synthetic_batch_is_rows_of_one_document_that_all_count():

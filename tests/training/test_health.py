@@ -107,6 +107,7 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
     assert found["learning_rate"] > 0 and set(found["gradient_norms"]) >= {"embed", "blocks"}
 
 
+@pytest.mark.full
 def test_a_training_on_preferences_with_a_held_reference_is_diagnosed_too(tmp_path: Path):
     chosen = tiny.tuning(DpoSettings, 5, own={"reference": "held"}, health={"most_in_a_row": 2})
     graph = preference_graph(tiny.graph(layers=1), chosen, documents=2)
@@ -127,7 +128,7 @@ def test_it_goes_back_to_before_the_first_batch_that_is_left_out(tmp_path: Path)
         assert one == other
 
 
-@pytest.mark.parametrize("policy", ["note", "skip", "rewind"])
+@pytest.mark.parametrize("policy", ["rewind", *(pytest.param(how, marks=pytest.mark.full) for how in ("note", "skip"))])
 def test_a_spike_is_noted_skipped_or_gone_back_from(tmp_path: Path, policy: str):
     summary = train(job(tmp_path, SickFeed(spikes=(13,)), window=16, on_spike=policy))
     (event,) = events(tmp_path)

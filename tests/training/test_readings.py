@@ -44,15 +44,8 @@ def test_a_trace_has_the_steps_asked_for_and_the_program_of_the_step(tmp_path: P
     assert {int(step) for step in steps} == {4, 5}
     [xplane] = (tmp_path / "profile").rglob("*.xplane.pb")  # what TensorBoard's profiler opens
     data = jax.profiler.ProfileData.from_file(str(xplane))
-    modules = {
-        str(value)
-        for plane in data.planes
-        for line in plane.lines
-        for event in line.events
-        for name, value in event.stats
-        if name == "hlo_module"
-    }
-    assert any("step" in module for module in modules), modules
+    stats = [stat for plane in data.planes for line in plane.lines for event in line.events for stat in event.stats]
+    assert any(name == "hlo_module" and "step" in str(value) for name, value in stats)
 
 
 def test_the_memory_and_load_of_a_cpu_are_those_that_the_system_tells():
@@ -68,19 +61,9 @@ def test_the_memory_and_load_of_a_cpu_are_those_that_the_system_tells():
     assert readings.read()["utilisation"] > 0
 
 
-@pytest.mark.parametrize(
-    ("visible", "ordinals", "load"),
-    [
-        (None, [1], 0.2),
-        (None, [0, 1, 2, 3], 0.25),
-        ("2,3", [0], 0.3),
-        ("3, 1", [0, 1], 0.3),
-        ("GPU-c0", [0], 0.3),
-        ("MIG-c0", [0], None),  # a part of a GPU, whose load the driver does not tell
-    ],
-)
-def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visible, ordinals, load):
-    """A stand-in for the driver of four GPUs with loads of 10, 20, 30 and 40 %."""
+@pytest.mark.parametrize(("visible", "load"), [("", 0.25), ("3, 1,GPU-c0", 0.3), ("MIG-c0", None)])
+def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visible: str, load: float | None):
+    """A stand-in for the driver of four GPUs with loads of 10, 20, 30 and 40 %, which tells none of a part of one."""
     driver = SimpleNamespace(
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 4,
@@ -90,8 +73,9 @@ def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visib
     )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
+    if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    ordinals = range(len(visible.split(",")) if visible else 4)
     devices = [SimpleNamespace(platform="gpu", local_hardware_id=n, memory_stats=dict) for n in ordinals]
     assert Readings(devices).read().get("utilisation") == load
 

@@ -56,8 +56,11 @@ def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
     return tiny.job(folder, STEPS, hook, graph=graph, **how)
 
 
+FULL = ("layer by layer", "averages", "dpo with adapters")
+
+
 @pytest.mark.parametrize(
-    "kind", ["pretraining", "bfloat16", "layer by layer", "averages", "sft with adapters", "dpo with adapters"]
+    "kind", ["bfloat16", "sft with adapters", *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL)]
 )
 def test_stopped_and_started_again_it_ends_with_the_same_bits(tmp_path: Path, kind: str):
     train(of_kind(kind, tmp_path / "whole"))

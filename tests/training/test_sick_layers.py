@@ -18,7 +18,7 @@ class Sickroom:
 
     def __init__(self) -> None:
         health = {"window": 16, "on_spike": "skip"}
-        of = {"graph": graph(), "mesh": {"fsdp": 2}, "feed": self, "health": health}
+        of = {"graph": graph(), "feed": self, "health": health}
         self.program, self.step = tiny.compiled(tiny.job(Path("unused"), precision={"params": "bfloat16"}, **of))
         self._first = jax.device_get(self.program.begin())
 

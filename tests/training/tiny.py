@@ -1,9 +1,10 @@
 """A model of a few thousand weights, a feed of random rows, and trainings of both whose steps are compiled once."""
 
 import dataclasses
+import functools
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import jax
 import numpy as np
 
 from affinage.checkpoint import CheckpointStore
-from affinage.model import Call, Graph, parse
+from affinage.model import Call, Graph, init_params, parse
 from affinage.parallel import make_mesh
 from affinage.parallel.strategy import Spmd
 from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.training import TrainJob
 from affinage.training.job import Hook
 from affinage.training.program import Program
-from affinage.training.state import TrainState
+from affinage.training.state import Purpose, TrainState, random_key
 
 VOCABULARY, CONTEXT = 64, 16
 
@@ -102,6 +103,7 @@ def settings(steps: int = 20, **changes: object) -> PretrainSettings:
 
 # What says how a training goes on, and nothing of what its steps compute.
 _NOT_IN_STEPS = {"checkpoint", "survival", "log_every", "validate_every", "validation_rows", "profile"}
+_weights: dict[str, Any] = {}
 _OF_JOB = {field.name for field in dataclasses.fields(TrainJob)}
 
 
@@ -138,7 +140,23 @@ def job(folder: Path, steps: int = 10, hook: Hook | None = None, **changes: Any)
     values = {"graph": graph(layers=1), "mesh": {"data": 1}, "seed": 1, "feed": RandomFeed(), "folder": folder}
     values |= {"on_step": (hook,) if hook else ()} | of_job
     made = TrainJob(**{"settings": settings(steps, **changes), **values})
-    return made if made.strategy or "pipeline" in made.mesh else dataclasses.replace(made, strategy=Kept(made))
+    kept: dict[str, Any] = {"initial_params": _first_weights(made)} if "initial_params" not in of_job else {}
+    if made.strategy is None and "pipeline" not in made.mesh:
+        kept["strategy"] = Kept(made)
+    return dataclasses.replace(made, **kept)
+
+
+def _first_weights(job: TrainJob) -> Callable[[Any], Any]:
+    """The weights that such a job begins with by itself, drawn once in this process."""
+
+    def weights(abstract: Any) -> Any:
+        key = json.dumps([job.graph.to_dict(), job.seed])
+        if key not in _weights:
+            draw = jax.jit(functools.partial(init_params, job.graph))
+            _weights[key] = jax.device_get(draw(random_key(job.seed, Purpose.INITIAL_WEIGHTS)))
+        return placed(_weights[key], abstract)
+
+    return weights
 
 
 def tuning(kind: type[TrainSettings], steps: int = 10, *, own: Mapping[str, object], **changes: object) -> Any:
