@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import shutil
 import subprocess
 import threading
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +75,9 @@ def newest(store: CheckpointStore, **more: int) -> int:
 def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis: str, size: int):
     saved(store, 1)
     where = sharding(axis, size)
+    misfit = abstract(where) | {"params": {"w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=where)}}
+    with pytest.raises(UserError, match=r"params\.\w"):
+        store.restore(1, misfit)
     step, got, meta = store.restore_newest(abstract(where))
     assert step == 1 and meta == {"at": 1}
     assert got["params"]["w"].sharding == where
@@ -263,12 +268,42 @@ def test_a_network_that_fails_is_no_damage_and_a_file_that_cannot_be_read_is(
         assert newest(store) == 1
 
 
-def test_what_does_not_fit_is_named(store: CheckpointStore):
-    saved(store, 1)
-    wanted = abstract(ONE) | {"params": {"w": jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=ONE)}}
-    with pytest.raises(UserError, match=r"params\.\w") as refused:
-        store.restore(1, wanted)
-    assert refused.value.fix
+# ---- damage
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
+    store = CheckpointStore(tmp_path_factory.mktemp("sound"))
+    saved(store, 1, 2)
+    return store
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(25, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", faults.FAULTS)
+def test_no_damage_is_loaded(sound: CheckpointStore, tmp_path: Path, kind: str, times: int):
+    for seed in range(times):
+        faults.place(sound.folder, tmp_path / "steps")
+        faults.FAULTS[kind](tmp_path / "steps", random.Random(seed))
+        store = CheckpointStore(tmp_path / "steps")
+        assert 2 not in store.steps() or store.damage(2), (kind, seed)
+    with pytest.warns(CheckpointWarning, match="checkpoint 2 "):  # the whole way, once
+        step, got, meta = store.restore_newest(abstract(ONE))
+    assert step == 1 and meta == {"at": 1}
+    assert_same(got, state(1, ONE))
+    with pytest.raises(UserError, match="step 2 "):
+        store.restore(2, abstract(ONE))
+
+
+def test_a_copy_elsewhere_is_the_same_checkpoint_with_hidden_files_too(sound: CheckpointStore, tmp_path: Path):
+    shutil.copytree(sound.folder, tmp_path / "copy")
+    (tmp_path / "copy" / "2" / ".DS_Store").write_text("")
+    store = CheckpointStore(tmp_path / "copy")
+    assert not store.damage(2)
+    assert store.seal_hash(2) == sound.seal_hash(2) != store.seal_hash(1)
+    for path in (store.folder / "2" / "step").rglob("d/*"):
+        path.write_bytes(b"")
+    assert store.damage(2)  # which does not matter for what is asked for
+    assert_same(store.restore_params(2, abstract(ONE)["params"]), state(2, ONE)["params"])
 
 
 # ---- many hosts

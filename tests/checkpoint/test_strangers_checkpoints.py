@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tensorstore
-import zstandard
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.looking import fingerprint, fingerprints
@@ -73,47 +72,13 @@ def tree_as(old: str, new: str) -> Change:
     return in_json(f"{PARAMS}/_METADATA", lambda found: json.dumps(found).replace(old, new))
 
 
-def array_as(chunk: bytes = b"", **changed: Any) -> Change:
-    """Change what the array `w` says of itself, and its only chunk if there is another."""
+def array_as(**changed: Any) -> Change:
+    """Change what the array `w` says of itself."""
 
     def act(step: Path) -> None:
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/{PARAMS}/"}).result()
         found = json.loads(store.read("w/zarr.json").result().value)
         store.write("w/zarr.json", json.dumps(found | changed)).result()
-        if chunk:
-            store.write("w/c/0", chunk).result()
-
-    return act
-
-
-def bomb(step: Path) -> None:
-    """A chunk of 256 MB, in 8 kB."""
-    numbers, zeros = 2**26, bytes(2**24)
-    packer = zstandard.ZstdCompressor().compressobj(size=4 * numbers)
-    chunk = b"".join(packer.compress(zeros) for _ in range(4 * numbers // len(zeros))) + packer.flush()
-    codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd", "configuration": {"level": 3}}]
-    grid = {"name": "regular", "configuration": {"chunk_shape": [numbers]}}
-    array_as(chunk, chunk_grid=grid, codecs=codecs)(step)
-
-
-def led_out(way: str) -> Change:
-    """The arrays lie elsewhere, whole, and the checkpoint's own pages say where."""
-
-    def act(step: Path) -> None:
-        tree, context = step / PARAMS, tensorstore.Context()  # which holds what is in memory
-        names = ("value_data_prefix", "btree_node_data_prefix")
-        there = {"driver": "ocdbt", "base": "memory://tree/", **dict.fromkeys(names, way)}
-        source = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{tree}/"}).result()
-        target = tensorstore.KvStore.open(there, context=context).result()
-        for key in source.list().result():
-            target.write(key, source.read(key).result().value).result()
-        shutil.rmtree(tree / "d")
-        memory = tensorstore.KvStore.open("memory://", context=context).result()
-        for key in memory.list().result():
-            name = key.decode().removeprefix("tree/")
-            path = Path(name) if name.startswith("/") else Path(os.path.normpath(tree / name))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(memory.read(key).result().value)
 
     return act
 
@@ -121,17 +86,12 @@ def led_out(way: str) -> Change:
 STRANGERS: dict[str, tuple[Change, bool]] = {  # and whether it is seen before anything is loaded
     "words in place of facts": (said(custom_metadata={"step": 2, "facts": "words"}), True),
     "100,000 levels": (facts_as("[" * 100_000 + "]" * 100_000), True),
-    "10,000 digits": (facts_as("9" * 10_000), True),
     "code for a handler": (said(item_handlers={PARAMS: "trap.Trap", "step": "trap.Trap"}), True),
     "an oversized header": (lambda step: os.truncate(step / PARAMS / "_METADATA", 2**26 + 1), True),
-    "keys that are missing": (in_json(f"{PARAMS}/_METADATA", lambda found: found | {"tree_metadata": {}}), False),
     "a name that leads out": (tree_as('"w"', '"../../../../../elsewhere"'), False),
-    "pages that lead out": (led_out("../../../../../elsewhere/"), True),
     "a dtype of objects": (array_as(data_type="object"), False),
     "a petabyte": (array_as(shape=[2**48]), True),
-    "a chunk of 256 MB": (bomb, True),
 }
-VERBS = ("words in place of facts", "100,000 levels", "pages that lead out", "a dtype of objects")
 
 
 def placed(sound: Path, folder: Path, change: Change) -> CheckpointStore:
@@ -182,12 +142,8 @@ def test_a_strangers_checkpoint_is_passed_over_or_refused_in_words(
     with pytest.raises(UserError, match="step 2"):
         store.restore(2, wanted())
     assert status("verify", NEW)[0] == (2 if seen_before else 0)
-    if kind in VERBS:
-        for verb in (["show", NEW], ["diff", OLD, NEW, "--arrays"]):
-            ended, words = status(*verb)
-            assert ended == 2 and "step 2" in words, words
-        assert status("ls", "small/pretrain")[0] == 0
-
+    ended, words = status("show", NEW)
+    assert ended == 2 and "step 2" in words, words
     assert everything(tmp_path) == before  # nothing written, no code run
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 200_000  # kB
 

@@ -61,7 +61,7 @@ class Runs:
         """Start a run in a folder; in the phase `when` it sends itself a signal.
 
         `more`: `then`, a phase and the signal that comes in it as well; `remote`, the URL it is copied to; `settings`
-        of the training; `hang`, after how many files that the copy does not go on.
+        of the training.
         """
         folder.mkdir(parents=True, exist_ok=True)
         job = {"folder": str(folder), "steps": steps, "when": when, "number": int(number)} | more
@@ -92,7 +92,7 @@ def be_run(order: str) -> None:
 
     print("pid", os.getpid(), flush=True)
     job, status = json.loads(order), 0
-    mirror = _mirror(job["remote"], Path(job["folder"]), job.get("hang")) if "remote" in job else None
+    mirror = _mirror(job["remote"], Path(job["folder"])) if "remote" in job else None
     for phase, number in [(job["when"], job["number"]), *filter(None, [job.get("then")])]:
         _signal_in(phase, number)
     try:
@@ -120,21 +120,11 @@ def be_run(order: str) -> None:
     os._exit(status)
 
 
-def _mirror(url: str, folder: Path, hang: int | None) -> "Mirror":
+def _mirror(url: str, folder: Path) -> "Mirror":
     """What copies the run, after it has brought here what is there."""
     from affinage.checkpoint.mirror import Mirror, bring_newest
-    from affinage.checkpoint.remote import RemoteFolder
 
     bring_newest(url, folder, print)
-    if hang is not None:
-        put, left = RemoteFolder.put, iter(range(hang))
-
-        def hanging(remote: RemoteFolder, file: Path, name: str) -> None:
-            if next(left, None) is None:
-                time.sleep(3600)
-            put(remote, file, name)
-
-        RemoteFolder.put = hanging  # type: ignore[method-assign]
     return Mirror(url, folder)
 
 

@@ -89,15 +89,6 @@ def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
     assert {path[-1] for path in everything.targets} == {*TARGETS, "key", "up"}
 
 
-def test_every_expert_has_its_own_product_added():
-    adapters, weights, low = drawn(experts(), OF_EXPERTS)
-    merged = adapters.merged(weights, low)
-    a, b = (np.asarray(low["blocks"]["ffn"]["down"][name]) for name in ("lora_a", "lora_b"))
-    before, after = (np.asarray(tree["blocks"]["ffn"]["down"]["kernel"]) for tree in (weights, merged))
-    assert a.shape == (1, 4, 24, 3) and b.shape == (1, 4, 3, 32)
-    np.testing.assert_allclose(after - before, 7 / 3 * a @ b, rtol=1e-3, atol=1e-5)
-
-
 def test_targets_that_the_model_has_not_and_dropout_of_experts_are_refused():
     with pytest.raises(UserError, match="q_proj") as refused:
         Adapters(dense(), LoraSettings(targets=("query", "q_proj")))
@@ -166,14 +157,3 @@ def test_an_adapter_lies_where_its_matrix_lies():
     assert query["lora_b"].sharding.spec == PartitionSpec(None, None, "tensor")
     moments = [leaf for leaf in jax.tree.leaves(abstract.opt_state) if leaf.shape == query["lora_b"].shape]
     assert {leaf.sharding.spec for leaf in moments} == {query["lora_b"].sharding.spec}
-
-
-def test_dropout_of_adapters_draws_a_mask_for_each_matrix():
-    adapters, weights, low = drawn(dense(), LORA | {"dropout": 0.5})
-    sites = [
-        leaf["lora_site"]
-        for half in adapters.beside(weights, low)["blocks"].values()
-        for leaf in half.values()
-        if isinstance(leaf, dict) and "lora_site" in leaf
-    ]
-    assert len({int(site[0]) for site in sites}) == len(TARGETS)

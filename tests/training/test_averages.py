@@ -12,7 +12,6 @@ import tiny
 
 import tiny_graphs
 from affinage.model import parse
-from affinage.training import train
 from affinage.training.state import TrainState
 
 GRAPH = parse(tiny_graphs.byol())
@@ -71,11 +70,3 @@ def test_mesh_and_accumulation_change_nothing(one_device):
     _, got = steps({"fsdp": 2}, 3, micro_batches=2)
     tiny.assert_close(got, one_device[1][:3], rtol=2e-4)
     assert got[0]["targets"] == 8
-
-
-def test_a_run_counts_images_and_one_without_averages_saves_none(tmp_path: Path):
-    counted = train(tiny.job(tmp_path / "images", 3, graph=GRAPH, feed=Images()))
-    assert counted["images"] == 3 * 8 and "tokens" not in counted
-    train(tiny.job(tmp_path / "text", 4))
-    saved = [{path.name for path in (tmp_path / name / "checkpoints").glob("*/*")} for name in ("images", "text")]
-    assert "averages" in saved[0] and "averages" not in saved[1]

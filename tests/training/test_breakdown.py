@@ -55,4 +55,3 @@ def test_a_synthetic_batch_is_rows_of_one_document_that_all_count():
     assert batch["tokens"].shape == (4, 16) and 0 <= batch["tokens"].min() <= batch["tokens"].max() < tiny.VOCABULARY
     assert batch["loss_mask"].all() and not batch["segment_ids"].any()
     np.testing.assert_array_equal(batch["positions"][3], np.arange(16))
-    np.testing.assert_array_equal(batch["rows"], np.arange(4))

@@ -52,15 +52,13 @@ def events(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def skipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which one update was left out, which is written down with its documents."""
     folder = tmp_path_factory.mktemp("skipped")
     train(job(folder, SickFeed(not_finite=(8,))))
-    return folder
-
-
-def test_a_skipped_update_is_written_down_with_its_documents(skipped: Path):
-    (event,) = events(skipped)
+    (event,) = events(folder)
     assert event["step"] == 8 and event["cause"] == "not finite" and event["done"] == "skipped"
     assert event["documents"] == ["document 8"] and event["learning_rate"] > 0
+    return folder
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["at once", "and started again"])
@@ -115,17 +113,6 @@ def test_a_training_on_preferences_with_a_held_reference_is_diagnosed_too(tmp_pa
         train(tiny.job(tmp_path, graph=graph, settings=chosen, feed=SickFeed(not_finite=(2, 3))))
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["step"] == 3 and found["first"] == "the value of answer_log_probabilities"
-
-
-def test_it_goes_back_to_before_the_first_batch_that_is_left_out(tmp_path: Path):
-    suspected, limits = (7, 8, 9, 10, 11), {"most_in_a_row": 9, "most": 9}
-    train(job(tmp_path / "skipped", SickFeed(not_finite=suspected), **limits))
-    feed = SickFeed(not_finite=(11,))
-    summary = train(job(tmp_path / "rewound", feed, on_non_finite="rewind", rewind_batches=5, **limits))
-    assert summary["health"]["left_out"] == [*suspected] and summary["health"]["rewinds"] == [[11, 5]]
-    for step in (10, 15):  # the one of step 10 was there when the run went back, and is another now
-        one, other = (tiny.saved_bits(tmp_path / name, step, "params", "opt_state") for name in ("rewound", "skipped"))
-        assert one == other
 
 
 @pytest.mark.parametrize("policy", ["rewind", *(pytest.param(how, marks=pytest.mark.full) for how in ("note", "skip"))])
@@ -183,16 +170,6 @@ def test_after_ten_ways_back_it_goes_back_no_more(tmp_path: Path):
     assert health.rewind_from is None and events(tmp_path)[0]["done"] == "skipped" and len(said) == 1
     with pytest.raises(Incurable):  # layers were updated already, and cannot be left out
         health.look(40, {"skipped": 1.0, "torn": 1.0, "loss": 2.0, "grad_norm": NAN})
-
-
-def test_batches_that_no_checkpoint_comes_before_are_told(tmp_path: Path):
-    said: list[str] = []
-    health = Health(HealthSettings(on_non_finite="rewind", rewind_batches=4), tmp_path, 0, {}, say=said.append)
-    health.look(7, {"skipped": 1.0, "loss": NAN})
-    assert health.last_sound == 3
-    health.rewound(5)
-    assert health.left_out == [6, 7] and health.rewinds == [[7, 5]]
-    assert "4 to 5" in said[0]
 
 
 # ---- where it began

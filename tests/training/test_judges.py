@@ -68,11 +68,3 @@ def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: i
     assert (ended["steps"], ended["ended"]) == (LAST, "it was enough")
     assert curve(tmp_path) == curve(whole)
     assert tiny.saved_bits(tmp_path, LAST, "params") == tiny.saved_bits(whole, LAST, "params")
-
-
-def test_a_stop_that_came_before_a_look_does_not_wait_for_it(tmp_path: Path):
-    judge = EndsAt()
-    with pytest.raises(Preempted):
-        trained(tmp_path, judge, tiny.stops_at(2))
-    assert judge.made == [0] and 2 not in judge.batches
-    assert CheckpointStore(tmp_path / "checkpoints").steps() == [2]

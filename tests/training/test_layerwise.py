@@ -1,6 +1,5 @@
 """Layers that are updated one by one are updated as together, wherever the mathematics is the same."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from sick_layers import INJECTIONS, sick_kind
 
 from affinage.errors import UserError
 from affinage.model import parse
-from affinage.model.kind import KINDS, Context, NodeKind, node_kind
 from affinage.recipe.parallel import ParallelSettings
 from affinage.training import train
 
@@ -90,32 +89,6 @@ def test_what_it_does_not_go_with_is_refused(changed: dict, why: str):
 # ---- a gradient that is not finite below layers that are updated already
 
 
-@jax.custom_vjp
-def times_on_the_way_back(x: jax.Array, factors: jax.Array) -> jax.Array:
-    return x
-
-
-times_on_the_way_back.defvjp(
-    lambda x, factors: (x, factors), lambda factors, gradient: (gradient * factors[:, None, None], None)
-)
-
-
-@pytest.fixture
-def sick_kind() -> Iterator[None]:
-    @node_kind("sick_on_the_way_back")
-    class Sick(NodeKind):
-        factors: str  # of each row, in the batch
-
-        def shape(self, inputs: tuple[Any, ...]) -> Any:
-            return inputs[0]
-
-        def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
-            return times_on_the_way_back(inputs[0], context.batch[self.factors])
-
-    yield
-    del KINDS["sick_on_the_way_back"]
-
-
 class SickFeed(tiny.RandomFeed):
     """The batch of the sick step has a loss that is not finite, or a gradient, above the layers or only below them."""
 
@@ -124,25 +97,26 @@ class SickFeed(tiny.RandomFeed):
         self._sick = sick
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        batch = super().batch(step) | {name: np.ones(self.rows, np.float32) for name in ("above", "below")}
-        if step + 1 == SICK:
-            batch[self._sick] = np.full_like(batch[self._sick], np.nan)
+        batch = super().batch(step) | {"sick": np.zeros(self.rows, np.int32)}
+        if step + 1 == SICK and self._sick == "loss":
+            batch["loss_mask"] = np.full_like(batch["loss_mask"], np.nan)
+        elif step + 1 == SICK:
+            batch["sick"][0] = 1 + INJECTIONS.index((0 if self._sick == "below" else 1, "gradient", "NaN"))
         return batch
 
 
-def test_a_gradient_that_comes_too_late_to_leave_all_out_is_as_if_the_batch_had_not_been_there(
-    tmp_path: Path, sick_kind: None
-):
+def test_a_gradient_that_comes_too_late_to_leave_all_out_is_as_if_the_batch_had_not_been_there(tmp_path: Path):
     graph, found, ends = tiny.graph(layers=2).to_dict(), {}, {}
-    for name, before, after in (("below", "drop", "blocks"), ("above", "blocks", "norm")):
-        graph["nodes"][name] = {"kind": "sick_on_the_way_back", "in": before, "factors": name}
-        graph["nodes"][after] = graph["nodes"][after] | {"in": name}
-    for sick in ("loss_mask", "above", "below"):
-        found[sick] = train(tiny.job(tmp_path / sick, graph=parse(graph), feed=SickFeed(sick), update="layerwise"))
-        ends[sick] = tiny.saved_bits(tmp_path / sick, 10, "params", "opt_state")
-    for sick in ("loss_mask", "above"):  # no layer was updated
+    for site, before, after in ((0, "drop", "blocks"), (1, "blocks", "norm")):
+        graph["nodes"][f"sick{site}"] = {"kind": "sick", "in": before, "site": site}
+        graph["nodes"][after] = graph["nodes"][after] | {"in": f"sick{site}"}
+    with sick_kind():
+        for sick in ("loss", "above", "below"):
+            found[sick] = train(tiny.job(tmp_path / sick, graph=parse(graph), feed=SickFeed(sick), update="layerwise"))
+            ends[sick] = tiny.saved_bits(tmp_path / sick, 10, "params", "opt_state")
+    for sick in ("loss", "above"):  # no layer was updated
         assert found[sick]["skipped_updates"] == 1 and found[sick]["health"]["rewinds"] == []
     assert found["below"]["health"]["rewinds"] == [[SICK, 5]] and found["below"]["health"]["left_out"] == [SICK]
-    assert ends["below"] == ends["above"] == ends["loss_mask"]
+    assert ends["below"] == ends["above"] == ends["loss"]
     (event,) = tiny.lines(tmp_path / "below", "health.jsonl")
     assert event["done"] == "rewound to 5" and np.isfinite(event["loss"]) and event["grad_norm"] is None

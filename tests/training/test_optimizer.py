@@ -92,15 +92,6 @@ def test_every_optimizer_gets_the_gradient_that_optax_clips(name: str, moments: 
             np.testing.assert_allclose(got, same, rtol=rtol, atol=rtol * 0.1)
 
 
-def test_a_part_of_the_gradient_is_clipped_by_the_norm_of_all():
-    settings = OptimizerSettings(name="lion", b1=0.0, b2=0.0, weight_decay=0.0, clip_norm=1.0)
-    optimizer, params = make_optimizer(settings, Weights({"w": True}, {"w": None})), {"w": jnp.zeros((2,))}
-    grads = {"w": jnp.array([0.3, 0.4])}
-    for norm, momentum in ((0.9, [0.3, 0.4]), (10.0, [0.03, 0.04])):
-        _, state = optimizer.update(grads, optimizer.init(params), params, norm=jnp.float32(norm))
-        np.testing.assert_allclose(state[1].mu["w"], momentum, rtol=1e-6)
-
-
 def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     params = {k: jnp.ones(v) for k, v in SHAPES.items()}
     gradients = _gradients(50)
@@ -109,12 +100,9 @@ def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     assert {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim} == {jnp.dtype("bfloat16")}
     moved = jnp.abs(exact["weight"] - 1).mean()
     assert jnp.abs(exact["weight"] - rounded["weight"]).mean() < 0.01 * moved
-
-
-def test_bfloat16_moments_leave_what_is_no_moment_alone():
-    optimizer = make_optimizer(OptimizerSettings(name="muon", moments="bfloat16"), WEIGHTS)
-    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(optimizer.init({k: jnp.ones(v) for k, v in SHAPES.items()}))}
-    assert kinds == {"bfloat16", "float32", "int32"}  # moments, Muon's coefficients, counts
+    of_muon = make_optimizer(OptimizerSettings(name="muon", moments="bfloat16"), WEIGHTS).init(params)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(of_muon)}
+    assert kinds == {"bfloat16", "float32", "int32"}  # moments; Muon's coefficients and counts are left alone
 
 
 def test_lion_is_the_sign_of_the_interpolated_momentum():
@@ -211,6 +199,6 @@ def test_a_share_of_the_steps_warms_up_as_so_many_steps_do():
         ScheduleSettings(peak=1.0, floor=0.1, warmup_share=0.1, warmup_steps=10)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
-def test_a_run_of_one_step_takes_it_at_the_peak(name: str):
-    assert _rates(1, name=name, peak=1e-2, floor=1e-3) == pytest.approx(1e-2)
+def test_a_run_of_one_step_takes_it_at_the_peak():
+    for name in ("cosine", "linear", "wsd", "constant"):
+        assert _rates(1, name=name, peak=1e-2, floor=1e-3) == pytest.approx(1e-2)

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,43 +77,6 @@ def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visib
     ordinals = range(len(visible.split(",")) if visible else 4)
     devices = [SimpleNamespace(platform="gpu", local_hardware_id=n, memory_stats=dict) for n in ordinals]
     assert Readings(devices).read().get("utilisation") == load
-
-
-TPU = """
-class tpumonitoring:
-    @staticmethod
-    def get_metric(name):
-        assert name == "duty_cycle_pct"
-        tpumonitoring.asked = getattr(tpumonitoring, "asked", 0) + 1
-        if tpumonitoring.asked == 1:
-            raise RuntimeError("the runtime does not answer yet")
-        return tpumonitoring
-
-    @staticmethod
-    def data():
-        return ["45.00", "55.00", "35.00", "45.00"]
-"""
-
-
-def test_the_load_of_tpus_is_what_libtpu_tells_in_a_process_that_ends_with_the_readings(tmp_path: Path, monkeypatch):
-    (tmp_path / "libtpu").mkdir()
-    (tmp_path / "libtpu" / "__init__.py").touch()
-    (tmp_path / "libtpu" / "sdk.py").write_text(TPU)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    before = set(psutil.Process().children())
-    readings = Readings([SimpleNamespace(platform="tpu", memory_stats=dict)], fresh=0.0)
-    [process] = set(psutil.Process().children()) - before
-    assert readings.read() == {}  # nothing is waited for
-    until = time.monotonic() + 60
-    while "utilisation" not in (found := readings.read()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert found == {"utilisation": 0.45}
-    process.kill()
-    while readings.read():  # a process that is gone is no failure, and its last word is not repeated
-        assert time.monotonic() < until
-    del readings
-    assert not process.is_running()
 
 
 @pytest.mark.parametrize(("profile", "fails", "starts"), [(20, 0, 1), ("3-4", 7, 2)], ids=["too late", "too early"])

@@ -142,14 +142,14 @@ def test_a_name_to_accept_that_is_no_plain_word_is_what_stands_before_it():
 
 
 def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
-    for minutes, steps in ((1e-9, [1, 2, 3, 4]), (600, [4])):
+    for minutes, count in ((1e-9, 10), (600, 1)):
         folder, rhythm = tmp_path / str(minutes), {"every_steps": 1000, "every_minutes": minutes, "keep_last": 99}
-        train(tiny.job(folder, 4, checkpoint=rhythm))
-        assert CheckpointStore(folder / "checkpoints").steps() == steps
+        train(tiny.job(folder, checkpoint=rhythm))
+        assert len(CheckpointStore(folder / "checkpoints").steps()) == count
 
 
 def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):
-    train(tiny.job(tmp_path / "base", 4))
+    train(tiny.job(tmp_path / "base"))
     base, seen = CheckpointStore(tmp_path / "base" / "checkpoints"), []
     train(
         tiny.job(
@@ -160,7 +160,7 @@ def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):
             initial_params=lambda abstract: base.restore_params(None, abstract),
         )
     )
-    for a, b in zip(*map(jax.tree.leaves, (seen[0], base.restore(4, {"params": None})["params"])), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (seen[0], base.restore(10, {"params": None})["params"])), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-9)
 
 

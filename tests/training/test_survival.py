@@ -3,6 +3,7 @@
 import io
 import queue
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import runs
 import tiny
 
 from affinage.checkpoint import CheckpointStore
+from affinage.checkpoint.remote import RemoteFolder
+from affinage.checkpoint.remote_steps import RemoteSteps
 from affinage.errors import EXIT_PREEMPTED
 from affinage.stopping import OwnProcess
 from affinage.training import signals
@@ -40,8 +43,8 @@ def newest(folder: Path) -> int:
     return max([0, *CheckpointStore(folder / "checkpoints").steps()])
 
 
-def assert_ends_as(undisturbed: Path, folder: Path, starter: runs.Runs) -> None:
-    starter.finish(folder, STEPS)
+def assert_ends_as(undisturbed: Path, folder: Path, starter: runs.Runs, **more: str) -> None:
+    starter.finish(folder, STEPS, **more)
     assert tiny.saved_bits(folder, STEPS) == tiny.saved_bits(undisturbed, STEPS)
     assert curve(folder) == curve(undisturbed)
 
@@ -97,45 +100,45 @@ def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path
     assert_ends_as(undisturbed, folder, starter)
 
 
+def newest_at(url: str) -> int:
+    return max([0, *RemoteSteps(RemoteFolder(url) / "checkpoints").steps()])
+
+
+@pytest.mark.full
+def test_machines_whose_disks_vanish_lose_no_more_where_the_run_is_copied_to_a_url(
+    tmp_path: Path, starter, undisturbed: Path
+):
+    url, machine, begun = f"file://{tmp_path}/elsewhere/run", tmp_path / "machine", 0
+    for phase in ("save", "step"):  # told to stop: nothing is lost, though the disk is
+        run = starter.start(machine, STEPS, when=phase, remote=url)
+        assert run.wait() == EXIT_PREEMPTED, run.said()
+        assert newest_at(url) == run.steps()[-1], run.said()
+        assert run.steps()[0] == begun + 1, "it went on from the copy"
+        begun = newest_at(url)
+        shutil.rmtree(machine)
+    run = starter.start(machine, STEPS, remote=url)  # killed: what was copied stays
+    run.until(run.steps)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL and newest_at(url) >= begun
+    shutil.rmtree(machine)
+    assert_ends_as(undisturbed, machine, starter, remote=url)
+    assert newest_at(url) == STEPS
+    assert RemoteFolder(url).read("summary.json") == (machine / "summary.json").read_bytes()
+
+
 IN_NATIVE_CODE = """
-import hashlib
+import hashlib, os
 from affinage.errors import Preempted
 from affinage.stopping import OwnProcess, leave
 from affinage.training.signals import StopRequest
 stop = StopRequest('run', grace=1)
 with OwnProcess(), stop:
     try:
-        print("ready", flush=True)
+        print(os.getpid(), flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)  # native code for minutes, like a compiler
     except Preempted as told:  # the signal came before it
         leave(str(told))
 """
-
-
-def stopped(python: list[str], something_to_lose: float | None, number: int, again: bool) -> tuple[int, str]:
-    """How a process in native code ended and what it said after a signal, which comes again if that is wanted.
-
-    `something_to_lose`: for how many seconds the slowest save may last; None: there is nothing to save.
-    """
-    known = f"stop.something_to_lose({something_to_lose}); print"
-    code = IN_NATIVE_CODE if something_to_lose is None else IN_NATIVE_CODE.replace("print", known)
-    process = subprocess.Popen([*python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        [*_, computes] = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        before, late = computes.cpu_times().user, time.monotonic() + 120
-        while computes.cpu_times().user < before + 0.2:  # it is not yet in native code
-            assert time.monotonic() < late
-            time.sleep(0.01)
-        process.send_signal(number)
-        while again and process.poll() is None:
-            assert time.monotonic() < late
-            time.sleep(1.2)  # more than what counts as one wish
-            process.send_signal(number)
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return process.returncode, said
 
 
 @pytest.mark.parametrize(
@@ -147,9 +150,21 @@ def stopped(python: list[str], something_to_lose: float | None, number: int, aga
         pytest.param(600, signal.SIGINT, True, 130, False, id="by hand: the second time"),
     ],
 )
-def test_native_code_that_does_not_end_is_left(slowest_save, number: int, again: bool, status: int, stacks: bool):
-    ended, said = stopped([sys.executable], slowest_save, number, again)
-    assert ended == status
+def test_native_code_that_does_not_end_is_left(warm_python, slowest_save, number: int, again: bool, status, stacks):
+    known = "" if slowest_save is None else f"stop.something_to_lose({slowest_save}); "
+    command = [*warm_python, "-c", IN_NATIVE_CODE.replace("print", f"{known}print")]
+    process, late = subprocess.Popen(command, stdout=-1, stderr=-1, text=True), time.monotonic() + 300
+    assert process.stdout is not None
+    computes = psutil.Process(int(process.stdout.readline()))
+    before = computes.cpu_times().user
+    while computes.cpu_times().user < before + 0.2:  # it is not yet in native code
+        time.sleep(0.01)
+    process.send_signal(number)
+    while again and process.poll() is None and time.monotonic() < late:
+        time.sleep(1.2)  # more than what counts as one wish
+        process.send_signal(number)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == status
     assert ('File "<string>", line 10 in <module>' in said) == stacks
 
 
