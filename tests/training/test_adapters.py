@@ -136,12 +136,13 @@ KINDS: dict[str, dict] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "mesh", "micro_batches"),
     [
-        ("dense", {"fsdp": 2}, 2),
-        pytest.param("dense", {"pipeline": 2}, 1, marks=pytest.mark.full),
-        pytest.param("experts", {"expert": 2, "fsdp": 2}, 2, marks=pytest.mark.full),
+        ("dense", {"fsdp": 2, "tensor": 2}, 2),
+        ("dense", {"pipeline": 2}, 1),
+        ("experts", {"expert": 2, "fsdp": 2}, 2),
     ],
 )
 def test_any_mesh_makes_the_same_step(kind: str, mesh: dict[str, int], micro_batches: int):

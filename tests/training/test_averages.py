@@ -66,6 +66,7 @@ def test_a_skipped_update_leaves_them_bit_for_bit(one_device):
     assert tiny.bits(states[3][1:]) == tiny.bits(states[4][1:])
 
 
+@pytest.mark.full
 def test_mesh_and_accumulation_change_nothing(one_device):
     _, got = steps({"fsdp": 2}, 3, micro_batches=2)
     tiny.assert_close(got, one_device[1][:3], rtol=2e-4)
