@@ -41,12 +41,12 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(tmp_path: Path, looked_at: list[float]):
     summary = None
-    for hook in (tiny.fails_at(8), tiny.stops_at(12), None):
+    for hook in (tiny.fails_at(8), tiny.stops_at(9), None):
         with contextlib.nullcontext() if hook is None else pytest.raises((Preempted, RuntimeError)):
             how = {"feed": SlowFeed(), "validation": {"x": tiny.HeldOut()}, "log_every": 2}
-            summary = train(tiny.job(tmp_path, 14, hook, **how))
+            summary = train(tiny.job(tmp_path, 10, hook, **how))
         time.sleep(0.3)
-    assert summary is not None and summary["resumed_at"] == [5, 12]
+    assert summary is not None and summary["resumed_at"] == [5, 9]
     wall = looked_at[-1] - float((tmp_path / "alive").read_text())
     seconds = summary["seconds"]
     assert seconds["total"] == pytest.approx(wall, rel=0.01)
@@ -64,11 +64,11 @@ def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(
 
 def test_the_accounts_are_the_wall_clock_where_only_the_checkpoints_are_left(tmp_path: Path, looked_at: list[float]):
     with pytest.raises(RuntimeError):
-        train(tiny.job(tmp_path / "one machine", 14, tiny.fails_at(8)))
+        train(tiny.job(tmp_path / "one machine", 10, tiny.fails_at(8)))
     began = float((tmp_path / "one machine" / "alive").read_text())
     shutil.copytree(tmp_path / "one machine" / "checkpoints", tmp_path / "another" / "checkpoints")
     time.sleep(0.5)
-    summary = train(tiny.job(tmp_path / "another", 14))
+    summary = train(tiny.job(tmp_path / "another"))
     assert summary["resumed_at"] == [5]
     assert summary["seconds"]["total"] == pytest.approx(looked_at[-1] - began, rel=0.01)
     assert summary["seconds"]["lost"] == 0 and summary["seconds"]["paused"] >= 0.5  # and the steps that were lost

@@ -42,8 +42,8 @@ class SickFeed(tiny.RandomFeed):
 
 
 def job(folder: Path, feed: SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
-    told = {"documents": lambda step: [f"document {step}"]}
-    return tiny.job(folder, 15, hook, feed=feed, checkpoint={"every_steps": every}, health=health, **told)
+    how = {"checkpoint": {"every_steps": every}, "health": {"window": 16} | health}
+    return tiny.job(folder, 15, hook, feed=feed, documents=lambda step: [f"document {step}"], **how)
 
 
 def events(folder: Path) -> list[dict]:
@@ -117,7 +117,7 @@ def test_a_training_on_preferences_with_a_held_reference_is_diagnosed_too(tmp_pa
 
 @pytest.mark.parametrize("policy", ["rewind", *(pytest.param(how, marks=pytest.mark.full) for how in ("note", "skip"))])
 def test_a_spike_is_noted_skipped_or_gone_back_from(tmp_path: Path, policy: str):
-    summary = train(job(tmp_path, SickFeed(spikes=(13,)), window=16, on_spike=policy))
+    summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy))
     (event,) = events(tmp_path)
     assert event["step"] == 13 and event["cause"] == "spike" and event["loss_z"] > 6
     assert event["done"] == {"note": "noted", "skip": "skipped", "rewind": "rewound to 10"}[policy]

@@ -18,7 +18,7 @@ from affinage.training import train
 from affinage.training.job import Checkpoints, Feed
 from affinage.training.state import TrainState
 
-STEPS = 6
+STEPS = 10
 
 
 class Listed:
@@ -160,7 +160,7 @@ def test_a_training_of_other_parts_is_the_usual_one(tmp_path: Path):
     launcher: Launcher = Here(work)
     assert supervise(launcher, ["train", "x.yaml"], Restarts(), say=lambda line: None) == 0
     assert starts == [["train", "x.yaml"]] * 2
-    assert summaries[0]["resumed_at"] == [5] and store.steps() == [5, 6]
+    assert summaries[0]["resumed_at"] == [5] and store.steps() == [5, 10]
     assert seen == {jax.devices()[1]} and not (tmp_path / "own" / "checkpoints").exists()
 
     train(tiny.job(tmp_path / "usual", STEPS))

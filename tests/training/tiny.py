@@ -114,6 +114,8 @@ class Kept:
 
     def __init__(self, job: TrainJob) -> None:
         of_settings = job.settings.model_dump(mode="json", exclude=_NOT_IN_STEPS)
+        health = job.settings.health
+        of_settings["health"] = [health.window, health.spike_deviations, health.on_spike == "note"]
         self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
 
     def check(self, graph: Graph, rows: int, call: Call) -> None: ...
