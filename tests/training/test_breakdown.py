@@ -24,7 +24,7 @@ def program(graph, mesh, remat="none"):
     ("graph", "mesh", "remat"),
     [
         (tiny.graph(dropout=0.3, layers=1), {"fsdp": 2, "tensor": 2}, "block"),
-        (parse(tiny_graphs.moe(layers=1)), {"data": 1}, "none"),
+        pytest.param(parse(tiny_graphs.moe(layers=1)), {"data": 1}, "none", marks=pytest.mark.full),
     ],
     ids=["dropout, split and recomputed", "experts"],
 )
@@ -43,11 +43,12 @@ def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
         np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_a_measurement_trains_and_has_as_many_repetitions_as_asked_for():
     made, batch = program(tiny.graph(layers=1), {"data": 1})
     found = measure(made, batch, 2)
     assert list(found) == [*PARTS, STEP]
-    assert all(len(timing.seconds) == 2 and timing.mean > timing.deviation >= 0 for timing in found.values())
+    assert all(len(t.seconds) == 2 and t.mean > 0 and t.deviation >= 0 for t in found.values())
 
 
 def test_a_synthetic_batch_is_rows_of_one_document_that_all_count():

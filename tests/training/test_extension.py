@@ -20,7 +20,7 @@ from affinage.training.metrics import curve
 from affinage.training.schedule import learning_rate
 
 BORDER, STEPS = 10, 16
-FIRST = {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4}  # a cosine over the ten steps
+FIRST = {"name": "constant", "peak": 1e-2, "floor": 0.0, "warmup_steps": 4}
 TAIL = {"name": "linear", "peak": 5e-3, "floor": 0.0, "warmup_steps": 2, "from_step": BORDER}
 MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
 
@@ -64,12 +64,10 @@ def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, tmp_path: Path):
-    constant = {"name": "constant", "peak": 1e-2, "floor": 0.0, "warmup_steps": 4}
-    train(job(tmp_path / "first", rows, BORDER, constant, None))
-    before = files_of(tmp_path / "first")
-    train(job(tmp_path / "one", rows, STEPS, constant, MIXTURE))
-    extension = job(tmp_path / "more", rows, STEPS, constant, MIXTURE, extends=Extension(tmp_path / "first", BORDER))
+def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: Path, tmp_path: Path):
+    before = files_of(first)
+    train(job(tmp_path / "one", rows, STEPS, FIRST, MIXTURE))
+    extension = job(tmp_path / "more", rows, STEPS, FIRST, MIXTURE, extends=Extension(first, BORDER))
 
     with pytest.raises(RuntimeError):
         train(replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
@@ -78,7 +76,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, tmp_path
     assert curve(tmp_path / "more") == curve(tmp_path / "one")
     assert summary["steps"] == STEPS and summary["resumed_at"] == [BORDER]
     assert sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
-    assert files_of(tmp_path / "first") == before
+    assert files_of(first) == before
 
 
 @pytest.mark.parametrize(
