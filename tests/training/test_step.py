@@ -131,6 +131,7 @@ def test_weights_move_down_the_gradient(expected):
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.1
 
 
+@pytest.mark.full
 def test_bfloat16_weights_moments_and_products_train():
     precision = {"compute": "bfloat16", "params": "bfloat16", "rounding": "stochastic"}
     state, seen = run(20, precision=precision, optimizer={"moments": "bfloat16"})
