@@ -2,10 +2,10 @@
 
     python benchmarks/rot.py [--quick] [--faults 10000]
 
-Each time the newest of two checkpoints gets one of fourteen faults (tests/checkpoint/faults.py): flipped bits; files
-cut off, longer, zeroed, gone, added, exchanged or from another step; folders gone; copies that ended early; links;
-marks of a finished save around what is none; seals with a line too few. The newest must be passed over, the one before
-restored as a run does, and its bits those that were saved. Of one in ten Orbax by itself is asked for the damaged step.
+Each time the newest of two checkpoints gets one of nine faults (tests/checkpoint/faults.py): flipped bits; files cut
+off, zeroed or added; trees from another step; copies that ended early; links; marks of a finished save around what is
+none. The newest must be passed over, the one before restored as a run does, and its bits those that were saved. Of one
+in ten Orbax by itself is asked for the damaged step.
 """
 
 import argparse

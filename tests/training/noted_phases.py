@@ -1,6 +1,8 @@
 """What a host of a training is at, written where it can be read when the host has been killed."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 PHASES = ("boot", "joining", "start", "compilation", "restore", "step", "save", "finalise", "evaluation", "going back")
@@ -34,10 +36,10 @@ class Notes:
 
     def follow(self) -> None:
         """Note the phases of this process's training from now on."""
-        from affinage.checkpoint import CheckpointStore
+        from affinage.checkpoint import store
         from affinage.training.watchdog import Watchdog
 
-        begins, step_begins, finish = Watchdog.begins, Watchdog.step_begins, CheckpointStore._finish
+        begins, step_begins, written = Watchdog.begins, Watchdog.step_begins, store.memory_given_back
 
         def noted_begin(watchdog: Watchdog, what: str, **times: float) -> None:
             self.begins(_BEGUN.get(what, "start"))
@@ -47,15 +49,17 @@ class Notes:
             self.begins("step")
             step_begins(watchdog, step)
 
-        def noted_finish(store: CheckpointStore, *given: object) -> None:
+        @contextlib.contextmanager
+        def noted_writing() -> Iterator[None]:
             self.beside(True)
             try:
-                finish(store, *given)  # type: ignore[arg-type]
+                with written():
+                    yield
             finally:
                 self.beside(False)
 
         Watchdog.begins, Watchdog.step_begins = noted_begin, noted_step  # type: ignore[method-assign]
-        CheckpointStore._finish = noted_finish  # type: ignore[method-assign]
+        store.memory_given_back = noted_writing  # type: ignore[assignment]
 
 
 def first_note(file: Path, phase: str) -> None:

@@ -16,17 +16,17 @@ def in_phase(
     `passes`: so many calls come and go before. The phase is not over before, however late the thread comes; `lasts`:
     nor is it afterwards, until the process ends. A line says that its own work is done, where it is done before.
     """
+    import jax
     from tiny import RandomFeed
 
-    from affinage.checkpoint import CheckpointStore
-    from affinage.hardware import joining
+    from affinage.checkpoint import CheckpointStore, store
     from affinage.hardware.devices import Present
-    from affinage.training import examination, loop
+    from affinage.training import examination
     from affinage.training.program import Program
     from affinage.training.reporter import Reporter
 
     place, name = {
-        "joining": (joining, "_connect"),
+        "joining": (jax.distributed, "initialize"),
         "start": (Present, "acquire"),
         "first batch": (RandomFeed, "batch"),
         "compilation": (Program, "compile_training"),
@@ -34,8 +34,8 @@ def in_phase(
         "step": (Reporter, "training"),
         "evaluation": (examination, "validate"),
         "save": (CheckpointStore, "save"),
-        "writing": (CheckpointStore, "_finish"),  # of a save, beside the steps or after the last one
-        "going back": (loop, "_go_back"),
+        "writing": (store, "seal"),  # of a save, beside the steps or after the last one
+        "going back": (CheckpointStore, "forget_after"),
     }[phase]
     function, begun, left = getattr(place, name), threading.Event(), [passes]
 

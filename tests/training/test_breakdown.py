@@ -10,7 +10,7 @@ import tiny
 import tiny_graphs
 from affinage.model import apply, parse
 from affinage.recipe.parallel import ParallelSettings
-from affinage.training.breakdown import PARTS, STEP, Timing, differentiated, measure, program_of, synthetic_batch
+from affinage.training.breakdown import PARTS, STEP, differentiated, measure, program_of, synthetic_batch
 from affinage.training.state import Purpose, random_key
 
 
@@ -23,11 +23,10 @@ def program(graph, mesh, remat="none"):
 @pytest.mark.parametrize(
     ("graph", "mesh", "remat"),
     [
-        (tiny.graph(dropout=0.3), {"data": 8}, "none"),
-        (tiny.graph(), {"fsdp": 4, "tensor": 2}, "block"),
-        (parse(tiny_graphs.moe()), {"data": 2, "expert": 4}, "none"),
+        (tiny.graph(dropout=0.3, layers=1), {"fsdp": 2, "tensor": 2}, "block"),
+        pytest.param(parse(tiny_graphs.moe(layers=1)), {"data": 1}, "none", marks=pytest.mark.full),
     ],
-    ids=["dropout", "tensor and recomputed", "experts"],
+    ids=["dropout, split and recomputed", "experts"],
 )
 def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
     made, batch = program(graph, mesh, remat)
@@ -44,18 +43,12 @@ def test_the_parts_make_the_gradient_of_the_mean_loss(graph, mesh, remat):
         np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_a_measurement_trains_and_has_as_many_repetitions_as_asked_for():
-    made, batch = program(tiny.graph(), {"data": 8})
+    made, batch = program(tiny.graph(layers=1), {"data": 1})
     found = measure(made, batch, 2)
     assert list(found) == [*PARTS, STEP]
-    assert all(len(timing.seconds) == 2 and timing.mean > 0 for timing in found.values())
-
-
-def test_mean_and_deviation_are_those_of_the_sample():
-    timing = Timing((1.0, 2.0, 4.0))
-    assert timing.mean == pytest.approx(7 / 3)
-    assert timing.deviation == pytest.approx(np.std([1, 2, 4], ddof=1))
-    assert Timing((3.0,)).deviation == 0
+    assert all(len(t.seconds) == 2 and t.mean > 0 and t.deviation >= 0 for t in found.values())
 
 
 def test_a_synthetic_batch_is_rows_of_one_document_that_all_count():
@@ -63,4 +56,3 @@ def test_a_synthetic_batch_is_rows_of_one_document_that_all_count():
     assert batch["tokens"].shape == (4, 16) and 0 <= batch["tokens"].min() <= batch["tokens"].max() < tiny.VOCABULARY
     assert batch["loss_mask"].all() and not batch["segment_ids"].any()
     np.testing.assert_array_equal(batch["positions"][3], np.arange(16))
-    np.testing.assert_array_equal(batch["rows"], np.arange(4))

@@ -1,32 +1,26 @@
 """A run that extends another is the run that one would have made of the same pieces at once."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from affinage.checkpoint import CheckpointStore
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import write_facts, write_rows
 from affinage.errors import UserError
-from affinage.hardware.devices import acquire
-from affinage.parallel import make_mesh
 from affinage.recipe.training import ScheduleSettings
 from affinage.training import TrainJob, train
 from affinage.training.extension import begin_extended
 from affinage.training.job import Extension
 from affinage.training.metrics import curve
-from affinage.training.program import Program
-from affinage.training.schedule import SCHEDULES, Schedule, Shape, learning_rate, schedule
+from affinage.training.schedule import learning_rate
 
 BORDER, STEPS = 10, 16
-FIRST = {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4}  # a cosine over the ten steps
+FIRST = {"name": "constant", "peak": 1e-2, "floor": 0.0, "warmup_steps": 4}
 TAIL = {"name": "linear", "peak": 5e-3, "floor": 0.0, "warmup_steps": 2, "from_step": BORDER}
 MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
 
@@ -43,42 +37,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def in_pieces() -> Iterator[None]:
-    """A schedule that is the first one up to the border, and the tail from there on."""
-
-    @schedule("in pieces")
-    class InPieces(Shape):
-        def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
-            first = learning_rate(ScheduleSettings(**FIRST), BORDER)
-            tail = learning_rate(ScheduleSettings(**{**TAIL, "from_step": 0}), STEPS - BORDER)
-            return lambda step: jnp.where(step < BORDER, first(step), tail(step - BORDER))
-
-    yield
-    del SCHEDULES["in pieces"]
-
-
-def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None, **changes: object) -> TrainJob:
+def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None, **changes: Any) -> TrainJob:
     stages = None if mixture is None else [(stage["from_step"], stage["weights"]) for stage in mixture]
     extends = changes.pop("extends", None)
-    own = {"extends": "x" if extends else None, **changes}
-    return TrainJob(
+    own = {"schedule": shape, "mixture": mixture, "validate_every": 5, "extends": "x" if extends else None}
+    return tiny.job(
+        folder,
         graph=tiny.graph(dropout=0.1, layers=1),
-        settings=tiny.settings(steps, schedule=shape, mixture=mixture, validate_every=5, **own),
-        mesh={"data": 1},
-        seed=1,
+        settings=tiny.settings(steps, **own, **changes),
         feed=RowFeed(rows, seed=3, batch=8, mixture=stages),
         validation={"held out": tiny.HeldOut()},
-        folder=folder,
         data={"rows": "the same"},
         extends=extends,
     )
-
-
-def state(folder: Path) -> list[np.ndarray]:
-    store = CheckpointStore(folder / "checkpoints")
-    trees = dict.fromkeys(("params", "opt_state", "window", "step"))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(store.restore(STEPS, trees))]
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -93,73 +64,46 @@ def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, tmp_path: Path):
-    constant = {"name": "constant", "peak": 1e-2, "floor": 0.0, "warmup_steps": 4}
-    train(job(tmp_path / "first", rows, BORDER, constant, None))
-    before = files_of(tmp_path / "first")
-    train(job(tmp_path / "one", rows, STEPS, constant, MIXTURE))
-    extension = job(tmp_path / "more", rows, STEPS, constant, MIXTURE, extends=Extension(tmp_path / "first", BORDER))
-
-    def fail(step: int, state: object) -> None:
-        if step == 12:
-            raise RuntimeError("the machine fails before anything was saved")
+def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: Path, tmp_path: Path):
+    before = files_of(first)
+    train(job(tmp_path / "one", rows, STEPS, FIRST, MIXTURE))
+    extension = job(tmp_path / "more", rows, STEPS, FIRST, MIXTURE, extends=Extension(first, BORDER))
 
     with pytest.raises(RuntimeError):
-        train(replace(extension, on_step=(fail,)))
+        train(replace(extension, on_step=(tiny.fails_at(12),)))  # before anything was saved
     summary = train(extension)
-    for ours, theirs in zip(state(tmp_path / "more"), state(tmp_path / "one"), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert tiny.saved_bits(tmp_path / "more", STEPS) == tiny.saved_bits(tmp_path / "one", STEPS)
     assert curve(tmp_path / "more") == curve(tmp_path / "one")
     assert summary["steps"] == STEPS and summary["resumed_at"] == [BORDER]
     assert sum(summary["percent"].values()) == pytest.approx(100, abs=0.5)
-    assert files_of(tmp_path / "first") == before
-
-
-def test_another_tail_is_one_run_of_the_same_pieces(rows: Path, first: Path, tmp_path: Path):
-    pieces = {"name": "in pieces", "peak": 1e-2, "floor": 0.0}
-    train(job(tmp_path / "one", rows, STEPS, pieces, None))
-    train(job(tmp_path / "more", rows, STEPS, TAIL, None, extends=Extension(first, BORDER)))
-    for ours, theirs in zip(curve(tmp_path / "more"), curve(tmp_path / "one"), strict=True):
-        assert ours.keys() == theirs.keys()
-        if "loss" in ours:
-            # Another expression for the learning rate is another program, which rounds differently.
-            assert ours["learning_rate"] == pytest.approx(theirs["learning_rate"], rel=1e-5, abs=1e-9)
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    for ours, theirs in zip(state(tmp_path / "more"), state(tmp_path / "one"), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+    assert files_of(first) == before
 
 
 @pytest.mark.parametrize(
-    ("changes", "step", "said"),
+    ("changes", "step", "named"),
     [
-        ({"optimizer": {"b1": 0.8}}, BORDER, r"optimizer.b1: 0.9 -> 0.8"),
-        ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, r'"from_step": 0, "weights": \{"all": 1.0\}'),
-        ({}, 7, "no checkpoint of step 7; kept are 5, 10"),
-        ({"steps": BORDER}, BORDER, "it has made 10 of the 10 steps"),
-        (
-            {"optimizer": {"name": "lion"}, "checkpoint": {"accept_changes": ["optimizer"]}},
-            BORDER,
-            r"step 10 does not fit: opt_state\.1\.nu\..* was saved as \[.*\], and is not there here",
-        ),
-        (
-            {"health": {"window": 16}, "checkpoint": {"accept_changes": ["health"]}},
-            BORDER,
-            r"step 10 does not fit: window.losses was saved as \[128\], and is \[16\] here",
-        ),
+        ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
+        ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
+        ({}, 7, "5, 10"),
+        ({"steps": BORDER}, BORDER, "10 of the 10 steps"),
+        ({"optimizer": {"name": "lion"}, "checkpoint": {"accept_changes": ["optimizer"]}}, BORDER, "opt_state"),
+        ({"health": {"window": 16}, "checkpoint": {"accept_changes": ["health"]}}, BORDER, "window.losses"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
-def test_what_an_extension_may_not_change_is_refused(
-    rows: Path, first: Path, tmp_path: Path, changes: dict, step: int, said: str
+def test_what_an_extension_may_not_change_is_refused_by_name(
+    rows: Path, first: Path, tmp_path: Path, changes: dict, step: int, named: str
 ):
     given = {"steps": STEPS, "mixture": None, **changes}
     steps, mixture = given.pop("steps"), given.pop("mixture")
-    refused = job(tmp_path, rows, steps, FIRST, mixture, extends=Extension(first, step), **given)
-    program = Program(refused, make_mesh(refused.mesh, acquire()), refused.feed.batch(0))
-    with pytest.raises(UserError, match=said):
-        begin_extended(program, Extension(first, step))
+    extension = Extension(first, step)
+    refused = job(tmp_path, rows, steps, FIRST, mixture, extends=extension, **given)
+    with pytest.raises(UserError, match=named):
+        begin_extended(tiny.uncompiled(refused), extension)
 
 
-def test_a_tail_without_something_to_extend_is_refused():
+def test_a_tail_begins_where_the_other_schedule_ends_and_needs_something_to_extend():
+    tail, alone = (learning_rate(ScheduleSettings(**{**TAIL, "from_step": at}), end) for at, end in ((10, 16), (0, 6)))
+    assert [float(tail(step)) for step in range(BORDER, STEPS)] == pytest.approx([float(alone(n)) for n in range(6)])
     with pytest.raises(ValueError, match="extends"):
         tiny.settings(STEPS, schedule=TAIL)

@@ -1,6 +1,5 @@
-"""Every part of a training can be another one: here a trivial one each, and it trains as before."""
+"""Every part of a training can be another one: with a trivial one each it fails, goes on, and trains as before."""
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,29 +12,25 @@ import tiny
 from affinage.hardware.acquisition import Hardware
 from affinage.launch import Ending, Launcher, Restarts, supervise
 from affinage.model import Call, Graph
-from affinage.tracking import TrackedRun
-from affinage.training import TrainJob, train
+from affinage.parallel import Strategy
+from affinage.tracking import TrackedRun, Tracker
+from affinage.training import train
 from affinage.training.job import Checkpoints, Feed
-from affinage.training.metrics import MetricsLog
 from affinage.training.state import TrainState
 
-STEPS = 6
+STEPS = 10
 
 
-class Alphabet:
-    """A feed of one sentence, for ever."""
+class Listed:
+    """A feed of batches that were made before."""
+
+    def __init__(self) -> None:
+        self.batches = [tiny.RandomFeed().batch(step) for step in range(STEPS)]
 
     def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
-        tokens = np.tile(np.arange(tiny.CONTEXT, dtype=np.int32), (8, 1))
-        ones = np.ones_like(tokens)
         while True:
-            yield {
-                "tokens": tokens,
-                "segment_ids": ones,
-                "positions": tokens,
-                "loss_mask": ones.astype(np.float32),
-                "rows": np.arange(8, dtype=np.int32),
-            }
+            yield self.batches[start_step % STEPS]
+            start_step += 1
 
 
 class InMemory:
@@ -68,8 +63,7 @@ class InMemory:
         step = max((step for step in self.kept if at_most is None or step <= at_most), default=min(self.kept))
         state, meta = self.kept[step]
         accept(meta)
-        put = jax.tree.map(lambda like, array: jax.device_put(array, like.sharding), dict(abstract), state)
-        return step, put, meta
+        return step, tiny.placed(state, dict(abstract)), meta
 
 
 class Jit:
@@ -87,75 +81,26 @@ class Jit:
         return jax.jit(step)
 
 
-class Csv:
-    """A tracker of one file."""
+class Losses:
+    """A tracker that keeps one number."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
 
     def start(self, run: TrackedRun) -> str:
-        return self.path.name
+        return "here"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        with self.path.open("a", newline="") as file:
-            csv.writer(file).writerow([step, values.get("train/loss")])
+        if "train/loss" in values:
+            self.found[step] = values["train/loss"]
 
     def finish(self, ending: str) -> None: ...
-
-
-def job(folder: Path, **parts: object) -> TrainJob:
-    given = {"mesh": {"data": 1}, "feed": tiny.RandomFeed(), **parts}
-    return TrainJob(graph=tiny.graph(layers=1), settings=tiny.settings(STEPS), seed=1, folder=folder, **given)
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in MetricsLog(folder / "metrics.jsonl", STEPS).training()]
-
-
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("usual")
-    train(job(folder))
-    return losses(folder)
-
-
-def test_another_feed(tmp_path: Path, usual: list[float]):
-    feed: Feed = Alphabet()
-    summary = train(job(tmp_path, feed=feed))
-    assert summary["final_loss"] < usual[-1]  # one sentence is learned faster than noise
-
-
-def test_another_store_of_checkpoints(tmp_path: Path, usual: list[float]):
-    memory = InMemory()
-    store: Checkpoints = memory
-
-    def fail(step: int, state: object) -> None:
-        if step == 6:
-            raise RuntimeError("the machine fails")
-
-    with pytest.raises(RuntimeError):
-        train(job(tmp_path, store=store, on_step=(fail,)))
-    assert memory.steps() == [5] and not (tmp_path / "checkpoints").exists()
-    assert train(job(tmp_path, store=store))["resumed_at"] == [5]
-    assert losses(tmp_path) == usual and memory.steps() == [5, 6]
-
-
-def test_another_strategy(tmp_path: Path, usual: list[float]):
-    train(job(tmp_path, strategy=Jit(), mesh={"fsdp": 2}))
-    assert losses(tmp_path) == pytest.approx(usual, rel=1e-5)
-
-
-def test_another_tracker(tmp_path: Path, usual: list[float]):
-    train(job(tmp_path, trackers={"csv": lambda: Csv(tmp_path / "losses.csv")}))
-    rows = [row for row in csv.reader((tmp_path / "losses.csv").open()) if row[1]]
-    assert [float(loss) for _, loss in rows] == usual
 
 
 class Borrowed:
     """Hardware that is one device of somebody's, and knows who has it."""
 
-    def __init__(self) -> None:
-        self.lent = False
+    lent = False
 
     def acquire(self) -> list[jax.Device]:
         self.lent = True
@@ -165,32 +110,13 @@ class Borrowed:
         self.lent = False
 
 
-def test_other_hardware(tmp_path: Path, usual: list[float]):
-    borrowed, seen = Borrowed(), set()
-    hardware: Hardware[jax.Device] = borrowed
-
-    def look(step: int, state: TrainState) -> None:
-        assert borrowed.lent
-        seen.update(device for leaf in jax.tree.leaves(state.params) for device in leaf.devices())
-        if step == 6 and fails:
-            raise RuntimeError("the machine fails")
-
-    fails = True
-    with pytest.raises(RuntimeError):
-        train(job(tmp_path, hardware=hardware, on_step=(look,)))
-    assert not borrowed.lent  # given back, whatever happened
-    fails = False
-    train(job(tmp_path, hardware=hardware, on_step=(look,)))
-    assert losses(tmp_path) == usual and seen == {jax.devices()[1]} and not borrowed.lent
-
-
 class Here:
     """A launcher that does the work of a command itself, on one host."""
 
     hosts = 1
 
     def __init__(self, work: Callable[[Sequence[str]], None]) -> None:
-        self.work, self.told = work, []
+        self.work, self.status = work, 0
 
     def start(self, command: Sequence[str]) -> "Here":
         try:
@@ -205,26 +131,38 @@ class Here:
     def ended(self, seconds: float) -> list[Ending]:
         return [Ending(0, self.status)]
 
-    def tell(self, number: int) -> None:
-        self.told.append(number)
+    def tell(self, number: int) -> None: ...
 
     def end(self) -> None: ...
 
 
-def test_another_launcher(tmp_path: Path, usual: list[float]):
-    starts = []
+def test_a_training_of_other_parts_is_the_usual_one(tmp_path: Path):
+    feed: Feed = Listed()
+    store: Checkpoints = InMemory()
+    strategy: Strategy = Jit()
+    tracker: Tracker = Losses()
+    hardware: Hardware[jax.Device] = Borrowed()
+    starts, summaries, seen = [], [], set()
+
+    def look(step: int, state: TrainState) -> None:
+        assert hardware.lent
+        seen.update(device for leaf in jax.tree.leaves(state.params) for device in leaf.devices())
 
     def work(command: Sequence[str]) -> None:
         starts.append(list(command))
+        assert not hardware.lent  # given back, whatever happened
+        parts = {"feed": feed, "store": store, "strategy": strategy, "hardware": hardware}
+        hooks = (look, tiny.fails_at(6 if len(starts) == 1 else 0))
+        summaries.append(
+            train(tiny.job(tmp_path / "own", STEPS, trackers={"own": lambda: tracker}, on_step=hooks, **parts))
+        )
 
-        def fail(step: int, state: object) -> None:
-            if step == 6 and len(starts) == 1:
-                raise RuntimeError("the machine fails")
-
-        train(job(tmp_path, on_step=(fail,)))
-
-    said: list[str] = []
     launcher: Launcher = Here(work)
-    assert supervise(launcher, ["train", "x.yaml"], Restarts(), say=said.append) == 0
-    assert starts == [["train", "x.yaml"]] * 2 and len(said) == 1
-    assert losses(tmp_path) == usual
+    assert supervise(launcher, ["train", "x.yaml"], Restarts(), say=lambda line: None) == 0
+    assert starts == [["train", "x.yaml"]] * 2
+    assert summaries[0]["resumed_at"] == [5] and store.steps() == [5, 10]
+    assert seen == {jax.devices()[1]} and not (tmp_path / "own" / "checkpoints").exists()
+
+    train(tiny.job(tmp_path / "usual", STEPS))
+    usual = {line["step"]: line["loss"] for line in tiny.lines(tmp_path / "usual") if "loss" in line}
+    assert tracker.found == pytest.approx(usual, rel=1e-6) and len(usual) == STEPS

@@ -1,9 +1,10 @@
-"""What a run goes on from, and what it refuses to go on from."""
+"""What a run goes on from, with the same bits in the end, and what it refuses to go on from."""
 
 import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,116 +12,105 @@ import pytest
 import tiny
 import yaml
 
+import tiny_graphs
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import IDENTITY, refuse_changes
-from affinage.errors import UserError
+from affinage.errors import Preempted, UserError
+from affinage.model import parse
+from affinage.model.preferred import preference_graph
 from affinage.parallel import make_mesh
+from affinage.recipe.tuning import DpoSettings, SftSettings
 from affinage.training import TrainJob, train
 from affinage.training.metrics import curve
 from affinage.training.program import Program
 from affinage.training.summary import identity
 
+STEPS = 6
+LORA = {"lora": {"rank": 4, "targets": ["query", "down"], "dropout": 0.2}}
 
-def _job(folder: Path, **changes: object) -> TrainJob:
-    values = {"graph": tiny.graph(layers=1), "settings": tiny.settings(10), "mesh": {"data": 1}, "seed": 1}
-    return TrainJob(**{**values, "feed": tiny.RandomFeed(), "folder": folder, **changes})
+
+class Images(tiny.RandomFeed):
+    """Blurred noise, a function of the step."""
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        images = np.random.default_rng(step).random((8, 8, 8, 1)).astype(np.float32)
+        return {"images": images, "rows": np.arange(8, dtype=np.int32)}
+
+
+def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
+    """A training of each kind, which saves after every second step."""
+    how: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
+    graph = tiny.graph(dropout=0.1, layers=1)
+    match kind:
+        case "bfloat16":
+            how |= {"precision": {"params": "bfloat16", "rounding": "stochastic"}, "optimizer": {"moments": "bfloat16"}}
+        case "layer by layer":
+            how["update"] = "layerwise"
+        case "averages":
+            return tiny.job(folder, STEPS, hook, graph=parse(tiny_graphs.byol()), feed=Images(), **how)
+        case "sft with adapters":
+            how = {"settings": tiny.tuning(SftSettings, STEPS, own=LORA, **how)}
+        case "dpo with adapters":
+            chosen = tiny.tuning(DpoSettings, STEPS, own=LORA | {"reference": "held"}, **how)
+            graph, how = preference_graph(tiny.graph(layers=1), chosen, documents=2), {"settings": chosen}
+    return tiny.job(folder, STEPS, hook, graph=graph, **how)
+
+
+FULL = ("layer by layer", "averages", "dpo with adapters")
+
+
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", "sft with adapters", *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL)]
+)
+def test_stopped_and_started_again_it_ends_with_the_same_bits(tmp_path: Path, kind: str):
+    train(of_kind(kind, tmp_path / "whole"))
+    cut = tmp_path / "cut"
+    with pytest.raises(RuntimeError):
+        train(of_kind(kind, cut, tiny.fails_at(3)))
+    with pytest.raises(Preempted):
+        train(of_kind(kind, cut, tiny.stops_at(5)))
+    summary = train(of_kind(kind, cut))
+    assert summary["resumed_at"] == [2, 5] and ("images" in summary) == (kind == "averages")
+    assert tiny.saved_bits(cut, STEPS) == tiny.saved_bits(tmp_path / "whole", STEPS)
+    assert curve(cut) == curve(tmp_path / "whole")
 
 
 def test_a_damaged_newest_checkpoint_costs_its_steps_and_nothing_else(tmp_path: Path):
-    train(_job(tmp_path))
+    train(tiny.job(tmp_path))
     rows = curve(tmp_path)
     (tmp_path / "summary.json").unlink()
     for data in (tmp_path / "checkpoints" / "10").rglob("d/*"):
         os.truncate(data, 10)
     with pytest.warns(CheckpointWarning):
-        summary = train(_job(tmp_path))
+        summary = train(tiny.job(tmp_path))
     assert summary["resumed_at"] == [5]
     assert curve(tmp_path) == rows
     assert CheckpointStore(tmp_path / "checkpoints").restore_newest({"params": None})[0] == 10  # mended
 
 
-def test_a_finished_run_started_again_trains_no_step(tmp_path: Path):
-    first, steps = train(_job(tmp_path)), []
-    again = train(_job(tmp_path, on_step=(lambda step, state: steps.append(step),)))
-    assert not steps
-    assert again["final_loss"] == first["final_loss"]
+def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_refused_until_accepted(tmp_path: Path):
+    steps: list[int] = []
+    first = train(tiny.job(tmp_path, data={"rows": "one"}, code={"plugin a.py": "1"}))
+    again = train(tiny.job(tmp_path, 10, lambda s, _: steps.append(s), data={"rows": "one"}, code={"plugin a.py": "1"}))
+    assert not steps and again["final_loss"] == first["final_loss"]
 
-
-def test_a_change_of_model_settings_or_data_is_refused_until_it_is_accepted_by_name(tmp_path: Path):
-    train(_job(tmp_path, data={"rows": "one"}, code={"plugin a.py": "1"}))
-    changed = {"data": {"rows": "other"}, "graph": tiny.graph(layers=2), "code": {"plugin a.py": "2"}}
-    settings = {"optimizer": {"b1": 0.8}, "log_every": 2, "micro_batches": 2}  # the last two only say how
+    changed: dict[str, Any] = {"data": {"rows": "other"}, "code": {"plugin a.py": "2"}}
+    changed |= {"optimizer": {"b1": 0.8}, "log_every": 2, "micro_batches": 2}  # the last two only say how
     with pytest.raises(UserError) as refused:
-        train(_job(tmp_path, settings=tiny.settings(12, **settings), **changed))
-    listed = [line.strip() for line in str(refused.value).splitlines()[1:-1]]
-    assert listed == [
-        "code.plugin a.py: 1 -> 2",
-        "data.rows: one -> other",
-        "model.nodes.blocks.repeat: 1 -> 2",
-        "optimizer.b1: 0.9 -> 0.8",
-        "steps: 10 -> 12",
-    ]
-    assert "accept_changes=[code, data.rows, model.nodes.blocks.repeat, optimizer.b1, steps]" in str(refused.value)
+        train(tiny.job(tmp_path, 12, **changed))
+    names = ["code.plugin a.py", "data.rows", "optimizer.b1", "steps"]
+    assert [line.strip().partition(": ")[0] for line in str(refused.value).splitlines()[1:-1]] == names
     accepted = {"every_steps": 5, "accept_changes": ["code", "data", "optimizer.b1", "steps"]}
     with pytest.warns(CheckpointWarning, match="another optimizer"):
-        summary = train(
-            _job(
-                tmp_path,
-                settings=tiny.settings(12, **settings, checkpoint=accepted),
-                data=changed["data"],
-                code=changed["code"],
-            )
-        )
+        summary = train(tiny.job(tmp_path, 12, checkpoint=accepted, **changed))
     assert summary["resumed_at"] == [10] and summary["steps"] == 12
-
-
-def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
-    for minutes, steps in ((1e-9, [1, 2, 3, 4]), (600, [4])):
-        folder, rhythm = tmp_path / str(minutes), {"every_steps": 1000, "every_minutes": minutes, "keep_last": 99}
-        train(_job(folder, settings=tiny.settings(4, checkpoint=rhythm)))
-        assert CheckpointStore(folder / "checkpoints").steps() == steps
-
-
-def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):
-    train(_job(tmp_path / "base"))
-    base = CheckpointStore(tmp_path / "base" / "checkpoints")
-    seen = []
-    job = _job(
-        tmp_path / "tuned",
-        settings=tiny.settings(1, schedule={"peak": 1e-12, "floor": 1e-13}),
-        initial_params=lambda abstract: base.restore_params(None, abstract),
-        on_step=(lambda step, state: seen.append(jax.device_get(state.params)),),
-    )
-    train(job)
-    for a, b in zip(
-        jax.tree.leaves(seen[0]), jax.tree.leaves(base.restore(10, {"params": None})["params"]), strict=True
-    ):
-        np.testing.assert_allclose(a, b, atol=1e-9)
-
-
-def test_the_summary_says_what_the_run_was(tmp_path: Path):
-    summary = train(_job(tmp_path, validation={"x": tiny.HeldOut()}))
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert summary["tokens"] == 10 * 8 * tiny.CONTEXT and summary["steps"] == 10
-    assert summary["final_loss"] < summary["first_loss"]
-    assert summary["mfu"] is None  # nobody knows the peak of a CPU
-    accounts = dict(summary["seconds"])
-    assert accounts.pop("total") == pytest.approx(sum(accounts.values()), abs=0.01)
-    held_out, scores = tiny.HeldOut(), summary["validation"]["x"]
-    targets = sum(_targets(batch) for batch in held_out)
-    assert scores["bits_per_byte"] == pytest.approx(scores["loss"] * targets / np.log(2) / held_out.bytes, rel=1e-6)
-
-
-def _targets(batch: dict[str, np.ndarray]) -> float:
-    same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
-    return float((batch["loss_mask"][:, 1:] * same).sum())
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("data.rows", {"data": {"rows": "other"}}),
-        ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(width=96)}),
+        ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(layers=1, width=96)}),
         ("optimizer.name", {"settings": tiny.settings(10, optimizer={"name": "lion"})}),
         ("batch", {"settings": tiny.settings(10, batch=16), "feed": tiny.RandomFeed(rows=16)}),
         ("seed", {"seed": 2}),
@@ -130,10 +120,10 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
     def facts(job: TrainJob) -> dict:
         return identity(Program(job, make_mesh(job.mesh, jax.devices()), job.feed.batch(0)))
 
-    before = _job(Path("unused"), data={"rows": "one"})
+    before = tiny.job(Path("unused"), data={"rows": "one"})
     meta, now = {IDENTITY: facts(before)}, facts(dataclasses.replace(before, **changes))
     assert refuse_changes(meta, meta[IDENTITY], (), where="here", setting="accept_changes") == []
-    with pytest.raises(UserError, match="this run is not the one that was saved") as refused:
+    with pytest.raises(UserError) as refused:
         refuse_changes(meta, now, (), where="here", setting="accept_changes")
     assert f"\n    {name}: " in str(refused.value)
     hinted = yaml.safe_load(str(refused.value).rpartition("accept_changes=")[2].removesuffix("."))
@@ -150,3 +140,42 @@ def test_a_name_to_accept_that_is_no_plain_word_is_what_stands_before_it():
     hinted = yaml.safe_load(str(refused.value).rpartition("accept_changes=")[2].removesuffix("."))
     assert hinted == ["1 2", "code", "data"]
     refuse_changes(saved, {"seed": 1}, hinted, where="here", setting="accept_changes")
+
+
+def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
+    for minutes, count in ((1e-9, 10), (600, 1)):
+        folder, rhythm = tmp_path / str(minutes), {"every_steps": 1000, "every_minutes": minutes, "keep_last": 99}
+        train(tiny.job(folder, checkpoint=rhythm))
+        assert len(CheckpointStore(folder / "checkpoints").steps()) == count
+
+
+def test_fine_tuning_begins_with_the_weights_it_is_given(tmp_path: Path):
+    train(tiny.job(tmp_path / "base"))
+    base, seen = CheckpointStore(tmp_path / "base" / "checkpoints"), []
+    train(
+        tiny.job(
+            tmp_path / "tuned",
+            1,
+            lambda step, state: seen.append(jax.device_get(state.params)),
+            schedule={"peak": 1e-12, "floor": 1e-13},
+            initial_params=lambda abstract: base.restore_params(None, abstract),
+        )
+    )
+    for a, b in zip(*map(jax.tree.leaves, (seen[0], base.restore(10, {"params": None})["params"])), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+def test_the_summary_says_what_the_run_was(tmp_path: Path):
+    summary = train(tiny.job(tmp_path, validation={"x": tiny.HeldOut()}))
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tokens"] == 10 * 8 * tiny.CONTEXT and summary["steps"] == 10
+    assert summary["final_loss"] < summary["first_loss"]
+    assert summary["mfu"] is None  # nobody knows the peak of a CPU
+    held_out, scores = tiny.HeldOut(), summary["validation"]["x"]
+    targets = sum(_targets(batch) for batch in held_out)
+    assert scores["bits_per_byte"] == pytest.approx(scores["loss"] * targets / np.log(2) / held_out.bytes, rel=1e-6)
+
+
+def _targets(batch: dict[str, np.ndarray]) -> float:
+    same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+    return float((batch["loss_mask"][:, 1:] * same).sum())

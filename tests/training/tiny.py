@@ -1,11 +1,25 @@
-"""A model of a few thousand weights and a feed of random rows: enough to train in a test."""
+"""A model of a few thousand weights, a feed of random rows, and trainings of both whose steps are compiled once."""
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
-from affinage.model import Graph, parse
-from affinage.recipe.training import PretrainSettings
+from affinage.checkpoint import CheckpointStore
+from affinage.model import Call, Graph, init_params, parse
+from affinage.parallel import make_mesh
+from affinage.parallel.strategy import Spmd
+from affinage.recipe.training import PretrainSettings, TrainSettings
+from affinage.training import TrainJob
+from affinage.training.job import Hook
+from affinage.training.program import Program
+from affinage.training.state import Purpose, TrainState, random_key
 
 VOCABULARY, CONTEXT = 64, 16
 
@@ -85,3 +99,132 @@ def settings(steps: int = 20, **changes: object) -> PretrainSettings:
             **changes,
         }
     )
+
+
+# What says how a training goes on, and nothing of what its steps compute.
+_NOT_IN_STEPS = {"checkpoint", "survival", "log_every", "validate_every", "validation_rows", "profile"}
+_weights: dict[str, Any] = {}
+_OF_JOB = {field.name for field in dataclasses.fields(TrainJob)}
+
+
+class Kept:
+    """A strategy that compiles a step once in this process, whichever training asks for it."""
+
+    programs: dict[str, Any] = {}
+
+    def __init__(self, job: TrainJob) -> None:
+        of_settings = job.settings.model_dump(mode="json", exclude=_NOT_IN_STEPS)
+        health = job.settings.health
+        of_settings["health"] = [health.window, health.spike_deviations, health.on_spike == "note"]
+        self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
+
+    def check(self, graph: Graph, rows: int, call: Call) -> None: ...
+
+    def adapt(self, call: Call) -> Call:
+        return call
+
+    def compile_training(self, step: Any, state: Any, batch: Any) -> Any:
+        return self._kept("training", step, state, batch)
+
+    def compile_evaluation(self, step: Any, params: Any, batch: Any) -> Any:
+        return self._kept("evaluation", step, params, batch)
+
+    def _kept(self, kind: str, step: Any, state: Any, batch: Any) -> Any:
+        key = f"{kind} {json.dumps(self.key)} {jax.tree.leaves(state)[0].sharding.mesh.devices} {batch}"
+        if key not in self.programs:
+            self.programs[key] = getattr(Spmd(), f"compile_{kind}")(step, state, batch)
+        return self.programs[key]
+
+
+def job(folder: Path, steps: int = 10, hook: Hook | None = None, **changes: Any) -> TrainJob:
+    """A training of one layer on one device. `changes` are fields of the job, or else of its settings."""
+    of_job = {name: changes.pop(name) for name in _OF_JOB & changes.keys()}
+    values = {"graph": graph(layers=1), "mesh": {"data": 1}, "seed": 1, "feed": RandomFeed(), "folder": folder}
+    values |= {"on_step": (hook,) if hook else ()} | of_job
+    made = TrainJob(**{"settings": settings(steps, **changes), **values})
+    kept: dict[str, Any] = {"initial_params": _first_weights(made)} if "initial_params" not in of_job else {}
+    if made.strategy is None and "pipeline" not in made.mesh:
+        kept["strategy"] = Kept(made)
+    return dataclasses.replace(made, **kept)
+
+
+def _first_weights(job: TrainJob) -> Callable[[Any], Any]:
+    """The weights that such a job begins with by itself, drawn once in this process."""
+
+    def weights(abstract: Any) -> Any:
+        key = json.dumps([job.graph.to_dict(), job.seed])
+        if key not in _weights:
+            draw = jax.jit(functools.partial(init_params, job.graph))
+            _weights[key] = jax.device_get(draw(random_key(job.seed, Purpose.INITIAL_WEIGHTS)))
+        return placed(_weights[key], abstract)
+
+    return weights
+
+
+def tuning(kind: type[TrainSettings], steps: int = 10, *, own: Mapping[str, object], **changes: object) -> Any:
+    """The same settings for a kind of fine-tuning, with what is its own."""
+    common = settings(steps, **changes).model_dump(include=set(TrainSettings.model_fields))
+    return kind.model_validate({**common, "sources": ["none"], **own})
+
+
+def fails_at(step: int) -> Hook:
+    """A hook in which the machine fails after a step."""
+
+    def fail(at: int, state: TrainState) -> None:
+        if at == step:
+            raise RuntimeError("the machine fails")
+
+    return fail
+
+
+def stops_at(step: int) -> Hook:
+    """A hook that has the training told to stop after a step."""
+    return lambda at, state: signal.raise_signal(signal.SIGTERM) if at == step else None
+
+
+def saved_bits(folder: Path, step: int, *names: str) -> list[bytes]:
+    """The bits of all arrays of a checkpoint, of some of its trees or of all."""
+    store = CheckpointStore(folder / "checkpoints")
+    trees = names or [path.name for path in (store.folder / str(step)).iterdir() if path.is_dir()]
+    return bits(store.restore(step, dict.fromkeys(sorted(trees))))
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """What a training has written line by line."""
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def uncompiled(job: TrainJob) -> Program:
+    return Program(job, make_mesh(job.mesh, jax.devices()), next(job.feed.iterate(0)))
+
+
+def compiled(job: TrainJob) -> tuple[Program, Any]:
+    """The program of a job, and its compiled step."""
+    program = uncompiled(job)
+    return program, program.compile_training()
+
+
+def steps_of(job: TrainJob, count: int, begin: Any = None) -> tuple[TrainState, list[dict[str, float]]]:
+    """The state after some steps from `begin`, or from the job's own beginning, and the metrics of each."""
+    program, step = compiled(job)
+    state = program.begin() if begin is None else placed(begin, program.abstract)
+    seen, batches = [], job.feed.iterate(0)
+    for _ in range(count):
+        state, metrics = step(state, program.put(next(batches)))
+        seen.append({name: float(value) for name, value in metrics.items()})
+    return state, seen
+
+
+def placed(state: Any, like: Any) -> Any:
+    """A state on the devices, with the dtypes and shardings that another has."""
+    return jax.tree.map(lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), state, like)
+
+
+def assert_close(got: list[dict[str, float]], expected: list[dict[str, float]], rtol: float = 1e-5) -> None:
+    """The same losses and norms of gradients."""
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in got], [m[name] for m in expected], rtol=rtol, err_msg=name)

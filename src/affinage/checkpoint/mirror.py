@@ -15,7 +15,7 @@ from affinage.checkpoint.seal import SEAL
 from affinage.checkpoint.steps import complete_steps, kept_steps
 from affinage.checkpoint.store import CheckpointStore
 
-_PAUSE, _LONGEST_PAUSE = 5.0, 300.0  # seconds after a copy that failed until the next attempt; doubled each time
+_LONGEST_PAUSE = 300.0  # seconds after a copy that failed until the next attempt
 _REACH = 60.0  # seconds in which the place must answer at the start
 _STUCK = 600.0  # seconds without a file that came to its end, after which a copy is no longer waited for
 # Beside the checkpoints, which have rules of their own: what is of this machine, or of this start.
@@ -38,10 +38,13 @@ class Mirror:
         folder: of the training.
         keep_last: how many of the newest steps stay there.
         keep_every: steps at multiples of this stay for ever; None for none.
+        pause: seconds after a copy that failed until the next attempt; doubled each time.
     """
 
-    def __init__(self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
-        self.url = url
+    def __init__(
+        self, url: str, folder: Path, *, keep_last: int = 2, keep_every: int | None = None, pause: float = 5.0
+    ) -> None:
+        self.url, self._pause = url, pause
         self.held: frozenset[int] = frozenset()  # steps that must stay here as long as they are copied
         self.say: Callable[[str], None] = lambda line: print(line, flush=True)
         self._remote, self._folder, self._store = RemoteFolder(url), folder, folder / CHECKPOINTS
@@ -112,7 +115,7 @@ class Mirror:
         self._there = {step: seal for step in steps if (seal := self._steps.seal(step))}
 
     def _work(self) -> None:
-        pause, failing = _PAUSE, False
+        pause, failing = self._pause, False
         while True:
             with self._changed:
                 if failing:
@@ -127,7 +130,7 @@ class Mirror:
             except (RemoteError, OSError) as error:
                 if not failing:
                     self.say(f"the copy at a URL has to wait: {error}. The training goes on, and it is tried again")
-                pause, failing = min(2 * pause, _LONGEST_PAUSE) if failing else _PAUSE, True
+                pause, failing = min(2 * pause, _LONGEST_PAUSE) if failing else self._pause, True
                 with self._changed:
                     self._failed, self._failure, self._hurry = asked, str(error), self._asked > asked
                     self._changed.notify_all()
@@ -207,13 +210,14 @@ class Mirror:
             self._changed.notify_all()
 
 
-def bring_newest(url: str, folder: Path, say: Callable[[str], None]) -> int | None:
+def bring_newest(url: str, folder: Path, say: Callable[[str], None], *, reach: float = _REACH) -> int | None:
     """Copy a training from a URL into a folder, if there is a newer whole checkpoint there than here.
 
     Args:
         url: that a `Mirror` of the training has written to.
         folder: of the training.
         say: told what is passed over, and what is done.
+        reach: seconds in which the place must answer.
 
     Returns:
         The step that was copied; None if what is here is as new, or there is nothing there.
@@ -223,7 +227,7 @@ def bring_newest(url: str, folder: Path, say: Callable[[str], None]) -> int | No
     """
     remote = RemoteFolder(url)
     steps, store = RemoteSteps(remote / CHECKPOINTS), CheckpointStore(folder / CHECKPOINTS)
-    there, here = _reach(remote, steps.steps), store.steps()
+    there, here = _reach(remote, steps.steps, reach), store.steps()
     for step in sorted({*there, *here}, reverse=True):
         if step in here and not store.damage(step):
             return None
@@ -274,10 +278,10 @@ def _beside(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
                 continue
 
 
-def _reach(remote: RemoteFolder, ask: Callable[[], Result]) -> Result:
+def _reach(remote: RemoteFolder, ask: Callable[[], Result], seconds: float = _REACH) -> Result:
     """What `ask` returns, if the place answers in time."""
     found: list[Result] = []
-    failed = [RemoteError(f"{remote.url} does not answer within {_REACH:.0f} s")]
+    failed = [RemoteError(f"{remote.url} does not answer within {seconds:g} s")]
 
     def asking() -> None:
         try:
@@ -287,7 +291,7 @@ def _reach(remote: RemoteFolder, ask: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=asking, name="reach", daemon=True)
     thread.start()
-    thread.join(_REACH)
+    thread.join(seconds)
     with _reached():
         if not found:
             raise failed[-1]

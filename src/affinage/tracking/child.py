@@ -12,8 +12,6 @@ from typing import Any
 import affinage
 from affinage.tracking.tracker import Ending, TrackedRun
 
-_PATIENCE = 120.0  # seconds for one answer; then the process is ended
-
 
 class Child:
     """Hands everything over to `python -m affinage.tracking`, one JSON line each way per call.
@@ -24,10 +22,11 @@ class Child:
     Args:
         name: of the library.
         settings: its own, complete, JSON-able.
+        patience: seconds for one answer; then the process is ended.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._name, self._settings = name, dict(settings)
+    def __init__(self, name: str, settings: Mapping[str, Any], *, patience: float = 120.0) -> None:
+        self._name, self._settings, self._patience = name, dict(settings), patience
 
     def start(self, run: TrackedRun) -> str:
         """See `Tracker.start`."""
@@ -52,7 +51,7 @@ class Child:
         self._ask({"ending": ending})
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(_PATIENCE)
+        self._process.wait(self._patience)
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -61,9 +60,9 @@ class Child:
             self._process.stdin.flush()
         except OSError:
             raise RuntimeError(f"the process of {self._name} has ended") from None
-        if not select.select([self._process.stdout], [], [], _PATIENCE)[0]:
+        if not select.select([self._process.stdout], [], [], self._patience)[0]:
             self._process.kill()
-            raise TimeoutError(f"{self._name} has not answered for {_PATIENCE:.0f} s")
+            raise TimeoutError(f"{self._name} has not answered for {self._patience:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the process of {self._name} has ended")

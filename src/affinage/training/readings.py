@@ -13,7 +13,6 @@ import jax
 from affinage.hardware.duty_cycle import DutyCycle
 
 _STATM = "/proc/self/statm"
-_FRESH = 1.0  # seconds in which nothing is asked again: a share of less time tells little, and lines come faster
 
 
 class Readings:
@@ -24,10 +23,14 @@ class Readings:
     GPUs that this process computes on what their driver says of the last second, where the package nvidia-ml-py is
     installed; of TPUs the duty cycle of the machine's chips, as libtpu told it after the reading before; of a CPU the
     share of all its cores that this process had since the last reading. What a platform does not tell is left out.
+
+    Args:
+        devices: of this host.
+        fresh: seconds in which nothing is asked again: a share of less time tells little, and lines come faster.
     """
 
-    def __init__(self, devices: list[jax.Device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: list[jax.Device], *, fresh: float = 1.0) -> None:
+        self._devices, self._fresh = devices, fresh
         self._is_cpu = devices[0].platform == "cpu"
         self._cores = os.cpu_count() or 1
         self._load: Callable[[], float | None] | None = (
@@ -38,8 +41,8 @@ class Readings:
         self._asked = -math.inf
 
     def read(self) -> dict[str, float]:
-        """The readings by their names, at most a second old."""
-        if time.perf_counter() - self._asked > _FRESH:
+        """The readings by their names, at most `fresh` seconds old."""
+        if time.perf_counter() - self._asked > self._fresh:
             self._asked = time.perf_counter()
             self._found = self._read()
         return self._found

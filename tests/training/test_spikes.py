@@ -1,0 +1,122 @@
+"""Losses that stand out of those before: scored as numpy does it, seen on the devices, and none in a clean run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from affinage.recipe.training import HealthSettings
+from affinage.training.spikes import LossWindow, judged
+
+
+def series(steps: int, seed: int) -> np.ndarray:
+    """Losses as of a training: a fall from 10 to 3, noise that has heavy tails and shrinks, and slow waves."""
+    draw, at = np.random.default_rng(seed), np.arange(steps)
+    level = 3 + 7 * (1 + at / 200) ** -0.5 + 0.02 * np.sin(at / 3000)
+    return (level * (1 + 0.01 * draw.standard_t(8, steps))).astype(np.float32)
+
+
+@jax.jit
+def _scores(losses: jax.Array) -> jax.Array:
+    def step(window: LossWindow, loss: jax.Array) -> tuple[LossWindow, jax.Array]:
+        return window.with_loss(loss), window.score(loss)
+
+    def of_run(losses: jax.Array) -> jax.Array:
+        return jax.lax.scan(step, LossWindow.empty(128), losses)[1]
+
+    return jax.vmap(of_run)(losses)
+
+
+def scores(losses: np.ndarray) -> np.ndarray:
+    """Of one run or many at once."""
+    return np.asarray(_scores(np.atleast_2d(losses))).reshape(losses.shape)
+
+
+def expected_score(before: list[float], loss: float) -> float:
+    """The larger one of two, in the order of the losses, as `LossWindow` has them."""
+    if not before:
+        return 0.0
+    window, last = np.array(before[-128:], np.float64), np.array(before[-33:], np.float64)
+    median = np.median(window)
+    least = 0.002 if len(before) >= 16 else 0.25
+    above = (loss - median) / max(1.4826 * np.median(np.abs(window - median)), least * median)
+    if len(before) < 8:
+        return above
+    steps, level = np.diff(last), np.median(last[-8:])
+    noise = np.quantile(np.abs(steps - np.median(steps)), 0.75) / 1.1503 / np.sqrt(2)
+    return max(above, (loss - level) / max(1.75 * noise, 0.03 * level))
+
+
+@pytest.mark.parametrize(("fall", "noise"), [(1, 0.1), (12, 0.01), (200, 0.1)])
+def test_the_score_is_that_of_numpy(fall: float, noise: float):
+    draw, at = np.random.default_rng(0), np.arange(300)
+    losses = ((1 + 9 * np.exp(-at / fall)) * (1 + noise * draw.standard_normal(300))).astype(np.float32)
+    losses[[30, 41, 45]] = np.nan, np.inf, 20.0
+    got, seen = scores(losses), []
+    for step, loss in enumerate(losses):
+        np.testing.assert_allclose(got[step], expected_score(seen, loss), rtol=2e-3, atol=1e-3)
+        if np.isfinite(loss):
+            seen.append(loss)
+
+
+def test_a_loss_far_above_the_few_before_it_is_a_spike_and_a_fall_or_a_small_rise_is_none():
+    losses = series(16, 3)
+    assert (scores(losses) < 6).all()
+    for step in (1, 2, 7, 15):
+        for factor, spike in ((1.15, False), (1.5, step >= 8), (3.0, True)):
+            moved = losses.copy()
+            moved[step] *= factor
+            assert (scores(moved)[step] > 6) == spike
+
+
+def test_many_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():
+    clean = series(30_000, 1)
+    spikes = scores(clean) > 6
+    assert spikes.mean() < 1e-3
+    assert np.convolve(spikes, np.ones(3), "valid").max() < 3  # the limits of the breaker
+    assert np.convolve(spikes, np.ones(100), "valid").max() < 5
+    at = np.arange(5_000, 20_000, 497)
+    sick = clean.copy()
+    sick[at] *= 1.15  # thirteen deviations
+    assert (scores(sick)[at] > 6).all()
+
+
+def test_a_spike_in_the_first_steps_is_seen_and_a_clean_start_has_none_in_a_row():
+    starts = np.stack([series(128, seed) for seed in range(200)])
+    spikes = scores(starts) > 6
+    assert not spikes[:, :16].any() and spikes.sum() <= 10 and (spikes.sum(axis=1) < 3).all()
+    for step in (16, 40):
+        sick = starts.copy()
+        sick[:, step] *= 3
+        assert (scores(sick)[:, step] > 6).mean() > 0.99
+
+
+def falls(each: float) -> tuple[np.ndarray, np.ndarray]:
+    """Losses of 50 runs that go from 4 to 0, by a factor of e in so many steps, and the deviation of their noise."""
+    level = 4 * np.exp(-np.arange(128) / each) + 0.02
+    noise = np.broadcast_to(0.04 * level, (50, 128))
+    draw = np.random.default_rng(5).standard_normal((50, 128))
+    return (level + noise * draw).astype(np.float32), noise.astype(np.float32)
+
+
+@pytest.mark.parametrize(("each", "deviations"), [(20, 48), (40, 32)])
+def test_a_spike_in_a_steep_fall_stands_out_of_the_noise_around_it(each: float, deviations: float):
+    clean, noise = falls(each)
+    assert (scores(clean) < 6).all()
+    for step in (20, 50, 80):  # of the deviation of the window, which is that of the fall, none is six
+        sick = clean.copy()
+        sick[:, step] += deviations * noise[:, step]
+        assert (scores(sick)[:, step] > 6).mean() > 0.95
+    sick = clean.copy()
+    sick[:, [40, 43, 46]] *= 10  # they do not hide one that follows
+    sick[:, 48] += 64 * noise[:, 48]
+    assert (scores(sick)[:, [40, 43, 46, 48]] > 6).mean() > 0.9
+
+
+def test_what_is_not_finite_is_no_spike_and_is_not_sound():
+    window = LossWindow.empty(8)
+    for loss in np.linspace(3.0, 2.9, 8, dtype=np.float32):
+        window = window.with_loss(loss)
+    for loss, sound, spike in ((jnp.inf, False, False), (jnp.float32(9.0), True, True)):
+        _, is_sound, told = judged(window, loss, HealthSettings(window=8, on_spike="note"))
+        assert (bool(is_sound), bool(told["spike"])) == (sound, spike)
