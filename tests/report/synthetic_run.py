@@ -15,7 +15,7 @@ HOSTILE = (
 )
 KEPT = "Japan is a country in Asia. Its currency is the yen, and its people speak Japanese."
 NEAR = "Japan is a country in Asia. The currency is the yen, and most people speak Japanese there."
-STEPS, SFT_STEPS = 1800, 400
+STEPS, SFT_STEPS = 600, 400
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -95,24 +95,19 @@ def _sample(text: str, index: int, **more: str) -> dict[str, str]:
     return {"id": f"world/{index:06d}", "source": "pocket-world", "text": text, "detail": "", **more}
 
 
-def _flow(
-    documents: tuple[int, int], size: tuple[int, int], removed: dict[str, int], samples: dict[str, Any]
-) -> dict[str, Any]:
+def _flow(documents: tuple[int, int], size: tuple[int, int], removed: dict[str, int], samples: Any) -> dict[str, Any]:
     out, left = documents[1], size[1]
-    return {
-        "documents_in": documents[0],
-        "documents_out": out,
-        "bytes_in": size[0],
-        "bytes_out": left,
+    english = {"documents": int(out * 0.52), "bytes": int(left * 0.5)}
+    french = {"documents": out - english["documents"], "bytes": left - english["bytes"]}
+    counts = dict(zip(("documents_in", "documents_out", "bytes_in", "bytes_out"), (*documents, *size), strict=True))
+    by_source = {"pocket-world": {"documents": out, "bytes": left}}
+    told = {
         "removed": removed,
         "samples": samples,
-        "by_language": {
-            "en": {"documents": int(out * 0.52), "bytes": int(left * 0.5)},
-            "fr": {"documents": out - int(out * 0.52), "bytes": left - int(left * 0.5)},
-        },
-        "by_source": {"pocket-world": {"documents": out, "bytes": left}},
-        "seconds": 1.0,
+        "by_language": {"en": english, "fr": french},
+        "by_source": by_source,
     }
+    return {**counts, **told, "seconds": 1.0}
 
 
 def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
@@ -164,24 +159,21 @@ def data_stages() -> list[tuple[str, float, dict[str, Any]]]:
         "sources": {"pocket-world": {"bytes_per_token": 3.5}},
         "round_trip": {"documents": 10_690, "exact": 10_689},
     }
+    split = {"validation_documents": 157, "validation_bytes": 37_000, "without_validation": ["notes.fr"]}
+    twice = {"near duplicate": 930, "exact duplicate": 442}
+    kept_of = [(13_100, 3_050_000), (13_100, 3_050_000), (12_219, 2_730_000), (10_847, 2_337_000), (10_846, 2_336_000)]
+    reasons = [({}, {}), (removed, samples), (twice, duplicates), ({"in a benchmark": 1}, {})]
+    collect, clean, deduplicate, decontaminate = (
+        _flow(*zip(before, after, strict=True), *why) for before, after, why in zip(kept_of, kept_of[1:], reasons)
+    )
+    ends = kept_of[-1]
     return [
         ("world", 2.4, {"documents": 13_100}),
-        ("collect", 0.9, _flow((13_100, 13_100), (3_050_000, 3_050_000), {}, {})),
-        ("clean", 1.6, _flow((13_100, 12_219), (3_050_000, 2_730_000), removed, samples) | thresholds),
-        (
-            "deduplicate",
-            1.2,
-            _flow(
-                (12_219, 10_847), (2_730_000, 2_337_000), {"near duplicate": 930, "exact duplicate": 442}, duplicates
-            ),
-        ),
-        ("decontaminate", 0.4, _flow((10_847, 10_846), (2_337_000, 2_336_000), {"in a benchmark": 1}, {}) | found),
-        (
-            "split",
-            0.4,
-            _flow((10_847, 10_690), (2_337_000, 2_300_000), {}, {})
-            | {"validation_documents": 157, "validation_bytes": 37_000, "without_validation": ["notes.fr"]},
-        ),
+        ("collect", 0.9, collect),
+        ("clean", 1.6, clean | thresholds),
+        ("deduplicate", 1.2, deduplicate),
+        ("decontaminate", 0.4, decontaminate | found),
+        ("split", 0.4, _flow((ends[0], 10_690), (ends[1], 2_300_000), {}, {}) | split),
         ("tokenizer", 3.8, tokenizer),
         ("compare-tokenizers", 1.1, {"tokenizers": [{"name": "", **tokenizer}, published]}),
         ("rows", 1.0, rows),
@@ -244,47 +236,39 @@ def training_summary(steps: int) -> dict[str, Any]:
         "devices": {"kind": "cpu", "count": 1},
         "skipped_updates": 1,
         "saves": {"count": 3, "stall_mean": 0.00418, "stall_most": 0.0567},
-        "resumed_at": [700] if steps > 1000 else [],
+        "resumed_at": [250] if steps == STEPS else [],
     }
 
 
 def write_metrics(path: Path, steps: int, seed: int) -> None:
     noise = random.Random(seed)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
-        warm = min(1.0, step / (steps / 20))
-        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
-        loss = 0.9 + 7.1 * math.exp(-step / (steps / 9)) + noise.gauss(0, 0.07)
-        line = {
-            "step": step,
-            "loss": loss if step != steps // 2 else None,
-            "grad_norm": 0.6 + 2.5 * math.exp(-step / 200) + abs(noise.gauss(0, 0.15)) + (4 if step == 900 else 0),
-            "learning_rate": 4e-3 * warm * decay,
-            "tokens": step * 1024,
-            "expert_load_max": 1.4 + abs(noise.gauss(0, 0.1)),
-            "dropped_share": abs(noise.gauss(0, 0.01)),
-            "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
-            "mfu": None,
-            "seconds": step / 22,
-        }
+        falling, middle = math.exp(-9 * step / steps), step == steps // 2
         if step % 2 == 0 or step == 1:
-            lines.append(json.dumps(line))
-        if step % (steps // 6) == 0:
-            smooth = 0.93 + 7.1 * math.exp(-step / (steps / 9))
-            entry = {
-                "pocket-world.en": {"loss": smooth, "bits_per_byte": smooth / 3},
-                "pocket-world.fr": {"loss": smooth + 0.08, "bits_per_byte": smooth / 2.9},
+            line = {
+                "step": step,
+                "loss": None if middle else 0.9 + 7.1 * falling + noise.gauss(0, 0.07),
+                "grad_norm": 0.6 + 2.5 * falling + abs(noise.gauss(0, 0.15)) + 4 * middle,
+                "learning_rate": 2e-3 * min(1.0, 20 * step / steps) * (1.1 + math.cos(math.pi * step / steps)),
+                "expert_load_max": 1.4 + abs(noise.gauss(0, 0.1)),
+                "dropped_share": abs(noise.gauss(0, 0.01)),
+                "tokens_per_second": 22_500 + noise.gauss(0, 900) - (9000 if step % 300 == 0 else 0),
             }
-            lines.append(json.dumps({"step": step, "validation": entry}))
+            lines.append({**line, "tokens": step * 1024, "mfu": None, "seconds": step / 22})
+        if step % (steps // 6) == 0:
+            loss = 0.93 + 7.1 * falling
+            found = {"en": (loss, loss / 3), "fr": (loss + 0.08, loss / 2.9)}
+            validation = {f"pocket-world.{name}": {"loss": a, "bits_per_byte": b} for name, (a, b) in found.items()}
+            lines.append({"step": step, "validation": validation})
             if path.parent.name == "pretrain":
-                value = 0.3 + 0.4 * step / steps
-                scored = {"acc": {"value": value - 0.05, "stderr": 0.04}, "acc_norm": {"value": value, "stderr": 0.04}}
-                bits = {"en": smooth / 3, "fr": smooth / 2.9}
-                lines.append(
-                    json.dumps({"step": step, "evaluation": {"tasks": {"hellaswag": scored}, "bits_per_byte": bits}})
-                )
+                values = {"acc": 0.25 + 0.4 * step / steps, "acc_norm": 0.3 + 0.4 * step / steps}
+                scored = {metric: {"value": value, "stderr": 0.04} for metric, value in values.items()}
+                bits = {name: bits for name, (_, bits) in found.items()}
+                looked = {"tasks": {"hellaswag": scored}, "bits_per_byte": bits}
+                lines.append({"step": step, "evaluation": looked})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + '\n{"step": 99', encoding="utf-8")  # as a kill leaves it
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 99', encoding="utf-8")  # as a kill leaves it
 
 
 def results(model: str) -> dict[str, Any]:
@@ -312,6 +296,8 @@ def results(model: str) -> dict[str, Any]:
             {"prompt": "The capital", "text": " letters of the alphabet come first. Japan is in Asia."},
             {"prompt": "La monnaie du Japon", "text": " est le yen. Le Japon se trouve en Asie."},
         ]
+    lambada = {"acc": {"value": 0.21, "stderr": 0.012}, "perplexity": {"value": 61.4 - 9 * tuned, "stderr": 2.9}}
+    bits = {"en": {"model": 0.318 + 0.02 * tuned, "gzip": 1.61}, "fr": {"model": 0.351 + 0.03 * tuned, "gzip": 1.68}}
     return {
         "model": model,
         "tasks": {
@@ -320,33 +306,12 @@ def results(model: str) -> dict[str, Any]:
             "pocket_facts_other_language_en": share(0.37, 0.03, 120),
             "pocket_arithmetic": share(0.58, 0.11, 300),
             "pocket_agreement_fr": share(0.92, 0.01, 250) | {"chance": 0.5},
-            "lambada_openai": {
-                "metrics": {
-                    "acc": {"value": 0.21, "stderr": 0.012},
-                    "perplexity": {"value": 61.4 - 9 * tuned, "stderr": 2.9},
-                },
-                "items": 1000,
-                "shots": 0,
-                "version": 1,
-            },
+            "lambada_openai": {"metrics": lambada, "items": 1000, "shots": 0, "version": 1},
         },
         "seconds": 9.0,
         "items_per_second": 180.0,
         "versions": {"lm_eval": "0.4.13"},
-        "bits_per_byte": {
-            "pocket-world.en": {"model": 0.318 + 0.02 * tuned, "gzip": 1.61, "xz": 1.42},
-            "pocket-world.fr": {"model": 0.351 + 0.03 * tuned, "gzip": 1.68, "xz": 1.47},
-        },
+        "bits_per_byte": {f"pocket-world.{name}": each | {"xz": 1.45} for name, each in bits.items()},
         "samples": samples,
         "generation": {"texts": 300, "stopped": {"value": 0.97, "stderr": 0.01}},
     }
-
-
-if __name__ == "__main__":
-    import sys
-
-    from affinage.report import write_report
-
-    for words in ("en", "fr"):
-        built = build_run(Path(sys.argv[1]) / words, language=words)
-        print(write_report(built, Path(sys.argv[1]) / f"report-{words}.html"))
