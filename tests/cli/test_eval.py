@@ -76,7 +76,7 @@ def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new
     assert affinage("eval", "tiny/pretrain", "--limit", "2")[0] == 0
     assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
 
-    assert affinage("train", *WORDS, "--set", "pretrain.steps=1")[0] == 0
+    assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
     named, of_run, _ = compared("tiny/pretrain", "tiny/evaluate-base", other)
     assert named["judge_anew"].startswith("affinage eval tiny/pretrain --tasks ")
     assert of_run["judge_anew"].startswith("affinage run ")
