@@ -1,75 +1,122 @@
-"""`recipes`, `new`, `explain` and `schema`, as a user types them."""
+"""The recipes that come along, and `new` and `explain`, as a user types them."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from affinage.cli.program import app
-from affinage.errors import UserError
+from affinage.durations import duration
+from affinage.recipe.gallery import FACTS, facts
+from affinage.recipe.layers import packaged_recipes
 from affinage.recipe.load import load_recipe
 
-
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0
-    return result.output
+RECIPES = packaged_recipes()
+PLANNED = re.compile(r"planned: (affinage plan \S+ --on \S+(?: --set \S+)*)")
+SOURCES = ("measured", "planned", "published", "counted", "python benchmarks/", "none")  # where a number comes from
 
 
-def test_the_recipes_that_come_along_are_listed_with_what_they_are():
-    assert "quickstart" in run("recipes")
-    listed = {recipe["name"]: recipe for recipe in json.loads(run("recipes", "--json"))}
-    assert all(recipe["description"] and recipe["head"] for recipe in listed.values())
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_dry_runs_and_its_head_has_its_command_hardware_time_and_cost(name: str, affinage, tmp_path):
+    recipe = load_recipe(name).recipe
+    words = ["run", name, "--dry-run", "--json", "--runs", str(tmp_path / "runs")]
+    text = [("data", recipe.data and recipe.data.sources), ("sft", recipe.sft), ("dpo", recipe.dpo)]
+    words += [word for key, there in text if there for word in ("--set", f"{key}.sources=[pocket-world]")]
+    if recipe.evaluate:
+        words += ["--set", "evaluate.tasks=[pocket-world]", "--set", "evaluate.data_dir=null"]
+    status, out, said = affinage(*words)  # of text that is here: theirs is downloaded, or a user's
+    assert status == 0 and any(row["runs"] for row in json.loads(out)), said
+    told = facts(RECIPES[name])
+    assert set(told) == set(FACTS) and all("".join(lines).strip() for lines in told.values())
+    assert all(any(source in " ".join(told[fact]) for source in SOURCES) for fact in ("Time", "Cost", "Expect"))
+    commands = [shlex.split(line) for line in told["Run"]]
+    verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    assert any(name in words for words in commands)
+    assert {words[1] for words in commands if words[0] == "affinage"} <= verbs
+    assert {words[0] for words in commands} <= {"affinage", "python"}
 
 
-def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_path, monkeypatch):
+def text_of(name: str) -> str:
+    return " ".join(" ".join(lines) for lines in facts(RECIPES[name]).values())
+
+
+CLAIMS = [(name, command) for name in RECIPES for command in dict.fromkeys(PLANNED.findall(text_of(name)))]
+SMALLEST = ("gpt2-124m",)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [pytest.param(*claim, marks=[] if claim[0] in SMALLEST else pytest.mark.full) for claim in CLAIMS],
+)
+def test_what_is_said_to_be_planned_is_what_the_planner_says(name: str, command: str, affinage):
+    status, out, said = affinage(*shlex.split(command)[1:], "--json")
+    assert status == 0, said
+    plan = json.loads(out)
+    assert duration(plan["seconds"]) in text_of(name)
+    assert plan["cost"] is None or f"${plan['cost']:,.0f}" in text_of(name)
+
+
+def test_they_are_listed_with_hardware_time_and_cost(affinage):
+    listed = {recipe["name"]: recipe for recipe in json.loads(affinage("recipes", "--json")[1])}
+    assert set(listed) == set(RECIPES) and len(CLAIMS) > 15
+    quickstart = listed["quickstart"]
+    assert quickstart["run"][0] == "affinage run quickstart"
+    assert all(quickstart[fact] for fact in ("hardware", "time", "cost", "expect", "description", "head"))
+    shown = " ".join(affinage("recipes")[1].split())
+    assert f"{quickstart['description']} {quickstart['hardware']}, {quickstart['time']}" in shown
+
+
+def test_a_new_recipe_runs_as_the_one_it_begins_with_and_overwrites_nothing(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
-    run("new", "mine", "--like", "novels")
+    assert affinage("new", "mine", "--like", "novels")[0] == 0
     mine, novels = load_recipe("mine.yaml").recipe, load_recipe("novels").recipe
     assert mine == novels.model_copy(update={"name": "mine", "description": ""})
     assert json.loads((tmp_path / "recipe.schema.json").read_text())["properties"]
-    with pytest.raises(UserError, match="is there already"):
-        run("new", "mine")
-    with pytest.raises(UserError, match="cannot be called"):
-        run("new", "../mine")
-    with pytest.raises(UserError, match="no recipe named"):
-        run("new", "other", "--like", "novel")
+    for words, held in ((["mine"], "mine"), (["../mine"], "../mine"), (["other", "--like", "novel"], "`novels`")):
+        status, _, said = affinage("new", *words)
+        assert status == 2 and held in said
     assert not (tmp_path / "other.yaml").exists()
 
 
-def test_a_run_is_shown_as_it_was_made(tmp_path, monkeypatch, affinage):
+def test_a_run_is_shown_as_it_was_made(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     made = load_recipe("quickstart", ["name=mine", "pretrain.steps=7", "mesh.data=2"]).recipe.model_dump(mode="json")
     (tmp_path / "runs" / "mine" / "recipe.json").write_text(json.dumps(made))
-
     for run in ("mine", "runs/mine"):
         status, out, _ = affinage("explain", run, "pretrain.steps")
         assert status == 0 and "steps: 7 " in out and "runs/mine/recipe.json:" in out
-        assert affinage("graph", run)[1] == affinage("graph", "quickstart")[1]
-        status, out, _ = affinage("plan", run, "--on", "v4-8", "--set", "mesh.data=4", "--json")
-        assert status == 0 and json.loads(out)["recipe"] == "mine"
-    status, _, err = affinage("plan", "mime")
-    assert status == 2 and "there is no recipe and no run named `mime`" in err and "Did you mean `mine`?" in err
-    assert "Runs in runs: mine. Recipes" in affinage("graph", "xyzzy")[2]
+    assert affinage("graph", "mine")[1] == affinage("graph", "quickstart")[1]
+    status, _, said = affinage("plan", "mime")
+    assert status == 2 and "`mine`" in said
 
 
-def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path, monkeypatch):
+def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("base: quickstart\nname: a\npretrain: {log_every: 7}\n")
-    changed = run("explain", "a.yaml", "--changes")
+    changed = affinage("explain", "a.yaml", "--changes")[1]
     assert [line.split()[0] for line in changed.splitlines()] == ["name:", "pretrain:", "log_every:"]
     assert "a.yaml:3, was " in changed
-    assert run("explain", "a.yaml", "pretrain.log_every").endswith(": steps\n")
-    (row,) = json.loads(run("explain", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json"))
+    assert affinage("explain", "a.yaml", "pretrain.log_every")[1].endswith(": steps\n")
+    words = ("explain", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json")
+    (row,) = json.loads(affinage(*words)[1])
     assert row["value"] == 9 and row["origin"] == "--set pretrain.log_every"
-    assert "is not set" in run("explain", "a.yaml", "pretrain.checkpoint.keep_every")
-    with pytest.raises(UserError, match=r"`pretrain.logevery` is not a setting") as wrong:
-        run("explain", "a.yaml", "pretrain.logevery")
-    assert "pretrain.log_every" in wrong.value.fix
+    assert "is not set" in affinage("explain", "a.yaml", "pretrain.checkpoint.keep_every")[1]
+    status, _, said = affinage("explain", "a.yaml", "pretrain.logevery")
+    assert status == 2 and "pretrain.log_every" in said
 
 
-def test_the_schema_is_json():
-    assert json.loads(run("schema"))["$schema"].startswith("https://json-schema.org/")
+def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(tmp_path: Path, affinage):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("Une phrase assez longue pour être un document. " * 20)
+    own = ("run", "quickstart", "--dry-run", "--runs", str(tmp_path / "runs"))
+    own = (*own, "--set", f"data.sources=[{tmp_path / 'texts'}]")
+    status, _, said = affinage(*own)
+    assert status == 0 and "dpo.watch" not in said
+    assert all(setting in said for setting in ("sft.sources", "dpo.sources", "evaluate.tasks", "sft.watch.tasks"))
+    nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
+    assert affinage(*own, *nothing_more)[::2] == (0, "")
+    assert "nobody asks" in affinage(*own, *nothing_more, "--set", "report.prompts=[Bonjour]")[2]
+    assert affinage(*own[:-2])[2] == ""

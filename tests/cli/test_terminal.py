@@ -1,7 +1,10 @@
-"""What people and programs meet at the terminal: statuses, pipes, JSON, completion, things broken on purpose."""
+"""What people and programs meet at the terminal: pipes, signals, completion, live lines, and what is imported."""
 
+import ast
+import io
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -10,20 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from affinage.cli import completion
+from affinage.cli.working import Left, Working, share_in
 from affinage.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR
+from affinage.hardware.present import accelerator_is_here
 
-PROGRAM = [sys.executable, "-c", "from affinage.cli import main; main()"]
+PROGRAM = [sys.executable, "-m", "affinage"]
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 DOCS = Path(__file__).parents[2] / "docs" / "terminal.md"
-
-
-@pytest.fixture
-def affinage(affinage, tmp_path, monkeypatch):
-    """The program, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return affinage
 
 
 def test_every_status_is_in_the_docs():
@@ -31,128 +30,169 @@ def test_every_status_is_in_the_docs():
     assert documented == {0, 1, EXIT_USER_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED}
 
 
-def _write_recipes(folder: Path) -> None:
-    (folder / "empty.yaml").touch()
-    (folder / "folder.yaml").mkdir()
-    (folder / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
-    (folder / "nul.yaml").write_bytes(b"name: x\x00y\n")
-    (folder / "list.yaml").write_text("- 1\n")
-    (folder / "cut.json").write_text('{"name": ')
-    (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
-    (folder / "itself.yaml").write_text("base: itself.yaml\n")
-    (folder / "file").touch()
-    damaged = folder / "runs" / "damaged"
-    damaged.mkdir(parents=True)
-    (damaged / "recipe.json").write_text("{")
-    (folder / "runs" / "bare").mkdir()
-    for name, content in (("cut", "{"), ("bytes", "\udcff"), ("other", '{"id": 1}')):
-        items = folder / name / "items"
-        items.mkdir(parents=True)
-        (items / "quiz.jsonl").write_bytes(content.encode(errors="surrogateescape"))
-    (folder / "imported" / "tokenizer").mkdir(parents=True)
-    (folder / "imported" / "model.json").write_text("{")
+# ---- pipes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "empty.yaml"], "empty.yaml: a recipe is a mapping of settings"),
-        (["run", "folder.yaml"], "folder.yaml: this is a folder, not a recipe"),
-        (["run", "latin.yaml"], "latin.yaml: this is not a text file in UTF-8"),
-        (["run", "nul.yaml"], "nul.yaml: this is not valid YAML"),
-        (["run", "list.yaml"], "list.yaml: a recipe is a mapping of settings"),
-        (["run", "cut.json"], "this is not valid YAML: while parsing a flow"),
-        (["run", "loop.yaml"], "loop.yaml: there is no such recipe file"),
-        (["run", "itself.yaml"], "this recipe is its own base"),
-        (["run", "a" * 300 + ".yaml"], "there is no such recipe file"),
-        (["data", TINY, "--runs", "file"], "not a directory"),
-        (["report", "damaged"], "recipe.json: this file of the run is damaged"),
-        (["report", TINY, "--lang", "de"], "'de' is not one of 'en', 'fr'"),
-        (["compare", "damaged"], "one alone cannot be compared"),
-        (["compare", "damaged", "damaged"], "there is nothing to compare"),
-        (["compare", "damaged", "bare"], "there are no results of `bare`"),
-        (["compare", "cut", "cut"], "quiz.jsonl: these answers are damaged"),
-        (["compare", "bytes", "bytes"], "quiz.jsonl: these answers are damaged"),
-        (["compare", "other", "other"], "quiz.jsonl: these answers are damaged"),
-        (["generate", "imported", "hello"], "model.json: this file of the model is damaged"),
-        (["chat", "bare", "hello"], "there is no model in this folder"),
-        (["world", "file"], "this is not an empty folder"),
-        (["new", "a/b"], "a run cannot be called `a/b`"),
-    ],
-)
-def test_what_is_broken_is_told_in_one_message(affinage, tmp_path, arguments, message):
-    _write_recipes(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    status, out, said = affinage(*arguments)
-    assert (status, out) == (2, "")
-    assert message in " ".join(said.split()) and "Traceback" not in said
-    assert said.startswith("Error: ") or "Error" in said
-    assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
-
-
-def test_a_full_disk_is_told_and_named():
+def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
     with open("/dev/full", "w") as full:
         ended = subprocess.run([*PROGRAM, "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
-    assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Make room" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
+    process = subprocess.Popen([*PROGRAM, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, said = process.communicate(timeout=300)
+    assert "Traceback" not in said and "BrokenPipe" not in said
 
 
-def test_an_interrupted_world_leaves_nothing_behind(tmp_path):
-    started = subprocess.Popen(
-        [*PROGRAM, "world", "mine", "--megabytes", "200"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 300
-    while not (tmp_path / ".mine.part").is_dir():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    started.send_signal(signal.SIGINT)
-    _, said = started.communicate(timeout=300)
-    assert started.returncode == EXIT_INTERRUPTED and said.strip().endswith("Interrupted.")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_pipe_gets_whole_lines_without_codes(affinage, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    _, told, _ = affinage("recipes", "--json")
-    _, shown, _ = affinage("recipes")
-    for recipe in json.loads(told):
+def test_a_pipe_gets_whole_lines(affinage):
+    shown = affinage("recipes")[1]
+    for recipe in json.loads(affinage("recipes", "--json")[1]):
         assert re.search(rf"^{re.escape(recipe['name'])} +{re.escape(recipe['description'])} *$", shown, re.MULTILINE)
-    assert "\x1b" not in shown
-    folded = subprocess.run([*PROGRAM, "recipes"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "60"})
-    assert 40 < max(map(len, folded.stdout.splitlines())) <= 60
+
+
+# ---- signals
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("words", "begun", "told", "status"),
     [
-        ["recipes"],
-        ["explain", "quickstart", "pretrain"],
-        ["graph", "quickstart"],
-        ["run", TINY, "--dry-run"],
-        ["sweep", TINY, "--dry-run", "--set", "sweep={pretrain.steps: [20, 30]}"],
-        ["plan", "quickstart", "--on", "cpu"],
+        (["world", "mine", "--megabytes", "200"], ".mine.part", signal.SIGINT, EXIT_INTERRUPTED),
+        (
+            ["data", TINY, "--set", "data.sources=[{path: pocket-world, megabytes: 60}]"],
+            "runs/store/world-*/request.json",
+            signal.SIGTERM,
+            EXIT_PREEMPTED,
+        ),
     ],
-    ids=lambda words: " ".join(words[:2]).replace(TINY, "tiny"),
+    ids=["SIGINT", "SIGTERM"],
 )
-def test_json_is_one_document_on_standard_output(affinage, arguments):
-    status, out, said = affinage(*arguments, "--json")
-    assert status == 0, said
-    assert json.loads(out)
+def test_a_signal_ends_a_verb_with_its_status(tmp_path: Path, words, begun, told, status):
+    started = subprocess.Popen([*PROGRAM, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 300
+    while not list(tmp_path.glob(begun)):
+        assert time.monotonic() < until and started.poll() is None
+        time.sleep(0.02)
+    started.send_signal(told)
+    _, said = started.communicate(timeout=300)
+    assert started.returncode == status and "Traceback" not in said
+    if told == signal.SIGINT:
+        assert not list(tmp_path.iterdir()), "an interrupted world leaves nothing behind"
+    else:
+        assert "Run the same command to go on." in said
 
 
-def test_names_are_completed(tmp_path, monkeypatch):
-    for name in ("runs/first", "runs/first/pretrain", "runs/second"):
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+# ---- what is completed and typed
+
+
+def test_names_are_completed(tmp_path: Path, monkeypatch, affinage):
     for name in ("first", "second"):
+        (tmp_path / "runs" / name / "pretrain").mkdir(parents=True)
         (tmp_path / "runs" / name / "recipe.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    asked = {"_AFFINAGE_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    monkeypatch.setenv("_AFFINAGE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_CWORD", "2")
     for words, expected in (
         ("affinage run novels", ["novels", "novels-chat"]),
         ("affinage chat ", ["first", "second"]),
         ("affinage chat first/", ["first/pretrain"]),
     ):
-        env = os.environ | asked | {"COMP_WORDS": words}
-        shown = subprocess.run(PROGRAM, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
-        assert sorted(shown.stdout.split()) == expected
+        monkeypatch.setenv("COMP_WORDS", words)
+        assert sorted(affinage()[1].split()) == expected
     assert {"v4-8", "v4-32"} <= set(completion.slices("v4"))
+
+
+LEFT, UP = b"\x1b[D", b"\x1b[A"
+READ = """
+import pathlib, sys
+from affinage.cli.talk import read_line
+pathlib.Path(sys.argv[1]).write_text(repr([read_line() for _ in range(3)]))
+"""
+
+
+def test_arrow_keys_edit_a_line_of_a_chat_and_bring_back_those_before_it(tmp_path: Path):
+    ours, theirs = pty.openpty()
+    read = tmp_path / "read"
+    command = [sys.executable, "-c", READ, str(read)]
+    env = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    for number, typed in enumerate((b"bonjur" + 2 * LEFT + b"o", b"salut", 2 * UP + b" !"), start=1):
+        while shown.count(b"> ") < number:
+            shown += os.read(ours, 1000)
+        os.write(ours, typed + b"\r")
+    try:
+        while os.read(ours, 1000):
+            pass
+    except OSError:  # Linux says so when the other side has gone
+        os.close(ours)
+    assert process.wait(300) == 0
+    assert read.read_text() == "['bonjour', 'salut', 'bonjour !']"
+
+
+# ---- lines that move
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        ("scored 30 of 90 choices", 1 / 3),
+        ("scored 1,000 of 2,000 rows", 0.5),
+        ("45%", 0.45),
+        ("train/en 7.5 %", 0.075),
+        ("0 of 0", None),
+        ("measuring bits per byte", None),
+    ],
+)
+def test_the_share_that_words_tell(words: str, share: float | None):
+    assert share_in(words) == (share if share is None else pytest.approx(share))
+
+
+def test_what_is_left_follows_from_what_was_done():
+    left = Left()
+    told = [("0%", 100), ("10%", 101), ("25%", 110), ("50%", 120), ("reading", 121), ("1 of 10", 130), ("4 of 10", 136)]
+    found = [left.after(what, float(now)) for what, now in [*told, ("0 of 5", 140)]]
+    # Nothing is done yet; it is too early to tell; then from what was done, until something new begins.
+    assert found == [None, None, pytest.approx(30), pytest.approx(20), None, None, pytest.approx(12), None]
+
+
+def test_work_is_shown_on_a_terminal_as_lines_if_asked_and_else_not_at_all(capsys):
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    for words in ({}, {"lines": True}, {"console": terminal}):
+        with Working("reading", **words) as working:
+            for what in ("a.txt", "10 of 90 rows", "30 of 90 rows", "the end"):
+                working.progressed(what)
+    assert capsys.readouterr() == ("", "reading: a.txt\nreading: 10 of 90 rows\nreading: the end\n")
+    assert "reading" in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+# ---- what is imported
+
+IMPORTED = f"""
+import os, sys
+from affinage.cli import main
+def run(*words):
+    try: main(list(words))
+    except SystemExit: return [name for name in sys.argv[1:] if name in sys.modules]
+told = {{"--help": run("--help"), "modules": len(sys.modules), "data": run("data", {TINY!r}, "--dry-run")}}
+for words in (["quickstrat", "--on", "v4-8"], ["quickstart", "--on", "v9-8"], ["quickstart", "--set", "x=1"]):
+    told[" ".join(words)] = run("plan", *words)
+sys.modules |= dict.fromkeys(["libtpu", "jax_cuda12_plugin"])  # importing them is an ImportError
+told["plan"] = run("plan", "gpt2-124m", "--on", "v4-8")
+told["platforms"] = os.environ.get("JAX_PLATFORMS")
+print(told, file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(accelerator_is_here(), reason="JAX then looks for what is here")
+def test_nothing_heavy_is_imported_before_it_is_needed_and_no_tpu_is_looked_for(tmp_path: Path):
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+    heavy = ["jax", "numpy", "pyarrow", "polars", "pydantic", "lm_eval", "transformers", "torch"]
+    command = [sys.executable, "-c", IMPORTED, *heavy]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300)
+    told = ast.literal_eval(shown.stderr.splitlines()[-1])
+    assert told.pop("--help") == [] and told.pop("modules") < 500
+    assert told.pop("platforms") == "cpu" and "jax" in told.pop("plan") and "gpt2-124m on v4-8" in shown.stdout
+    assert not [words for words, found in told.items() if "jax" in found], "mistakes are told before JAX is imported"

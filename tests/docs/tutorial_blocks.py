@@ -64,15 +64,8 @@ def carry_out(page: Path, folder: Path, python: Sequence[str] = (sys.executable,
                 compare(block.text, said)
         else:
             program = {"bash": ["bash", "-euo", "pipefail", "-c"], "python": [*python, "-c"]}[block.language]
-            done = subprocess.run(
-                [*program, block.text],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=_SECONDS,
-            )
+            how = {"cwd": folder, "env": environment, "text": True, "timeout": _SECONDS}
+            done = subprocess.run([*program, block.text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
             said = done.stdout
             assert done.returncode == 0, f"{block.text}\n{said}"
     return skipped

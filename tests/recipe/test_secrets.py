@@ -26,15 +26,13 @@ from affinage.secrets import masked
     ],
 )
 def test_what_is_a_secret_is_masked_and_nothing_else(said: str, wanted: str):
-    assert masked(said) == wanted
-    assert str(UserError(said)) == wanted
+    assert masked(said) == wanted == str(UserError(said))
 
 
 def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: pytest.MonkeyPatch):
     for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, f"of {name.lower()}")
         assert masked(f"<of {name.lower()}>") == "<***>"
-        monkeypatch.delenv(name)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/home/ada/key.json")  # a file, whose name is none
     assert masked("/home/ada/key.json is not there") == "/home/ada/key.json is not there"
 
@@ -46,40 +44,36 @@ def test_values_of_the_environment_are_masked_wherever_they_stand(monkeypatch: p
         "data.sources=['https://b.org/f.parquet?token=0a1b']",
         "data.sources=['https://b.org/f.parquet?sas=0a1b']",
         "data.sources=[{path: 'http://0a1b@127.0.0.1:8899/x.jsonl'}]",
-        "trackers.mlflow={uri: 'http://u:p@127.0.0.1:5000'}",
+        "trackers.mlflow={uri: 'http://u:p0a1b@127.0.0.1:5000'}",
         "description=hf_abcdefghijklmnopqrstuvwxyz",
     ],
 )
 def test_a_recipe_with_a_secret_is_refused_without_repeating_it(override: str):
-    with pytest.raises(UserError, match="holds a password or a token") as refused:
+    with pytest.raises(UserError) as refused:
         load_recipe("quickstart", [override])
-    assert "lovelace" not in str(refused.value) and "0a1b" not in str(refused.value)
-    assert str(refused.value).startswith(f"--set {override.partition('=')[0]}")
+    message = str(refused.value)
+    assert message.startswith(f"--set {override.partition('=')[0]}") and refused.value.fix
+    assert not [secret for secret in ("lovelace", "0a1b", "hf_abc") if secret in message]
 
 
-def test_a_download_takes_its_password_from_netrc_and_gives_it_to_no_other_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_download_takes_its_password_from_netrc_and_gives_it_to_no_other_server(tmp_path: Path, monkeypatch):
     seen: list[tuple[int, str | None]] = []
 
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append((self.server.server_address[1], self.headers["Authorization"]))
-            if self.path == "/moved":
-                self.send_response(302)
+            moved = self.path == "/moved"
+            self.send_response(302 if moved else 200)
+            if moved:
                 self.send_header("Location", f"http://localhost:{other.server_address[1]}/x")
-                self.end_headers()
-                return
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
+            self.send_header("Content-Length", "0" if moved else "2")
             self.end_headers()
-            self.wfile.write(b"ok")
+            self.wfile.write(b"" if moved else b"ok")
 
         def log_message(self, *_: object) -> None:
             pass
 
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
-    first, other = servers
+    first, other = servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) for _ in range(2)]
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login ada password lovelace\n")

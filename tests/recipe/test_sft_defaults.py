@@ -7,22 +7,17 @@ from affinage.recipe.load import load_recipe
 from affinage.recipe.recipe import Recipe
 from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
 
+LEAST = {"sources": ["chats.jsonl"], "steps": 20}
 
-def test_what_is_not_said_is_as_in_julian_s_recipe():
-    given = SftSettings.model_validate({"sources": ["chats.jsonl"], "steps": 30_000})
-    published = load_recipe("julian-sft").recipe.sft
-    assert published is not None
+
+def test_what_is_not_said_is_as_in_julians_recipe():
+    given, published = SftSettings.model_validate(LEAST | {"steps": 30_000}), load_recipe("julian-sft").recipe
     for name in ("batch", "schedule", "system_prompt", "max_epochs"):
-        assert getattr(given, name) == getattr(published, name), name
+        assert getattr(given, name) == getattr(published.sft, name), name
     moments = {"moments": "bfloat16"}  # what a v4's memory asks for
-    assert given.optimizer.model_copy(update=moments) == published.optimizer
-
-
-def test_rows_are_of_2048_tokens_where_nobody_says_otherwise():
-    model = load_recipe("julian-sft").recipe.model
-    words = {"name": "chat", "model": model, "sft": {"sources": ["chats.jsonl"], "steps": 20}}
-    recipe = Recipe.model_validate(words)
-    assert training_settings(recipe)[::2] == ("sft", 2048)
+    assert given.optimizer.model_copy(update=moments) == published.sft.optimizer
+    words = {"name": "chat", "model": published.model, "sft": LEAST}
+    assert training_settings(Recipe.model_validate(words))[::2] == ("sft", 2048)
     shorter = Recipe.model_validate(words | {"rows": {"context": 512}})
     assert training_settings(shorter)[2] == 512, "as in pretraining"
 
@@ -38,18 +33,17 @@ def test_rows_are_of_2048_tokens_where_nobody_says_otherwise():
     ],
 )
 def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expected: tuple):
-    settings = SftSettings.model_validate({"sources": ["chats.jsonl"], "steps": 20} | told)
-    schedule = settings.schedule
-    found = (settings.batch, schedule.warmup(settings.steps), schedule.peak, settings.optimizer.weight_decay)
-    assert found == expected
+    settings = SftSettings.model_validate(LEAST | told)
+    schedule, decay = settings.schedule, settings.optimizer.weight_decay
+    assert (settings.batch, schedule.warmup(settings.steps), schedule.peak, decay) == expected
     assert SftSettings.model_validate_json(settings.model_dump_json()) == settings
 
 
 @pytest.mark.parametrize("kind", [SftSettings, DpoSettings])
 def test_one_epoch_is_the_most_and_two_benchmarks_are_watched_if_asked(kind: type[TuningSettings]):
-    words = {"sources": ["chats.jsonl"], "steps": 20, "batch": 8, "schedule": {"peak": 1e-6, "floor": 0}}
-    settings, watched = kind.model_validate(words), kind.model_validate(words | {"watch": {}})
-    assert settings.max_epochs == 1 and settings.watch is None and watched.watch is not None
-    assert watched.watch.tasks == ("winogrande", "arc_challenge")
-    assert (watched.watch.every_steps, watched.watch.items, watched.watch.when_worse) == (1000, 200, "stop")
+    words = LEAST | {"batch": 8, "schedule": {"peak": 1e-6, "floor": 0}}
+    settings, watch = kind.model_validate(words), kind.model_validate(words | {"watch": {}}).watch
+    assert settings.max_epochs == 1 and settings.watch is None and watch is not None
+    told = (watch.tasks, watch.every_steps, watch.items, watch.when_worse)
+    assert told == (("winogrande", "arc_challenge"), 1000, 200, "stop")
     assert kind.model_validate(words | {"max_epochs": None}).max_epochs is None

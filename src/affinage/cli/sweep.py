@@ -75,7 +75,7 @@ def sweep(
     if as_json:
         print(json.dumps(told, ensure_ascii=False, indent=1))
     else:
-        _show_scores(told)
+        show_scores(told)
         screen().print(f"\nresults  {folder / RESULTS}", highlight=False)
 
 
@@ -158,7 +158,8 @@ def scores_of(run: Path) -> dict[str, dict[str, Any]]:
     return {}
 
 
-def _show_scores(told: list[dict[str, Any]]) -> None:
+def show_scores(told: list[dict[str, Any]]) -> None:
+    """Print the table of a sweep's points: runs, settings, losses and scores."""
     from rich.table import Table
 
     from affinage.report.strings import strings

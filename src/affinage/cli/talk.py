@@ -152,7 +152,7 @@ def chat(
     if not asked:
         if sys.stdin.isatty():
             print(greeting(session, language), file=sys.stderr)
-        converse(session, _read_line, _write, language)
+        converse(session, read_line, _write, language)
         return
     for text in asked:
         session.reset()
@@ -176,7 +176,7 @@ def _language() -> "Language":
     return "fr" if told.startswith("fr") else "en"
 
 
-def _read_line() -> str | None:
+def read_line() -> str | None:
     """A line of the terminal's, with arrow keys to edit it and to go back; None where the person leaves."""
     terminal = sys.stdin.isatty()
     if terminal:

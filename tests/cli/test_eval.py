@@ -1,0 +1,113 @@
+"""`eval` says what was left out or cut and what others published, and its answers are not passed off as another's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from affinage.cli.judge import folder_of
+from affinage.stages.judged import state_of
+from benchmark_fixtures import write_items
+from choice_task import sums, write_task
+from tiny_run import WORDS
+
+OLD = "has changed since it gave these answers"
+
+
+@pytest.fixture
+def here(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a copy of the tiny run, where the program is called."""
+    monkeypatch.chdir(own_runs.parent)
+    return own_runs.parent
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: Path, affinage):
+    plain, talk = (write_task(here / name, name, sums(2)) for name in ("plain", "talk"))
+    talk.write_text(talk.read_text() + "tag: chat\n")
+
+    def told(model: str, *more: str) -> str:
+        status, out, said = affinage("eval", model, "--tasks", f"{plain},{talk}", *more)
+        assert status == 0, said
+        return flat(out)
+
+    assert "so left out: talk" in (base := told("tiny/pretrain")) and "Asked in" not in base
+    assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
+    assert "in the chat template: plain, talk" in told("tiny", "--chat-template", "always")
+
+
+def test_published_results_stand_beside_those_of_the_model(here: Path, affinage):
+    items = write_items(here / "items", ["piqa"], copies=2)
+    status, shown, said = affinage("eval", "tiny/pretrain", "--tasks", "piqa", "--data-dir", str(items))
+    assert status == 0, said
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["Pythia-410M", "(published)", "300B", "66.8"] in rows
+    assert ["GPT-2", "Small", "(published)", "100B+", "–"] in rows, "nothing was stated of it"
+    (ours,) = (row for row in rows if row[:2] == ["this", "model"])
+    assert ours[2] in ("0.0", "100.0"), "two copies of one item"
+    assert "published, not measured here" in shown and "Published: Julian-600M's report" in flat(shown)
+    assert "piqa 2 items (published 1,838)" in shown
+
+
+def test_items_that_were_cut_and_items_that_stand_in_the_text_are_told_of(here: Path, affinage):
+    items = sums(3)
+    items[1]["question"] *= 40
+    shown = json.loads(affinage("data", "show", "tiny", "--part", "train", "--json", "--limit", "1")[1])
+    items[2]["question"] = shown[0]["text"][:300]
+    task = str(write_task(here / "task", "plain", items))
+    _, out, _ = affinage("eval", "tiny/pretrain", "--tasks", task)
+    assert "Longer than the context of 64 tokens" in flat(out) and "2 of plain's 3 items" in flat(out)
+    assert "plain: 1 of 3 stand there: 2" in flat(out) and "without them" in out
+    assert "Longer than" not in affinage("eval", "tiny/pretrain", "--tasks", task, "--limit", "1")[1]
+
+
+def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new_ones(here: Path, affinage):
+    other = "runs/tiny/evaluate-sft"
+
+    def compared(*names: str) -> list[dict]:
+        status, out, said = affinage("compare", *names, "--json")
+        assert status == 0, said
+        return json.loads(out)["runs"]
+
+    assert not any("judged_before" in one for one in compared("tiny", "tiny/pretrain", other)), "the run's own stages"
+    assert affinage("eval", "tiny/pretrain", "--limit", "2")[0] == 0
+    assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
+
+    assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
+    named, of_run, _ = compared("tiny/pretrain", "tiny/evaluate-base", other)
+    assert named["judge_anew"].startswith("affinage eval tiny/pretrain --tasks ")
+    assert of_run["judge_anew"].startswith("affinage run ")
+    status, out, _ = affinage("compare", "tiny/pretrain", other, "--html", "page.html")
+    assert status == 0 and OLD in flat(out) and OLD in (here / "page.html").read_text()
+    assert affinage("eval", "tiny/pretrain", "--limit", "2")[0] == 0
+    assert not any("judged_before" in one for one in compared("tiny/pretrain", other)[:1])
+
+
+def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (model / name).write_text(name)
+    before = state_of(str(model), tmp_path / "runs")
+    (model / "README.md").write_text("A better card.")
+    assert state_of(str(model), tmp_path / "runs") == before
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_text("another")
+        assert state_of(str(model), tmp_path / "runs") != before
+        before = state_of(str(model), tmp_path / "runs")
+
+
+def test_models_of_different_paths_have_different_folders_of_results(tmp_path: Path, monkeypatch):
+    here = tmp_path / "here"
+    for place in ("a/m", "../a/m", "a-m", "runs/quick/sft", "runs/quick-sft"):
+        (here / place).mkdir(parents=True)
+    monkeypatch.chdir(here)
+    runs = Path("runs")
+    different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10", "a/m@10"]
+    found = [folder_of(name, runs) for name in different]
+    assert len(set(found)) == len(different) and {folder.parent for folder in found} == {runs / "evaluations"}
+    for one, other in (("a/m", f"{here}/a/m/"), ("./a/m", "a/m"), ("quick/sft", "runs/quick/sft/")):
+        assert folder_of(one, runs) == folder_of(other, runs)

@@ -1,0 +1,159 @@
+"""Every verb does its work on a finished run: it ends with 0, prints no control codes, and its JSON is one document."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from affinage.cli.program import app
+from tiny_run import WORDS, copied
+
+ASK = "What is the currency of Japan?"
+
+
+def commands(group: Any, before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        words = (*before, name)
+        yield from commands(command, words) if hasattr(command, "commands") else [words]
+
+
+VERBS = [*commands(get_command(app))]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_the_help_of_each_verb_has_an_example(verb: tuple[str, ...], affinage):
+    status, out, _ = affinage(*verb, "--help")
+    assert status == 0 and f"affinage {' '.join(verb)}" in out and "Example" in out and "\x1b" not in out
+
+
+def test_the_help_of_the_program_lists_its_verbs(affinage):
+    status, out, _ = affinage("--help")
+    assert status == 0 and all(f" {verb[0]} " in out for verb in VERBS)
+    assert affinage("--version")[1].startswith("affinage ")
+
+
+@pytest.fixture(scope="module")
+def copy(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the runs; what the verbs write stands beside what others write."""
+    return copied(tiny_runs, tmp_path_factory.mktemp("verbs") / "runs").parent
+
+
+@pytest.fixture
+def here(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That folder, where the program is called."""
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def named(each: Any) -> str:
+    return " ".join(word for word in each[:4] if word not in WORDS) if isinstance(each, list) else ""
+
+
+# Words, and what their JSON tells.
+JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
+    (["run", *WORDS], lambda told: told["ran"] == {} and len(told["complete"]) == 18),
+    (["run", *WORDS, "--dry-run", "--until", "clean"], lambda told: [row["runs"] for row in told] == [False] * 3),
+    (["train", *WORDS, "--dry-run", "--set", "pretrain.steps=9"], lambda told: told[-1]["runs"]),
+    (["sft", *WORDS, "--dry-run"], lambda told: told[-1]["stage"] == "sft" and not told[-1]["runs"]),
+    (["dpo", *WORDS, "--dry-run"], lambda told: told[-1]["stage"] == "dpo" and not told[-1]["runs"]),
+    (["data", *WORDS, "--dry-run"], lambda told: "rows" in {row["stage"] for row in told}),
+    (["data", "where", "tiny", "--step", "3"], lambda told: len(told["rows"]) == 8 and told["rows"][0]["documents"]),
+    (["data", "find", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),
+    (["data", "show", "tiny", "--limit", "1"], lambda told: told[0]["source"] == "pocket-world"),
+    (["data", "show", "tiny", "--stage", "clean", "--reason", "too short"], lambda told: len(told) > 0),
+    (["data", "show", "tiny", "--stage", "deduplicate", "--table", "clusters"], lambda told: len(told) > 0),
+    (["data", "stats", "tiny"], lambda told: told["stages"]["clean"]["documents_out"] < 422),
+    (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [15, 20]),
+    (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["params"]["numbers"] > 0),
+    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], lambda told: told == {"facts": []}),
+    (["checkpoint", "verify", "tiny"], lambda told: [each["damage"] for each in told] == [None, None]),
+    (["eval", "tiny", "--limit", "2"], lambda told: all(task["items"] == 2 for task in told["tasks"].values())),
+    (["compare", "tiny/evaluate-base", "tiny/evaluate-sft"], lambda told: len(told["differences"]) > 0),
+    (["report", "tiny", "--lang", "fr", "--out", "rapport.html"], lambda told: told["language"] == "fr"),
+    (["graph", "tiny"], lambda told: told["nodes"][-1]["name"] == "total" and told["parameters"]["total"] > 0),
+    (["explain", "tiny", "pretrain.steps"], lambda told: told[0]["value"] == 20),
+    (["plan", "tiny", "--on", "v4-8", "--set", "mesh.data=4"], lambda told: told["recipe"] == "tiny"),
+    (["sweep", *WORDS, "--dry-run", "--set", "sweep={dpo.steps: [4, 6]}"], lambda told: len(told) == 2),
+    (["recipes"], lambda told: "quickstart" in {each["name"] for each in told}),
+    (["doctor"], lambda told: told["devices"][0]["platform"] == "cpu" and told["machine"]["disk_free_bytes"] > 0),
+    (["bench", *WORDS, "--part", "step", "--steps", "2", "--rows", "2", "--context", "16"], lambda told: told["step"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "tells"), JSON, ids=named)
+def test_json_is_one_document_on_standard_output(words: list[str], tells, here: Path, affinage, monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nothing here needs a network
+    status, out, said = affinage(*words, "--json")
+    assert status == 0, said
+    assert tells(json.loads(out)) and "\x1b" not in out + said
+
+
+# Words, and what people read.
+READ = [
+    (["run", *WORDS], "Nothing to do: all 18 stages of tiny are complete."),
+    (["run", *WORDS, "--dry-run", "--force", "rows"], "would run."),
+    (["sft", *WORDS, "--show", "1"], "<|im_start|>user"),
+    (["dpo", *WORDS, "--show", "1"], "<|im_start|>user"),
+    (["data", "where", "tiny", "--step", "3", "--row", "1"], "row 1: pocket-world."),
+    (["data", "find", "tiny", "the", "--limit", "1"], "the"),
+    (["data", "show", "tiny", "--limit", "1"], "pocket-world"),
+    (["data", "stats", "tiny"], "bytes/token"),
+    (["checkpoint", "ls", "tiny/pretrain"], " 20 "),
+    (["checkpoint", "show", "tiny", "--arrays"], "fingerprint"),
+    (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
+    (["checkpoint", "verify", "tiny"], "4"),
+    (["eval", "tiny/pretrain", "--task", "pocket-world", "--limit", "1"], "metric"),
+    (["compare", "tiny/evaluate-base", "tiny/evaluate-sft"], "95 % interval"),
+    (["export", "tiny", "--to", "out"], "The model is in out."),
+    (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
+    (["generate", "tiny/pretrain", "The capital", "--tokens", "4"], "The capital"),
+    (["chat", "tiny", ASK, "--tokens", "4"], "\n"),
+    (["explain", "tiny", "pretrain"], "steps: 20 "),
+    (["plan", "tiny", "--on", "v4-8", "--set", "mesh.data=4"], "tiny on v4-8"),
+    (["graph", "tiny"], "transformer_block × 2"),
+    (["graph", "tiny", "--mermaid"], "flowchart TD"),
+    (["graph", "tiny", "--svg", "tiny.svg"], ""),
+    (["schema"], "json-schema.org"),
+    (["doctor"], "jax"),
+    (["world", "text", "--megabytes", "0.05"], "text"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), READ, ids=named)
+def test_people_read_lines_without_control_codes(words: list[str], said: str, here: Path, affinage):
+    status, out, err = affinage(*words)
+    assert status == 0, err
+    assert said in out and "\x1b" not in out + err
+
+
+def test_generate_writes_a_json_document_for_each_prompt(here: Path, affinage):
+    status, out, _ = affinage("generate", "tiny", "The capital", "La monnaie", "--tokens", "4", "--json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and [one["prompt"] for one in told] == ["The capital", "La monnaie"]
+    assert {one["ended_by"] for one in told} <= {"length", "end"}
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, affinage, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (["run", *WORDS], ["sweep", *WORDS, "--set", "sweep={dpo.steps: [4, 6]}"]):
+        status, out, _ = affinage(*words, "--dry-run", "--json")
+        assert status == 0 and json.loads(out) and not list(tmp_path.iterdir())
+
+
+def test_what_was_exported_is_imported(here: Path, affinage):
+    status, out, err = affinage("import", "runs/tiny/export/model", "--to", "mine")
+    assert status == 0 and "mine" in out, err
+    first, second = (affinage("generate", model, "The capital", "--tokens", "6")[1] for model in ("tiny", "mine"))
+    assert first == second
+
+
+@pytest.mark.full
+def test_bench_plans_published_trainings_and_measures_layouts(affinage):
+    words = [WORDS[0], "--steps", "2", "--rows", "2", "--context", "16"]
+    status, out, err = affinage("bench", *words)
+    assert status == 0, err
+    assert "as a run compiles it" in out and "pipeline" in out
+    assert set(json.loads(affinage("bench", *words, "--part", "chips", "--json")[1])) == {"chips"}

@@ -1,0 +1,191 @@
+"""A mistake ends with status 2 and one message that names the place or the nearest name; nothing is left behind."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from affinage.cli.launch import launch
+from affinage.errors import Preempted
+from choice_task import sums, write_task
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+CLOUD = "--set hardware.slice=v4-32 --set hardware.cloud={project: p, zone: z}"
+
+# What is typed, and what the message holds.
+WRONG_NAMES = """
+run quickstrat                                                     `quickstart`
+run quickstart --set pretrain.stesp=1                              --set pretrain.stesp: | `pretrain.steps`
+run quickstart --until rowz                                        `rowz`
+run quickstart --force x                                           `x`
+run quickstart --set name=store                                    `store`
+run quickstart --set data=null                                     `data`
+run quickstart --set evaluate.tasks=[a/b.yaml]                     a/b.yaml
+sft quickstart --set sft=null                                      `sft`
+sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
+data quickstart --set data.sources=[no/]                           --set data.sources: | no such file
+data quickstart --set rows.url=nowhere://x                         nowhere
+data where quickstart                                              affinage data where quickstart --step
+chat nobody                                                        `nobody`
+generate a@b x                                                     `@b`
+eval runs/x                                                        --task
+eval quickstart --tasks piqa,boolq --data-dir no                   `no`
+eval quickstart --tasks boolq --data-dir .                         `boolq`
+eval quickstart --context 64                                       --context
+compare nobody no-one                                              `nobody`
+plan quickstrat --on v4-8                                          `quickstart`
+plan quickstart --on v9-8                                          `v9-8`
+bench --part steps                                                 --part: | step, chips
+sweep TINY                                                         sweep
+graph quickstart --json --mermaid                                  --json, --mermaid
+graph quickstart --set model.nodes.embed.kind=embeding             --set model.nodes.embed.kind: | embedding
+graph quickstart --set model.nodes.embed.width=99                  --set model.nodes.embed.width=99
+train quickstart --set model.nodes.blocks.attention.heads=5        model.nodes.blocks.attention.heads=5 | `blocks`
+train quickstart --set model.nodes.embed.vocab=99                  3072
+train quickstart --set pretrain.mixture={pocket-wrld: 1}           `pocket-world`
+train quickstart --set mesh={data: 3}                              batch 8
+train quickstart --set mesh={tensor: 8}                            tensor = 8
+train quickstart --set mesh={pipeline: 2}                          `blocks`
+launch quickstart --hosts 2 --devices 4                            mesh | hosts: 2
+launch quickstart --on cloud CLOUD                                 mesh | hosts: 4
+checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
+run                                                                affinage run quickstart
+rum                                                                rum
+"""
+# In a folder where they are.
+BROKEN = """
+run empty.yaml                                                     empty.yaml
+run folder.yaml                                                    folder.yaml
+run latin.yaml                                                     latin.yaml | UTF-8
+run nul.yaml                                                       nul.yaml
+run list.yaml                                                      list.yaml
+run cut.json                                                       cut.json
+run loop.yaml                                                      loop.yaml
+run itself.yaml                                                    itself.yaml | base
+run LONG.yaml                                                      there is no such recipe file
+data TINY --runs file                                              file
+report damaged                                                     recipe.json
+report TINY --lang de                                              'en', 'fr'
+compare damaged                                                    compare
+compare damaged damaged                                            compare
+compare damaged bare                                               `bare`
+compare cut cut                                                    quiz.jsonl
+compare bytes bytes                                                quiz.jsonl
+compare other other                                                quiz.jsonl
+generate imported hello                                            model.json
+chat bare hello                                                    bare
+import bare                                                        --to
+import bare --to model                                             bare
+world file                                                         file
+new a/b                                                            `a/b`
+"""
+
+
+def table(text: str) -> list:
+    rows = [re.split(r"  +", line) for line in text.strip().splitlines()]
+    return [pytest.param(words, held.split(" | "), id=words) for words, held in rows]
+
+
+def words_of(line: str) -> list[str]:
+    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line.replace("CLOUD", CLOUD))
+    return [word.replace("TINY", TINY).replace("LONG", "a" * 300) for word in shlex.split(line)]
+
+
+def refused(affinage, line: str, held: list[str]) -> None:
+    status, out, said = affinage(*words_of(line))
+    assert (status, out) == (2, "")
+    assert "Traceback" not in said and said.count("Error") == 1
+    flat = " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())
+    assert [each for each in held if each not in flat] == [], flat
+
+
+@pytest.mark.parametrize(("line", "held"), table(WRONG_NAMES))
+def test_a_wrong_name_or_setting(line: str, held: list[str], affinage, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(affinage, line, held)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "empty.yaml").touch()
+    (folder / "folder.yaml").mkdir()
+    (folder / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
+    (folder / "nul.yaml").write_bytes(b"name: x\x00y\n")
+    (folder / "list.yaml").write_text("- 1\n")
+    (folder / "cut.json").write_text('{"name": ')
+    (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
+    (folder / "itself.yaml").write_text("base: itself.yaml\n")
+    (folder / "file").touch()
+    for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "bytes/items", "other/items"):
+        (folder / name).mkdir(parents=True)
+    (folder / "runs" / "damaged" / "recipe.json").write_text("{")
+    for name, content in (("cut", b"{"), ("bytes", b"\xff"), ("other", b'{"id": 1}')):
+        (folder / name / "items" / "quiz.jsonl").write_bytes(content)
+    (folder / "imported" / "model.json").write_text("{")
+    return folder
+
+
+@pytest.mark.parametrize(("line", "held"), table(BROKEN))
+def test_a_broken_file(line: str, held: list[str], affinage, broken: Path, monkeypatch):
+    monkeypatch.chdir(broken)
+    before = sorted(broken.rglob("*"))
+    refused(affinage, line, held)
+    assert sorted(broken.rglob("*")) == before, "nothing is left behind"
+
+
+def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
+    for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
+        status, _, said = affinage(*words)
+        assert status == 2 and "Traceback" in said and "there is no recipe" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "held", "not_held"),
+    [
+        (Preempted("SIGTERM at step 3"), 75, "SIGTERM at step 3", "Traceback"),
+        (KeyboardInterrupt(), 130, "", "Traceback"),
+        (ModuleNotFoundError("no", name="transformers.models"), 2, "affinage[verify]", "Traceback"),
+        (ModuleNotFoundError("no", name="affinage.nothing"), 1, "Traceback", "pip install"),  # a defect of ours
+        (RuntimeError("refused: a-token-of-somebody"), 1, "RuntimeError: refused: ***", "of-somebody"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, BaseException) else "",
+)
+def test_each_ending_has_its_status(error, status, held, not_held, affinage, monkeypatch):
+    def opened(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-somebody")
+    monkeypatch.setattr("affinage.cli.talk.opened", opened)
+    found, _, said = affinage("chat", "m", "hello")
+    assert found == status and held in said and not_held not in said
+
+
+def test_launch_starts_what_its_help_says_and_what_may_be_meant(affinage, monkeypatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr("affinage.launch.supervise", lambda launcher, words, *_, **__: started.append(words) or 0)
+    [example] = re.findall(r"Example: affinage launch (quickstart.*)", launch.__doc__ or "")
+    one_host, no_training = "quickstart --hosts 1 --devices 4", "quickstart --hosts 2 --devices 4 --until rows"
+    for words in (example, one_host, no_training, "quickstart --hosts 2"):
+        assert affinage("launch", *shlex.split(words))[0] == 0
+    assert len(started) == 4 and all(words[0] == "run" for words in started)
+
+
+def test_who_has_no_answers_is_told_how_to_have_ones_that_can_be_compared(affinage, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = write_task(tmp_path / "exam", "exam", sums(2))
+    for run, tasks in (("one", f'["{task}"]'), ("two", f'["{task}"]'), ("bare", "[]")):
+        (tmp_path / "runs" / run / "pretrain").mkdir(parents=True)
+        (tmp_path / "runs" / run / "recipe.json").write_text(f'{{"name": "{run}", "evaluate": {{"tasks": {tasks}}}}}')
+    (tmp_path / "answers" / "items").mkdir(parents=True)
+    (tmp_path / "answers" / "items" / "boolq.jsonl").write_text("")
+    for names, command in (
+        (["one", "two"], "affinage eval one; affinage eval two"),
+        (["one/pretrain", "two"], "affinage eval one/pretrain"),
+        (["bare/pretrain", "answers"], "affinage eval bare/pretrain --tasks boolq"),
+        (["bare/pretrain", "one"], f"affinage eval bare/pretrain --tasks {task}"),
+    ):
+        status, _, said = affinage("compare", *names)
+        assert status == 2 and " ".join(said.split()).endswith(command)

@@ -1,0 +1,51 @@
+"""One made-up run and its two pages, made once for all tests of the report."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import build_run
+
+from affinage.report import collect_facts, render
+from affinage.report.facts import Facts
+from run_affinage import affinage  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, to be read only."""
+    return build_run(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="session")
+def facts(made: Path) -> Facts:
+    return collect_facts(made)
+
+
+@pytest.fixture(scope="session")
+def pages(facts: Facts) -> dict[str, str]:
+    """The page in each language."""
+    return {language: render(facts, language) for language in ("en", "fr")}
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of the run for a test that changes it."""
+    return shutil.copytree(made, tmp_path / "synthetic")
+
+
+@pytest.fixture
+def change() -> Callable[[Path], Any]:
+    """`with change(file) as content:` rewrites a JSON file."""
+
+    @contextmanager
+    def change(path: Path) -> Iterator[dict[str, Any]]:
+        content = json.loads(path.read_text())
+        yield content
+        path.write_text(json.dumps(content))
+
+    return change
