@@ -80,8 +80,10 @@ REMATS = {
 }
 
 
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("name", MODELS)
+WITH = [("llama", remat) for remat in REMATS] + [(name, remat) for name in MODELS for remat in ("none", "away")][2:]
+
+
+@pytest.mark.parametrize(("name", "remat"), WITH)
 def test_it_is_what_differentiation_hands_over(name, remat):
     graph, (setting, by_hand) = parse(MODELS[name]), REMATS[remat]
     device, host = kept(graph, setting)

@@ -100,20 +100,6 @@ def test_cached_decoding_is_the_full_pass(name):
         np.testing.assert_allclose(new[:, 0], jnp.take_along_axis(full, at[..., None], axis=1)[:, 0], atol=2e-5)
 
 
-@pytest.mark.parametrize(("name", "parts"), [("llama", 1), ("gpt2", 2), ("llama", 4)])
-def test_of_some_tokens_alone_the_logits_are_the_same(name, parts):
-    """Of a whole batch, of both halves, and of so few in every row that the others do not even ask."""
-    graph, tokens = GRAPHS[name], random_tokens(4, 11)
-    params = tiny_graphs.random_params(graph)
-    batch = {"tokens": tokens, "positions": jnp.broadcast_to(jnp.arange(11), tokens.shape)}
-    at = {1: [[0, 3, 10, 10, 43]], 2: [[0, 3, 10, 10, 21], [7, 21, 11, 20, 0]], 4: [[0, 5], [10, 10], [7, 3], [4, 1]]}
-    at = jnp.asarray(at[parts], jnp.int32)
-    some, _ = logits(graph, params, batch, at=at)
-    all_of_them, _ = logits(graph, params, batch)
-    expected = jnp.take_along_axis(all_of_them.reshape(parts, -1, all_of_them.shape[-1]), at[:, :, None], axis=1)
-    np.testing.assert_allclose(some, expected, atol=2e-5)
-
-
 def test_scan_is_unrolled_with_dropout_too():
     models = [tiny_graphs.llama(scan=s, layers=2, attention={"dropout": 0.2}, dropout=0.2) for s in (True, False)]
     graphs = [parse(model) for model in models]

@@ -14,7 +14,6 @@ from affinage.model import Call, apply, init_cache, parse
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import splash_attention
-from affinage.model.kinds.attention_masks import causal_mask
 from affinage.model.kinds.attention_products import attention, plain_attention, splash_on_parts
 from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
 from affinage.parallel import MeshLayout, make_mesh
@@ -87,39 +86,12 @@ def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fract
     same(found, expected)
 
 
-@pytest.mark.parametrize("window", [None, 1, 16, 20])
-def test_blocks_of_a_mask_are_those_of_all_pairs(window):
-    mask = causal_mask(64, window)
-    before = np.arange(64)[:, None] - np.arange(64)
-    every = (before >= 0) & (before < (window or 64))
-    for size in (1, 16, 64):
-        for rows, columns in np.ndindex(64 // size, 64 // size):
-            block = np.s_[rows * size : (rows + 1) * size, columns * size : (columns + 1) * size]
-            np.testing.assert_array_equal(mask[block], every[block])
-    assert mask == causal_mask(64, window) != causal_mask(64, 7) and hash(mask) == hash(causal_mask(64, window))
-
-
 @pytest.mark.parametrize(("kv_heads", "settings"), [(2, {}), (1, {"window": 20, "softcap": 2.0})], ids=str)
 def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
     settings = {"window": None, "softcap": None} | settings
     kernel = partial(splash_attention, segments=SEGMENTS, **settings, interpret=True)
     expected = value_and_gradient(partial(plain, segments=SEGMENTS, **settings), *heads(kv_heads))
     same(value_and_gradient(kernel, *heads(kv_heads)), expected)
-
-
-def test_on_a_mesh_every_device_runs_the_kernel_on_its_part():
-    arrays, split = heads(2), MeshLayout(make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])).mapped
-
-    def kernel(query, key, value, segments):
-        assert query.shape == (1, 2, LENGTH, 8) and key.shape == (1, 1, LENGTH, 8)
-        return splash_attention(query, key, value, segments, window=None, softcap=None, interpret=True)
-
-    of_query, of_key = ("batch", "heads", None, None), ("batch", "kv_heads", None, None)
-    run = split(kernel, (of_query, of_key, of_key, ("batch", None)), of_query)
-    same(
-        value_and_gradient(lambda *qkv: run(*qkv, SEGMENTS), *arrays),
-        value_and_gradient(lambda *qkv: plain(*qkv, SEGMENTS), *arrays),
-    )
 
 
 @pytest.mark.parametrize(

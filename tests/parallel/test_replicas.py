@@ -56,16 +56,3 @@ def test_devices_go_together_where_replicas_cannot_be_alone(model, sizes, parall
     one = meshes.program(model, sizes, micro_batches=2, parallel=parallel)
     asked = call_on(one.layout, attention, ParallelSettings.model_validate(parallel))
     assert replicas_of(model, dataclasses.replace(one.call, attention=attention)) == 1 == replicas_of(model, asked)
-
-
-@pytest.mark.parametrize(("net", "hidden", "copies"), [("mlp", 16, 2), ("conv", 4, 1)])
-def test_convolutions_go_together(net, hidden, copies):
-    """XLA would gather the images of all copies: it does not divide the gradients of their kernels."""
-    nodes = {
-        "views": {"kind": "augment", "in": "images", "views": 2},
-        "encoder": {"kind": "encoder", "in": "views", "net": net, "hidden": [hidden], "width": 8},
-        "constant": {"kind": "stop_gradient", "in": "encoder"},
-        "loss": {"kind": "cosine_regression_loss", "in": ["encoder", "constant"]},
-    }
-    model = parse({"inputs": {"images": [8, 8, 1]}, "nodes": nodes})
-    assert replicas_of(model, meshes.program(DENSE, {"data": 2}, micro_batches=2, parallel={}).call) == copies

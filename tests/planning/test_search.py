@@ -20,6 +20,7 @@ from affinage.training.job import TrainJob
 from affinage.training.program import Program
 
 TINY = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=16"]
+TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def few(monkeypatch):
     """Half of the choices, and slices that a test has time for."""
     monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "block"))
     monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
-    monkeypatch.setattr("affinage.planning.curve.MOST_CHIPS", 16)
+    monkeypatch.setattr("affinage.planning.curve.MOST_CHIPS", 8)
 
 
 def found(name, *overrides, count=3):
@@ -46,7 +47,7 @@ def divided(name, *overrides, recipe=SMALL):
 @pytest.mark.parametrize(
     ("name", "overrides", "remats"),
     [
-        ("v4-8", ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"], ("none", "block")),
+        ("v4-8", ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"], ("none",)),
         # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
         ("v5e-1", ["pretrain.batch=512"], ("none", "dots", "block", "full")),
     ],
@@ -70,8 +71,6 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
 
 def test_the_winner_is_a_step_that_compiles(tmp_path):
     loaded, graph, result = found("v4-8", *TINY)
-    again = found("v4-8", *TINY)[2]
-    assert [one for one, _ in result.best] == [one for one, _ in again.best], "ties are decided the same way every time"
     winner = result.best[0][0]
     # In float32: XLA's compiler for processors dies of a pipeline's sums in bfloat16.
     chosen = [*winner.overrides(loaded.recipe, "pretrain"), "pretrain.precision.compute=float32"]
@@ -144,30 +143,34 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     loaded = load_recipe(SMALL)
     graph = planned_graph(loaded)
     weak, strong = (curve(loaded.recipe, graph, kind, find_slice("v4-8")) for kind in ("weak", "strong"))
-    assert [point.plan.where.name for point in weak] == ["v4-8", "v4-16", "v4-32"]
-    assert [point.plan.split.rows for point in weak] == [64, 128, 256]
+    assert [point.plan.where.name for point in weak] == ["v4-8", "v4-16"]
+    assert [point.plan.split.rows for point in weak] == [64, 128]
     assert {point.plan.split.rows for point in strong} == {64}
     assert weak[0].efficiency == strong[0].efficiency == 1.0
     assert weak[-1].efficiency > strong[-1].efficiency
-    times = [point.plan.time.seconds for point in strong]
-    assert times == sorted(times, reverse=True)
+    assert strong[0].plan.time.seconds > strong[1].plan.time.seconds
     stages = Point(plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}"), 1.0)
     assert "bubble" in stages.why
     for point in (*weak, *strong, stages):
         assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
 
 
-def test_a_curve_goes_on_over_boxes_of_gpus_and_names_settings_that_go_with_no_mesh():
+@pytest.mark.parametrize("setting", ["pretrain.micro_batches=2", "parallel.remat=dots"])
+def test_a_curve_names_settings_that_go_with_no_mesh(setting):
+    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", setting])
+    with pytest.raises(UserError, match="micro_batches|dots"):
+        curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
+
+
+@pytest.mark.full
+def test_a_curve_goes_on_over_boxes_of_gpus():
     loaded = load_recipe(SMALL)
     points = curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("h100x4"))
-    assert [point.plan.where.name for point in points] == ["h100x4", "h100x8", "h100x16"]
-    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", "pretrain.micro_batches=2"])
-    with pytest.raises(UserError, match="micro_batches is 2"):
-        curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
+    assert [point.plan.where.name for point in points] == ["h100x4", "h100x8"]
 
 
 def test_the_verb_prints_a_line_for_each_slice_and_where_the_curve_begins(capsys):
     words = [SMALL, "--on", "v4-8", "--curve", "strong"]
-    assert len(json.loads(told(capsys, *words, "--json")[1])["curve"]) == 3
-    printed = [told(capsys, *words, *settings(f"pretrain.batch={batch}"))[1] for batch in (1024, 2048)]
-    assert ["begins at v4-16" in out for out in printed] == [False, True] and all("v4-32" in out for out in printed)
+    assert len(json.loads(told(capsys, *words, "--json")[1])["curve"]) == 2
+    out = told(capsys, *words, "--set", "pretrain.batch=2048")[1]
+    assert "begins at v4-16" in out
