@@ -174,21 +174,6 @@ def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fi
     assert fix in refused.value.fix
 
 
-@pytest.mark.parametrize(("stages", "rounds", "parts"), [(4, 1, 4), (2, 2, 4)])
-def test_a_stage_keeps_its_layers_inputs_in_every_tick(stages, rounds, parts):
-    chosen, mesh = settings(batch=64), {"pipeline": stages, "data": 8 // stages}
-    parallel = {"remat": "block", "pipeline_rounds": rounds, "pipeline_micro_batches": parts}
-
-    def kept(layers, context):
-        return memory(mesh, chosen, graph=graph_of(layers=layers), context=context, **parallel).activations
-
-    ticks, more_layers = rounds * parts + stages - 1, 8 // (stages * rounds)
-    rows = 64 // (8 // stages) // parts
-    # Of 8 layers more, what 16 positions more cost: the weights' part is not in it. The tick at hand has a copy.
-    longer, shorter = (kept(16, context) - kept(8, context) for context in (32, 16))
-    assert longer - shorter == (ticks + 1) * more_layers * rows * 16 * 32 * 2
-
-
 def test_the_weights_of_a_round_are_not_kept_in_every_tick():
     graph = graph_of(ffn={"kind": "swiglu", "width": 2048})
 

@@ -203,7 +203,7 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
         ((SMALL, "--curve", "weak"), "processor"),
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),
         ((SMALL, "--stage", "dpo"), "`dpo`"),
-        ((SMALL, "--set", "pretrain=null"), "small"),
+        ((SMALL, "--set", "pretrain=null"), "trains nothing"),
     ],
     ids=str,
 )
@@ -293,7 +293,7 @@ DEEP = (*WIDE, "model.nodes.blocks.repeat=16", "mesh={fsdp: 1, data: 4}", "pretr
         ),
         ("v5e-4", DEEP, ["mesh.data", "mesh.fsdp"]),
         ("v5e-1", ["rows.context=131072", "mesh={fsdp: 1}", "pretrain.batch=1"], ["parallel.remat"]),
-        ("v5e-1", [*DEEP, "model.nodes.blocks.repeat=64", "mesh.data=1"], []),
+        ("v5e-1", [*WIDE, "model.nodes.blocks.repeat=64", "mesh={fsdp: 1}", "pretrain.batch=4"], []),
     ],
     ids=["rows", "sums of gradients", "weights", "one row", "nothing"],
 )

@@ -95,14 +95,6 @@ def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
     assert along.collectives["fsdp"] == pytest.approx(sum(node.hidden for node in along.nodes))
 
 
-@pytest.mark.parametrize("heads", [4, 1])
-def test_keys_and_values_are_gathered_for_as_many_heads_as_there_are_of_them(heads):
-    node = blocks_of("mesh={context: 4}", f"model.nodes.blocks.attention.kv_heads={heads}")
-    gathered = links("v4-8", context=4)["context"].all_gather(2 * 64 * 512 * heads * 64 * 2)
-    assert node.exposed == pytest.approx(8 * 3 * gathered)
-    assert node.axes["context"] > node.exposed  # the sums of gradients are beside the products
-
-
 RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.window=64"
 
 
