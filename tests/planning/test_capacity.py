@@ -44,15 +44,12 @@ def test_it_stops_after_so_many_compilations():
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "mesh"),
-    [("v4-16", 5120, (1, 8)), ("v4-128", 10240, (4, 16)), ("v4-512", 16384, (4, 64)), ("v4-16", 5000, None)],
+    ("name", "width", "fsdp", "tensor"), [("v4-16", 5120, 1, 8), ("v4-128", 10240, 4, 16), ("v4-512", 16384, 4, 64)]
 )
-def test_the_mesh_is_of_the_heads(name, width, mesh):
-    if mesh is None:
-        with pytest.raises(UserError, match="heads"):
-            shape(width, find_slice(name))
-    else:
-        assert shape(width, find_slice(name))[-1] == "mesh={fsdp: %d, tensor: %d}" % mesh
+def test_the_mesh_is_of_the_heads(name, width, fsdp, tensor):
+    assert shape(width, find_slice(name))[-1] == f"mesh={{fsdp: {fsdp}, tensor: {tensor}}}"
+    with pytest.raises(UserError, match="heads"):
+        shape(width + 8, find_slice(name))
 
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():

@@ -158,7 +158,7 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
 @pytest.mark.parametrize("setting", ["pretrain.micro_batches=2", "parallel.remat=dots"])
 def test_a_curve_names_settings_that_go_with_no_mesh(setting):
     loaded = load_recipe(SMALL, ["pretrain.update=layerwise", setting])
-    with pytest.raises(UserError, match="micro_batches|dots"):
+    with pytest.raises(UserError, match=r"micro_batches|dots"):
         curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
 
 
