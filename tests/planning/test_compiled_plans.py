@@ -69,7 +69,7 @@ def test_the_estimate_is_near_what_the_processors_compiler_takes():
     planned = plan_of(SMALL, "cpu", *overrides).memory
     assert verdict.fits and verdict.collectives == {}
     assert verdict.argument_bytes == pytest.approx(planned.weights + planned.optimizer + planned.batch, rel=0.01)
-    assert planned.total == pytest.approx(verdict.peak_bytes, rel=0.35)
+    assert planned.total == pytest.approx(verdict.peak_bytes, rel=0.2)
 
 
 def test_a_collective_in_a_loop_is_told_from_one_behind_it():
