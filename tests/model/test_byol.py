@@ -19,7 +19,7 @@ BATCH = {"images": IMAGES, "rows": np.arange(4, dtype=np.int32)}
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(partial(init_params, GRAPH))(jax.random.key(0))
+    return jax.device_get(jax.jit(partial(init_params, GRAPH))(jax.random.key(0)))
 
 
 @jax.jit
@@ -57,7 +57,7 @@ def test_the_target_is_computed_from_averages_that_follow_the_formula(params):
     jax.tree.map(np.testing.assert_array_equal, averages, {"target": copied})
     changed = jax.tree.map(lambda p: p + 1.0, params)
     expected = jax.tree.map(lambda p: 0.9 * p + 0.1 * (p + 1.0), copied)
-    found = moved_averages(GRAPH, averages, changed)["target"]
+    found = jax.jit(partial(moved_averages, GRAPH))(averages, changed)["target"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
     values = values_of(params, averages)
     np.testing.assert_allclose(values["target"], values["projector"], rtol=1e-5, atol=1e-6)

@@ -34,6 +34,7 @@ def grouped(model: Graph, *ends: tuple[str, dict[str, int]], **settings: Any) ->
     return GroupedTraining(model, trained.model_copy(update=settings), groups, seed=3)
 
 
+@pytest.mark.full
 def test_steps_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_stage():
     two = grouped(graph(), *UNEQUAL)
     states, expected = two.begin(), meshes.on_one_device(graph(), 2)

@@ -69,6 +69,7 @@ def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, mo
     assert all(made.fits for _, made in result.best)
 
 
+@pytest.mark.full
 def test_the_winner_is_a_step_that_compiles(tmp_path):
     loaded, graph, result = found("v4-8", *TINY)
     winner = result.best[0][0]
