@@ -10,12 +10,20 @@ from affinage.model import Graph, abstract_params
 VOCABULARY = 97
 
 
-def llama(*, layers: int = 3, tied: bool = False, scan: Any = "auto", attention: Any = None, **block: Any) -> Any:
+def llama(
+    *,
+    layers: int = 3,
+    tied: bool = False,
+    scan: Any = "auto",
+    attention: Any = None,
+    vocabulary: int = VOCABULARY,
+    **block: Any,
+) -> Any:
     """Width 32, 4 heads, SwiGLU 48; keyword arguments replace settings of the attention and the block."""
     return {
         "inputs": ["tokens"],
         "nodes": {
-            "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32},
+            "embed": {"kind": "embedding", "in": "tokens", "vocab": vocabulary, "width": 32},
             "blocks": {
                 "kind": "transformer_block",
                 "in": "embed",

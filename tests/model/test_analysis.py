@@ -16,7 +16,6 @@ from affinage.model.call import Logits
 GRAPHS = {
     "llama": tiny_graphs.llama(),
     "grouped queries": tiny_graphs.llama(attention={"kv_heads": 2}),
-    "unrolled": tiny_graphs.llama(scan=False),
     "gpt2": tiny_graphs.gpt2(),
     "experts": tiny_graphs.moe(shared_experts=1),
     "experts with a capacity": tiny_graphs.moe(capacity_factor=1.25, activation="gelu", scan=False),
@@ -92,18 +91,6 @@ def test_operations_of_a_training_step_are_what_xla_counts(name):
     assert program(graph, gradient=True) == analyse(graph, ROWS, CONTEXT).training_flops_all_pairs
 
 
-def test_xla_counts_the_products_and_what_is_done_element_by_element():
-    graph = parse(tiny_graphs.llama(scan=False))
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 64), jnp.int32)}
-
-    def loss(params, batch):
-        return apply(graph, params, batch, Call(platform="cpu")).values[graph.loss].sum
-
-    whole = jax.jit(jax.grad(loss)).lower(abstract_params(graph), batch).compile().cost_analysis()["flops"]
-    ours = analyse(graph, 8, 64).training_flops_all_pairs
-    assert ours < whole < 1.5 * ours
-
-
 def test_a_branch_without_gradient_has_no_backward_pass():
     nodes = {node.name: node for node in analyse(parse(tiny_graphs.byol(hidden=[24])), ROWS, 1).nodes}
     assert nodes["target"].flops == nodes["encoder"].flops + nodes["projector"].flops
@@ -134,12 +121,6 @@ def test_bytes_and_parameters_are_those_of_the_arrays(name):
     assert parameter_bytes(graph, jnp.bfloat16) == sum(2 * leaf.size for leaf in leaves)
     cache = jax.tree.leaves(init_cache(graph, 2, 8, jnp.bfloat16))
     assert cache_bytes(graph, 2, 8, jnp.bfloat16) == sum(array.nbytes for array in cache)
-
-
-def test_embeddings_are_counted_apart():
-    untied, tied = (parameters(parse(tiny_graphs.llama(tied=tied))) for tied in (False, True))
-    assert untied.embedding == tied.embedding == 97 * 32
-    assert untied.non_embedding - tied.non_embedding == 97 * 32
 
 
 def test_the_table_ends_with_the_total_and_the_picture_has_every_arrow():

@@ -1,35 +1,158 @@
-"""Attention's own gradient against autodiff of the plain formula."""
+"""Attention by products, by kernels and on parts of a row: the numbers and gradients of the plain formula."""
+
+import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.model import Call
+import tiny_graphs
+from affinage.errors import UserError
+from affinage.model import Call, apply, init_cache, parse
 from affinage.model.kind import Context
-from affinage.model.kinds.attention_products import attention, plain_attention
+from affinage.model.kinds.attention_choice import Need, choose
+from affinage.model.kinds.attention_kernels import splash_attention
+from affinage.model.kinds.attention_products import attention, plain_attention, splash_on_parts
+from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
+from affinage.parallel import MeshLayout, make_mesh
 
-SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
+LENGTH = 150  # more than one block of a kernel, and no whole number of them
+SEGMENTS = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([3, 87, 60], [128, 1, 21])]), jnp.int32)
+NEEDS = Need("tpu", jnp.bfloat16, head_dim=64, length=2048, cached=False, dropout=0.0, softcap=None)
 
 
-@pytest.mark.parametrize(("documents", "tolerance"), [(1, 2e-5), (29, 2e-5), (86, 5e-5)], ids=["7", "203", "602"])
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_the_gradient_by_hand_is_autodiffs(documents, tolerance, in_blocks):
-    segments = jnp.repeat(SEGMENTS, documents, axis=1)
-    length = segments.shape[1]
-    keys = jax.random.split(jax.random.key(0), 4)
-    query = 2 * jax.random.normal(keys[0], (2, 2, 3, length, 4))  # B K G S D
-    key, value = (2 * jax.random.normal(k, (2, 2, length, 4)) for k in keys[1:3])
-    weights = jax.random.normal(keys[3], query.shape)
+def heads(kv_heads, rows=2, length=LENGTH):
+    """Query, key, value and weights of the result, of 4 query heads."""
+    random = np.random.default_rng(0)
+    counts = (4, kv_heads, kv_heads, 4)
+    return [jnp.asarray(2 * random.normal(size=(rows, count, length, 8)), jnp.float32) for count in counts]
+
+
+def value_and_gradient(product, query, key, value, weights):
+    return jax.jit(jax.value_and_grad(lambda *arrays: jnp.sum(weights * product(*arrays)), (0, 1, 2)))(
+        query, key, value
+    )
+
+
+def plain(query, key, value, segments, *, window=None, softcap=None):
+    """The formula, on scores of all pairs."""
+    length = query.shape[2]
+    before = np.arange(length)[:, None] - np.arange(length)
+    mask = jnp.asarray((before >= 0) & (before < (window or length)))[None]
+    mask = mask & (segments[:, :, None] == segments[:, None, :])
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+    out = plain_attention(grouped, key, value, mask, Context(Call(), {}), dropout=0.0, softcap=softcap)
+    return out.reshape(query.shape)
+
+
+def same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize(("length", "in_blocks"), [(7, False), (602, False), (602, True)])
+def test_the_gradient_by_hand_is_autodiffs(length, in_blocks):
+    segments = jnp.repeat(jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]), length // 7, axis=1)
+    arrays = heads(2, length=length)
     mask = jnp.tril(jnp.ones((1, length, length), bool)) & (segments[:, :, None] == segments[:, None, :])
-    context = Context(Call(), {})
 
-    def by_hand(*arrays):
-        return jnp.sum(weights * attention(*arrays, mask, in_blocks))
+    def by_hand(query, key, value):
+        grouped = query.reshape(2, 2, 2, length, 8)
+        return attention(grouped, key, value, mask, in_blocks).reshape(query.shape)
 
-    def plain(*arrays):
-        return jnp.sum(weights * plain_attention(*arrays, mask, context, dropout=0.0, softcap=None))
+    same(value_and_gradient(by_hand, *arrays), value_and_gradient(partial(plain, segments=segments), *arrays))
 
-    found = jax.jit(jax.value_and_grad(by_hand, (0, 1, 2)))(query, key, value)
-    expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(query, key, value)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), found, expected)
+
+@pytest.mark.parametrize(("fraction", "stored"), [(1.0, True), (0.5, False)])
+def test_a_rotation_is_a_complex_product_and_its_gradient_that_of_autodiff(fraction, stored):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 8))
+    weights = jax.random.normal(jax.random.key(1), x.shape)
+    positions = jnp.array([[0, 1, 2, 3, 4], [3, 0, 1, 2, 9]])
+
+    def by_complex_numbers(x):
+        half = int(8 * fraction) // 2
+        angles = jnp.einsum("bs,d->bsd", positions, 100.0 ** (-jnp.arange(half) / half))[:, None]
+        turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * jnp.exp(1j * angles)
+        return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+
+    def ours(x):
+        return rotate(x, rotary_tables(RopeSettings(theta=100.0, fraction=fraction), positions, 8, stored=stored))
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda x, turn: jnp.sum(jnp.tanh(turn(x)) * weights)), static_argnums=1)(x, turn)
+        for turn in (ours, by_complex_numbers)
+    )
+    same(found, expected)
+
+
+@pytest.mark.parametrize(("kv_heads", "settings"), [(2, {}), (1, {"window": 20, "softcap": 2.0})], ids=str)
+def test_splash_is_the_plain_formula_on_packed_rows(kv_heads, settings):
+    settings = {"window": None, "softcap": None} | settings
+    kernel = partial(splash_attention, segments=SEGMENTS, **settings, interpret=True)
+    expected = value_and_gradient(partial(plain, segments=SEGMENTS, **settings), *heads(kv_heads))
+    same(value_and_gradient(kernel, *heads(kv_heads)), expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "window", "packed"),
+    [
+        ({"context": 2, "tensor": 2}, 200, True),
+        pytest.param({"context": 4}, None, True, marks=pytest.mark.full),
+        pytest.param({"data": 2, "context": 2, "tensor": 2}, None, False, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_on_parts_of_a_row_every_device_has_its_queries_and_all_keys(mesh, window, packed):
+    arrays, length = heads(2, length=512), 512
+    segments = jnp.asarray(np.stack([np.repeat(range(3), n) for n in ([100, 300, 112], [512, 0, 0])]), jnp.int32)
+    layout = MeshLayout(make_mesh(mesh, jax.devices()[: int(np.prod(list(mesh.values())))]))
+    settings = {"segments": segments if packed else None, "window": window, "softcap": None, "interpret": True}
+    split = partial(splash_on_parts, layout=layout, **settings)
+    same(value_and_gradient(split, *arrays), value_and_gradient(partial(splash_attention, **settings), *arrays))
+    # As in a step, where each projects its own tokens: no device keeps the keys of others for the backward pass.
+    place = partial(layout.constrain, axes=("batch", None, "sequence", None))
+    _, kept = jax.jit(lambda *arrays: jax.vjp(split, *map(place, arrays)))(*arrays[:3])
+    of_tokens = [array.addressable_shards[0].data.shape for array in jax.tree.leaves(kept) if array.ndim == 4]
+    assert len(of_tokens) >= 3 and {shape[2] for shape in of_tokens} == {length // mesh["context"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, "splash"),
+        ({"platform": "cpu"}, "xla"),
+        ({"platform": "gpu"}, "xla"),
+        ({"length": 64}, "xla"),
+        ({"cached": True}, "xla"),
+        ({"dropout": 0.1}, "xla"),
+        ({"softcap": 30.0}, "splash"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_can(change, wanted):
+    assert choose("auto", dataclasses.replace(NEEDS, **change)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "what"),
+    [
+        ("splash", {"platform": "cpu"}, "cpu"),
+        ("splash", {"dropout": 0.1}, "dropout of 0.1"),
+        ("splash", {"cached": True}, "a KV cache"),
+        ("cudnn", {"softcap": 30.0}, "a soft-cap of 30.0"),
+        ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32 .* and heads of 20"),
+    ],
+    ids=str,
+)
+def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
+    with pytest.raises(UserError, match=what) as refused:
+        choose(name, dataclasses.replace(NEEDS, **change))
+    assert "xla" in refused.value.fix
+
+
+def test_a_model_refuses_it_too():
+    graph = parse(tiny_graphs.llama(layers=1))
+    call = Call(platform="tpu", attention="splash", cache=init_cache(graph, 1, 8, platform="tpu"))
+    with pytest.raises(UserError, match="a KV cache"):
+        apply(graph, tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 4), jnp.int32)}, call)

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import tiny_graphs
 from affinage.model import Graph, parse
 from affinage.parallel import make_mesh
 from affinage.recipe.parallel import ParallelSettings
@@ -27,24 +27,11 @@ def graph(kind: str, layers: int = 4, *, heads: int = 4, window: int | None = No
     ffn: dict[str, Any] = {"kind": "swiglu", "width": 64}
     if kind == "moe":
         ffn = {"kind": "moe", "experts": 4, "top_k": 2, "width": 32, "shared_experts": 1} | mixture
-    blocks = {
-        "kind": "transformer_block",
-        "in": "embed",
-        "repeat": layers,
-        "scan": True,  # half the compilation
-        "attention": {"heads": heads, "rope": {"theta": 10000}, "window": window},
-        "ffn": ffn,
-        "norm": {"kind": "rms", "eps": 1e-6},
-    }
-    nodes = {
-        # Vectors of a usual length: norms of short ones amplify rounding.
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": VOCABULARY, "width": 32, "init_std": 0.5},
-        "blocks": blocks,
-        "norm": {"kind": "rms_norm", "in": "blocks"},
-        "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
-        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-    }
-    return parse({"inputs": ["tokens"], "nodes": nodes})
+    attention = {"heads": heads, "window": window}
+    model = tiny_graphs.llama(layers=layers, vocabulary=VOCABULARY, scan=True, attention=attention, ffn=ffn)
+    # Vectors of a usual length: norms of short ones amplify rounding.
+    model["nodes"]["embed"]["init_std"] = 0.5
+    return parse(model)
 
 
 class Feed:
@@ -91,13 +78,18 @@ def program(
     return Program(job, make_mesh(sizes, jax.devices()), Feed().batch(0, rows))
 
 
-def run(one: Program, steps: int) -> dict[str, list[float]]:
-    """Loss and gradient norm of the first steps, from weights that are the same for every mesh."""
+def compiled(one: Program) -> Any:
+    """The training step, compiled quickly."""
     quick = one.job.parallel.model_copy(update={"xla_flags": QUICKLY | one.job.parallel.xla_flags})
-    step = dataclasses.replace(one, job=dataclasses.replace(one.job, parallel=quick)).compile_training()
+    return dataclasses.replace(one, job=dataclasses.replace(one.job, parallel=quick)).compile_training()
+
+
+def run(one: Program, steps: int, step: Any = None) -> dict[str, list[float]]:
+    """Loss and gradient norm of the first steps, from weights that are the same for every mesh."""
+    step = step or compiled(one)
     state = jax.tree.map(
         lambda x, like: jax.device_put(np.asarray(x).astype(like.dtype), like.sharding),
-        _first_state(json.dumps(one.job.graph.to_dict())),
+        first_state(one.job.graph),
         one.abstract,
     )
     seen: dict[str, list[float]] = {"loss": [], "grad_norm": []}
@@ -109,16 +101,19 @@ def run(one: Program, steps: int) -> dict[str, list[float]]:
 
 
 @functools.cache
-def _first_state(model: str) -> Any:
-    return jax.device_get(program(parse(json.loads(model)), {"data": 1}, parallel={}).begin())
+def first_state(model: Graph) -> Any:
+    return jax.device_get(program(model, {"data": 1}, parallel={}).begin())
 
 
 @functools.cache
-def on_one_device(model: str, steps: int, rows: int = ROWS) -> dict[str, list[float]]:
-    return run(program(parse(json.loads(model)), {"data": 1}, rows=rows, parallel={}), steps)
+def on_one_device(model: Graph, steps: int, rows: int = ROWS) -> dict[str, list[float]]:
+    return run(program(model, {"data": 1}, rows=rows, parallel={}), steps)
 
 
-def assert_same_as_on_one_device(one: Program, steps: int) -> None:
-    expected = on_one_device(json.dumps(one.job.graph.to_dict()), steps, one.rows)
-    for name, values in run(one, steps).items():
-        np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
+def assert_same_as_on_one_device(one: Program, steps: int, step: Any = None) -> None:
+    assert_same(run(one, steps, step), on_one_device(one.job.graph, steps, one.rows), rtol=1e-5)
+
+
+def assert_same(found: dict[str, list[float]], expected: dict[str, list[float]], *, rtol: float) -> None:
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=rtol, err_msg=name)

@@ -1,114 +1,142 @@
-"""Twenty steps have the same losses and gradient norms on every mesh as on one device: every axis, every pair."""
+"""Steps have the same losses and gradient norms on every mesh as on one device.
+
+The quick tier takes each axis alone over two devices, and what splits a step in a way of its own. `full` has every
+axis over eight devices, and every pair of axes, with and without accumulation, over twenty steps.
+"""
 
 import itertools
+import math
 import re
+from dataclasses import replace
 
+import jax
 import meshes
-import numpy as np
 import pytest
 
 from affinage.errors import UserError
 from affinage.model.kinds import loss
+from affinage.planning.compiled import collectives_in
+from affinage.recipe.training import PrecisionSettings
+from affinage.training.program import Program
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 # What eight devices divide, but for the layers: only the pipeline alone has eight stages, which take long to compile.
 MODELS = {"dense": meshes.graph("dense", heads=8), "moe": meshes.graph("moe", heads=8, experts=8)}
 STAGES = {"dense": meshes.graph("dense", 8), "moe": meshes.graph("moe", 8)}
-DENSE, MOE = MODELS["dense"], MODELS["moe"]
+SMALL = {"dense": meshes.graph("dense", 2), "moe": meshes.graph("moe", 2)}
 ROWS = 16
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2], ids=["whole", "accumulated"])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("axis", AXES)
-def test_every_axis_alone(axis: str, kind: str, micro_batches: int):
-    model = (STAGES if axis == "pipeline" else MODELS)[kind]
-    one = meshes.program(model, {axis: 8}, micro_batches=micro_batches, rows=ROWS, parallel={})
-    meshes.assert_same_as_on_one_device(one, 20)
-
-
-PAIRS = list(itertools.combinations(AXES, 2))
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("axes", PAIRS, ids="-".join)
-def test_every_pair_of_axes(axes: tuple[str, str], kind: str):
-    sizes = dict(zip(axes, (4, 2), strict=True))
-    micro_batches = 1 + (PAIRS.index(axes) + (kind == "moe")) % 2  # one model accumulates, the other does not
-    one = meshes.program(MODELS[kind], sizes, micro_batches=micro_batches, rows=ROWS, parallel={})
-    meshes.assert_same_as_on_one_device(one, 20)
-
-
+RING = {"context_attention": "ring"}
 ON_THE_SEQUENCE = {"batch": ["data"], "sequence": ["fsdp", "context"], "residual": ["fsdp", "context", "tensor"]}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "parallel", "more"),
+    ("kind", "sizes", "parallel", "sent"),
     [
-        ({"context": 4}, {"context_attention": "ring"}, {}),
-        # A window of 10 over parts of 8 positions: two of the three turns of the ring.
-        ({"context": 4, "tensor": 2}, {"context_attention": "ring"}, {"window": 10}),
-        # Norms and residual sums over parts of the sequence beside tensor parallelism.
-        ({"tensor": 4}, {"sharding": {"residual": ["context", "tensor"]}}, {}),
-        # One row: weights are split over devices that share no row of the batch.
-        ({"fsdp": 2, "context": 2, "tensor": 2}, {"sharding": ON_THE_SEQUENCE}, {"rows": 1}),
-        ({"fsdp": 2, "context": 2}, {"sharding": ON_THE_SEQUENCE, "context_attention": "ring"}, {"rows": 1}),
-    ],
-    ids=["ring", "ring-window", "sequence-sharded-norms", "one-row", "one-row-ring"],
-)
-def test_sequences_split_in_other_ways(sizes: dict, parallel: dict, more: dict):
-    model = meshes.graph("dense", window=more.pop("window", None))
-    meshes.assert_same_as_on_one_device(meshes.program(model, sizes, parallel=parallel, **more), 20)
-
-
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tensor": 2}, {"context": 2}], ids=str)
-def test_a_loss_in_parts_on_one_device_is_whole_where_devices_share_the_logits(sizes: dict, monkeypatch):
-    monkeypatch.setattr(loss, "WHOLE_BYTES", meshes.ROWS * meshes.CONTEXT * meshes.VOCABULARY * 4 // 2)
-    monkeypatch.setattr(loss, "AUTO_CHUNK", 10)
-    alone, shared = (meshes.program(DENSE, on, parallel={}) for on in ({"data": 1}, sizes))
-    tokens = meshes.ROWS * meshes.CONTEXT
-    chunks = [loss.auto_chunk(tokens, meshes.VOCABULARY, one.layout) for one in (alone, shared)]
-    assert chunks == [10, 0]
-    expected = meshes.run(alone, 20)
-    for name, values in meshes.run(shared, 20).items():
-        np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("capacity_factor", [None, 1.0], ids=["dropless", "capacity"])
-def test_accumulated_experts_over_their_axis(capacity_factor: float | None):
-    model = meshes.graph("moe", capacity_factor=capacity_factor)
-    one = meshes.program(model, {"data": 2, "expert": 2}, micro_batches=4, rows=ROWS, parallel={})
-    meshes.assert_same_as_on_one_device(one, 20)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parallel", "more"),
-    [
-        ({"pipeline": 4}, {"pipeline_micro_batches": 2}, {}),  # fewer micro-batches than stages
-        ({"pipeline": 2}, {"pipeline_rounds": 2, "pipeline_micro_batches": 4}, {}),
-        ({"pipeline": 2}, {"pipeline_rounds": 2, "remat": "dots"}, {}),
-        ({"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
-        ({"pipeline": 2, "tensor": 2}, {"sharding": {"vocab": ["tensor", "pipeline"]}}, {}),
-    ],
-    ids=["few", "rounds", "rounds-computed-again", "three-axes", "vocabulary-over-stages"],
-)
-def test_pipelines(sizes: dict, parallel: dict, more: dict):
-    meshes.assert_same_as_on_one_device(meshes.program(MOE, sizes, parallel=parallel, **more), 20)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parallel", "said"),
-    [
-        ({"pipeline": 3}, {}, r"4 layers of `blocks` do not divide into 3 stages.*`repeat: 3 or 6`.*1 or 2 or 4"),
-        ({"pipeline": 2}, {"pipeline_rounds": 4}, "2 stages of 4 rounds.*`repeat: 8`"),
-        ({"pipeline": 2}, {"pipeline_micro_batches": 3}, "3 micro-batches.*`pipeline_micro_batches` to 2 or 4"),
-        ({"pipeline": 2, "context": 2}, {"context_attention": "ring"}, "does not go through a pipeline"),
-        ({"context": 3}, {}, "context of 32 does not divide.*30, 33"),
-        ({"fsdp": 3}, {}, r"batch 8 does not divide.*6, 9"),
-        ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "both `batch` and `sequence`"),
+        ("dense", {"data": 2}, {}, "all-reduce"),
+        ("dense", {"fsdp": 2}, {}, "all-gather all-reduce"),
+        ("dense", {"tensor": 2}, {}, "all-reduce"),
+        ("dense", {"context": 2}, {}, "all-gather all-reduce"),
+        ("dense", {"context": 2}, RING, "all-reduce collective-permute"),
+        ("moe", {"expert": 2}, {}, "all-gather all-reduce all-to-all"),
+        ("dense", {"pipeline": 2}, {}, "all-reduce collective-permute"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, said: str):
-    with pytest.raises(UserError, match=re.compile(said, re.DOTALL)):
-        meshes.program(DENSE, sizes, parallel=parallel)
+def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, parallel, sent):
+    one = meshes.program(SMALL[kind], sizes, parallel=parallel)
+    step = meshes.compiled(one)
+    meshes.assert_same_as_on_one_device(one, 3, step)
+    assert set(collectives_in(step.as_text())) == set(sent.split())
+    # The new state is written where the old one is: memory is planned so.
+    state = jax.tree.leaves(one.abstract)
+    bytes_of_a_device = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in state)
+    assert step.memory_analysis().alias_size_in_bytes >= bytes_of_a_device
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "parallel", "micro_batches"),
+    [
+        ("dense", {"fsdp": 2, "tensor": 2}, {"sharding": {"residual": ["context", "tensor"]}}, 2),
+        ("moe", {"data": 2, "pipeline": 2}, {"remat": "dots"}, 1),
+    ],
+    ids=str,
+)
+def test_two_axes_together(kind, sizes, parallel, micro_batches):
+    one = meshes.program(SMALL[kind], sizes, micro_batches=micro_batches, parallel=parallel)
+    meshes.assert_same_as_on_one_device(one, 3)
+
+
+SPLITS: list[dict[str, int]] = [{axis: 8} for axis in AXES]
+SPLITS += [dict(zip(axes, (4, 2), strict=True)) for axes in itertools.combinations(AXES, 2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_every_axis_alone_and_every_pair(sizes: dict[str, int], kind: str):
+    model = (STAGES if sizes == {"pipeline": 8} else MODELS)[kind]
+    micro_batches = 1 + (SPLITS.index(sizes) + (kind == "moe")) % 2  # one model accumulates, the other does not
+    one = meshes.program(model, sizes, micro_batches=micro_batches, rows=ROWS, parallel={})
+    meshes.assert_same_as_on_one_device(one, 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "sizes", "parallel", "more"),
+    [
+        # A window of 10 over parts of 8 positions: two of the three turns of the ring.
+        ("window", {"context": 4, "tensor": 2}, RING, {}),
+        # One row: weights are split over devices that share no row of the batch.
+        ("dense", {"fsdp": 2, "context": 2, "tensor": 2}, {"sharding": ON_THE_SEQUENCE}, {"rows": 1}),
+        ("dense", {"fsdp": 2, "context": 2}, {"sharding": ON_THE_SEQUENCE} | RING, {"rows": 1}),
+        ("capacity", {"data": 2, "expert": 2}, {}, {"micro_batches": 4, "rows": ROWS}),
+        ("moe", {"pipeline": 4}, {"pipeline_micro_batches": 2}, {}),  # fewer micro-batches than stages
+        ("moe", {"pipeline": 2}, {"pipeline_rounds": 2, "pipeline_micro_batches": 4}, {}),
+        ("moe", {"pipeline": 2}, {"pipeline_rounds": 2, "remat": "dots"}, {}),
+        ("moe", {"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_what_is_split_in_other_ways(kind: str, sizes: dict, parallel: dict, more: dict):
+    model = {"window": meshes.graph("dense", window=10), "capacity": meshes.graph("moe", capacity_factor=1.0)}
+    one = meshes.program(model.get(kind, MODELS.get(kind)), sizes, parallel=parallel, **more)
+    meshes.assert_same_as_on_one_device(one, 20)
+
+
+def test_a_loss_in_parts_on_one_device_is_whole_where_devices_share_the_logits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loss, "WHOLE_BYTES", meshes.ROWS * meshes.CONTEXT * meshes.VOCABULARY * 4 // 2)
+    monkeypatch.setattr(loss, "AUTO_CHUNK", 10)
+    alone, shared = (meshes.program(SMALL["dense"], on, parallel={}) for on in ({"data": 1}, {"fsdp": 2}))
+    tokens = meshes.ROWS * meshes.CONTEXT
+    assert [loss.auto_chunk(tokens, meshes.VOCABULARY, one.layout) for one in (alone, shared)] == [10, 0]
+    meshes.assert_same(meshes.run(alone, 3), meshes.on_one_device(SMALL["dense"], 3), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_a_pipeline_in_bfloat16_computes_what_one_device_does():
+    """On processors, XLA's compiler can end the process over a pipeline's sums in bfloat16."""
+
+    def in_bfloat16(sizes: dict[str, int]) -> Program:
+        program = meshes.program(SMALL["dense"], sizes, parallel={})
+        changed = {"precision": PrecisionSettings(compute="bfloat16")}
+        return replace(program, job=replace(program.job, settings=program.job.settings.model_copy(update=changed)))
+
+    meshes.assert_same(meshes.run(in_bfloat16({"pipeline": 2}), 5), meshes.run(in_bfloat16({"data": 1}), 5), rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parallel", "named"),
+    [
+        ({"pipeline": 3}, {}, r"4 layers of `blocks`.*3 stages.*`repeat: 3 or 6`.*1 or 2 or 4"),
+        ({"pipeline": 2}, {"pipeline_rounds": 4}, "2 stages of 4 rounds.*`repeat: 8`"),
+        ({"pipeline": 2}, {"pipeline_micro_batches": 3}, "3 micro-batches.*2 or 4"),
+        ({"pipeline": 2, "context": 2}, RING, "pipeline"),
+        ({"context": 3}, {}, "context of 32.*30, 33"),
+        ({"fsdp": 3}, {}, "batch 8.*6, 9"),
+        ({"fsdp": 2}, {"sharding": {"sequence": ["fsdp"]}}, "`batch` and `sequence`"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_with_what_would(sizes: dict, parallel: dict, named: str):
+    with pytest.raises(UserError, match=re.compile(named, re.DOTALL)):
+        meshes.program(meshes.graph("dense"), sizes, parallel=parallel)

@@ -1,12 +1,19 @@
-"""The sharding table: what is split, what wins a collision, and what is refused."""
+"""Meshes and the sharding table: what is split, what wins a collision, where a model is served, what is refused."""
 
 import jax
 import jax.numpy as jnp
+import meshes
+import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
+import tiny_graphs
 from affinage.errors import UserError
-from affinage.parallel import make_mesh, param_shardings
+from affinage.model import abstract_params, apply, logical_axes
+from affinage.model.call import Call
+from affinage.parallel import make_mesh, param_shardings, serving_layout
+from affinage.parallel.mesh import AXES, across_slices
 from affinage.parallel.sharding import check_rows_divide, partition_spec
 
 
@@ -18,28 +25,26 @@ def shape(*dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
-def test_auto_takes_the_devices_that_are_left():
+def test_auto_takes_the_devices_that_are_left_and_one_host_may_leave_some():
     assert mesh(data="auto", tensor=2).shape["data"] == 4
-
-
-def test_one_host_may_use_fewer_devices_than_it_has():
     assert mesh(data=2).size == 2
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "named"),
     [
-        ({"data": 16}, "makes 16 devices, but there are 8"),
-        ({"data": "auto", "tensor": 3}, "does not divide the 8"),
-        ({"data": "auto", "fsdp": "auto"}, "At most one axis may be auto"),
-        ({"rows": 2}, "unknown mesh axis 'rows'"),
+        ({"data": 16}, "16 devices, .* 8"),
+        ({"data": "auto", "tensor": 3}, "divide the 8"),
+        ({"data": "auto", "fsdp": "auto"}, "one axis"),
+        ({"rows": 2}, "'rows'"),
         ({"data": 0}, "size 0"),
     ],
+    ids=str,
 )
-def test_sizes_that_cannot_be_are_refused(sizes: dict, said: str):
-    with pytest.raises(UserError) as refused:
+def test_sizes_that_cannot_be_are_refused(sizes: dict, named: str):
+    with pytest.raises(UserError, match=named) as refused:
         mesh(**sizes)
-    assert said in str(refused.value)
+    assert refused.value.where
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,7 @@ def test_sizes_that_cannot_be_are_refused(sizes: dict, said: str):
         (("vocab", "ffn"), P("tensor")),  # tensor splits once
         ((None, "head_dim"), P()),
     ],
+    ids=str,
 )
 def test_the_table(axes: tuple, expected: P):
     assert partition_spec(axes, mesh(data=2, fsdp=2, tensor=2)) == expected
@@ -61,29 +67,74 @@ def test_axes_of_size_one_are_left_out_of_specs():
     assert partition_spec(("batch", "sequence", "ffn"), mesh(data=8)) == P("data")
 
 
+def test_weights_lie_where_the_table_puts_them():
+    params = meshes.program(meshes.graph("moe"), {"pipeline": 2, "fsdp": 2, "tensor": 2}, parallel={}).abstract.params
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): " ".join(map(str, leaf.sharding.spec))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    inwards, outwards = "pipeline fsdp tensor", "pipeline tensor fsdp"
+    assert found == {
+        **{f"blocks.attention.{name}.kernel": inwards for name in ("query", "key", "value")},
+        "blocks.attention.out.kernel": "pipeline tensor None fsdp",
+        **{f"blocks.{name}_norm.scale": "pipeline fsdp" for name in ("attention", "ffn")},
+        "blocks.ffn.router.kernel": "pipeline fsdp",
+        **{f"blocks.ffn.{name}.kernel": "pipeline None fsdp tensor" for name in ("gate", "up")},
+        "blocks.ffn.down.kernel": "pipeline None tensor fsdp",
+        **{f"blocks.ffn.shared.{name}.kernel": inwards for name in ("gate", "up")},
+        "blocks.ffn.shared.down.kernel": outwards,
+        "embed.embedding": "tensor fsdp",
+        "logits.kernel": "tensor fsdp",
+        "norm.scale": "fsdp",
+    }
+
+
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
     with pytest.raises(UserError) as refused:
         param_shardings(mesh(tensor=4), {"w": ("embed", "heads")}, {"w": shape(16, 6)})
-    message = str(refused.value)
-    assert "heads = 6 of w does not divide over tensor = 4" in message
-    assert "tensor = 2 works with heads = 6" in message  # 3 would leave a device over
-    assert "heads = 4 or 8 works with tensor = 4" in message
-
-
-def test_a_large_parameter_without_logical_axes_is_refused_where_weights_are_to_be_split():
-    axes, shapes = {"a": ("embed", "ffn"), "b": (None, None)}, {"a": shape(64, 64), "b": shape(64, 16)}
-    with pytest.raises(UserError, match=r"20\.0% of the parameters.*largest is b"):
-        param_shardings(mesh(fsdp=8), axes, shapes)
-    param_shardings(mesh(data=8), axes, shapes)  # nothing to split here
-
-
-def test_small_parameters_may_be_whole():
-    axes, shapes = {"a": ("embed", "ffn"), "b": ("head_dim",)}, {"a": shape(64, 64), "b": shape(64)}
-    assert param_shardings(mesh(fsdp=8), axes, shapes)["b"].is_fully_replicated
-
-
-def test_a_batch_that_does_not_divide_names_the_nearest():
-    with pytest.raises(UserError) as refused:
+    # 3 devices would leave one over
+    for named in ("heads = 6 of w", "tensor = 2 works with heads = 6", "heads = 4 or 8 works with tensor = 4"):
+        assert named in str(refused.value)
+    with pytest.raises(UserError, match="batch 20") as refused:
         check_rows_divide(20, 2, mesh(data=2, fsdp=4))
     assert "16, 32" in str(refused.value)
     check_rows_divide(32, 2, mesh(data=2, fsdp=4))
+
+
+def test_only_small_parameters_may_be_whole_where_weights_are_split():
+    axes, shapes = {"a": ("embed", "ffn"), "b": (None, None)}, {"a": shape(64, 64), "b": shape(64, 16)}
+    with pytest.raises(UserError, match=r"20\.0%.* b"):
+        param_shardings(mesh(fsdp=8), axes, shapes)
+    param_shardings(mesh(data=8), axes, shapes)  # nothing to split here
+    small = param_shardings(mesh(fsdp=8), axes | {"b": (None,)}, shapes | {"b": shape(64)})
+    assert small["b"].is_fully_replicated
+
+
+def test_a_model_of_stages_is_served_with_its_weights_split_instead():
+    graph = meshes.graph("dense", 1)
+    params, batch = tiny_graphs.random_params(graph), {"tokens": jnp.asarray(meshes.Feed().batch(0)["tokens"])}
+    sizes = {"pipeline": 2, "context": 2, "tensor": 2}
+    layout, shardings = serving_layout(sizes, jax.devices(), logical_axes(graph), abstract_params(graph))
+    assert {axis: size for axis, size in layout.mesh.shape.items() if size > 1} == {"fsdp": 4, "tensor": 2}
+    run = jax.jit(lambda params: apply(graph, params, batch, Call(until=graph.logits)).values[graph.logits].array())
+    np.testing.assert_allclose(run(jax.device_put(params, shardings)), run(params), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"), [({"data": 2, "tensor": 4}, "data"), ({"pipeline": 2, "fsdp": 4}, "pipeline")]
+)
+def test_only_an_axis_that_talks_little_leaves_a_slice(sizes: dict, cut: str):
+    full = dict.fromkeys(AXES, 1) | sizes
+    assert across_slices(full, 2) == tuple(2 if axis == cut else 1 for axis in AXES)
+    with pytest.raises(UserError, match="2 slices"):
+        across_slices(dict.fromkeys(AXES, 1) | {"tensor": 8}, 2)
+
+
+@pytest.mark.full
+def test_a_mesh_over_two_slices_of_tpus_is_cut_between_them():
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=2).devices
+    made = make_mesh({"pipeline": 2, "fsdp": 4}, devices)
+    for part in range(2):
+        stage = made.devices.take(part, axis=made.axis_names.index("pipeline"))
+        assert {device.slice_index for device in stage.flat} == {part}

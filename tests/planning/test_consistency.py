@@ -36,9 +36,6 @@ def test_every_contradiction_of_the_paper_is_named_with_its_figures(claim, figur
     told = f"{found.what}; {found.reading}"
     for figure in figures:
         assert figure in told, told
-
-
-def test_nothing_else_is_complained_of():
     assert len(contradictions(*published())) == 8
 
 
@@ -55,13 +52,14 @@ def test_what_is_consistent_is_not_complained_of():
         days=facts.flops_by_rule / (0.4 * 16 * 275e12) / 86_400,
         compute_optimal=("over",),
     )
-    assert contradictions(facts, true) == []
-    chip_hours = true.days * 24 * 16
-    assert contradictions(facts, true.model_copy(update={"device_hours": chip_hours})) == []
-    assert [c.claim for c in contradictions(facts, true.model_copy(update={"device_hours": 2 * chip_hours}))] == [
-        "device_hours"
-    ]
-    assert [c.claim for c in contradictions(facts, true.model_copy(update={"epochs": 1.0}))] == ["epochs"]
+    hours = true.days * 24 * 16
+    for changed, claims in (
+        ({}, []),
+        ({"device_hours": hours}, []),
+        ({"device_hours": 2 * hours}, ["device_hours"]),
+        ({"epochs": 1.0}, ["epochs"]),
+    ):
+        assert [one.claim for one in contradictions(facts, true.model_copy(update=changed))] == claims
 
 
 def test_facts_are_products_and_sums():

@@ -1,83 +1,127 @@
-"""The plan's bytes against arrays that exist."""
+"""The plan's bytes against arrays that exist, and against what compilers take."""
+
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_plans import SMALL, plan_of
 
+import tiny_graphs
 from affinage.errors import UserError
 from affinage.hardware.chips import named
-from affinage.model import parse
+from affinage.model import Graph, parse
 from affinage.model.activations import batch_shapes
 from affinage.parallel import make_mesh
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
+from affinage.planning.plan import Plan, only
+from affinage.recipe.load import load_recipe
 from affinage.recipe.parallel import ParallelSettings
 from affinage.recipe.training import PretrainSettings
+from affinage.training.frozen import frozen_of
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
 
-BLOCK = {
-    "kind": "transformer_block",
-    "in": "embed",
-    "repeat": 4,
-    "attention": {"heads": 4, "rope": {"theta": 10000}},
-    "ffn": {"kind": "swiglu", "width": 64},
-    "norm": {"kind": "rms"},
-}
-GRAPH = {
-    "inputs": ["tokens"],
-    "nodes": {
-        "embed": {"kind": "embedding", "in": "tokens", "vocab": 128, "width": 32},
-        "blocks": BLOCK,
-        "norm": {"kind": "rms_norm", "in": "blocks"},
-        "logits": {"kind": "unembed", "in": "norm", "tied": False},
-        "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
-    },
-}
 CONTEXT = 16
 
 
-def settings(**changed):
-    return PretrainSettings.model_validate(
-        {"steps": 10, "batch": 16, "schedule": {"peak": 1e-3, "floor": 0.0}, "optimizer": {}} | changed
-    )
+def graph_of(**changed: Any) -> Graph:
+    return parse(tiny_graphs.llama(**{"layers": 4, "vocabulary": 128} | changed))
+
+
+GRAPH = graph_of()
+
+
+def settings(**changed: Any) -> PretrainSettings:
+    given = {"steps": 10, "batch": 16, "schedule": {"peak": 1e-3, "floor": 0.0}, "optimizer": {}}
+    return PretrainSettings.model_validate(given | changed)
+
+
+def memory(mesh: dict, chosen: PretrainSettings, *, graph: Graph = GRAPH, context: int = CONTEXT, **more: Any) -> Any:
+    """On TPUs, eight unless `devices` says otherwise; `more` is of the parallel settings."""
+    devices = more.pop("devices", 8)
+    layout = lay_out(graph, chosen, mesh, context, devices, ParallelSettings(**more))
+    return step_memory(layout, chosen, named("TPU v4"), "tpu")
+
+
+def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -> tuple[int, int, int]:
+    """Bytes that the state of a run has on its last device: weights, those that no step changes, moments."""
+    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, chosen.batch, context).items()}
+    job = TrainJob(graph=graph, settings=chosen, mesh=mesh, seed=0, feed=None, folder=folder)  # type: ignore[arg-type]
+    state = Program(job, make_mesh(mesh, jax.devices()), batch).begin()
+
+    def held(tree: Any) -> int:
+        return sum(leaf.addressable_shards[-1].data.nbytes for leaf in jax.tree.leaves(tree))
+
+    return held(state.params), held(state.frozen), held(state.opt_state)
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [{"data": 8}, {"fsdp": 8}, {"tensor": 4, "data": 2}, {"fsdp": 4, "tensor": 2}, {"pipeline": 2, "fsdp": 4}],
+    ("mesh", "moments"),
+    [
+        ({"data": 8}, "bfloat16"),
+        ({"fsdp": 4, "tensor": 2}, "float32"),
+        ({"pipeline": 2, "fsdp": 4}, "bfloat16"),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_weights_and_moments_are_the_bytes_of_the_real_state(mesh, moments, tmp_path):
     chosen = settings(optimizer={"moments": moments}, precision={"params": moments})
-    graph = parse(GRAPH)
-    planned = step_memory(lay_out(graph, chosen, mesh, CONTEXT, 8), chosen, named("TPU v4"), "tpu")
-    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 16, CONTEXT).items()}
-    job = TrainJob(graph=graph, settings=chosen, mesh=mesh, seed=0, feed=None, folder=tmp_path)
-    state = Program(job, make_mesh(mesh, jax.devices()), batch).begin()
+    planned = memory(mesh, chosen)
+    found = planned.weights, planned.frozen, planned.optimizer
+    assert found == state_of(GRAPH, chosen, mesh, CONTEXT, tmp_path)
 
-    def held(tree):
-        return sum(
-            shard.data.nbytes
-            for leaf in jax.tree.leaves(tree)
-            for shard in leaf.addressable_shards
-            if shard.device == jax.devices()[-1]
-        )
 
-    assert planned.weights == held(state.params)
-    assert planned.optimizer == held(state.opt_state)
+TUNED = "{steps: 50, batch: 8, sources: [chats.jsonl], schedule: {peak: 1.0e-4, floor: 0}, context: 256}"
+
+
+def tuned(stage: str, *changes: str) -> Plan:
+    overrides = [f"sft={TUNED}", f"dpo={TUNED}", "model.nodes.blocks.repeat=2", *changes]
+    return plan_of(SMALL, "v4-8", *overrides, *only(stage, load_recipe(SMALL, overrides).recipe))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("sft", []),
+        ("sft", ["sft.lora={rank: 4}"]),
+        ("dpo", []),
+        ("dpo", ["dpo.reference=held", "dpo.lora={rank: 4}"]),
+        ("dpo", ["dpo.lora={rank: 4, targets: [query, up]}", "dpo.optimizer.moments=bfloat16"]),
+    ],
+    ids=str,
+)
+def test_of_a_tuning_the_bytes_of_the_state_and_the_products_of_a_step_are_those_of_the_training(
+    stage, changes, tmp_path
+):
+    made = tuned(stage, *changes)
+    assert made.section == stage and made.split.context == 256
+    found = made.memory.weights, made.memory.frozen, made.memory.optimizer
+    assert found == state_of(made.split.graph, made.settings, {"fsdp": 4}, 256, tmp_path)
+    chip, split = made.where.chip, made.split
+    counted = sum(node.compute for node in made.time.nodes) * chip.flops_per_device * chip.achievable * split.devices
+    assert counted == pytest.approx(frozen_of(split.graph, made.settings).step_flops(8, 256), rel=1e-6)
+
+
+def test_adapters_need_less_of_everything_and_a_held_reference_more():
+    wide = "model.nodes.embed.vocab=4096"  # memory is fullest at the logits, where there are gradients already
+    whole, low, held = (tuned("dpo", wide, *more) for more in ([], ["dpo.lora={rank: 4}"], ["dpo.reference=held"]))
+    assert low.memory.gradients < whole.memory.gradients / 10 and low.memory.optimizer < whole.memory.optimizer / 10
+    assert low.time.update < whole.time.update / 5 and whole.time.seconds < held.time.seconds
+    assert held.memory.frozen == whole.memory.weights and held.time.update == pytest.approx(whole.time.update, rel=0.02)
+    # The frozen weights are read in bfloat16 all the same.
+    assert low.memory.weight_copies == pytest.approx(whole.memory.weight_copies, rel=0.1)
 
 
 @pytest.mark.parametrize("rest", [{}, {"pipeline": 2}], ids=str)
 def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest):
-    chosen, graph, length = settings(attention="xla"), parse(GRAPH), 1024
+    chosen, length = settings(attention="xla"), 1024
 
     def kept(context, **parallel):
         mesh = {"data": 1, "context": context, **rest}
-        split = lay_out(graph, chosen, mesh, length, context * rest.get("pipeline", 1), ParallelSettings(**parallel))
-        return step_memory(split, chosen, named("TPU v4"), "tpu").activations
+        devices = context * rest.get("pipeline", 1)
+        return memory(mesh, chosen, context=length, devices=devices, **parallel).activations
 
     probabilities = 16 * 4 * length * length * 4 * 2 // rest.get("pipeline", 1)  # rows, heads, pairs, layers, bfloat16
     assert kept(1) > probabilities
@@ -86,103 +130,68 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest)
         assert kept(4, context_attention="ring") < kept(4) / 4
 
 
-def test_an_adafactor_needs_less_than_two_moments():
-    adam, adafactor = (settings(optimizer={"name": name}) for name in ("adamw", "adafactor"))
-    graph = parse(GRAPH)
-
-    def optimizer(chosen):
-        return step_memory(lay_out(graph, chosen, {"data": 8}, CONTEXT, 8), chosen, named("TPU v4"), "tpu").optimizer
-
-    assert optimizer(adafactor) < 0.6 * optimizer(adam)
-
-
-def test_activations_shrink_with_what_is_split_and_with_accumulation():
-    graph = parse(GRAPH)
-
-    def kept(mesh, **changed):
-        chosen = settings(**changed)
-        memory = step_memory(lay_out(graph, chosen, mesh, CONTEXT, 8), chosen, named("TPU v4"), "tpu")
-        return memory.transient
-
-    one = kept({"data": 8})
-    assert kept({"data": 8}, batch=32) > 1.8 * one
-    assert kept({"data": 8}, batch=32, micro_batches=2) < 1.3 * one
-    assert kept({"data": 4, "tensor": 2}, batch=8) < one  # the same rows a device, half of the hidden units
-    assert kept({"data": 8}, precision={"compute": "float32"}) > one
+@pytest.mark.parametrize(
+    ("part", "mesh", "changed", "factor"),
+    [
+        ("optimizer", {"data": 8}, {"optimizer": {"name": "adafactor"}}, 0.6),
+        ("transient", {"data": 8}, {"batch": 8}, 0.6),
+        ("transient", {"data": 8}, {"batch": 32, "micro_batches": 2}, 1.3),
+        ("transient", {"data": 4, "tensor": 2}, {"batch": 8}, 1.0),  # the same rows, half of the hidden units
+    ],
+    ids=str,
+)
+def test_what_a_step_needs_by_its_settings(part, mesh, changed, factor):
+    changed, plain = memory(mesh, settings(**changed)), memory({"data": 8}, settings())
+    assert getattr(changed, part) < factor * getattr(plain, part)
+    exact = memory({"data": 8}, settings(precision={"compute": "float32"}))
+    assert plain.activations < 0.7 * exact.activations, "a TPU computes in bfloat16"
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"tensor": 4, "context": 2}], ids=str)
-def test_logits_are_whole_where_a_devices_part_of_them_is_small(mesh):
-    rows, context, vocabulary = 8, 1024, 2**16  # logits of 2 GiB in all, of 256 MiB a device
-    embed = GRAPH["nodes"]["embed"] | {"vocab": vocabulary}
-    graph, chosen = parse({**GRAPH, "nodes": {**GRAPH["nodes"], "embed": embed}}), settings(batch=rows)
+def test_logits_are_whole_where_a_devices_part_of_them_is_small():
+    graph = graph_of(vocabulary=2**16)  # logits of 2 GiB in all, of 256 MiB on each of eight devices
 
-    def logits(mesh, devices):
-        split = lay_out(graph, chosen, mesh, context, devices)
-        return step_memory(split, chosen, named("TPU v4"), "tpu").logits
+    def logits(mesh, devices=8):
+        return memory(mesh, settings(batch=8), graph=graph, context=1024, devices=devices).logits
 
-    assert logits(mesh, 8) >= 2**28
-    assert logits({"data": 1}, 1) < 2**30  # 256 positions at a time
-
-
-def test_bfloat16_is_what_a_tpu_computes_in():
-    graph, chosen = parse(GRAPH), settings()
-    layout = lay_out(graph, chosen, {"data": 8}, CONTEXT, 8)
-    in_bfloat16 = step_memory(layout, chosen, named("TPU v4"), "tpu").activations
-    assert in_bfloat16 < step_memory(layout, chosen, named("CPU"), "cpu").activations
-    assert jnp.dtype(chosen.precision.params) == jnp.float32
+    assert logits({"data": 8}) >= 2**28 and logits({"tensor": 4, "context": 2}) >= 2**28
+    assert logits({"data": 1}, devices=1) < 2**30  # 256 positions at a time
 
 
 @pytest.mark.parametrize(
-    ("mesh", "changed", "what", "fix"),
+    ("mesh", "changed", "named", "fix"),
     [
-        ({"data": "auto"}, {"batch": 12}, "batch 12 does not divide", "8, 16"),
+        ({"data": "auto"}, {"batch": 12}, "batch 12", "8, 16"),
         ({"fsdp": 3}, {}, "3", ""),
         ({"tensor": 8}, {}, "heads = 4", "tensor = 4"),
-        ({"data": 2}, {}, "2 devices, the slice 8", "auto"),
-        ({"data": 2, "tensor": 2}, {}, "4 devices, the slice 8", "--set 'mesh={data: 4, tensor: 2}'"),
-        ({"data": 2, "tensor": 2}, {}, "4 devices, the slice 8", "--set 'mesh={data: 2, fsdp: 2, tensor: 2}'"),
+        ({"data": 2}, {}, "2 devices", "auto"),
+        ({"data": 2, "tensor": 2}, {}, "4 devices", "--set 'mesh={data: 4, tensor: 2}'"),
     ],
+    ids=str,
 )
-def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, what, fix):
-    graph, chosen = parse(GRAPH), settings(**changed)
-    with pytest.raises(UserError) as refused:
-        layout = lay_out(graph, chosen, mesh, CONTEXT, 8)
-        step_memory(layout, chosen, named("TPU v4"), "tpu")
-    assert what in refused.value.what
+def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fix):
+    with pytest.raises(UserError, match=named) as refused:
+        memory(mesh, settings(**changed))
     assert fix in refused.value.fix
 
 
-@pytest.mark.parametrize(("stages", "rounds", "parts"), [(4, 1, 4), (2, 2, 4)])
-def test_a_stage_keeps_its_layers_inputs_in_every_tick(stages, rounds, parts):
-    parallel = ParallelSettings(remat="block", pipeline_rounds=rounds, pipeline_micro_batches=parts)
-    chosen = settings(batch=64, precision={"compute": "bfloat16"})
+def test_the_weights_of_a_round_are_not_kept_in_every_tick():
+    graph = graph_of(ffn={"kind": "swiglu", "width": 2048})
 
-    def kept(layers, context):
-        nodes = {**GRAPH["nodes"], "blocks": {**BLOCK, "repeat": layers}}
-        graph = parse({**GRAPH, "nodes": nodes})
-        split = lay_out(graph, chosen, {"pipeline": stages, "data": 8 // stages}, context, 8, parallel)
-        return step_memory(split, chosen, named("TPU v4"), "tpu").activations
+    def held(rounds, parts):
+        parallel = {"remat": "block", "pipeline_rounds": rounds, "pipeline_micro_batches": parts, "devices": 2}
+        return memory({"pipeline": 2}, settings(batch=parts), graph=graph, context=4, **parallel).transient
 
-    ticks, more_layers = rounds * parts + stages - 1, 8 // (stages * rounds)
-    rows = 64 // (8 // stages) // parts
-    # Of 8 layers more, what 16 positions more cost: the weights' part is not in it. The tick at hand has a copy.
-    longer, shorter = (kept(16, context) - kept(8, context) for context in (32, 16))
-    assert longer - shorter == (ticks + 1) * more_layers * rows * 16 * 32 * 2
+    assert held(2, 8) - held(2, 4) < 1.1 * (held(1, 8) - held(1, 4))
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_the_weights_of_a_round_are_not_kept_in_every_tick(remat):
-    wide = {**BLOCK, "ffn": {"kind": "swiglu", "width": 2048}}
-    graph = parse({**GRAPH, "nodes": {**GRAPH["nodes"], "blocks": wide}})
-
-    def of_four_more_micro_batches(rounds):
-        held = []
-        for parts in (4, 8):
-            chosen = settings(batch=parts)
-            parallel = ParallelSettings(remat=remat, pipeline_rounds=rounds, pipeline_micro_batches=parts)
-            split = lay_out(graph, chosen, {"pipeline": 2}, 4, 2, parallel)
-            held.append(step_memory(split, chosen, named("TPU v4"), "tpu").transient)
-        return held[1] - held[0]
-
-    assert of_four_more_micro_batches(2) < 1.1 * of_four_more_micro_batches(1)
+def test_logits_and_buffers_of_collectives_are_told_apart():
+    wide = ["model.nodes.embed.width=1024", "model.nodes.blocks.ffn.width=4096", "rows.context=64", "pretrain.batch=4"]
+    split, whole = (plan_of(SMALL, "v4-8", *wide, f"mesh={{fsdp: {n}, data: {4 // n}}}").memory for n in (4, 1))
+    assert (split.buffers, whole.buffers) == (1024 * 4096 * 2, 0)  # one gathered matrix, in bfloat16
+    large = plan_of(SMALL, "v4-8", "mesh={data: 4}", "model.nodes.blocks.repeat=1", "model.nodes.embed.vocab=32000")
+    # Of 16 rows, as 0.98 GiB are no reason for parts: logits in float32, and their gradient in bfloat16.
+    assert large.memory.logits == 16 * 512 * 32000 * (4 + 2)
+    for made in (split, whole, large.memory):
+        parts = (made.activations, made.logits, made.buffers, made.working)
+        assert made.transient == sum(parts)
+        assert made.total == made.state + made.batch + made.weight_copies + made.gradients + sum(parts)

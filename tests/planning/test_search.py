@@ -1,26 +1,34 @@
-"""`affinage plan --search`: what it proposes fits, divides and is the fastest."""
+"""`affinage plan --search` and `--curve`: what they propose fits, divides and is the fastest."""
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import yaml
+from small_plans import SMALL, plan_of, settings, told
 
-from affinage.cli import main
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.model.activations import batch_shapes
 from affinage.parallel import make_mesh
-from affinage.planning.plan import make_plan, planned_graph
-from affinage.planning.search import Candidate, _candidates, _needs_more, _order, search
+from affinage.planning.curve import Point, curve
+from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
+from affinage.planning.search import Candidate, candidates, order, search
 from affinage.recipe.load import load_recipe
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
 
-SMALL = str(Path(__file__).with_name("small.yaml"))
 TINY = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=16"]
+TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Half of the choices, and slices that a test has time for."""
+    monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "block"))
+    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
+    monkeypatch.setattr("affinage.planning.curve.MOST_CHIPS", 8)
 
 
 def found(name, *overrides, count=3):
@@ -29,127 +37,90 @@ def found(name, *overrides, count=3):
     return loaded, graph, search(loaded.recipe, graph, find_slice(name), count)
 
 
-@pytest.fixture(autouse=True)
-def few(monkeypatch):
-    """Half of the choices, to be done in seconds."""
-    monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "block"))
-    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
+def divided(name, *overrides, recipe=SMALL):
+    """The meshes that a search tries."""
+    loaded = load_recipe(recipe, overrides)
+    tried = candidates(loaded.recipe, planned_graph(loaded), find_slice(name))
+    return [one.candidate.sizes for one in tried]
 
 
-def test_the_winners_are_those_of_all_that_were_estimated():
-    overrides = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"]
-    loaded, graph, result = found("v4-8", *overrides)
-    where, every = find_slice("v4-8"), []
-    for tried in _candidates(loaded.recipe, graph, where):
+@pytest.mark.parametrize(
+    ("name", "overrides", "remats"),
+    [
+        ("v4-8", ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"], ("none",)),
+        # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
+        ("v5e-1", ["pretrain.batch=512"], ("none", "dots", "block", "full")),
+    ],
+    ids=["all fit", "few fit"],
+)
+def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, monkeypatch):
+    monkeypatch.setattr("affinage.planning.search.REMATS", remats)
+    loaded, graph, result = found(name, *overrides)
+    where, every, fitting = find_slice(name), 0, []
+    for tried in candidates(loaded.recipe, graph, where):
         made = make_plan(tried.candidate.put_into(loaded.recipe), graph, where)
-        every.append((_order(tried.candidate, made.time.seconds, loaded.recipe.pretrain), tried.candidate))
-    every.sort(key=lambda pair: pair[0])
-    assert [candidate for candidate, _ in result.best] == [candidate for _, candidate in every[:3]]
+        every += 1
+        if made.memory.total <= NEARLY_FULL * made.capacity:
+            fitting.append((order(tried.candidate, made.time.seconds, loaded.recipe.pretrain), tried.candidate))
+    fitting.sort(key=lambda pair: pair[0])
+    assert [candidate for candidate, _ in result.best] == [candidate for _, candidate in fitting[:3]]
+    assert (len(fitting) == every == result.candidates) == (name == "v4-8")
+    assert result.estimated < result.candidates
+    assert all(made.fits for _, made in result.best)
 
 
+@pytest.mark.full
 def test_the_winner_is_a_step_that_compiles(tmp_path):
     loaded, graph, result = found("v4-8", *TINY)
     winner = result.best[0][0]
     # In float32: XLA's compiler for processors dies of a pipeline's sums in bfloat16.
     chosen = [*winner.overrides(loaded.recipe, "pretrain"), "pretrain.precision.compute=float32"]
     recipe = load_recipe(SMALL, [*TINY, *chosen]).recipe
-    assert dict(recipe.mesh) | winner.sizes == dict(recipe.mesh)
-    mesh = make_mesh(dict(recipe.mesh), jax.devices())
+    sizes = dict(recipe.mesh)
+    assert sizes | winner.sizes == sizes
     batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 16, 32).items()}
-    job = TrainJob(
-        graph=graph,
-        settings=recipe.pretrain,
-        mesh=dict(recipe.mesh),
-        seed=0,
-        feed=None,
-        folder=tmp_path,
-        parallel=recipe.parallel,
-    )
-    program = Program(job, mesh, batch)
+    given = {"graph": graph, "settings": recipe.pretrain, "mesh": sizes, "seed": 0, "feed": None, "folder": tmp_path}
+    program = Program(TrainJob(**given, parallel=recipe.parallel), make_mesh(sizes, jax.devices()), batch)
     _, metrics = program.compile_training()(program.begin(), program.put(batch))
     assert np.isfinite(metrics["loss"])
 
 
-def test_nothing_is_proposed_that_does_not_fit_and_smaller_devices_get_smaller_steps():
-    _, _, result = found("v5e-1", "pretrain.batch=512", count=2)
-    for candidate, made in result.best:
-        assert made.fits
-        assert candidate.micro_batches > 1 or candidate.remat != "none"
+ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999"
 
 
-def test_what_is_left_out_unseen_needs_no_less_than_what_did_not_fit(monkeypatch):
-    """Little is kept of few rows here, and the gradients of a micro-batch are nearly all that it needs."""
-    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 4)
-    monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "dots", "block", "full"))
-    wide = ["model.nodes.embed.width=1024", "model.nodes.blocks.ffn.width=4096"]
-    loaded = load_recipe(SMALL, ["rows.context=32", "pretrain.batch=4", *wide])
-    where, graph, needed = find_slice("v5e-1"), planned_graph(loaded), {}
-    for one in _candidates(loaded.recipe, graph, where):
-        needed[one.candidate] = make_plan(one.candidate.put_into(loaded.recipe), graph, where).memory.total
-    pairs = [(one, other) for one in needed for other in needed if _needs_more(one, other)]
-    assert len(pairs) > 100
-    for one, other in pairs:
-        assert needed[one] > 0.99 * needed[other], (one, other)
+@pytest.mark.parametrize(
+    ("name", "overrides", "named"),
+    [
+        ("v4-8", ["pretrain.batch=3", "rows.context=33", "model.nodes.blocks.repeat=3", *ODD], "no mesh of v4-8"),
+        ("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments"),
+        ("v4-8", ["pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}"], "adafactor"),
+    ],
+    ids=["nothing divides", "nothing fits", "settings that forbid all"],
+)
+def test_a_search_that_finds_nothing_names_why(name, overrides, named):
+    with pytest.raises(UserError, match=named):
+        found(name, *overrides)
 
 
-def test_a_slice_that_nothing_divides_over_is_said():
-    with pytest.raises(UserError, match="no mesh of v4-8 divides small"):
-        odd = ["pretrain.batch=3", "rows.context=33", "model.nodes.blocks.repeat=3"]
-        found("v4-8", *odd, "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.blocks.ffn.width=999")
-
-
-def test_ties_are_decided_the_same_way_every_time():
-    first, second = (found("v4-8", *TINY)[2] for _ in range(2))
-    assert [c for c, _ in first.best] == [c for c, _ in second.best]
-    assert first.estimated < first.candidates / 4
-
-
-def test_experts_are_split_only_where_there_are_some():
-    loaded = load_recipe("moe-small", ["pretrain.batch=16"])
-    axes = [axis for tried in _candidates(loaded.recipe, planned_graph(loaded), find_slice("v4-8")) for axis in
-            tried.candidate.sizes]  # fmt: skip
-    assert "expert" in axes
-    loaded = load_recipe(SMALL)
-    meshes = [t.candidate.sizes for t in _candidates(loaded.recipe, planned_graph(loaded), find_slice("v4-8"))]
-    assert meshes and all("expert" not in sizes for sizes in meshes)
-
-
-def test_stages_are_searched_where_the_layers_divide():
-    def stages(name, *overrides):
-        loaded = load_recipe(SMALL, overrides)
-        tried = _candidates(loaded.recipe, planned_graph(loaded), find_slice(name))
-        return {one.candidate.sizes.get("pipeline", 1) for one in tried}
-
-    assert stages("v4-8") == {1, 2, 4}
-    assert stages("v4-8", "model.nodes.blocks.repeat=6") == {1, 2}
-    assert stages("v4-8", "model.nodes.blocks.repeat=3") == {1}
+def test_only_axes_of_which_there_is_something_are_tried():
+    assert any("expert" in sizes for sizes in divided("v4-8", "pretrain.batch=16", recipe="moe-small"))
+    assert not any("expert" in sizes for sizes in divided("v4-8"))
+    for repeat, stages in ((8, {1, 2, 4}), (6, {1, 2}), (3, {1})):
+        tried = divided("v4-8", f"model.nodes.blocks.repeat={repeat}")
+        assert {sizes.get("pipeline", 1) for sizes in tried} == stages
     # The network between slices is crossed by rows, stages or, last, weights, never by a layer's sums.
-    loaded = load_recipe(SMALL)
-    tried = list(_candidates(loaded.recipe, planned_graph(loaded), find_slice("2xv4-8")))
-    assert tried
-    for one in tried:
-        assert any(one.candidate.sizes.get(axis, 1) % 2 == 0 for axis in ("data", "fsdp", "pipeline"))
+    tried = divided("2xv4-8")
+    assert tried and all(any(sizes.get(a, 1) % 2 == 0 for a in ("data", "fsdp", "pipeline")) for sizes in tried)
+    # Keys do not go round within a pipeline: without it they may.
+    tried = divided("v4-8", *TINY, "parallel.context_attention=ring")
+    assert {"context": 4} in tried and {"pipeline": 2, "data": 2} in tried
+    assert not any({"context", "pipeline"} <= sizes.keys() for sizes in tried)
 
 
-def test_what_the_settings_forbid_is_left_out():
+def test_layers_updated_one_by_one_leave_one_choice():
     _, _, result = found("v4-8", *TINY, "pretrain.update=layerwise")
     assert len(result.best) == 3
-    assert all(candidate.micro_batches == 1 and candidate.mesh[0] == 1 for candidate, _ in result.best)
-    assert {candidate.remat for candidate, _ in result.best} == {"block"}  # with others it would be the same program
-    with pytest.raises(UserError, match="the optimizer is adafactor"):
-        found("v4-8", *TINY, "pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}")
-    # Keys do not go round within a pipeline: without it they may.
-    loaded = load_recipe(SMALL, [*TINY, "parallel.context_attention=ring"])
-    meshes = [tried.candidate.sizes for tried in _candidates(loaded.recipe, planned_graph(loaded), find_slice("v4-8"))]
-    assert {"context": 4} in meshes and {"pipeline": 2, "data": 2} in meshes
-    assert not any({"context", "pipeline"} <= mesh.keys() for mesh in meshes)
-
-
-def test_a_model_that_fits_nowhere_is_said():
-    with pytest.raises(
-        UserError, match="nothing fits: weights and moments of small alone are more than a device of v5e-1"
-    ):
-        found("v5e-1", "model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64")
+    assert {(one.micro_batches, one.sizes.get("pipeline", 1), one.remat) for one, _ in result.best} == {(1, 1, "block")}
 
 
 def test_the_lines_to_paste_are_the_settings():
@@ -162,13 +133,45 @@ def test_the_lines_to_paste_are_the_settings():
 
 
 def test_the_verb_prints_a_table_and_json(capsys):
-    words = [SMALL, "--on", "v4-8", "--search", "--best", "2", *(w for o in TINY for w in ("--set", o))]
-    with pytest.raises(SystemExit):
-        main(["plan", *words])
-    assert "to paste into the recipe" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["plan", *words, "--json"])
-    said = capsys.readouterr()
-    assert "searching: the ways to split" in said.err and "searching: the fastest that fit of" in said.err
-    told = json.loads(said.out)
-    assert len(told["best"]) == 2 and told["best"][0]["plan"]["fits"]
+    words = [SMALL, "--on", "v4-8", "--search", "--best", "2", *settings(*TINY)]
+    assert "to paste into the recipe" in told(capsys, *words)[1]
+    status, out, _ = told(capsys, *words, "--json")
+    best = json.loads(out)["best"]
+    assert status == 0 and len(best) == 2 and best[0]["plan"]["fits"]
+
+
+def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
+    loaded = load_recipe(SMALL)
+    graph = planned_graph(loaded)
+    weak, strong = (curve(loaded.recipe, graph, kind, find_slice("v4-8")) for kind in ("weak", "strong"))
+    assert [point.plan.where.name for point in weak] == ["v4-8", "v4-16"]
+    assert [point.plan.split.rows for point in weak] == [64, 128]
+    assert {point.plan.split.rows for point in strong} == {64}
+    assert weak[0].efficiency == strong[0].efficiency == 1.0
+    assert weak[-1].efficiency > strong[-1].efficiency
+    assert strong[0].plan.time.seconds > strong[1].plan.time.seconds
+    stages = Point(plan_of(SMALL, "v4-8", "mesh={pipeline: 2, fsdp: 2}"), 1.0)
+    assert "bubble" in stages.why
+    for point in (*weak, *strong, stages):
+        assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
+
+
+@pytest.mark.parametrize("setting", ["pretrain.micro_batches=2", "parallel.remat=dots"])
+def test_a_curve_names_settings_that_go_with_no_mesh(setting):
+    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", setting])
+    with pytest.raises(UserError, match=r"micro_batches|dots"):
+        curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
+
+
+@pytest.mark.full
+def test_a_curve_goes_on_over_boxes_of_gpus():
+    loaded = load_recipe(SMALL)
+    points = curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("h100x4"))
+    assert [point.plan.where.name for point in points] == ["h100x4", "h100x8"]
+
+
+def test_the_verb_prints_a_line_for_each_slice_and_where_the_curve_begins(capsys):
+    words = [SMALL, "--on", "v4-8", "--curve", "strong"]
+    assert len(json.loads(told(capsys, *words, "--json")[1])["curve"]) == 2
+    out = told(capsys, *words, "--set", "pretrain.batch=2048")[1]
+    assert "begins at v4-16" in out

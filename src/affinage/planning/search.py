@@ -120,7 +120,7 @@ def search(
     check_update(frozen_of(graph, settings), whole, in_stages=False)  # what no candidate could change
     where = measured(where)
     progress(f"the ways to split {recipe.name} over {where.name}")
-    tried = list(_candidates(recipe, graph, where))
+    tried = list(candidates(recipe, graph, where))
     progress(f"the fastest that fit of {len(tried):,} ways")
     estimated = 0
     for share in (NEARLY_FULL, 1.0):
@@ -131,7 +131,7 @@ def search(
     what = f"nothing fits: none of {len(tried)} ways to split {recipe.name} over {where.name}"
     if not tried:
         what = f"nothing fits: weights and moments of {recipe.name} alone are more than a device of {where.name} holds"
-        if next(_candidates(recipe, graph, where, fitting=False), None) is None:
+        if next(candidates(recipe, graph, where, fitting=False), None) is None:
             what = f"no mesh of {where.name} divides {recipe.name}: its batch, its context, its layers or its heads"
     raise UserError(
         what,
@@ -141,7 +141,7 @@ def search(
 
 
 @dataclass(frozen=True)
-class _Tried:
+class Tried:
     """A candidate as far as it divides."""
 
     candidate: Candidate
@@ -150,10 +150,10 @@ class _Tried:
     updated: int  # bytes of a device that an update reads and writes
 
 
-_Order = tuple[Any, ...]
+Order = tuple[Any, ...]
 
 
-def _order(candidate: Candidate, seconds: float, settings: TrainSettings) -> _Order:
+def order(candidate: Candidate, seconds: float, settings: TrainSettings) -> Order:
     """Seconds with what a difference within the estimate's error must outweigh, then what is simpler."""
     foreign = candidate.moments != settings.optimizer.moments
     return (
@@ -167,14 +167,14 @@ def _order(candidate: Candidate, seconds: float, settings: TrainSettings) -> _Or
 
 
 def _best(
-    recipe: Recipe, graph: Graph, where: Slice, tried: list[_Tried], share: float, count: int
+    recipe: Recipe, graph: Graph, where: Slice, tried: list[Tried], share: float, count: int
 ) -> tuple[list[tuple[Candidate, Plan]], int]:
     """Best first search: what comes first in the queue is looked at more closely, or is the next best."""
     _, own, _ = training_settings(recipe)
-    queue: list[tuple[_Order, int, int, Plan | None]] = []  # order, how closely looked at, index
+    queue: list[tuple[Order, int, int, Plan | None]] = []  # order, how closely looked at, index
     for index, one in enumerate(tried):
         bound = least_time(one.split, one.settings, where, one.updated)
-        queue.append((_order(one.candidate, bound, own), 0, index, None))
+        queue.append((order(one.candidate, bound, own), 0, index, None))
     heapq.heapify(queue)
     found: list[tuple[Candidate, Plan]] = []
     too_large: list[Candidate] = []
@@ -188,13 +188,13 @@ def _best(
             continue
         elif closely == 0:
             bound = time_of_nodes(one.split, one.settings, where, one.updated)
-            heapq.heappush(queue, (_order(one.candidate, bound, own), 1, index, None))
+            heapq.heappush(queue, (order(one.candidate, bound, own), 1, index, None))
         else:
             made, looked = make_plan(one.candidate.put_into(recipe), graph, where), looked + 1
             if made.memory.total > share * made.capacity:
                 too_large.append(one.candidate)
             else:
-                heapq.heappush(queue, (_order(one.candidate, made.time.seconds, own), 2, index, made))
+                heapq.heappush(queue, (order(one.candidate, made.time.seconds, own), 2, index, made))
     return found, looked
 
 
@@ -210,7 +210,7 @@ def _needs_more(candidate: Candidate, refused: Candidate) -> bool:
     )
 
 
-def _candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = True) -> Iterator[_Tried]:
+def candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = True) -> Iterator[Tried]:
     """Those that divide, and, if `fitting`, whose weights and moments alone do not fill a device."""
     _, settings, context = training_settings(recipe)
     if all(name != "tokens" for name, _ in graph.inputs):
@@ -234,7 +234,7 @@ def _candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = T
             for remat in remats:
                 candidate = Candidate(mesh, parts, remat, moments)
                 parallel = candidate.put_into(recipe).parallel
-                yield _Tried(candidate, replace(split, parallel=parallel), chosen, state - frozen)
+                yield Tried(candidate, replace(split, parallel=parallel), chosen, state - frozen)
 
 
 def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:

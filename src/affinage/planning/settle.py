@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ROOM = 0.9  # of a device's memory that the estimate may take
 # What is computed again, from nothing to most; inputs of blocks can wait in the host's memory where there is another.
-_LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
+LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def choose_remat(split: Split, settings: TrainSettings, chip: Chip, platform: st
     capacity = chip.memory_per_device or 0
     alone = settings.update == "layerwise"
     tried = []
-    ladder: tuple[Remat, ...] = (LAYERWISE_REMAT,) if alone else _LADDER
+    ladder: tuple[Remat, ...] = (LAYERWISE_REMAT,) if alone else LADDER
     for remat in ladder:
         if platform == "cpu" and not isinstance(remat, str):
             continue
@@ -94,8 +94,8 @@ def remat_for_devices(
     split = Split(graph, dict(layout.mesh.shape), rows, context, settings.micro_batches, parallel)
     choice = choose_remat(split, settings, present(devices), devices[0].platform)
     if jax.process_count() > 1:
-        index = int(multihost_utils.broadcast_one_to_all(np.int32(_LADDER.index(choice.remat))))
-        choice = dataclasses.replace(choice, remat=_LADDER[index])
+        index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))
+        choice = dataclasses.replace(choice, remat=LADDER[index])
     return choice
 
 

@@ -1,0 +1,45 @@
+"""Plans of `small.yaml`, which all tests of planning share."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from affinage.cli import main
+from affinage.hardware.slices import find_slice
+from affinage.parallel.mesh import AXES
+from affinage.planning.plan import Plan, make_plan, planned_graph
+from affinage.planning.wires import wires
+from affinage.recipe.load import load_recipe
+
+SMALL = str(Path(__file__).with_name("small.yaml"))
+EXPERTS = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256}"
+
+
+@functools.cache
+def plan_of(recipe: str, name: str, *overrides: str) -> Plan:
+    loaded = load_recipe(recipe, overrides)
+    return make_plan(loaded.recipe, planned_graph(loaded), find_slice(name))
+
+
+def blocks_of(*overrides: str, name: str = "v4-8") -> Any:
+    """The layers' part of the time of a step."""
+    return next(node for node in plan_of(SMALL, name, *overrides).time.nodes if node.name == "blocks")
+
+
+def links(name: str, **sizes: int) -> Any:
+    """Those of every axis of a mesh."""
+    return wires(find_slice(name), dict.fromkeys(AXES, 1) | sizes)
+
+
+def settings(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Status, output and errors of `affinage plan`."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    out = capsys.readouterr()
+    return int(ended.value.code or 0), out.out, out.err

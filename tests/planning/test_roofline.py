@@ -1,0 +1,210 @@
+"""Seconds of a step: products, what is sent and by which links, sums of gradients, bubbles."""
+
+import pytest
+from small_plans import EXPERTS, SMALL, blocks_of, links, plan_of
+
+from affinage.errors import UserError
+from affinage.hardware.slices import find_slice
+from affinage.model.parameter import parameters_in
+from affinage.planning.phases import phases
+from affinage.planning.published import SPEED_UPS, speed_ups
+from affinage.planning.roofline import MEMORY_ACHIEVABLE
+from affinage.planning.wires import HOP_SECONDS
+
+GB = 1e9
+HOP = HOP_SECONDS
+LAYERS, VECTORS = 8 * (4 * 256**2 + 3 * 256 * 1024 + 2 * 256), 2048 * 256  # numbers of small.yaml
+DATA, PARTS = "mesh={data: 4}", "pretrain.micro_batches=4"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "axis", "parts", "seconds"),
+    [
+        # 16 x 16, closed; a link carries 50 GB/s each way. 15 of 16 parts arrive over two links.
+        ("v5e-256", {"data": 16, "fsdp": 16}, "fsdp", 16, 15 / 100 + 8 * HOP),
+        ("v5e-16", {"data": 4, "fsdp": 4}, "fsdp", 4, 3 / 50 + 3 * HOP),  # a line has one link at its end
+        ("v4-128", {"fsdp": 64}, "fsdp", 64, 63 / 300 + 6 * HOP),  # 4 x 4 x 4: three rings, in two directions
+        ("v4-128", {"fsdp": 32, "tensor": 2}, "tensor", 2, 1 / 50 + HOP),  # a part of a ring is a line
+        ("v4-8", {"fsdp": 4}, "tensor", 1, 0),
+    ],
+    ids=str,
+)
+def test_gathering_takes_what_arrives_over_the_links(name, sizes, axis, parts, seconds):
+    link = links(name, **sizes)[axis]
+    assert link.all_gather(parts * GB) == link.reduce_scatter(parts * GB) == pytest.approx(seconds)
+    assert link.all_reduce(parts * GB) == pytest.approx(2 * seconds)
+    if name == "v5e-256":
+        assert link.all_to_all(parts * GB) == pytest.approx(15 / 4 / 100 + 8 * HOP)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "axis", "bandwidth"),
+    [
+        ("v4-128", {"fsdp": 32, "tensor": 2}, "fsdp", 5 * 50),  # two whole rings and a line of two
+        ("h100x8", {"fsdp": 8}, "fsdp", 450),
+        ("h100x16", {"data": 2, "fsdp": 8}, "fsdp", 450),
+        ("h100x16", {"data": 2, "fsdp": 8}, "data", 50),  # between boxes by their network cards
+        ("h100x16", {"fsdp": 16}, "fsdp", 400),
+        ("2xv4-32", {"data": 2, "fsdp": 16}, "data", 6.25),  # one device's network card
+        ("2xv4-32", {"data": 32}, "data", 16 * 6.25),  # a slice sums first, and each device sends a 16th
+    ],
+    ids=str,
+)
+def test_an_axis_has_the_bandwidth_of_its_slowest_links(name, sizes, axis, bandwidth):
+    assert links(name, **sizes)[axis].bandwidth == pytest.approx(bandwidth * GB)
+
+
+def test_several_slices_are_cut_along_an_axis_that_can_wait():
+    assert links("2xv4-32", pipeline=2, fsdp=16)["pipeline"].permute(GB) == pytest.approx(1 / 6.25 + HOP)
+    assert links("2xv4-32", data=2, fsdp=16)["fsdp"] == links("v4-32", fsdp=16)["fsdp"]
+    with pytest.raises(UserError, match="2 slices"):
+        links("2xv4-8", tensor=8)
+
+
+def test_no_node_is_faster_than_its_slowest_part():
+    time = plan_of(SMALL, "v5e-16").time
+    for node in time.nodes:
+        assert node.seconds >= max(node.compute, node.memory, node.hidden)
+    assert time.seconds >= sum(node.seconds for node in time.nodes)
+
+
+@pytest.mark.parametrize("mesh", ["{data: 2, pipeline: 2}", "{tensor: 4}"])
+def test_the_parts_of_a_step_make_up_the_step(mesh):
+    made = plan_of(SMALL, "v4-8", f"mesh={mesh}", "model.nodes.embed.vocab=4096")
+    parts = phases(made.time, made.split.graph.loss)
+    assert list(parts) == ["forward", "loss", "backward", "optimizer"]
+    assert sum(parts.values()) == pytest.approx(made.time.seconds)
+    # The backward pass multiplies twice for each product of the forward pass; what waits for links is half and half.
+    assert parts["forward"] < parts["backward"] < 4 * parts["forward"]
+
+
+def test_the_published_speed_up_lies_between_attention_by_kernel_and_by_products():
+    kernel, plain = speed_ups()
+    for name, published in SPEED_UPS.items():
+        assert plain.ratios[name] < published * 1.01 and kernel.ratios[name] > published * 0.99, name
+
+
+def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
+    tensor, fsdp = blocks_of("mesh={tensor: 4, data: 1}"), blocks_of()
+    assert fsdp.exposed == 0 < fsdp.hidden
+    # Four all-reduces a layer of [64, 512, 256] in bfloat16.
+    assert tensor.exposed == pytest.approx(4 * 8 * links("v4-8", tensor=4)["tensor"].all_reduce(64 * 512 * 256 * 2))
+    along = plan_of(SMALL, "v4-16", "mesh={fsdp: 4, tensor: 2}").time
+    assert along.collectives.keys() == {"fsdp", "tensor"}
+    assert along.collectives["tensor"] == pytest.approx(sum(node.exposed for node in along.nodes))
+    assert along.collectives["fsdp"] == pytest.approx(sum(node.hidden for node in along.nodes))
+
+
+RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.window=64"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "pairs"),
+    [
+        ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2),  # those of the last 128 queries of 512
+        ("v4-8", (WINDOW,), 128 * 64),
+        ("v4-8", ("pretrain.attention=xla",), 128 * 512),
+        ("v4-8", (RING,), 128 * 512),
+        ("v4-8", (RING, WINDOW), 128 * 256),  # the keys of two of four devices
+        ("h100x4", ("pretrain.attention=cudnn",), 512 * 513 // 2),  # of whole rows, on every device
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings, pairs):
+    split, chip = plan_of(SMALL, name, "mesh={context: 4}", *settings), find_slice(name).chip
+    blocks = split.split.graph["blocks"]
+    products = next(node.compute for node in split.time.nodes if node.name == "blocks")
+    counted = products * chip.flops_per_device * chip.achievable / 3  # a forward pass's
+    cost = blocks.kind.cost((split.split.graph.shapes["embed"],), {"B": 64, "S": 512})
+    assert counted == pytest.approx(8 * (cost.matmul / 4 + 64 * 2 * 2 * 256 * pairs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"), [(("mesh={tensor: 4}",), (4, 4, 5)), (("mesh={expert: 4}", EXPERTS), (4, 6, 6))], ids=str
+)
+def test_what_is_computed_again_is_sent_again(settings, times):
+    """The first of a layer's two sums, unless it is kept; both ways of an exchange of experts."""
+    sent = [blocks_of(*settings, f"parallel.remat={name}").exposed for name in ("none", "dots", "block")]
+    assert sent == pytest.approx([sent[0] * again / 4 for again in times])
+
+
+def test_products_that_were_kept_are_not_done_again():
+    names = ("none", "dots", "block", "full")
+    none, dots, block, full = (blocks_of(f"parallel.remat={name}").compute for name in names)
+    assert none == pytest.approx(dots, rel=1e-3) and dots < block < full
+    # All of the forward pass but its last product, and in `full` all of it a second time.
+    assert 3.5 < 3 * block / none < 4 and full - block == pytest.approx(none / 3, rel=1e-3)
+
+
+def test_layers_updated_one_by_one_are_planned_as_computed_again_whatever_is_said():
+    given = "mesh={tensor: 4}", "pretrain.update=layerwise"
+    unsaid, block, auto = (
+        plan_of(SMALL, "v4-8", *given, *more) for more in ((), ("parallel.remat=block",), ("parallel.remat=auto",))
+    )
+    for other in (unsaid, auto):
+        assert (other.time, other.memory) == (block.time, block.memory)
+        assert other.to_dict()["remat"] == "block"
+    plain, again = blocks_of("mesh={tensor: 4}"), blocks_of(*given)
+    assert again.exposed == pytest.approx(plain.exposed * 5 / 4)
+    assert 3.5 / 3 * plain.compute < again.compute < 4 / 3 * plain.compute
+
+
+def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
+    given = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
+    once, twice, four = (plan_of(SMALL, "v4-8", *given, f"parallel.pipeline_rounds={rounds}") for rounds in (1, 2, 4))
+    node, waits = next(node for node in once.time.nodes if node.name == "blocks"), once.time.bubble
+    assert waits / (node.seconds + waits) == pytest.approx(1 / (4 + 1))
+    sent = [next(n for n in made.time.nodes if n.name == "blocks").axes["pipeline"] for made in (once, twice, four)]
+    assert sent[2] - sent[1] == pytest.approx(2 * sent[0])
+    # Weights go to the stages of several: float32, half of them on each of two devices, and as many gradients.
+    size = sum(part.size for part in parameters_in(once.split.graph.parameters["blocks"])) * 4 / 2
+    moved = 2 * links("v4-8", pipeline=2, fsdp=2)["pipeline"].all_to_all(size)
+    assert sent[1] - 2 * sent[0] == pytest.approx(moved, rel=1e-2)
+
+
+def test_gradients_are_summed_where_weights_are_copied():
+    def one_sum(axis, numbers):
+        return links("v4-8", **{axis: 4})[axis].all_reduce(2 * numbers)
+
+    made = {axis: plan_of(SMALL, "v4-8", f"mesh={{{axis}: 4}}", EXPERTS) for axis in ("data", "context", "expert")}
+    blocks = {axis: next(node for node in plan.time.nodes if node.name == "blocks") for axis, plan in made.items()}
+    parts = parameters_in(made["data"].split.graph.parameters["blocks"])
+    every, dense = sum(p.size for p in parts), sum(p.size for p in parts if "experts" not in p.axes)
+    for axis, numbers in {"data": every, "context": every, "expert": dense}.items():
+        assert blocks[axis].hidden == pytest.approx(one_sum(axis, numbers), rel=5e-3), axis
+    # Of two axes the second one sums what the first one has left of it.
+    both = links("v4-8", data=2, context=2)
+    expected = both["context"].all_reduce(2 * every) + both["data"].all_reduce(every)
+    assert blocks_of("mesh={data: 2, context: 2}", EXPERTS).hidden == pytest.approx(expected)
+
+
+def sums(name, *overrides):
+    """Seconds beside the products, by node: without `fsdp` sums of gradients alone."""
+    return {node.name: node.hidden for node in plan_of(SMALL, name, *overrides).time.nodes}
+
+
+@pytest.mark.parametrize("name", ["v4-8", "h100x4"])
+def test_what_replicas_add_up_is_summed_once_in_float32(name):
+    whole, parts = (sums(name, DATA, *more) for more in ((), (PARTS,)))
+    # The compiler sums the products' dtype, but float32 of looked-up vectors.
+    once = {"blocks": 2 * LAYERS, "logits": 2 * VECTORS, "embed": 4 * VECTORS}
+    added = {"blocks": 4 * LAYERS, "logits": 4 * VECTORS, "embed": 4 * VECTORS}
+    link = links(name, data=4)["data"]
+    for found, sizes in ((whole, once), (parts, added)):
+        assert [found[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])
+
+
+@pytest.mark.parametrize(("axis", "more"), [("data", (EXPERTS,)), ("context", ())])
+def test_where_devices_go_together_layers_and_vectors_are_summed_in_every_micro_batch(axis, more):
+    whole, parts = (sums("v4-8", f"mesh={{{axis}: 4}}", *more, *each) for each in ((), (PARTS,)))
+    vectors = links("v4-8", **{axis: 4})[axis].all_reduce(4 * VECTORS)
+    assert parts["blocks"] == pytest.approx(4 * whole["blocks"])
+    assert (parts["embed"], parts["logits"]) == (pytest.approx(4 * vectors), pytest.approx(vectors))
+
+
+def test_adding_up_reads_two_gradients_and_writes_one_in_every_micro_batch():
+    assert plan_of(SMALL, "v4-8").time.adding == 0
+    parts = plan_of(SMALL, "v4-8", PARTS).time
+    numbers, bandwidth = (LAYERS + 2 * VECTORS + 256) / 4, find_slice("v4-8").chip.memory_bandwidth
+    assert parts.adding == pytest.approx(4 * 3 * 4 * numbers / (bandwidth * MEMORY_ACHIEVABLE), rel=1e-3)
+    assert parts.seconds > sum(node.seconds for node in parts.nodes) + parts.update
