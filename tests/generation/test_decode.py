@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from affinage.generation.decode import Generation, Generator, Request, compiled
+from affinage.generation import decode
+from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.sampling import Sampling
 from tiny_models import CONTEXT, full_logits, tiny_llama
 
@@ -64,7 +65,7 @@ def test_generation_never_leaves_the_context():
     model = tiny_llama()
     result = new_generator(model).generate([[2, *range(20, 20 + CONTEXT - 6)]], Request(500, stop_ids=()))[0]
     assert len(result.tokens) == 5
-    with pytest.raises(ValueError, match="between 1 and"):
+    with pytest.raises(ValueError, match="tokens"):
         new_generator(model).generate([[2] * CONTEXT], Request(1))
 
 
@@ -93,23 +94,12 @@ def test_streamed_pieces_make_up_the_generation():
     assert "".join(pieces) == whole.text and len(pieces) > 3
 
 
-def test_shapes_are_shared_between_prompts_of_similar_length():
-    model = tiny_llama(seed=1)
-    generator = new_generator(model)
-    generator.generate([[2, 30, 31]], Request(8))
-    before = generator._decode._cache_size(), generator._prefill._cache_size()
-    generator.generate([[2, 30, 31, 32, 33]], Request(9))
-    assert (generator._decode._cache_size(), generator._prefill._cache_size()) == before
-
-
-def test_prefill_and_decode_are_compiled_once_per_bucket():
+def test_prefill_and_decode_are_compiled_once_per_bucket(monkeypatch):
     """Prompts of up to 16 and of 17 to 32 tokens, in caches of 64 and of 96 slots, whatever else differs."""
-    compiled.cache_clear()  # graphs that are equal share programs, also those of other tests
-    model = tiny_llama()
-    generator = new_generator(model)
-
-    def programs() -> tuple[int, int]:
-        return generator._prefill._cache_size(), generator._decode._cache_size()
+    traced, logits_of = [], decode.logits_of
+    monkeypatch.setattr(decode, "logits_of", lambda *given, **told: traced.append(1) or logits_of(*given, **told))
+    decode.compiled.cache_clear()  # graphs that are equal share programs, also those of other tests
+    generator = new_generator(tiny_llama())
 
     def generate(lengths: list[int], tokens: int, *stop_strings: str) -> list[Generation]:
         prompts = [[2, *range(30, 29 + length)] for length in lengths]
@@ -117,12 +107,12 @@ def test_prefill_and_decode_are_compiled_once_per_bucket():
 
     short, long = ([1, 7, 9, 16], 40), ([17, 20, 25, 32], 60)
     said = generate(*short)
-    assert programs() == (1, 1)
     generate(*long)
-    assert programs() == (2, 2)
+    programs = len(traced)
     generate([3, 4, 11, 12], 8)
     generate([1, 18, 31, 32], 64)
     # Rows that the host ends at a stop string, while others of their batch go on.
     stop = next(text for text in (one.text[4:7] for one in said) if 0 < sum(text in one.text for one in said) < 4)
     assert {one.ended_by for one in generate(*short, stop)} == {"text", "length"}
-    assert programs() == (2, 2)
+    assert len(traced) == programs > 0
+    decode.compiled.cache_clear()

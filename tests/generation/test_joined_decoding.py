@@ -113,7 +113,7 @@ def test_a_full_queue_and_a_closed_engine_refuse():
 def test_what_goes_wrong_is_told_to_those_concerned_and_the_next_are_served(engine: Engine):
     wrong, right = Listener([], Request(5)), Listener(*ASKED[4])
     engine.submit([wrong.ticket])
-    with pytest.raises(ValueError, match="between 1 and"):
+    with pytest.raises(ValueError, match="tokens"):
         wrong.answer()
     engine.submit([right.ticket])
     assert right.answer()[1] == Generator(tiny_llama()).generate([ASKED[4][0]], ASKED[4][1])[0]
@@ -124,11 +124,12 @@ def test_who_is_under_way_goes_on_where_another_cannot_join(engine: Engine):
     engine.submit([under_way.ticket])
     under_way.news.put(under_way.news.get(timeout=120))
     engine.submit([wrong.ticket])
-    with pytest.raises(ValueError, match="between 1 and"):
+    with pytest.raises(ValueError, match="tokens"):
         wrong.answer()
     assert under_way.answer()[1] == Generator(tiny_llama()).generate([[2, 50]], Request(80))[0]
 
 
+@pytest.mark.full
 def test_a_model_sharded_over_eight_devices_answers_as_on_one():
     model = tiny_llama(scale=3.0)
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from aiohttp import web
 
+from affinage.generation.decode import Request
 from affinage.generation.engine import Engine, Ticket
 from affinage.serving.server import Limits, Server
 from tiny_models import tiny_llama
@@ -47,18 +48,12 @@ class Running:
             begun.set()
             gate.wait(120)
 
-        self.engine.submit([Ticket([2, 50 + n], tiny_request(), wait) for n in range(2)])
+        self.engine.submit([Ticket([2, 50 + n], Request(60), wait) for n in range(2)])
         assert begun.wait(120)
         try:
             yield gate
         finally:
             gate.set()
-
-
-def tiny_request():  # type: ignore[no-untyped-def]
-    from affinage.generation.decode import Request
-
-    return Request(60)
 
 
 @contextlib.contextmanager

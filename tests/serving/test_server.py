@@ -1,5 +1,6 @@
 """OpenAI's own client against a server of a tiny model."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -85,35 +86,39 @@ def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(cli
     assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
 
 
-def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI):
-    create = client.chat.completions.create
+LONG = [{"role": "user", "content": "long " * CONTEXT}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "named"),
+    [
+        ({"model": "gpt"}, 404, "gpt"),
+        ({"messages": LONG}, 400, "95"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 17}, 400, "n"),
+        ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
+        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"messages": MESSAGES[::-1]}, 400, "message 2"),
+        ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "20,000"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI, wrong: dict, status: int, named: str):
+    with pytest.raises(openai.APIStatusError, match=named) as told:
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | wrong)
+    assert told.value.status_code == status
+    if wrong.get("messages") is LONG:
+        assert told.value.code == "context_length_exceeded"
+
+
+def test_models_are_listed_and_tokens_that_are_none_refused(client: openai.OpenAI):
     assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no model `gpt`"):
-        create(model="gpt", messages=MESSAGES)
-    long = [{"role": "user", "content": "long " * CONTEXT}]
-    with pytest.raises(openai.BadRequestError, match="takes at most 95") as told:
-        create(model="tiny", messages=long)
-    assert told.value.code == "context_length_exceeded"
-    for wrong in (
-        {"temperature": -1},
-        {"top_p": 0},
-        {"max_tokens": 0},
-        {"n": 17},
-        {"stop": ["x"] * 17},
-        {"logprobs": True},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    ):
-        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
-            create(model="tiny", messages=MESSAGES, **wrong)
-    with pytest.raises(openai.BadRequestError, match="at most 4 choices"):  # two at once, and two that wait
-        create(model="tiny", messages=MESSAGES, n=5)
-    with pytest.raises(openai.BadRequestError, match="message 2 is a system message"):
-        create(model="tiny", messages=MESSAGES[::-1])
-    with pytest.raises(openai.BadRequestError, match="there is no token 999999"):
+    with pytest.raises(openai.BadRequestError, match="999999"):
         client.completions.create(model="tiny", prompt=[2, 999999])
-    with pytest.raises(openai.APIStatusError, match="longer than 20,000 bytes") as too_long:
-        create(model="tiny", messages=[{"role": "user", "content": "x" * 30_000}])
-    assert too_long.value.status_code == 413
 
 
 def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
@@ -143,8 +148,7 @@ def test_only_those_who_know_the_token_may_ask(served: Running):
         assert ask(chat, body, Content_Type="application/json", **allowed)[0] == 400
     nan = json.dumps({"messages": MESSAGES, "temperature": float("nan")}).encode()
     assert ask(chat, nan, Content_Type="application/json", **allowed)[0] == 400
-    unpacked = ask(chat, b"{}", Content_Type="application/json", Content_Encoding="gzip", **allowed)
-    assert unpacked[0] == 400 and "cannot be read" in unpacked[1]["error"]["message"]
+    assert ask(chat, b"{}", Content_Type="application/json", Content_Encoding="gzip", **allowed)[0] == 400
     assert ask(f"{served.url}/v1/nothing", **allowed)[0] == 404
 
 
@@ -178,16 +182,25 @@ def test_a_client_that_leaves_frees_its_place(served: Running, client: openai.Op
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = served.url.removeprefix("http://").split(":")
+    answers: list[object] = []
+
+    def chat() -> None:  # two choices, for which there is no place as long as the other one waits
+        while not answers:
+            with contextlib.suppress(openai.RateLimitError):
+                answers.append(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, n=2))
+
     with served.held_up() as gate:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)
             _until(lambda: served.engine.waiting == 1)
-            ticket = served.engine._waiting[0]
-            assert not ticket.cancelled
-        _until(lambda: ticket.cancelled)
+            with pytest.raises(openai.RateLimitError):
+                client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+        waiting = threading.Thread(target=chat)
+        waiting.start()
+        _until(lambda: served.engine.waiting == 2)
         gate.set()
-    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).choices[0].message.content
-    assert not ticket.ended
+        waiting.join(120)
+    assert len(answers) == 1
 
 
 def test_those_who_wait_when_it_ends_are_told():
