@@ -165,7 +165,7 @@ def test_a_folder_without_the_items_is_refused(task, named, tmp_path):
 def test_a_row_of_another_form_is_named(tmp_path):
     (tmp_path / "arc_fr.jsonl").write_text('{"question": "Où ?"}\n')
     (config,) = find_tasks(["arc_fr"], {}, tmp_path).local
-    with pytest.raises(UserError, match="row 1 .* arc_fr"):
+    with pytest.raises(UserError, match=r"row 1 .* arc_fr"):
         task_manager([]).load([config])
 
 

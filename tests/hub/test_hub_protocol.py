@@ -60,7 +60,7 @@ class Ended:
 
     @property
     def refusal(self) -> str:
-        """The one message of a command that was refused, and what to do, without what libraries say as they try again."""
+        """The one message of a command that was refused, and what to do, without what libraries say meanwhile."""
         assert self.status == 2, self.out + self.err
         assert "Traceback" not in self.err
         (message,) = re.findall(r"^Error: .*", self.err, re.DOTALL | re.MULTILINE)

@@ -15,19 +15,7 @@ from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import TRICKY, write_split
 
 SYSTEM = 'Be "kind".\nSoyez gentil.'
-ALPHABET = [
-    *" \n\t",
-    "  ",
-    "    ",
-    *"aeltsé'<|>_1209🙂ç漢",
-    "\u00a0",
-    "\u0301",
-    "\u200d",
-    "\x00",
-    "return",
-    "im_start",
-    "</s>",
-]
+ALPHABET = [*" \n\t", "  ", "    ", *"aeltsé'<|>_1209🙂ç漢\u00a0\u0301\u200d\x00", "return", "im_start", "</s>"]
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +46,23 @@ def raw(theirs: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("text", TRICKY)
-def test_tricky_text_has_the_same_ids(both, text: str):
+def test_tricky_text_has_the_same_ids(both):
     ours, theirs = both
-    assert raw(theirs, text) == ours.encode(text)
+    for text in TRICKY:
+        assert raw(theirs, text) == ours.encode(text), repr(text)
 
 
 def test_random_text_has_the_same_ids(both):
     ours, theirs = both
     rng = random.Random(0)
-    for _ in range(2000):
+    for _ in range(500):
         text = "".join(rng.choices(ALPHABET, k=rng.randint(1, 40)))
         assert raw(theirs, text) == ours.encode(text), repr(text)
 
 
 def test_runs_of_one_character_have_the_same_ids(both):
     ours, theirs = both
-    for length in range(1, 70):
+    for length in (*range(1, 18), 31, 32, 33, 69):
         for text in (" " * length, "e" * length, " " * length + "return", "-" * length, "\n" * length, "ee " * length):
             assert raw(theirs, text) == ours.encode(text), repr(text)
 

@@ -207,11 +207,12 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
     said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
     trainer = DPOTrainer(copy.deepcopy(theirs), before, config, train_dataset=said, processing_class=hf_tokenizer)
     trainer.model.eval()  # no dropout; the metrics go by the mode
-    trained_loss = trainer._compute_loss(trainer.model, documents(batch), False)
+    trained_loss = trainer.compute_loss(trainer.model, documents(batch))
     trained_loss.backward()
     assert float(value) == pytest.approx(trained_loss.item(), rel=1e-4)
     assert_same_gradients(gradients, trainer.model, ours.graph)
-    expected = {name: values[-1] for name, values in trainer._metrics["eval"].items()}
+    trainer.log({})
+    expected = {name.removeprefix("eval_"): value for name, value in trainer.state.log_history[-1].items()}
     means = {name: float(total / count) for name, (total, count) in metrics.items()}
     assert {"logits/chosen", "logits/rejected"} < means.keys() <= expected.keys()
     assert means == pytest.approx({name: expected[name] for name in means}, rel=1e-4, abs=1e-5)
