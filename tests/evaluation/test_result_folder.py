@@ -64,16 +64,13 @@ def results(task, fingerprint="of a", **versions):
     return found | {"contamination": {"texts": 7, "tasks": {task: {"found": []}}}}
 
 
-def test_what_an_earlier_version_said_keeps_its_versions(tmp_path):
+def test_each_task_has_the_versions_that_judged_it(tmp_path):
     for task, version in (("a", 1), ("b", 2), ("c", 2), ("b", 3)):
         write_results(results(task, lm_eval=version), {task: []}, tmp_path, print)
     merged = read_results(tmp_path)
-    assert {task: entry.get("versions") for task, entry in merged["tasks"].items()} == {
-        "a": {"lm_eval": 1},
-        "b": None,
-        "c": {"lm_eval": 2},
-    }
-    assert merged["versions"] == {"lm_eval": 3} and set(merged["contamination"]["tasks"]) == set("abc")
+    versions = {task: entry.get("versions") for task, entry in merged["tasks"].items()}
+    assert versions == {"a": {"lm_eval": 1}, "b": None, "c": {"lm_eval": 2}} and merged["versions"] == {"lm_eval": 3}
+    assert set(merged["contamination"]["tasks"]) == set("abc")
 
 
 def test_items_that_a_kill_left_without_their_results_are_nobody_s(tmp_path):

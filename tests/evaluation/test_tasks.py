@@ -32,30 +32,24 @@ TASK = {"task": "one", "dataset_path": "json", "dataset_kwargs": {"data_files": 
 
 
 def write(folder, name, content):
-    folder.mkdir(exist_ok=True, parents=True)
+    folder.mkdir(exist_ok=True)
     (folder / name).write_text(content if isinstance(content, str) else yaml.safe_dump(content))
 
 
-def test_data_files_are_found_beside_the_task_file(tmp_path, monkeypatch):
+def test_data_files_and_templates_are_found_beside_the_task_file(tmp_path, monkeypatch):
     write(tmp_path / "tasks", "one.yaml", TASK)
     write(tmp_path / "tasks", "one.jsonl", '{"a": "x\u2028y"}\n')
-    write(tmp_path / "tasks", "chat.yaml", {"task": "two", "dataset_path": "hub/two", "output_type": "generate_until"})
+    write(tmp_path / "tasks", "chat.yaml", {"include": "shared", "task": "two"})
+    write(tmp_path / "tasks", "shared", {"dataset_path": "hub/two", "output_type": "generate_until"})  # is no task
     monkeypatch.chdir(tmp_path)
     found = find_tasks(["world", "tasks/one.yaml", "hellaswag"], {"world": tmp_path / "tasks"})
     assert [task["task"] for task in found.local] == ["two", "one"] and found.named == ("hellaswag",)
-    assert [task["task"] for task in found.chat()] == ["two"]
+    assert found.chat() == [{"dataset_path": "hub/two", "output_type": "generate_until", "task": "two"}]
     assert found.plain()[-1] == "hellaswag"
     one = found.local[1]
     (path,) = one["dataset_kwargs"]["data_files"]["test"]
     assert path == str(tmp_path / "tasks/one.jsonl")
     assert one["custom_dataset"](**one["dataset_kwargs"], version=1)["test"][0] == {"a": "x\u2028y"}
-
-
-def test_templates_are_included_and_are_no_tasks_themselves(tmp_path):
-    write(tmp_path, "shared.yaml", {"dataset_path": "hub/one", "output_type": "multiple_choice", "tag": ["chat"]})
-    write(tmp_path, "one.yaml", {"include": "shared.yaml", "task": "one"})
-    (task,) = find_tasks([str(tmp_path)], {}).chat()
-    assert task == {"dataset_path": "hub/one", "output_type": "multiple_choice", "tag": ["chat"], "task": "one"}
 
 
 def test_compressed_lines_are_read_and_a_broken_one_is_named(tmp_path):
@@ -120,6 +114,7 @@ def test_texts_of_an_item_are_every_one_it_has_and_the_question_with_its_right_a
         assert set(item.texts) == {question, "in France", "in Spain", f"Q: {question}\nA: {answer}"}
 
 
+@pytest.mark.full  # reads 13,000 files
 def test_every_name_of_the_harness_is_known():
     assert set(TaskManager().all_tasks) <= harness_names()
     check_names(["mmlu", "gsm8k", "glue", "julian", "hellaswag"], {}, where="--tasks")

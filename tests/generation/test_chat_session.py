@@ -17,23 +17,18 @@ def new_session(tokens=6):
     return ChatSession(Generator(tiny_llama()), Request(max_new_tokens=tokens))
 
 
-def talk(session, *lines):
+def talk(session, *lines, language="en"):
     waiting, written = list(lines), []
-    converse(session, lambda: waiting.pop(0) if waiting else None, written.append)
+    converse(session, lambda: waiting.pop(0) if waiting else None, written.append, language)
     return "".join(written)
 
 
 def test_an_answer_is_what_the_model_says_after_the_chat_prompt():
-    session = new_session()
-    said = talk(session, "Where is Paris?", "/quit", "never read")
-    model = tiny_llama()
-    prompt = encode_prompt([{"role": "user", "content": "Where is Paris?"}], model.tokenizer, "")
-    expected = Generator(model).generate([prompt], Request(max_new_tokens=6))[0].text
+    session, model, asked = new_session(), tiny_llama(), {"role": "user", "content": "Where is Paris?"}
+    said = talk(session, asked["content"], "/quit", "never read")
+    expected = Generator(model).generate([encode_prompt([asked], model.tokenizer, "")], Request(6))[0].text
     assert said == expected + "\n"
-    assert session.messages == [
-        {"role": "user", "content": "Where is Paris?"},
-        {"role": "assistant", "content": expected},
-    ]
+    assert session.messages == [asked, {"role": "assistant", "content": expected}]
 
 
 def test_commands_reset_save_and_set_the_system_message(tmp_path):
@@ -87,11 +82,9 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
 
 
 def test_what_is_said_beside_the_answers_is_in_the_language_of_who_is_spoken_to(tmp_path):
-    waiting = ["/help", "/reset", "/system Sois bref", "/system", f"/save {tmp_path}/a.json", "/save", "/nul"]
-    waiting += ["mot " * 500]  # more than the model reads
-    session, written = new_session(), []
-    converse(session, lambda: waiting.pop(0) if waiting else None, written.append, "fr")
-    said = "".join(written)
+    session = new_session()
+    commands = ["/help", "/reset", "/system Sois bref", "/system", f"/save {tmp_path}/a.json", "/save", "/nul"]
+    said = talk(session, *commands, "mot " * 500, language="fr")  # the last is more than the model reads
     assert all(line in said for line in AIDE.splitlines()) and "/nul" in said and "The " not in said
     assert [line.split()[0] for line in AIDE.splitlines()] == [line.split()[0] for line in HELP.splitlines()]
     assert not [message for message in session.messages if message["role"] != "system"]

@@ -84,15 +84,11 @@ def test_any_bytes_are_read_within_their_size_or_refused(tmp_path_factory: pytes
         assert sum(tensor.nbytes for tensor in found.values()) <= len(contents)
 
 
-def test_what_is_whole_is_read(tmp_path: Path):
+def test_what_is_whole_is_read_and_numbers_of_eight_bits_are_refused_by_what_they_are(tmp_path: Path):
     found = read(tmp_path, WHOLE)
     assert found["a.weight"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].dtype == np.float16
-
-
-def test_weights_of_eight_bits_are_refused_by_what_they_are(tmp_path: Path):
-    contents = laid_out({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\0\0")
     with pytest.raises(UserError, match="'w' are F8_E4M3"):
-        read(tmp_path, contents)
+        read(tmp_path, laid_out({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\0\0"))
 
 
 @pytest.mark.parametrize("model", [tiny_graphs.llama(layers=2), tiny_graphs.gpt2()], ids=["llama", "gpt2"])

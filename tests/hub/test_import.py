@@ -210,56 +210,33 @@ def test_a_vocabulary_larger_than_the_tokenizers_stays_or_is_trimmed_if_that_is_
     assert verify(tmp_path / "trimmed", padded, ["The capital"])["largest_logit_difference"] <= 1e-4
 
 
-def resaved(folder, to):
+def test_a_tokenizer_that_only_the_template_opens_verifies(exported, tmp_path):
     """As a model comes that was trained in transformers on from ours: without our own tokenizer file."""
-    shutil.copytree(folder, to)
-    tokenizer = AutoTokenizer.from_pretrained(to)
+    source = shutil.copytree(exported, tmp_path / "theirs")
+    tokenizer = AutoTokenizer.from_pretrained(source)
     for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
-        (to / name).unlink()
-    tokenizer.save_pretrained(to)
-    return to
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_tokenizer_that_only_the_template_opens_verifies(exported, chat, tmp_path):
-    source = resaved(exported, tmp_path / "theirs")
+        (source / name).unlink()
+    tokenizer.save_pretrained(source)
     ours, model = open_model(str(exported), tmp_path), open_model(str(source), tmp_path)
     asked = [{"role": "user", "content": "Où ?"}]
     assert not model.tokenizer.fixed_ids and model.tokenizer.opening == (model.tokenizer.bos,)
     assert encode_prompt(asked, model.tokenizer, "") == encode_prompt(asked, ours.tokenizer, "")
-    trained_on = model if chat else replace(model, system_prompt="")  # a base model has no system prompt of its own
-    export(trained_on, tmp_path / "m", facts=FACTS, chat=chat)
-    assert verify(tmp_path / "m", trained_on, ["The capital"])["conversations"] == 3
+    export(model, tmp_path / "m", facts=FACTS, chat=True)
+    assert verify(tmp_path / "m", model, ["The capital"])["conversations"] == 3
 
 
-def test_a_tokenizer_that_cannot_write_text_is_refused(exported, tmp_path):
+def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "m")
     (folder / "tokenizer.model").unlink()
     FastTokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="3 ids, the model 420"):
         import_model(folder, tmp_path / "n", "tiny")
-
-
-def test_a_sentencepiece_model_of_another_project_is_told_what_is_needed(exported, tmp_path):
-    folder = shutil.copytree(exported, tmp_path / "m")
     (folder / "tokenizer.json").unlink()
     theirs = {"sentence_iterator": iter(["a b c d e f g"] * 9), "vocab_size": 12, "minloglevel": 2}
-    SentencePieceTrainer.train(model_prefix=str(folder / "tokenizer"), **theirs)
+    SentencePieceTrainer.train(model_prefix=str(folder / "tokenizer"), **theirs)  # another project's
     with pytest.raises(UserError) as caught:
         import_model(folder, tmp_path / "n", "tiny")
-    assert "tokenizer.json" in caught.value.fix and "AutoTokenizer.from_pretrained" in caught.value.fix
-
-
-def test_an_empty_prompt_is_continued(exported, tmp_path, capsys):
-    folder = shutil.copytree(exported, tmp_path / "m")
-    (folder / "tokenizer.model").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["chat_template"]  # then nothing is put before a text
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert open_model(str(folder), tmp_path).tokenizer.opening == ()
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", str(folder), "", "--tokens", "2"])
-    assert ended.value.code == 0
+    assert "AutoTokenizer.from_pretrained" in caught.value.fix
 
 
 ZEPHYR = (

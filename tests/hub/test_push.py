@@ -26,19 +26,6 @@ def hub(monkeypatch):
         yield server
 
 
-def test_the_folder_arrives_with_the_token_of_the_environment(hub, tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    assert push(tmp_path, "me/model", endpoint=hub.address).endswith("me/model")
-    repository = hub.repositories["models/me/model"]
-    assert repository.private
-    _, files = repository.files("main")
-    assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert {one.token for one in hub.requests if "/api/models/" in one.path} == {TOKEN}
-    said = capsys.readouterr()
-    assert TOKEN not in said.out + said.err
-
-
 def test_a_release_is_pushed_after_a_run_that_needed_no_network(hub, tmp_path, monkeypatch):
     export(tiny_llama(), tmp_path / "model", facts=CardFacts("mit"), chat=True)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)

@@ -59,9 +59,8 @@ def test_a_message_is_answered_as_it_is_written_and_the_history_goes_with_the_ne
     opened(chromium, served)
     chromium.wait_for("document.title === 'tiny · affinage'")
     assert TOKEN not in chromium.evaluate("location.href")
-    chromium.evaluate("document.getElementById('temperature').value = '0'")
-    chromium.evaluate("document.getElementById('length').value = '10'")
-    chromium.evaluate("document.getElementById('system').value = 'a'")
+    for setting, value in (("temperature", "0"), ("length", "10"), ("system", "a")):
+        chromium.evaluate(f"document.getElementById('{setting}').value = '{value}'")
     chromium.evaluate("document.getElementById('message').focus()")
     hostile = "<img src=x>"
     chromium.type(hostile)
@@ -92,18 +91,6 @@ def answer(served: Running, said: list[tuple[str, str]]) -> str:
     return Generator(tiny_llama()).generate([prompt], Request(10))[0].text
 
 
-def test_it_speaks_both_languages(chromium: Browser, served: Running):
-    opened(chromium, served)
-    words = "[document.documentElement.lang, document.getElementById('send').textContent]"
-    assert chromium.evaluate(words) == ["en", "Send"]
-    chromium.evaluate("document.getElementById('language').click()")
-    assert chromium.evaluate(words) == ["fr", "Envoyer"]
-    unsaid = "[...document.querySelectorAll('[data-word]')].filter(e => !e.textContent).length"
-    assert chromium.evaluate(unsaid) == 0
-    same = "JSON.stringify(Object.keys(WORDS.en)) === JSON.stringify(Object.keys(WORDS.fr))"
-    assert chromium.evaluate(same)
-
-
 def test_what_goes_wrong_is_shown_and_the_message_is_kept(chromium: Browser, served: Running):
     opened(chromium, served, token="wrong")
     chromium.wait_for("document.getElementById('settings').open")
@@ -114,9 +101,10 @@ def test_what_goes_wrong_is_shown_and_the_message_is_kept(chromium: Browser, ser
     chromium.wait_for("document.getElementById('message').value === 'hello'")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_phones_and_screens_in_both_lights(chromium: Browser, served: Running, width: int, dark: bool):
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_it_fits_phones_and_screens_in_both_lights_and_languages(
+    chromium: Browser, served: Running, width: int, dark: bool
+):
     opened(chromium, served, width, dark=dark)
     chromium.evaluate("document.getElementById('settings').open = true")
     chromium.evaluate("show('assistant', 'word '.repeat(300)); show('user', 'x'.repeat(300))")
@@ -125,4 +113,9 @@ def test_it_fits_phones_and_screens_in_both_lights(chromium: Browser, served: Ru
     assert chromium.evaluate(below), "one must scroll to write"
     light = "getComputedStyle(document.body.parentNode).backgroundColor.match(/\\d+/g).map(Number)[0] > 128"
     assert chromium.evaluate(light) is not dark
+    words = "[document.documentElement.lang, document.getElementById('send').textContent]"
+    assert chromium.evaluate(words) == ["en", "Send"]
+    chromium.evaluate("document.getElementById('language').click()")
+    assert chromium.evaluate(words) == ["fr", "Envoyer"]
+    assert chromium.evaluate("[...document.querySelectorAll('[data-word]')].every(e => e.textContent)")
     assert chromium.troubles == []
