@@ -62,16 +62,3 @@ def test_a_continuation_that_merges_into_the_context_is_still_scored():
     assert len(model.tokenizer.encode(context + continuation)) == 1
     (result,) = JaxLM(model).loglikelihood([Instance("loglikelihood", {}, (context, continuation), 0)])
     assert result[0] < 0
-
-
-def test_a_text_is_tokenised_once_however_many_continuations_it_has(monkeypatch):
-    model = tiny_llama()
-    pairs = [(context, f" {word}") for context in (TEXTS[0], f"{TEXTS[0]}  ", "") for word in TEXTS[0].split()]
-    lm, encoded = JaxLM(model), []
-    kind = type(model.tokenizer)
-    batch, single = kind.encode_batch, kind.encode
-    monkeypatch.setattr(kind, "encode_batch", lambda self, texts: encoded.extend(texts) or batch(self, texts))
-    monkeypatch.setattr(kind, "encode", lambda self, text: encoded.append(text) or single(self, text))
-    answers = lm.loglikelihood([Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)])
-    assert len(encoded) == len(set(encoded)) and encoded.count(TEXTS[0]) == 1
-    assert len(answers) == len(pairs)

@@ -1,14 +1,11 @@
 """Answers survive a kill: what was written is not scored again, what was cut off is."""
 
-from dataclasses import replace
-
 import pytest
 from lm_eval.api.instance import Instance
 
 from affinage.evaluation.backend import JaxLM
 from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
-from affinage.generation.decode import Generator, Request
 from tiny_models import tiny_llama
 
 PAIRS = [([2, 270 + n], [280, 290 + n]) for n in range(40)]
@@ -55,20 +52,6 @@ def test_greedy_texts_are_kept_too_and_a_stop_in_the_middle_costs_what_was_not_w
     assert set(told) == {"generated 5 texts"} and len(Ledger(tmp_path / "a", "tiny")) == 5
     generated(asked(drawn=True, count=2), left)
     assert len(left) == 5, "what is drawn is not kept"
-
-
-def test_a_text_is_not_taken_from_where_it_was_to_end_otherwise(tmp_path):
-    model = tiny_llama()
-
-    def said(of) -> str:
-        asked = Instance("generate_until", {}, ("two plus seven is", {"max_gen_toks": 12}), 0)
-        return JaxLM(of, ledger=Ledger(tmp_path / "a", "tiny")).generate_until([asked])[0]
-
-    before = said(model)
-    third = Generator(model).generate([JaxLM(model).tok_encode("two plus seven is")], Request(12))[0].tokens[2]
-    kind = type(model.tokenizer)
-    mended = type("Mended", (kind,), {"stops": (third,)})(model.tokenizer.model_path)  # as if its eos_token was mended
-    assert len(said(replace(model, tokenizer=mended))) < len(before)
 
 
 def test_a_line_cut_off_is_forgotten_and_what_follows_is_whole(tmp_path):

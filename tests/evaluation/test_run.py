@@ -117,7 +117,7 @@ def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(wor
     assert find_tasks(["gsm8k"], {}).rounds(chat=False, template="always") == [(["gsm8k"], True)]
 
 
-@pytest.mark.parametrize(("said", "asked", "shots"), [(0, None, 0), (0, 2, 2), (2, None, 2), (2, 0, 0), (2, 1, 1)])
+@pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, None, 2), (2, 0, 0)])
 def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_asked_for(tmp_path, said, asked, shots):
     task = write_task(tmp_path / "task", "sums", ITEMS, fewshot_split="test", num_fewshot=said)
     results = evaluate(tiny_llama(), [str(task)], shots=asked, limit=2)

@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save, save_file
+from safetensors.numpy import save
 
-import tiny_graphs
 from affinage.errors import UserError
-from affinage.hub.families import family_of
-from affinage.hub.read import CONFIG, read_hub_folder
 from affinage.hub.weights import HubWeights
-from affinage.model import parse
-from affinage.model.parameter import map_parameters
 
 KINDS = [*"F64 F32 F16 BF16 F8_E4M3 F8_E5M2 F8_E8M0 F4 I64 U8 BOOL C64 O".split(), "", 5, None]
 WHOLE = save({"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}, {"format": "pt"})
@@ -89,19 +84,3 @@ def test_what_is_whole_is_read_and_numbers_of_eight_bits_are_refused_by_what_the
     assert found["a.weight"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].dtype == np.float16
     with pytest.raises(UserError, match="'w' are F8_E4M3"):
         read(tmp_path, laid_out({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\0\0"))
-
-
-@pytest.mark.parametrize("model", [tiny_graphs.llama(layers=2), tiny_graphs.gpt2()], ids=["llama", "gpt2"])
-def test_a_tensor_of_another_shape_is_refused(tmp_path: Path, model: dict):
-    graph = parse(model)
-    family = family_of(graph)
-    params = map_parameters(lambda path, parameter: np.zeros(parameter.shape, np.float32), graph.parameters)
-    tensors = family.to_hf(params, graph)
-    (tmp_path / CONFIG).write_text(json.dumps(family.hf_config(graph, context=64)))
-    save_file(tensors, tmp_path / "model.safetensors")
-    read_hub_folder(tmp_path)
-    for name in tensors:
-        for shape in ((), (0,), (7,), (2, 3, 5)):
-            save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
-            with pytest.raises(UserError):
-                read_hub_folder(tmp_path)

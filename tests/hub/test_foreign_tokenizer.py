@@ -135,17 +135,13 @@ def run(recipe, runs, *values, status=0):
     assert ended.value.code == status
 
 
-POCKET = "data={sources: [{path: pocket-world, megabytes: 0.02}], languages: [en, fr]}"
-STEPS = "steps: 1, batch: 4, schedule: {peak: 1.0e-3, floor: 0}"
-
-
 def sft(folder):
     """Settings of a fine-tuning on a few short conversations."""
     turns = [{"role": "user", "content": "Où ?"}, {"role": "assistant", "content": "\nIci, <|im_end|> là."}]
     lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
     (folder / "turns.jsonl").write_text("\n".join(lines))
-    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., context: 128"
-    return "data=null", "pretrain=null", f"sft={{{sources}, {STEPS}}}"
+    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., context: 128, steps: 1, batch: 4"
+    return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak: 1.0e-3, floor: 0}}}}"
 
 
 @pytest.mark.parametrize("packing", ["concat", "best-fit"])
@@ -172,16 +168,6 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path, packing):
     (held_out,) = (tmp_path / "rows/validation").iterdir()
     lengths = [tokenizer.byte_lengths(text, tokenizer.encode(text))[not tokenizer.opening :] for text in texts]
     assert ValidationRows(held_out, batch=2).bytes == sum(each.sum() for each in lengths)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
-def test_pretraining_goes_on_with_it(imported, tmp_path):
-    _, _, ours = imported
-    run(f"{ours.name}/recipe.yaml", tmp_path, POCKET, f"pretrain={{{STEPS}, validation_rows: 4}}", "rows.context=64")
-    trained = open_model("theirs", tmp_path)
-    assert np.abs(np.asarray(trained.params["norm"]["scale"] - ours.params["norm"]["scale"])).max() > 0
-    assert trained.tokenizer.encode("Où ?") == ours.tokenizer.encode("Où ?")
 
 
 def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):

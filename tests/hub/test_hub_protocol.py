@@ -52,20 +52,12 @@ configs:
 """
 
 
-@dataclass
-class Ended:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def refusal(self) -> str:
-        """The one message of a command that was refused, and what to do, without what libraries say meanwhile."""
-        assert self.status == 2, self.out + self.err
-        assert "Traceback" not in self.err
-        (message,) = re.findall(r"^Error: .*", self.err, re.DOTALL | re.MULTILINE)
-        assert message.strip().count("\n") == 1, message
-        return message
+def refusal(ended: subprocess.CompletedProcess[str]) -> str:
+    """The one message of a command that was refused, and what to do, without what libraries say meanwhile."""
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    (message,) = re.findall(r"^Error: .*", ended.stderr, re.DOTALL | re.MULTILINE)
+    assert message.strip().count("\n") == 1, message
+    return message
 
 
 @dataclass
@@ -76,14 +68,14 @@ class Machine:
     environment: dict[str, str]
     folder: Path
 
-    def run(self, *words: str, token: str | None = None) -> Ended:
+    def run(self, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = self.environment | ({"HF_TOKEN": token} if token else {})
         command = [*self.python, "-c", PROGRAM, *words]
         done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=300)
         assert TOKEN not in done.stdout + done.stderr
-        return Ended(done.returncode, done.stdout, done.stderr)
+        return done
 
-    def collect(self, sources: str, *words: str, token: str | None = None) -> Ended:
+    def collect(self, sources: str, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a recipe until its sources are collected."""
         (self.folder / "read.yaml").write_text(RECIPE)
         settings = ["--set", f"data.sources={sources}"]
@@ -166,7 +158,7 @@ def test_datasets_are_what_their_files_are(hub, machine):
     (machine.folder / "me" / "tables" / "x.jsonl").write_bytes(lines(documents("a decoy")))
 
     sources = "[{dataset: me/tables, config: tables}, {dataset: me/lines}, 'hf://datasets/me/raw/en/*.jsonl']"
-    assert machine.collect(sources, token=TOKEN).status == 0
+    assert machine.collect(sources, token=TOKEN).returncode == 0
     expected = [row for n in range(3) for row in documents(f"file {n}")] + documents("lines") + documents("raw")
     assert [row["text"] for row in machine.collected()] == [row["text"] for row in expected]
     assert machine.summary("collect")["commits"] == {"tables": first, "lines": text}
@@ -180,16 +172,16 @@ def test_datasets_are_what_their_files_are(hub, machine):
 def test_a_new_commit_is_read_when_that_is_asked_for(hub, machine):
     first = hub.commit("datasets/me/moving", tables())
     source = "[{dataset: me/moving, config: tables, split: dev}]"
-    assert machine.collect(source).status == 0
+    assert machine.collect(source).returncode == 0
     second = hub.commit("datasets/me/moving", tables() | {"dev/0.parquet": parquet(documents("new"))})
     hub.requests.clear()
-    assert machine.collect(source).status == 0
+    assert machine.collect(source).returncode == 0
     assert not hub.requests
     assert machine.summary("collect")["commits"] == {"tables": first}
-    assert machine.collect(source, "--force", "collect").status == 0
+    assert machine.collect(source, "--force", "collect").returncode == 0
     assert machine.summary("collect")["commits"] == {"tables": second}
     assert machine.collected()[0]["text"] == "text 0 of new"
-    assert machine.collect(f"[{{dataset: me/moving, config: tables, split: dev, revision: {first}}}]").status == 0
+    assert machine.collect(f"[{{dataset: me/moving, config: tables, split: dev, revision: {first}}}]").returncode == 0
     assert machine.collected()[0]["text"] == "text 0 of dev"
 
 
@@ -215,7 +207,7 @@ def test_each_refusal_is_one_message_before_anything_is_read(hub, machine, sourc
     hub.commit("datasets/me/gated", {"a.jsonl": lines(documents("gated"))})
     hub.repositories["datasets/me/gated"].gated = True
     hub.faults[:] = [replace(fault, path="/api/datasets/me/open")] if fault else []
-    assert named.format(address=hub.address) in machine.collect(f"[{source}]", token=token).refusal
+    assert named.format(address=hub.address) in refusal(machine.collect(f"[{source}]", token=token))
     assert not read_for_data(hub)
 
 
@@ -224,13 +216,13 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
     hub.commit("datasets/me/large", tables())
     source = "[{dataset: me/large, config: tables}]"
     hub.faults[:] = [Fault("resolve.*train/1.parquet", 503, times=99)]
-    refusal = machine.collect(source, "--set", f"data.damaged_files={damaged}").refusal
-    assert "me/large/1-of-3" in refusal and "503" in refusal
+    told = refusal(machine.collect(source, "--set", f"data.damaged_files={damaged}"))
+    assert "me/large/1-of-3" in told and "503" in told
     # After that it breaks off now and then, which is lived through; a new commit is not mixed with the old one.
     commit = hub.commit("datasets/me/large", tables(of=" anew"))
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000, times=2), Fault("resolve.*train/2.parquet", 500, times=2)]
     ended = machine.collect(source, "--set", f"data.damaged_files={damaged}")
-    assert ended.status == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
     assert not any(fault.times for fault in hub.faults)
     texts = [row["text"] for row in machine.collected()]
     assert texts == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
@@ -245,7 +237,7 @@ def test_what_somebody_loaded_earlier_does_not_stand_in_for_the_hub(hub, machine
     subprocess.run([*machine.python, "-c", load], env=machine.environment, check=True, capture_output=True, timeout=100)
     hub.commit("datasets/me/known", {"data.jsonl": lines(documents("new"))})
     hub.faults[:] = [Fault("/tree/", 500, times=99)]
-    assert "500" in machine.collect("[{dataset: me/known}]").refusal
+    assert "500" in refusal(machine.collect("[{dataset: me/known}]"))
 
 
 @pytest.fixture(scope="module")
@@ -270,18 +262,18 @@ def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machi
     hub.repositories["models/me/closed"].gated = True
     hub.faults[:] = [replace(fault)] if fault else []
     ended = machine.run("import", f"me/{name}")
-    assert named.format(address=hub.address) in ended.refusal
-    assert not ended.err.startswith("\n"), "no bars of progress where there is no terminal"
+    assert named.format(address=hub.address) in refusal(ended)
+    assert not ended.stderr.startswith("\n"), "no bars of progress where there is no terminal"
 
 
 def test_a_model_comes_and_a_release_goes(hub, machine, model):
     hub.commit("models/me/tiny", model)
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]  # once, which is lived through
-    assert machine.run("import", "me/tiny", token=TOKEN).status == 0
+    assert machine.run("import", "me/tiny", token=TOKEN).returncode == 0
     assert {one.token for one in hub.requests if one.apart} == {None}
-    assert "hf upload me/back" in machine.run("export", "tiny", "--to", "unsent", "--push", "me/back").refusal
-    assert machine.run("export", "tiny", "--to", "sent", "--push", "me/back", token=TOKEN).status == 0
-    assert machine.run("import", "me/back", token="hf_of_somebody_else").status == 2
+    assert "hf upload me/back" in refusal(machine.run("export", "tiny", "--to", "unsent", "--push", "me/back"))
+    assert machine.run("export", "tiny", "--to", "sent", "--push", "me/back", token=TOKEN).returncode == 0
+    assert machine.run("import", "me/back", token="hf_of_somebody_else").returncode == 2
     assert hub.repositories["models/me/back"].private
     _, pushed = hub.repositories["models/me/back"].files("main")
     weights = (machine.folder / "sent" / "model.safetensors").read_bytes()
@@ -294,11 +286,11 @@ def test_items_of_a_benchmark_are_those_of_the_hub(hub, machine, model):
     choice_task.write_task(machine.folder, "near", items)
     choice_task.write_task(machine.folder, "far", items, dataset_path="me/items", dataset_kwargs=None)
     hub.faults[:] = [Fault("me/items", 500, times=99)]
-    refusal = machine.run("eval", str(model), "--task", "far.yaml").refusal
-    assert hub.address in refusal and "--data-dir" in refusal
+    told = refusal(machine.run("eval", str(model), "--task", "far.yaml"))
+    assert hub.address in told and "--data-dir" in told
     hub.faults.clear()
     ended = machine.run("eval", str(model), "--task", "near.yaml,far.yaml", "--json")
-    told = json.loads(ended.out)["tasks"]
+    told = json.loads(ended.stdout)["tasks"]
     assert told["far"] == told["near"] and told["far"]["items"] == 4
 
 

@@ -1,6 +1,8 @@
 """Models of the hub taken in: exactly, or refused by name; and given back bit by bit."""
 
+import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -89,6 +91,10 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     assert family.hf_config(read.graph, context=read.architecture.context) == config
     again = family.to_hf(jax.device_get(read.params), read.graph)
     assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in tensors.items()}
+    for name, shape in zip(tensors, itertools.cycle([(), (0,), (7,), (2, 3, 5)])):
+        save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=re.escape(name)):
+            read_hub_folder(tmp_path)
 
 
 def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path):
