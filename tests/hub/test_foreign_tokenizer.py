@@ -176,13 +176,19 @@ def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
     assert "--chat-tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("imported", ["llama", pytest.param("gpt2", marks=pytest.mark.full)], indirect=True)
-def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp_path):
+@pytest.fixture(scope="module")
+def chatting(imported):
+    """The same, imported with tokens for conversations."""
+    folder = Path(imported[2].name).parent
+    with pytest.raises(SystemExit) as ended:
+        main(["import", str(folder / "theirs"), "--to", str(folder / "chat"), "--chat-tokens"])
+    assert not ended.value.code
+    return folder / "chat"
+
+
+def test_chat_tokens_begin_as_the_mean_of_the_others(imported, chatting, tmp_path):
     _, tokenizer, before = imported
-    folder = Path(before.name).parent / "chat"
-    with pytest.raises(SystemExit):
-        main(["import", str(Path(before.name).parent / "theirs"), "--to", str(folder), "--chat-tokens"])
-    given = open_model(str(folder), tmp_path)
+    given = open_model(str(chatting), tmp_path)
     start, end = given.tokenizer.chat_ids
     assert (start, end) == (len(tokenizer), len(tokenizer) + 1) and given.graph.vocabulary == 352
     embedding = np.asarray(given.params["embed"]["embedding"])
@@ -190,8 +196,13 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp
     np.testing.assert_array_equal(
         np.delete(embedding, (start, end), 0), np.delete(before.params["embed"]["embedding"], (start, end), 0)
     )
-    run(folder / "recipe.yaml", tmp_path, *sft(tmp_path))
+
+
+@pytest.mark.full
+def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp_path):
+    run(chatting / "recipe.yaml", tmp_path, *sft(tmp_path))
     trained = open_model("theirs", tmp_path)
+    start, end = trained.tokenizer.chat_ids
     assert end in trained.tokenizer.stops
     rows = made_from(locate_model("theirs", tmp_path)[0], "conversations") / "train"
     batch = RowFeed(rows, seed=0, batch=4).batch(0)
@@ -206,8 +217,8 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp
 
 
 def test_an_id_that_is_not_there_gets_a_row(imported):
+    old = np.asarray(imported[2].params["embed"]["embedding"])
     graph, params = with_ids(imported[2].graph, imported[2].params, (352, 353))
     assert graph.vocabulary == 354 and params["embed"]["embedding"].shape == (354, 32)
-    old = np.asarray(imported[2].params["embed"]["embedding"])
     np.testing.assert_array_equal(params["embed"]["embedding"][:352], old)
     np.testing.assert_allclose(params["embed"]["embedding"][353], old.mean(axis=0), atol=1e-6)

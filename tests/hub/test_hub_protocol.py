@@ -227,7 +227,7 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
     texts = [row["text"] for row in machine.collected()]
     assert texts == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
     summary = machine.summary("collect")
-    assert not summary["removed"] and summary["commits"] == {"large": commit}
+    assert not summary["removed"] and summary["commits"] == {"tables": commit}
 
 
 @FULL

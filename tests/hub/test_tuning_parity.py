@@ -167,7 +167,7 @@ def test_one_step_of_dpo_against_log_probabilities_that_were_computed_before(lla
             assert (tuple(ids), tuple(trained.tolist())) in seen
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=pytest.mark.full)])
 def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, loss):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
     ours, theirs = llama
