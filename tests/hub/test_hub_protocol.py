@@ -3,6 +3,7 @@
 Each command is a process with HF_ENDPOINT set: the libraries read it as they are loaded.
 """
 
+import errno
 import gzip
 import io
 import json
@@ -12,6 +13,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,9 +21,13 @@ import pytest
 import choice_task
 import hub_server
 import warm_python
+from affinage.cli.program import main
 from affinage.data.documents import read_documents
+from affinage.errors import UserError
+from affinage.hub import repository
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
+from affinage.hub.repository import local_copy, push
 from affinage.recipe.load import load_recipe
 from affinage.stages.road import is_local
 from hub_server import Fault, Hub
@@ -308,3 +314,35 @@ def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, mo
     assert local() and local("evaluate={tasks: [near.yaml]}")
     assert not local("evaluate={tasks: [near.yaml, further.yaml]}")
     assert not local("data.decontaminate={against: [far.yaml]}")
+
+
+def test_a_release_is_pushed_after_a_run_that_needed_no_network(hub, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as it was loaded
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # as the user has it
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(model), "--to", str(tmp_path / "out"), "--push", "me/model"])
+    assert not ended.value.code
+    _, files = hub.repositories["models/me/model"].files("main")
+    assert files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+def test_without_a_network_it_is_said_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(UserError) as caught:
+        push(tmp_path, "me/model", endpoint="http://127.0.0.1:9")
+    assert TOKEN not in str(caught.value) and "hf upload me/model" in caught.value.fix
+    for missing in ("me/there-is-no-such-model", "./nowhere"):
+        with pytest.raises(UserError, match=missing) as caught:
+            local_copy(missing)
+        assert caught.value.fix
+
+
+def test_a_full_disk_is_not_the_hubs(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(repository, "snapshot_download", full)
+    with pytest.raises(OSError, match="No space left"):
+        repository.local_copy("some/model")
