@@ -80,8 +80,8 @@ class Hub:
         if isinstance(files, Path):
             files = {str(file.relative_to(files)): file.read_bytes() for file in files.rglob("*") if file.is_file()}
         repository = self.repositories.setdefault(name, Repository())
-        told = repr((len(repository.commits), sorted((path, _sha1(content)) for path, content in files.items())))
-        id = _sha1(told.encode())
+        told = repr((len(repository.commits), sorted((path, _blob(content)) for path, content in files.items())))
+        id = _blob(told.encode())
         repository.commits[id] = dict(files)
         repository.branches[branch] = id
         return id
@@ -173,12 +173,6 @@ class _Handler(BaseHTTPRequestHandler):
             return repository
         return None
 
-    def _files(self, repository: Repository, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        found = repository.files(revision)
-        if found is None:
-            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return found
-
     def _api(self, kind: str, id: str, verb: str | None, rest: str | None, *, body: bytes) -> None:
         repository = self._repository(f"{kind}/{id}", of_files=verb == "auth-check")
         if repository is None:
@@ -192,9 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"files": files})
         if verb == "commit":
             return self._commit(f"{kind}/{id}", repository, body)
-        found = self._files(repository, revision)
+        found = repository.files(revision)
         if found is None:
-            return
+            return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         commit, files = found
         if verb in (None, "revision"):
             siblings = [{"rfilename": path} for path in sorted(files)]
@@ -211,12 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, kind: str | None, id: str, revision: str, path: str) -> None:
         repository = self._repository(f"{kind or 'models'}/{id}", of_files=True)
-        found = repository and self._files(repository, revision)
-        if not found:
+        if repository is None:
             return
-        commit, files = found
+        commit, files = repository.files(revision) or (None, {})
         if path not in files:
-            return self._error(404, "EntryNotFound", "Entry not found")
+            return self._error(404, "EntryNotFound" if commit else "RevisionNotFound")
         content = files[path]
         headers = {"X-Repo-Commit": commit, "ETag": f'"{_blob(content)}"', "Accept-Ranges": "bytes"}
         if not path.endswith(_STORED_APART):
@@ -288,7 +281,7 @@ def _tree(files: Mapping[str, bytes], folder: str, *, deep: bool) -> list[dict]:
 def _entry(files: Mapping[str, bytes], path: str) -> dict | None:
     if path not in files:
         inside = any(one.startswith(f"{path}/") for one in files)
-        return {"type": "directory", "oid": _sha1(path.encode()), "size": 0, "path": path} if inside else None
+        return {"type": "directory", "oid": _blob(path.encode()), "size": 0, "path": path} if inside else None
     content = files[path]
     entry: dict = {"type": "file", "oid": _blob(content), "size": len(content), "path": path}
     if path.endswith(_STORED_APART):
@@ -296,10 +289,6 @@ def _entry(files: Mapping[str, bytes], path: str) -> dict | None:
     return entry
 
 
-def _sha1(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
-
-
 def _blob(content: bytes) -> str:
     """The id that git gives a file."""
-    return _sha1(b"blob %d\0" % len(content) + content)
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -5,13 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
-import yaml
 from lm_eval.api.metrics import perplexity
 
 from affinage.cli.program import main
 from affinage.data.contamination import Contamination
 from affinage.evaluation.contaminated import contamination_of
 from affinage.evaluation.run import evaluate
+from choice_task import write_task
 from tiny_models import tiny_llama
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
@@ -22,30 +22,14 @@ FACTS = [
 ]
 
 
-def task(folder: Path, items: list[dict]) -> str:
-    (folder / "quiz.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    config = {
-        "task": "quiz",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "quiz.jsonl"}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (folder / "quiz.yaml").write_text(yaml.safe_dump(config))
-    return str(folder / "quiz.yaml")
-
-
-def questions() -> list[dict]:
-    told = [{"question": f"Is it true that {fact}?", "choices": ["yes", "no"], "answer": 0} for fact in FACTS]
-    return told + [{"question": f"{n} plus {n} is", "choices": ["one", "two"], "answer": n % 2} for n in range(6)]
+def task(folder: Path) -> str:
+    told = [{"question": f"Is it true that {fact}?", "choices": ["yes", "no"], "right": 0} for fact in FACTS]
+    told += [{"question": f"{n} plus {n} is", "choices": ["one", "two"], "right": n % 2} for n in range(6)]
+    return str(write_task(folder, "quiz", told))
 
 
 def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
-    name = task(tmp_path, questions())
+    name = task(tmp_path)
     asked: list[str] = []
 
     def seen(items) -> Contamination:  # type: ignore[no-untyped-def]
@@ -67,43 +51,43 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
     assert told["without"]["acc"]["stderr"] == pytest.approx(spread / 5**0.5)
 
 
+def without(found: set[str], metrics: dict, items: list[dict]) -> dict:
+    seen = Contamination(frozenset(("quiz", one) for one in found), {}, frozenset({"quiz"}), 1)
+    told = contamination_of(seen, {"quiz": {"metrics": metrics}}, {"quiz": items})["tasks"]["quiz"]
+    assert told["items"] == len({one["doc_id"] for one in items})
+    return told["without"]
+
+
 def test_metrics_that_are_not_told_by_single_items_are_left_out():
-    found = Contamination(frozenset({("quiz", "0")}), {}, frozenset({"quiz"}), 1)
-    items = {"quiz": [{"doc_id": n, "acc": float(n), "bleu": n} for n in range(2)]}
+    items = [{"doc_id": n, "acc": float(n), "bleu": n} for n in range(2)]
     metrics = {"acc": {"value": 0.5, "stderr": 0.5}, "bleu": {"value": 1.6, "stderr": None}}
-    told = contamination_of(found, {"quiz": {"metrics": metrics}}, items)
-    assert told["tasks"]["quiz"]["without"] == {"acc": {"value": 1.0, "stderr": None}}
-    everything = Contamination(frozenset({("quiz", "0"), ("quiz", "1")}), {}, frozenset({"quiz"}), 1)
-    told = contamination_of(everything, {"quiz": {"metrics": metrics}}, items)
-    assert told["tasks"]["quiz"]["without"]["acc"] == {"value": None, "stderr": None}
+    assert without({"0"}, metrics, items) == {"acc": {"value": 1.0, "stderr": None}}
+    assert without({"0", "1"}, metrics, items)["acc"] == {"value": None, "stderr": None}
 
 
 def test_perplexity_without_them_is_of_the_log_likelihoods_of_the_others():
     logs = [-1.5, -4.0, -2.5, -3.5]
-    asked = [{"doc_id": n, "filter": "none", "perplexity": log, "acc": 1.0} for n, log in enumerate(logs)]
+    items = [{"doc_id": n, "filter": "none", "perplexity": log, "acc": 1.0} for n, log in enumerate(logs)]
     metrics = {"perplexity": {"value": perplexity(logs), "stderr": 4.0}, "acc": {"value": 1.0, "stderr": 0.0}}
-    found = Contamination(frozenset({("quiz", "1")}), {}, frozenset({"quiz"}), 1)
-    without = contamination_of(found, {"quiz": {"metrics": metrics}}, {"quiz": asked})["tasks"]["quiz"]["without"]
-    assert without["acc"]["value"] == 1.0
-    assert without["perplexity"]["value"] == pytest.approx(math.exp(2.5))
-    assert without["perplexity"]["stderr"] == pytest.approx(math.exp(2.5) * 1.0 / 3**0.5), "their spread is 1"
+    scores = without({"1"}, metrics, items)
+    assert scores["acc"]["value"] == 1.0
+    assert scores["perplexity"]["value"] == pytest.approx(math.exp(2.5))
+    assert scores["perplexity"]["stderr"] == pytest.approx(math.exp(2.5) * 1.0 / 3**0.5), "their spread is 1"
 
 
 def test_each_filter_of_the_answers_has_its_score_without_them():
-    found = Contamination(frozenset({("quiz", "0")}), {}, frozenset({"quiz"}), 1)
     right = {"strict": (1, 0, 1), "flexible": (0, 1, 1)}
-    asked = [{"doc_id": n, "filter": f, "exact_match": v} for f, values in right.items() for n, v in enumerate(values)]
-    metrics = {f"exact_match,{name}": {"value": 2 / 3, "stderr": 0.3} for name in right}
-    told = contamination_of(found, {"quiz": {"metrics": metrics}}, {"quiz": asked})["tasks"]["quiz"]
-    assert told["items"] == 3
-    assert {name: score["value"] for name, score in told["without"].items()} == {
+    items = [{"doc_id": n, "filter": f, "exact_match": v} for f, values in right.items() for n, v in enumerate(values)]
+    scores = without({"0"}, {f"exact_match,{name}": {"value": 2 / 3, "stderr": 0.3} for name in right}, items)
+    assert {name: score["value"] for name, score in scores.items()} == {
         "exact_match,strict": 0.5,
         "exact_match,flexible": 1.0,
     }
 
 
-def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_path: Path, capsys):  # type: ignore[no-untyped-def]
-    name = task(tmp_path, questions())
+@pytest.mark.full
+def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_path: Path, capsys):
+    name = task(tmp_path)
     story = f"In the evening they tell each other stories. One of them says that {FACTS[0]}, and nobody believes it. "
     (tmp_path / "text.jsonl").write_text(json.dumps({"id": "a", "text": story + "Then they all go home and sleep."}))
     talks = [{"prompt": "Tell me of the town", "completion": f"Well: {FACTS[1]}."}] * 2
@@ -132,13 +116,10 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
         told = json.loads((run / stage / "results.json").read_text())["contamination"]["tasks"]["quiz"]
         found[stage] = told["found"], told["common"]
     assert found == {"evaluate-base": ([0], []), "evaluate-sft": ([0, 1], [2])}
-    page = (run / "report.html").read_text()
-    assert "Items in the training text" in page and "3 / 4" in page and "in more than 10 texts each: 2" in page
+    assert "3 / 4" in (run / "report.html").read_text()
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["eval", "tiny/sft", "--runs", str(tmp_path / "runs"), "--task", name])
-    said = capsys.readouterr().out
-    assert "quiz: 3 of 9 stand there: 0, 1; in more than 10 texts each: 2" in said and "without them" in said
-    assert "Too short to be looked for, asked or not: 6 of quiz's 9 items" in said
+    assert "quiz: 3 of 9 stand there: 0, 1; in more than 10 texts each: 2" in capsys.readouterr().out
     kept = (tmp_path / "runs" / "store").glob("looked-for-*")
     assert len(list(kept)) == 2, "of the documents, for all three evaluations, and of the conversations"

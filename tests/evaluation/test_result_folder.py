@@ -6,30 +6,24 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import yaml
 
 from affinage.evaluation.result_folder import identity, read_results, write_results
 from affinage.evaluation.run import evaluate
+from choice_task import sums, write_task
 from tiny_models import tiny_llama
 
-TASKS = {
-    "sums": {"output_type": "multiple_choice", "doc_to_choice": ["one", "two"], "doc_to_target": "answer"}
-    | {"metric_list": [{"metric": "acc"}]},
-    "ends": {"output_type": "loglikelihood", "doc_to_target": "two"}
-    | {"metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]},
+ENDS = {
+    "output_type": "loglikelihood",
+    "doc_to_choice": None,
+    "doc_to_target": "two",
+    "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
 }
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    items = [{"question": f"{n} plus {n} is", "answer": n % 2} for n in range(5)]
-    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test"}
-    for name, task in TASKS.items():
-        config = {"task": name, "doc_to_text": "{{question}}", "metadata": {"version": 1.0}} | source | task
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
-    return {name: str(folder / f"{name}.yaml") for name in TASKS}
+    return [str(write_task(folder, name, sums(5), **told)) for name, told in (("sums", {}), ("ends", ENDS))]
 
 
 def items(folder):
@@ -40,7 +34,7 @@ def items(folder):
 def judged(tasks, tmp_path_factory):
     """The folder of a model that was judged twice, what each evaluation gave, and what was said."""
     folder, told = tmp_path_factory.mktemp("judged"), []
-    first, second = (evaluate(tiny_llama(), [tasks[name]], folder=folder, say=told.append) for name in TASKS)
+    first, second = (evaluate(tiny_llama(), [task], folder=folder, say=told.append) for task in tasks)
     return folder, first, second, told
 
 
@@ -50,10 +44,11 @@ def test_the_same_model_adds_and_another_begins_anew(tasks, judged, tmp_path):
     kept = read_results(folder)
     assert kept["tasks"] == first["tasks"] | second["tasks"] and kept["samples"] == first["samples"] | second["samples"]
     retrained = shutil.copytree(folder, tmp_path / "retrained")
-    other = evaluate(tiny_llama(seed=1), [tasks["sums"]], folder=retrained, say=told.append)
+    other = evaluate(tiny_llama(seed=1), tasks[:1], folder=retrained, say=told.append)
     assert other["fingerprint"] != first["fingerprint"] == second["fingerprint"]
     assert items(retrained) == ["sums"] and read_results(retrained) == other
-    assert len(told) == 1 and "ends, sums" in told.pop() and items(folder) == ["ends", "sums"]
+    assert len(told) == 1 and "ends, sums" in told.pop()
+    assert items(folder) == ["ends", "sums"]
 
 
 def test_of_what_the_harness_calls_perplexity_an_item_has_the_log_likelihood(judged):
@@ -69,16 +64,13 @@ def results(task, fingerprint="of a", **versions):
     return found | {"contamination": {"texts": 7, "tasks": {task: {"found": []}}}}
 
 
-def test_what_an_earlier_version_said_keeps_its_versions(tmp_path):
+def test_each_task_has_the_versions_that_judged_it(tmp_path):
     for task, version in (("a", 1), ("b", 2), ("c", 2), ("b", 3)):
         write_results(results(task, lm_eval=version), {task: []}, tmp_path, print)
     merged = read_results(tmp_path)
-    assert {task: entry.get("versions") for task, entry in merged["tasks"].items()} == {
-        "a": {"lm_eval": 1},
-        "b": None,
-        "c": {"lm_eval": 2},
-    }
-    assert merged["versions"] == {"lm_eval": 3} and set(merged["contamination"]["tasks"]) == set("abc")
+    versions = {task: entry.get("versions") for task, entry in merged["tasks"].items()}
+    assert versions == {"a": {"lm_eval": 1}, "b": None, "c": {"lm_eval": 2}} and merged["versions"] == {"lm_eval": 3}
+    assert set(merged["contamination"]["tasks"]) == set("abc")
 
 
 def test_items_that_a_kill_left_without_their_results_are_nobody_s(tmp_path):

@@ -1,29 +1,26 @@
 """What `evaluate` reports and writes."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
-import yaml
 
+import choice_task
 from affinage.errors import UserError
 from affinage.evaluation.compare import Answers, unlike
 from affinage.evaluation.compression import compressor_bits_per_byte
 from affinage.evaluation.run import evaluate
 from affinage.evaluation.tasks import find_tasks
 from benchmark_fixtures import write_items
+from choice_task import write_task
 from tiny_models import tiny_llama
 
-ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "answer": n % 3} for n in range(7)]
-SOURCE = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "items.jsonl"}}, "test_split": "test"}
-METRICS = {
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    "metadata": {"version": 3.0},
-}
-CHOICE = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices"}
+ITEMS = [{"question": f"{n} plus {n} is", "choices": ["one", "two", "three"], "right": n % 3} for n in range(7)]
 CHAT = {
     "output_type": "generate_until",
-    "doc_to_text": "{{question}}",
-    "doc_to_target": "{{choices[answer]}}",
+    "doc_to_choice": None,
+    "doc_to_target": "{{choices[right]}}",
     "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": 4},
     "metric_list": [{"metric": "exact_match"}],
     "filter_list": [
@@ -36,11 +33,8 @@ CHAT = {
 @pytest.fixture
 def world(tmp_path):
     folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
-    choice = {"task": "sums"} | SOURCE | METRICS | CHOICE | {"doc_to_target": "answer"}
-    (folder / "sums.yaml").write_text(yaml.safe_dump(choice))
-    (folder / "answers.yaml").write_text(yaml.safe_dump({"task": "answers"} | SOURCE | CHAT))
+    write_task(folder, "sums", ITEMS, metadata={"version": 3.0})
+    write_task(folder, "answers", ITEMS, **CHAT)
     return {"pocket-world": folder}
 
 
@@ -78,11 +72,10 @@ def test_a_chat_model_also_answers_and_how_its_answers_end_is_counted(world, tmp
 
 
 def test_items_that_do_not_fit_the_context_are_counted(world):
-    file = world["pocket-world"] / "items.jsonl"
-    long = {"question": "seven plus " * 60, "choices": ["one", "two", "three"], "answer": 0}
-    file.write_text("".join(json.dumps(item) + "\n" for item in [long, *ITEMS, long]))
-    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, chat=True)
-    assert {name: task["longer"] for name, task in results["tasks"].items()} == {"sums": 2, "answers": 2}
+    long = ITEMS[0] | {"question": "seven plus " * 60}
+    choice_task.write_items(world["pocket-world"], [long, *ITEMS, long])
+    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world)
+    assert results["tasks"]["sums"]["longer"] == 2
     assert results["tasks"]["sums"]["items"] == 9
 
 
@@ -113,8 +106,9 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
     templated, told, within = asked("always", chat_template="always")
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
     assert [one.task for one in unlike(without, within)] == ["piqa"]
-    with pytest.raises(UserError, match="has no chat template"):
+    with pytest.raises(UserError) as refused:
         evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat_template="always")
+    assert refused.value.where == "evaluate.chat_template" and refused.value.fix
 
 
 def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(world):
@@ -123,22 +117,12 @@ def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(wor
     assert find_tasks(["gsm8k"], {}).rounds(chat=False, template="always") == [(["gsm8k"], True)]
 
 
-def test_few_shot_examples_come_before_the_question(world):
-    task = world["pocket-world"] / "sums.yaml"
-    shown = yaml.safe_load(task.read_text()) | {"fewshot_split": "test"}
-    task.write_text(yaml.safe_dump(shown))
-    results = evaluate(tiny_llama(), [str(task)], shots=2, limit=2)
-    assert results["tasks"]["sums"]["shots"] == 2
-    assert results["samples"]["sums"][0]["prompt"].count(" plus ") == 3
-
-
-def test_a_task_has_the_number_of_examples_that_it_says_unless_another_is_asked_for_none_included(world):
-    task = world["pocket-world"] / "sums.yaml"
-    task.write_text(yaml.safe_dump(yaml.safe_load(task.read_text()) | {"fewshot_split": "test", "num_fewshot": 2}))
-    for asked, shots in ((None, 2), (0, 0), (1, 1)):
-        results = evaluate(tiny_llama(), [str(task)], shots=asked, limit=2)
-        assert results["tasks"]["sums"]["shots"] == shots
-        assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
+@pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, None, 2), (2, 0, 0)])
+def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_asked_for(tmp_path, said, asked, shots):
+    task = write_task(tmp_path / "task", "sums", ITEMS, fewshot_split="test", num_fewshot=said)
+    results = evaluate(tiny_llama(), [str(task)], shots=asked, limit=2)
+    assert results["tasks"]["sums"]["shots"] == shots
+    assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
 
 
 def test_bits_per_byte_stand_beside_those_of_the_compressors():
@@ -149,6 +133,14 @@ def test_bits_per_byte_stand_beside_those_of_the_compressors():
     assert 0.5 < measured["model"] < 100
 
 
-def test_an_unknown_name_is_refused_with_a_hint():
-    with pytest.raises(UserError, match="no task 'no-such-task'"):
-        evaluate(tiny_llama(), ["no-such-task"])
+def test_compressors_need_what_the_command_line_tools_need(tmp_path):
+    texts = [f"La ville numéro {number} a {number * 7} habitants." for number in range(500)]
+    (tmp_path / "text").write_text("\n".join(texts) + "\n")
+    bytes_of_text = sum(len(text.encode()) for text in texts)
+    for tool, flags in {"gzip": ["-9", "-c", "-n"], "xz": ["-9", "-c"]}.items():
+        if shutil.which(tool):
+            packed = subprocess.run([tool, *flags, str(tmp_path / "text")], capture_output=True, check=True).stdout
+            expected = 8 * len(packed) / bytes_of_text
+            assert compressor_bits_per_byte(texts)[tool] == pytest.approx(expected, rel=0.02)
+    with pytest.raises(ValueError, match="no text"):
+        compressor_bits_per_byte([])

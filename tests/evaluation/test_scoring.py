@@ -1,15 +1,24 @@
-"""Scores against the plain definition: the full forward pass, a log-softmax, a sum."""
+"""Scores against the plain definition (forward pass, log-softmax, sum), and how many rows are scored at once."""
+
+import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.evaluation import scoring
+from affinage.evaluation import batch_size
+from affinage.evaluation.batch_size import MOST, ROOM, bytes_of_a_row, rows_that_fit, shorter_rows_that_fit
 from affinage.evaluation.families import find_families
 from affinage.evaluation.rows import group_requests, in_pieces
 from affinage.evaluation.scoring import Scorer
+from affinage.generation.decode import Generator, Request
+from affinage.generation.model import logits_of
+from affinage.hardware.chips import named
 from affinage.model.kinds.norm import RmsNorm
+from affinage.model.module import abstract_params, logical_axes
+from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
 from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_gpt2, tiny_llama
 
 
@@ -45,84 +54,108 @@ def some_pairs(model):
     return [*pairs, (tokens[:2], tokens[2:]), (tokens[:2], [*tokens[2:5], 11])]
 
 
-@pytest.mark.parametrize(("batch", "block"), [(4, 2**24), (64, 420 * 7)])
-def test_scores_equal_the_definition(batch, block, monkeypatch):
-    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", block)
-    scoring._compiled.cache_clear()
+@pytest.mark.parametrize(("batch", "block"), [(4, 2**24), (64, VOCABULARY * 7)])
+def test_scores_equal_the_definition(batch, block):
     model = tiny_llama()
     pairs = some_pairs(model)
     answered = []
-    results = Scorer(model, batch=batch).score(pairs, answered.append)
+    results = Scorer(model, batch=batch, logits_at_once=block).score(pairs, answered.append)
     assert sum(answered) == len(pairs) + 2, "one is scored in three pieces"
     for (before, continuation), (value, greedy) in zip(pairs, results, strict=True):
         expected, expected_greedy = slow_score(model, before, continuation)
         assert value == pytest.approx(expected, abs=2e-4)
         assert greedy == expected_greedy
     assert results[-2][1] and not results[-1][1]
-    scoring._compiled.cache_clear()
+    assert Scorer(model).score([]) == []
+
+
+def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
+    model = tiny_llama()
+    flat = replace(model, params=model.params | {"logits": jax.tree.map(jnp.zeros_like, model.params["logits"])})
+    results = Scorer(flat).score([([2], [token]) for token in (0, 1, VOCABULARY - 1)])
+    assert [greedy for _, greedy in results] == [True, False, False]
 
 
 def test_sharing_contexts_changes_nothing():
     model = tiny_gpt2()
     pairs = some_pairs(model)
+    # Rows that fill the room of two do with the positions that were learned.
+    pairs += [([2, *range(30, 29 + length)], [40, 41]) for length in (60, 61, CONTEXT - 3, CONTEXT, CONTEXT - 1, 20)]
     shared, apart = (Scorer(model, batch=8, share=share).score(pairs) for share in (True, False))
     assert [value for value, _ in shared] == pytest.approx([value for value, _ in apart], abs=2e-4)
     rows = group_requests(in_pieces(pairs, CONTEXT)[0], CONTEXT)
-    assert sorted(len(family.rows) for family in find_families(rows, 2 * CONTEXT) if len(family.rows) > 1) >= [
-        2,
-        3,
-        3,
-        5,
-    ]
-
-
-@pytest.mark.parametrize("lengths", [(60, 61), (CONTEXT - 3,), (CONTEXT, CONTEXT - 1, 20)])
-def test_rows_that_fill_the_room_of_two_do_with_the_positions_that_were_learned(lengths):
-    model = tiny_gpt2()
-    pairs = [([2, *range(30, 29 + length)], [40, 41]) for length in lengths]
-    for (before, continuation), (value, _) in zip(pairs, Scorer(model, batch=4).score(pairs), strict=True):
-        assert value == pytest.approx(slow_score(model, before, continuation)[0], abs=2e-4)
+    sizes = sorted(len(family.rows) for family in find_families(rows, 2 * CONTEXT) if len(family.rows) > 1)
+    assert sizes >= [2, 3, 3, 5]
 
 
 def test_a_kind_that_looks_at_other_tokens_and_knows_no_parents_scores_the_same(monkeypatch):
     """Each text is then a row of its own."""
     model = tiny_llama()
-    pairs = some_pairs(model)
+    pairs = some_pairs(model)[:20]
     joined = Scorer(model, batch=8).score(pairs)
     monkeypatch.setattr(RmsNorm, "joins", False)
-    shapes = []
-    scorer = Scorer(model, batch=8)
-    score = scorer._score
-    monkeypatch.setattr(scorer, "_score", lambda *given: shapes.append(given[-1]) or score(*given))
-    assert [v for v, _ in scorer.score(pairs)] == pytest.approx([v for v, _ in joined], abs=2e-4)
-    assert shapes and all(one is None for one in shapes)
+    assert [v for v, _ in Scorer(model, batch=8).score(pairs)] == pytest.approx([v for v, _ in joined], abs=2e-4)
 
 
-def test_only_scalars_leave_the_device(monkeypatch):
-    """Two for each token that is scored, and none for each piece of the vocabulary."""
-    model = tiny_llama()
-    pairs = some_pairs(model)
-    scorer = Scorer(model, batch=8)
-    score, scored, given_back = scorer._score, 0, []
-
-    def watched(params, tokens, at, targets, joined):
-        nonlocal scored
-        scored += targets.size
-        given_back.extend(jax.tree.leaves(jax.eval_shape(score, params, tokens, at, targets, joined)))
-        assert [leaf.shape for leaf in given_back[-2:]] == [targets.shape] * 2
-        return score(params, tokens, at, targets, joined)
-
-    monkeypatch.setattr(scorer, "_score", watched)
-    scorer.score(pairs)
-    assert [leaf.dtype for leaf in given_back] == [jnp.float32, jnp.bool_] * (len(given_back) // 2)
-    assert sum(leaf.size for leaf in given_back) == 2 * scored < VOCABULARY * len(pairs)
+# The table as it is, and one with every line that generation reads moved to another axis of the mesh, in which the
+# training's sequences are split.
+SWAPPED = {
+    "batch": ("data",),
+    "sequence": ("fsdp", "context"),
+    "residual": ("fsdp", "context"),
+    **dict.fromkeys(("heads", "kv_heads", "ffn", "vocab"), ("fsdp",)),
+    "embed": ("tensor",),
+}
 
 
-def test_nothing_to_score_is_no_error():
-    assert Scorer(tiny_llama()).score([]) == []
+@pytest.mark.parametrize(
+    "replacements", [pytest.param({}, marks=pytest.mark.full), SWAPPED], ids=["default", "swapped"]
+)
+def test_a_sharded_model_scores_and_says_what_it_does_on_one_device(replacements):
+    model = tiny_llama(scale=3.0)
+    axes, abstract = logical_axes(model.graph), abstract_params(model.graph)
+    mesh = {"data": 1 if replacements else 2, "fsdp": 2, "tensor": 2}
+    devices = jax.devices()[: math.prod(mesh.values())]
+    layout, shardings = serving_layout(mesh, devices, axes, abstract, replacements)
+    sharded = replace(model, params=jax.device_put(model.params, shardings), layout=layout)
+    up = sharded.params["blocks"]["ffn"]["up"]["kernel"].sharding.spec  # [layers, width, hidden]
+    assert tuple(up) == ((None, "tensor", "fsdp") if replacements else (None, "fsdp", "tensor"))
+    assert sharded.row_multiple == (1 if replacements else 4)
+    pairs = [([2, 270 + n, 280], [290 + n, 300]) for n in range(5)]
+    expected = [value for value, _ in Scorer(model).score(pairs)]
+    assert [value for value, _ in Scorer(sharded).score(pairs)] == pytest.approx(expected, abs=1e-4)
+    prompts, request = [before for before, _ in pairs[:3]], Request(12, stop_ids=())
+    assert Generator(sharded).generate(prompts, request) == Generator(model).generate(prompts, request)
 
 
-def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
-    hidden, kernel = jnp.ones((1, 4, 2)), jnp.asarray([[0.0, 0.0], [1, 1], [1, 1], [0, 0]])
-    _, best = scoring._log_probabilities(kernel, None, hidden, jnp.asarray([[0, 1, 2, 3]]))
-    assert best.tolist() == [[False, True, False, False]]
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_the_estimate_of_a_row_is_near_the_compiler_s(make):
+    model, rows = make(), 64
+
+    def hidden(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return logits_of(model.graph, params, tokens, positions, model.compute_dtype)[0].hidden
+
+    tokens = jax.ShapeDtypeStruct((rows, model.context), jnp.int32)
+    compiled = jax.jit(hidden).lower(model.params, tokens).compile().memory_analysis()
+    found = compiled.temp_size_in_bytes / rows
+    assert found / 2 < bytes_of_a_row(model, "cpu") < found
+
+
+def test_as_many_rows_as_the_memory_holds(monkeypatch):
+    model = tiny_llama()  # of 96 tokens
+    split = replace(model, layout=MeshLayout(make_mesh({"data": 4}, jax.devices()[:4]), table_with({})))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    row = bytes_of_a_row(model, "cpu") / ROOM
+
+    def rows_in(capacity: float, of=model) -> int:
+        chip = replace(named("TPU v4"), usable_bytes=int(capacity))
+        monkeypatch.setattr(batch_size, "present", lambda devices: chip)
+        return rows_that_fit(of)
+
+    assert rows_in(weights + 9 * row) == rows_in(weights + 15.5 * row) == 8
+    assert rows_in(weights + 16.5 * row) == 16 and rows_in(weights + 1000 * row) == MOST
+    assert rows_in(weights + row / 2) == rows_in(weights / 2) == 1, "it is tried, and the device says what it has not"
+    assert rows_in(weights + 9 * row, split) == 4 * 8
+    assert [shorter_rows_that_fit(2, longest, model) for longest in (96, 49, 48, 24, 13, 2)] == [2, 2, 4, 8, 8, 64]
+    assert [shorter_rows_that_fit(8, longest, split) for longest in (96, 48, 2)] == [8, 16, 4 * 64]

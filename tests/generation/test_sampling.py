@@ -1,69 +1,68 @@
-"""Sampling filters against their slow, obvious definitions, and the draws against the distribution they claim."""
+"""Sampling: filters leave what transformers' processors leave, and draws follow the distribution that they claim."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+from transformers.generation import logits_process
 
 from affinage.errors import UserError
-from affinage.generation.sampling import (
-    Sampling,
-    choose,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    knobs,
-    penalise_repetition,
-)
+from affinage.generation.sampling import Sampling, choose, filtered, knobs, knobs_of_rows
 
-rows_of_logits = st.lists(
-    st.lists(st.integers(-32, 32), min_size=7, max_size=7, unique=True), min_size=1, max_size=3
-).map(lambda rows: np.array(rows, np.float32) / 4)
-
-
-def softmax(row):
-    powers = np.exp(row - row.max())
-    return powers / powers.sum()
-
-
-def kept(logits):
-    return np.isfinite(np.asarray(logits))
+VOCABULARY = 97
+CASES = [
+    Sampling(temperature=0.6),
+    Sampling(1.0, top_k=1),
+    Sampling(1.0, top_k=11),
+    Sampling(1.0, top_k=500),
+    Sampling(1.0, top_p=0.3),
+    Sampling(1.0, top_p=0.95),
+    Sampling(1.0, min_p=0.02),
+    Sampling(1.0, min_p=0.5),
+    Sampling(1.0, repetition_penalty=1.8),
+    Sampling(1.0, repetition_penalty=0.6),
+    Sampling(0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+    Sampling(1.4, top_k=60, top_p=0.99, min_p=0.01, repetition_penalty=0.9),
+]
 
 
-@given(rows_of_logits, st.integers(1, 9))
-def test_top_k_keeps_the_k_largest(logits, k):
-    for row, mask in zip(logits, kept(keep_top_k(jnp.asarray(logits), jnp.int32(k))), strict=True):
-        assert set(np.flatnonzero(mask)) == set(np.argsort(-row)[: min(k, 7)])
+def drawn(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, the tokens of each row so far, and which those are."""
+    random = np.random.default_rng(3)
+    logits = (3 * random.normal(size=(rows, VOCABULARY))).astype(np.float32)
+    tokens = random.integers(0, VOCABULARY, (rows, 12))
+    seen = np.zeros(logits.shape, bool)
+    np.put_along_axis(seen, tokens, True, axis=1)
+    return logits, tokens, seen
 
 
-@given(rows_of_logits, st.floats(0.05, 0.95))
-def test_top_p_keeps_the_smallest_set_that_reaches_p(logits, p):
-    for row, mask in zip(logits, kept(keep_top_p(jnp.asarray(logits), jnp.float32(p))), strict=True):
-        order, mass, expected = np.argsort(-row), 0.0, set()
-        for token in order:
-            if mass >= p - 1e-6 and abs(mass - p) > 1e-6:
-                break
-            if abs(mass - p) <= 1e-6:  # rounding decides: either answer is right
-                return
-            expected.add(token)
-            mass += softmax(row)[token]
-        assert set(np.flatnonzero(mask)) == expected
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_filters_leave_what_transformers_leaves(sampling: Sampling):
+    logits, tokens, seen = drawn(16)
+    steps = [logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]  # in the order of `generate`
+    steps += [logits_process.TemperatureLogitsWarper(sampling.temperature)]
+    steps += [logits_process.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [logits_process.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    steps += [logits_process.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    wanted = torch.tensor(logits)
+    for step in steps:
+        wanted = step(torch.tensor(tokens), wanted)
+    ours = np.asarray(filtered(jnp.asarray(logits), knobs(sampling), sampling.filters, jnp.asarray(seen)))
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(wanted.numpy()))
+    np.testing.assert_allclose(ours, wanted.numpy(), rtol=1e-6)
 
 
-@given(rows_of_logits, st.floats(0.01, 0.9))
-def test_min_p_keeps_tokens_of_at_least_p_times_the_best(logits, p):
-    for row, mask in zip(logits, kept(keep_min_p(jnp.asarray(logits), jnp.float32(p))), strict=True):
-        share = softmax(row) / softmax(row).max()
-        clear = np.abs(share - p) > 1e-5
-        np.testing.assert_array_equal(mask[clear], (share >= p)[clear])
-
-
-def test_the_repetition_penalty_moves_seen_tokens_down_whatever_their_sign():
-    logits = jnp.array([[2.0, -2.0, 1.0]])
-    seen = jnp.array([[True, True, False]])
-    np.testing.assert_allclose(penalise_repetition(logits, seen, jnp.float32(2.0)), [[1.0, -4.0, 1.0]])
+def test_a_row_with_filters_of_its_own_is_as_if_all_had_them():
+    logits, _, seen = drawn(len(CASES))
+    every = frozenset({"repetition_penalty", "temperature", "top_k", "top_p", "min_p"})
+    together = np.asarray(filtered(jnp.asarray(logits), knobs_of_rows(CASES), every, jnp.asarray(seen)))
+    for row, sampling in enumerate(CASES):
+        one = slice(row, row + 1)
+        alone = filtered(jnp.asarray(logits[one]), knobs(sampling), sampling.filters, jnp.asarray(seen[one]))
+        np.testing.assert_array_equal(together[one], np.asarray(alone))
 
 
 def draw(logits, sampling, rows, steps, seen=None):
@@ -77,48 +76,39 @@ def test_greedy_takes_the_first_of_the_best():
 
 
 def test_draws_follow_the_tempered_distribution():
-    logits = np.array([1.0, 0.0, -1.0, 2.0], np.float32)
-    count = 20_000
+    logits, count = np.array([1.0, 0.0, -1.0, 2.0], np.float32), 20_000
     tokens = draw(np.tile(logits, (count, 1)), Sampling(temperature=0.7), np.arange(count), np.zeros(count))
-    shares = np.bincount(tokens, minlength=4) / count
-    np.testing.assert_allclose(shares, softmax(logits / 0.7), atol=0.02)
+    powers = np.exp(logits / 0.7)
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / count, powers / powers.sum(), atol=0.02)
 
 
 def test_a_draw_depends_on_seed_row_and_step_and_on_nothing_else():
-    logits = np.zeros((1, 1000), np.float32)
-    sampling = Sampling(temperature=1.0, seed=5)
+    logits, sampling = np.zeros((1, 1000), np.float32), Sampling(temperature=1.0, seed=5)
     alone = draw(logits, sampling, [3], [7])
-    together = draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])
-    assert together[2] == alone[0]
-    others = [
-        draw(logits, Sampling(temperature=1.0, seed=6), [3], [7]),
-        draw(logits, sampling, [4], [7]),
-        draw(logits, sampling, [3], [8]),
-    ]
-    assert all(other[0] != alone[0] for other in others)
+    assert draw(np.tile(logits, (4, 1)), sampling, [1, 2, 3, 4], [7, 7, 7, 7])[2] == alone[0]
+    others = [(Sampling(temperature=1.0, seed=6), [3], [7]), (sampling, [4], [7]), (sampling, [3], [8])]
+    assert all(draw(logits, *other)[0] != alone[0] for other in others)
 
 
 def test_filters_never_exclude_every_token():
     strict = Sampling(temperature=0.5, top_k=1, top_p=1e-6, min_p=1.0, repetition_penalty=1.3)
     logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
-    seen = jnp.zeros((5, 50), bool)
-    tokens = draw(logits, strict, np.arange(5), np.zeros(5), seen)
+    tokens = draw(logits, strict, np.arange(5), np.zeros(5), jnp.zeros((5, 50), bool))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
-def test_more_than_any_vocabulary_is_all_of_it():
-    logits = np.random.default_rng(0).normal(size=(5, 50)).astype(np.float32)
-    drawn = [draw(logits, Sampling(1.0, top_k), np.arange(5), np.zeros(5)) for top_k in (50, 2**40)]
-    np.testing.assert_array_equal(*drawn)
-
-
 def test_changing_a_value_compiles_nothing_again():
-    compiled = jax.jit(choose, static_argnames="filters")
+    traced = []
+
+    @partial(jax.jit, static_argnames="filters")
+    def compiled(*given, filters):
+        traced.append(filters)
+        return choose(*given[:2], filters, *given[2:])
+
     rows = jnp.zeros(1, jnp.int32)
-    for top_p in (0.5, 0.9):
-        sampling = Sampling(temperature=1.0, top_p=top_p)
-        compiled(jnp.zeros((1, 9)), knobs(sampling), sampling.filters, rows, rows)
-    assert compiled._cache_size() == 1
+    for sampling in (Sampling(temperature=1.0, top_p=top_p) for top_p in (0.5, 0.9)):
+        compiled(jnp.zeros((1, 9)), knobs(sampling), rows, rows, filters=sampling.filters)
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}])

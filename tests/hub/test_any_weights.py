@@ -8,34 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save, save_file
+from safetensors.numpy import save
 
-import tiny_graphs
 from affinage.errors import UserError
-from affinage.hub.families import family_of
-from affinage.hub.read import CONFIG, read_hub_folder
 from affinage.hub.weights import HubWeights
-from affinage.model import parse
-from affinage.model.parameter import map_parameters
 
-KINDS = [
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-    "F8_E4M3",
-    "F8_E5M2",
-    "F8_E8M0",
-    "F4",
-    "I64",
-    "U8",
-    "BOOL",
-    "C64",
-    "O",
-    "",
-    5,
-    None,
-]
+KINDS = [*"F64 F32 F16 BF16 F8_E4M3 F8_E5M2 F8_E8M0 F4 I64 U8 BOOL C64 O".split(), "", 5, None]
 WHOLE = save({"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}, {"format": "pt"})
 
 sizes = st.integers(0, 16) | st.sampled_from([-1, 2**31, 2**62, 2**63, 2**64, 2**200, 1.5, None])
@@ -80,7 +58,7 @@ def read(folder: Path, contents: bytes) -> dict[str, np.ndarray]:
     return {name: weights[name] for name in weights}
 
 
-@settings(max_examples=400)
+@settings(max_examples=60)
 @example(b"")
 @example(laid_out({}, length=2**63))
 @example(laid_out({"w": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}, b"\0"))
@@ -101,36 +79,8 @@ def test_any_bytes_are_read_within_their_size_or_refused(tmp_path_factory: pytes
         assert sum(tensor.nbytes for tensor in found.values()) <= len(contents)
 
 
-def test_what_is_whole_is_read(tmp_path: Path):
+def test_what_is_whole_is_read_and_numbers_of_eight_bits_are_refused_by_what_they_are(tmp_path: Path):
     found = read(tmp_path, WHOLE)
     assert found["a.weight"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].dtype == np.float16
-
-
-def test_weights_of_eight_bits_are_refused_by_what_they_are(tmp_path: Path):
-    contents = laid_out({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\0\0")
-    with pytest.raises(UserError, match="the numbers of the tensor 'w' are F8_E4M3"):
-        read(tmp_path, contents)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        tiny_graphs.llama(layers=2),
-        tiny_graphs.moe(attention={"kv_heads": 2}, z_loss_weight=0.0, load_balance_weight=0.02),
-        tiny_graphs.gpt2(),
-    ],
-    ids=["llama", "mixtral", "gpt2"],
-)
-def test_a_tensor_of_another_shape_is_told(tmp_path: Path, model: dict):
-    graph = parse(model)
-    family = family_of(graph)
-    params = map_parameters(lambda path, parameter: np.zeros(parameter.shape, np.float32), graph.parameters)
-    tensors = family.to_hf(params, graph)
-    (tmp_path / CONFIG).write_text(json.dumps(family.hf_config(graph, context=64)))
-    save_file(tensors, tmp_path / "model.safetensors")
-    read_hub_folder(tmp_path)
-    for name in tensors:
-        for shape in ((), (0,), (7,), (2, 3, 5)):
-            save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
-            with pytest.raises(UserError):
-                read_hub_folder(tmp_path)
+    with pytest.raises(UserError, match="'w' are F8_E4M3"):
+        read(tmp_path, laid_out({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\0\0"))

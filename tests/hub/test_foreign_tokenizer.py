@@ -85,61 +85,54 @@ def test_it_continues_texts_as_transformers_does(imported):
     result = Generator(ours).generate([ids], Request(20))[0]
     assert [token for token in result.tokens if token != end] == [token for token in expected if token != end]
     assert ours.tokenizer.stops == (tokenizer.eos_token_id,)
-
-
-def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
-    _, _, ours = imported
-    export(ours, tmp_path / "m", facts=CardFacts(licence="apache-2.0"))
-    assert verify(tmp_path / "m", ours, TEXTS[:2])["largest_logit_difference"] <= 1e-4
-
-
-def test_the_harness_is_given_its_ids(imported):
-    _, tokenizer, ours = imported
-    lm = JaxLM(ours)
-    assert lm.tok_encode("The capital") == tokenizer("The capital")["input_ids"]
+    lm = JaxLM(ours)  # as the harness is given it
+    assert lm.tok_encode("The capital") == ids
     assert (lm.eot_token_id, lm.prefix_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
 
 
-_SAVED: dict[str, Tokenizer] = {}
+def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
+    export(imported[2], tmp_path / "m", facts=CardFacts(licence="apache-2.0"))
+    assert verify(tmp_path / "m", imported[2], TEXTS[:2])["largest_logit_difference"] <= 1e-4
+
+
+@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
+def test_an_empty_prompt_is_continued_where_nothing_is_put_before_a_text(imported):
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", imported[2].name, "", "--tokens", "2"])
+    assert ended.value.code == 0
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    for name, make in (("bytes", byte_level), ("metaspace", metaspace)):
-        folder = tmp_path_factory.mktemp(name)
+    found = []
+    for make in (byte_level, metaspace):
+        folder = tmp_path_factory.mktemp("tokenizer")
         make().save_pretrained(folder)
-        _SAVED[name] = Tokenizer.load(folder)
-    return _SAVED
+        found.append(Tokenizer.load(folder))
+    return found
 
 
 @given(st.text(alphabet="aé 🧀\n<|endoftext|>s/", max_size=20))
 def test_text_comes_back_and_its_bytes_are_counted_once(tokenizers, text):
-    tokenizer = tokenizers["bytes"]
-    ids = tokenizer.encode(text)
+    tokenizer = tokenizers[0]
+    ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths(text, tokenizer.encode(text))
     assert tokenizer.decode(ids) == text and not set(ids) & {tokenizer.eos}
-    assert tokenizer.byte_lengths(text, ids).sum() == len(text.encode()) == tokenizer.piece_bytes[ids].sum()
-    assert (tokenizer.byte_lengths(text, ids) >= 0).all() and len(tokenizer.byte_lengths(text, ids)) == len(ids)
+    assert lengths.sum() == len(text.encode()) == tokenizer.piece_bytes[ids].sum()
+    assert (lengths >= 0).all() and len(lengths) == len(ids)
 
 
 def test_a_leading_space_survives_decoding_piece_by_piece(tokenizers):
-    tokenizer = tokenizers["metaspace"]
+    tokenizer = tokenizers[1]
     ids = tokenizer.encode("The capital of France")
     assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
 
 
-def settings(*values):
-    return [word for value in values for word in ("--set", value)]
-
-
 def run(recipe, runs, *values, status=0):
+    words = [word for value in ("export=null", "mesh={data: 1}", *values) for word in ("--set", value)]
     with pytest.raises(SystemExit) as ended:
-        main(["run", str(recipe), "--runs", str(runs), *settings("export=null", "mesh={data: 1}", *values)])
+        main(["run", str(recipe), "--runs", str(runs), *words])
     assert ended.value.code == status
-
-
-POCKET = "data={sources: [{path: pocket-world, megabytes: 0.02}], languages: [en, fr]}"
-STEPS = "steps: 1, batch: 4, schedule: {peak: 1.0e-3, floor: 0}"
 
 
 def sft(folder):
@@ -147,8 +140,8 @@ def sft(folder):
     turns = [{"role": "user", "content": "Où ?"}, {"role": "assistant", "content": "\nIci, <|im_end|> là."}]
     lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
     (folder / "turns.jsonl").write_text("\n".join(lines))
-    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., context: 128"
-    return "data=null", "pretrain=null", f"sft={{{sources}, {STEPS}}}"
+    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., context: 128, steps: 1, batch: 4"
+    return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak: 1.0e-3, floor: 0}}}}"
 
 
 @pytest.mark.parametrize("packing", ["concat", "best-fit"])
@@ -173,35 +166,29 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path, packing):
     whole = [text for text in found if text in texts]
     assert len(whole) == len(set(whole)) and len(whole) >= (40 if packing == "best-fit" else 40 - rows)
     (held_out,) = (tmp_path / "rows/validation").iterdir()
-    predicted = [
-        sum(tokenizer.byte_lengths(text, ids)[not tokenizer.opening :])
-        for text in texts
-        if (ids := tokenizer.encode(text))
-    ]
-    assert ValidationRows(held_out, batch=2).bytes == sum(predicted)
-
-
-@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
-def test_pretraining_goes_on_with_it(imported, tmp_path):
-    _, _, ours = imported
-    run(f"{ours.name}/recipe.yaml", tmp_path, POCKET, f"pretrain={{{STEPS}, validation_rows: 4}}", "rows.context=64")
-    trained = open_model("theirs", tmp_path)
-    assert np.abs(np.asarray(trained.params["norm"]["scale"] - ours.params["norm"]["scale"])).max() > 0
-    assert trained.tokenizer.encode("Où ?") == ours.tokenizer.encode("Où ?")
+    lengths = [tokenizer.byte_lengths(text, tokenizer.encode(text))[not tokenizer.opening :] for text in texts]
+    assert ValidationRows(held_out, batch=2).bytes == sum(each.sum() for each in lengths)
 
 
 def test_without_chat_tokens_it_is_not_fine_tuned(imported, tmp_path, capsys):
     run(f"{imported[2].name}/recipe.yaml", tmp_path, *sft(tmp_path), status=2)
     assert not (tmp_path / "store").exists()
-    assert "affinage import FOLDER_OR_HUB_ID --chat-tokens" in " ".join(capsys.readouterr().err.split())
+    assert "--chat-tokens" in capsys.readouterr().err
 
 
-def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp_path):
+@pytest.fixture(scope="module")
+def chatting(imported):
+    """The same, imported with tokens for conversations."""
+    folder = Path(imported[2].name).parent
+    with pytest.raises(SystemExit) as ended:
+        main(["import", str(folder / "theirs"), "--to", str(folder / "chat"), "--chat-tokens"])
+    assert not ended.value.code
+    return folder / "chat"
+
+
+def test_chat_tokens_begin_as_the_mean_of_the_others(imported, chatting, tmp_path):
     _, tokenizer, before = imported
-    folder = Path(before.name).parent / "chat"
-    with pytest.raises(SystemExit):
-        main(["import", str(Path(before.name).parent / "theirs"), "--to", str(folder), "--chat-tokens"])
-    given = open_model(str(folder), tmp_path)
+    given = open_model(str(chatting), tmp_path)
     start, end = given.tokenizer.chat_ids
     assert (start, end) == (len(tokenizer), len(tokenizer) + 1) and given.graph.vocabulary == 352
     embedding = np.asarray(given.params["embed"]["embedding"])
@@ -209,8 +196,13 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp
     np.testing.assert_array_equal(
         np.delete(embedding, (start, end), 0), np.delete(before.params["embed"]["embedding"], (start, end), 0)
     )
-    run(folder / "recipe.yaml", tmp_path, *sft(tmp_path))
+
+
+@pytest.mark.full
+def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp_path):
+    run(chatting / "recipe.yaml", tmp_path, *sft(tmp_path))
     trained = open_model("theirs", tmp_path)
+    start, end = trained.tokenizer.chat_ids
     assert end in trained.tokenizer.stops
     rows = made_from(locate_model("theirs", tmp_path)[0], "conversations") / "train"
     batch = RowFeed(rows, seed=0, batch=4).batch(0)
@@ -225,8 +217,8 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(imported, tmp
 
 
 def test_an_id_that_is_not_there_gets_a_row(imported):
+    old = np.asarray(imported[2].params["embed"]["embedding"])
     graph, params = with_ids(imported[2].graph, imported[2].params, (352, 353))
     assert graph.vocabulary == 354 and params["embed"]["embedding"].shape == (354, 32)
-    old = np.asarray(imported[2].params["embed"]["embedding"])
     np.testing.assert_array_equal(params["embed"]["embedding"][:352], old)
     np.testing.assert_allclose(params["embed"]["embedding"][353], old.mean(axis=0), atol=1e-6)

@@ -3,15 +3,17 @@
 Each command is a process with HF_ENDPOINT set: the libraries read it as they are loaded.
 """
 
+import errno
 import gzip
 import io
 import json
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,14 +21,19 @@ import pytest
 import choice_task
 import hub_server
 import warm_python
+from affinage.cli.program import main
 from affinage.data.documents import read_documents
+from affinage.errors import UserError
+from affinage.hub import repository
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
+from affinage.hub.repository import local_copy, push
 from affinage.recipe.load import load_recipe
 from affinage.stages.road import is_local
-from hub_server import Fault, Hub, Repository
+from hub_server import Fault, Hub
 from tiny_models import tiny_llama
 
+FULL = pytest.mark.full
 TOKEN = "hf_of_a_reader"
 # The libraries wait for a minute and more before they give up; nothing else is changed.
 PROGRAM = """
@@ -51,20 +58,12 @@ configs:
 """
 
 
-@dataclass
-class Ended:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def refusal(self) -> str:
-        """The one message of a command that was refused, without what the libraries say as they try again."""
-        assert self.status == 2, self.out + self.err
-        assert "Traceback" not in self.err
-        (message,) = re.findall(r"^Error: .*", self.err, re.DOTALL | re.MULTILINE)
-        assert message.strip().count("\n") <= 1, message
-        return message
+def refusal(ended: subprocess.CompletedProcess[str]) -> str:
+    """The one message of a command that was refused, and what to do, without what libraries say meanwhile."""
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    (message,) = re.findall(r"^Error: .*", ended.stderr, re.DOTALL | re.MULTILINE)
+    assert message.strip().count("\n") == 1, message
+    return message
 
 
 @dataclass
@@ -75,14 +74,14 @@ class Machine:
     environment: dict[str, str]
     folder: Path
 
-    def run(self, *words: str, token: str | None = None) -> Ended:
+    def run(self, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = self.environment | ({"HF_TOKEN": token} if token else {})
         command = [*self.python, "-c", PROGRAM, *words]
         done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=300)
         assert TOKEN not in done.stdout + done.stderr
-        return Ended(done.returncode, done.stdout, done.stderr)
+        return done
 
-    def collect(self, sources: str, *words: str, token: str | None = None) -> Ended:
+    def collect(self, sources: str, *words: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a recipe until its sources are collected."""
         (self.folder / "read.yaml").write_text(RECIPE)
         settings = ["--set", f"data.sources={sources}"]
@@ -165,8 +164,9 @@ def test_datasets_are_what_their_files_are(hub, machine):
     (machine.folder / "me" / "tables" / "x.jsonl").write_bytes(lines(documents("a decoy")))
 
     sources = "[{dataset: me/tables, config: tables}, {dataset: me/lines}, 'hf://datasets/me/raw/en/*.jsonl']"
-    assert machine.collect(sources, token=TOKEN).status == 0
-    from_hub = [{**row, "source": ""} for row in machine.collected()]
+    assert machine.collect(sources, token=TOKEN).returncode == 0
+    expected = [row for n in range(3) for row in documents(f"file {n}")] + documents("lines") + documents("raw")
+    assert [row["text"] for row in machine.collected()] == [row["text"] for row in expected]
     assert machine.summary("collect")["commits"] == {"tables": first, "lines": text}
     asked = [one for one in hub.requests if "/me/" in one.path]
     assert {one.token for one in asked} == {TOKEN}
@@ -174,103 +174,76 @@ def test_datasets_are_what_their_files_are(hub, machine):
     written = [path for path in machine.folder.parent.rglob("*") if path.is_file()]
     assert len(written) > 10 and not [path for path in written if TOKEN.encode() in path.read_bytes()]
 
-    files = machine.folder / "files"
-    for name, content in tables().items():
-        (files / name).parent.mkdir(parents=True, exist_ok=True)
-        (files / name).write_bytes(content)
-    (files / "some.jsonl.gz").write_bytes(gzip.compress(lines(documents("lines"))))
-    (files / "a.jsonl").write_bytes(lines(documents("raw")))
-    here = "[files/train/*.parquet, files/some.jsonl.gz, files/a.jsonl]"
-    assert machine.collect(here).status == 0
-    assert [{**row, "source": ""} for row in machine.collected()] == from_hub
-    assert "commits" not in machine.summary("collect")
-
 
 def test_a_new_commit_is_read_when_that_is_asked_for(hub, machine):
     first = hub.commit("datasets/me/moving", tables())
     source = "[{dataset: me/moving, config: tables, split: dev}]"
-    assert machine.collect(source).status == 0
+    assert machine.collect(source).returncode == 0
     second = hub.commit("datasets/me/moving", tables() | {"dev/0.parquet": parquet(documents("new"))})
     hub.requests.clear()
-    assert machine.collect(source).status == 0
+    assert machine.collect(source).returncode == 0
     assert not hub.requests
     assert machine.summary("collect")["commits"] == {"tables": first}
-    assert machine.collect(source, "--force", "collect").status == 0
+    assert machine.collect(source, "--force", "collect").returncode == 0
     assert machine.summary("collect")["commits"] == {"tables": second}
     assert machine.collected()[0]["text"] == "text 0 of new"
-    assert machine.collect(f"[{{dataset: me/moving, config: tables, split: dev, revision: {first}}}]").status == 0
-    assert machine.summary("collect")["commits"] == {"tables": first}
+    assert machine.collect(f"[{{dataset: me/moving, config: tables, split: dev, revision: {first}}}]").returncode == 0
     assert machine.collected()[0]["text"] == "text 0 of dev"
 
 
-def test_each_refusal_is_one_message_before_anything_is_read(hub, machine):
+OPEN, GATED = "{dataset: me/open}", "{dataset: me/gated}"
+
+
+@pytest.mark.parametrize(
+    ("source", "token", "fault", "named"),
+    [
+        ("{dataset: me/none}", None, None, "no such dataset"),
+        (GATED, None, None, "Accept its terms at {address}/datasets/me/gated"),
+        pytest.param("'hf://datasets/me/gated/*.jsonl'", "hf_of_somebody_else", None, "Accept its", marks=FULL),
+        pytest.param("{dataset: me/open, revision: gone}", None, None, "'gone'", marks=FULL),
+        pytest.param(OPEN, "hf_of_nobody", None, "token", marks=FULL),
+        pytest.param(OPEN, None, Fault("", 429, {"Retry-After": "30"}), "429", marks=FULL),
+        (OPEN, None, Fault("", 503, times=99), "503"),
+        pytest.param("'hf://datasets/me/open/a.jsonl'", None, Fault("", 503, times=99), "503", marks=FULL),
+        pytest.param(OPEN, None, Fault("", cut=10), "cannot be reached", marks=FULL),
+    ],
+)
+def test_each_refusal_is_one_message_before_anything_is_read(hub, machine, source, token, fault, named):
     hub.commit("datasets/me/open", tables())
     hub.commit("datasets/me/gated", {"a.jsonl": lines(documents("gated"))})
     hub.repositories["datasets/me/gated"].gated = True
-
-    def refused(source: str, token: str | None = None, fault: Fault | None = None) -> str:
-        hub.faults[:] = [fault] if fault else []
-        return machine.collect(f"[{source}]", token=token).refusal
-
-    assert "the Hub has no such dataset (or hides it): 'me/none'" in refused("{dataset: me/none}")
-    gated = f"the dataset 'me/gated' is gated\n  Accept its terms at {hub.address}/datasets/me/gated,"
-    assert gated in refused("{dataset: me/gated}")
-    assert gated in refused("'hf://datasets/me/gated/*.jsonl'", token="hf_of_somebody_else")
-    assert "no revision 'gone'" in refused("{dataset: me/open, revision: gone}")
-    assert "does not take the token" in refused("{dataset: me/open}", token="hf_of_nobody")
-    busy = Fault("/api/datasets/me/open", 429, {"Retry-After": "30"})
-    assert "now: 429 Too Many Requests\n  Run the same command again" in refused("{dataset: me/open}", fault=busy)
-    down = Fault("/api/datasets/me/open", 503, times=99)
-    assert "now: 503 Service Unavailable\n  Run the same command" in refused("{dataset: me/open}", fault=down)
-    broken = Fault("/api/datasets/me/open", 503, times=99)
-    url = "'hf://datasets/me/open/a.jsonl'"
-    assert "no such file" not in refused(url, fault=broken)
-    cut = Fault("/api/datasets/me/open", cut=10)
-    assert "cannot be reached for the dataset 'me/open': peer closed" in refused("{dataset: me/open}", fault=cut)
+    hub.faults[:] = [replace(fault, path="/api/datasets/me/open")] if fault else []
+    assert named.format(address=hub.address) in refusal(machine.collect(f"[{source}]", token=token))
     assert not read_for_data(hub)
-    hub.faults.clear()
-    assert machine.collect("[{dataset: me/open, config: tables}]").status == 0
 
 
-@pytest.mark.parametrize("damaged", ["stop", "skip"])
-def test_a_hub_that_fails_amid_a_dataset_loses_nothing(hub, machine, damaged):
+@pytest.mark.parametrize("damaged", ["stop", pytest.param("skip", marks=FULL)])
+def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub, machine, damaged):
     hub.commit("datasets/me/large", tables())
     source = "[{dataset: me/large, config: tables}]"
     hub.faults[:] = [Fault("resolve.*train/1.parquet", 503, times=99)]
-    refusal = machine.collect(source, "--set", f"data.damaged_files={damaged}").refusal
-    assert "me/large/1-of-3: the Hub gives nothing of the dataset 'me/large' now: 503" in refusal
-    assert "Run the same command again" in refusal
-    # After that it breaks off now and then, which is lived through.
+    told = refusal(machine.collect(source, "--set", f"data.damaged_files={damaged}"))
+    assert "me/large/1-of-3" in told and "503" in told
+    # After that it breaks off now and then, which is lived through; a new commit is not mixed with the old one.
+    commit = hub.commit("datasets/me/large", tables(of=" anew"))
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000, times=2), Fault("resolve.*train/2.parquet", 500, times=2)]
-    hub.requests.clear()
     ended = machine.collect(source, "--set", f"data.damaged_files={damaged}")
-    assert ended.status == 0 and "what is done of it is kept" in ended.out
+    assert ended.returncode == 0, ended.stderr
     assert not any(fault.times for fault in hub.faults)
-    assert {"train/1.parquet", "train/2.parquet"} <= set(read_for_data(hub))
     texts = [row["text"] for row in machine.collected()]
-    assert texts == [row["text"] for n in range(3) for row in documents(f"file {n}")]
-    assert not machine.summary("collect")["removed"]
+    assert texts == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
+    summary = machine.summary("collect")
+    assert not summary["removed"] and summary["commits"] == {"tables": commit}
 
 
-def test_a_stage_that_goes_on_mixes_no_commits(hub, machine):
-    hub.commit("datasets/me/half", tables())
-    source = "[{dataset: me/half, config: tables}]"
-    hub.faults[:] = [Fault("resolve.*train/2.parquet", 503, times=99)]
-    assert machine.collect(source).status == 2
-    hub.faults.clear()
-    second = hub.commit("datasets/me/half", tables(of=" anew"))
-    assert machine.collect(source).status == 0
-    assert machine.summary("collect")["commits"] == {"tables": second}
-    assert {row["text"].split()[-1] for row in machine.collected()} == {"anew"}
-
-
+@FULL
 def test_what_somebody_loaded_earlier_does_not_stand_in_for_the_hub(hub, machine):
     hub.commit("datasets/me/known", {"data.jsonl": lines(documents("old"))})
     load = "import datasets; datasets.load_dataset('me/known')"
     subprocess.run([*machine.python, "-c", load], env=machine.environment, check=True, capture_output=True, timeout=100)
     hub.commit("datasets/me/known", {"data.jsonl": lines(documents("new"))})
     hub.faults[:] = [Fault("/tree/", 500, times=99)]
-    assert "now: 500 Internal Server Error" in machine.collect("[{dataset: me/known}]").refusal
+    assert "500" in refusal(machine.collect("[{dataset: me/known}]"))
 
 
 @pytest.fixture(scope="module")
@@ -280,70 +253,50 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("name", "fault", "named"),
+    [
+        ("none", None, "no such model"),
+        ("closed", None, "Accept its terms at {address}/me/closed"),
+        pytest.param("tiny", Fault("/api/models/me/tiny", 503, times=99), "503", marks=FULL),
+        pytest.param("tiny", Fault("^/[0-9a-f]{64}", cut=1000, times=99), "cannot be reached", marks=FULL),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_in_one_message(hub, machine, model, name, fault, named):
+    hub.commit("models/me/tiny", model)
+    hub.commit("models/me/closed", model)
+    hub.repositories["models/me/closed"].gated = True
+    hub.faults[:] = [replace(fault)] if fault else []
+    ended = machine.run("import", f"me/{name}")
+    assert named.format(address=hub.address) in refusal(ended)
+    assert not ended.stderr.startswith("\n"), "no bars of progress where there is no terminal"
+
+
 def test_a_model_comes_and_a_release_goes(hub, machine, model):
     hub.commit("models/me/tiny", model)
-    hub.repositories["models/me/closed"] = Repository(hub.repositories["models/me/tiny"].commits, {}, gated=True)
-    hub.repositories["models/me/closed"].branches = hub.repositories["models/me/tiny"].branches
-    assert "the Hub has no such model (or hides it): 'me/none'" in machine.run("import", "me/none").refusal
-    closed = machine.run("import", "me/closed")
-    assert f"model 'me/closed' is gated\n  Accept its terms at {hub.address}/me/closed," in closed.refusal
-    assert not closed.err.startswith("\n"), "no bars of progress where there is no terminal"
-    hub.faults[:] = [Fault("/api/models/me/tiny", 503, times=99)]
-    assert "gives nothing of the model 'me/tiny' now: 503" in machine.run("import", "me/tiny").refusal
-    hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000, times=99)]
-    assert "cannot be reached for the model 'me/tiny': peer closed" in machine.run("import", "me/tiny").refusal
-    hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]
-    assert machine.run("import", "me/tiny", token=TOKEN).status == 0
+    hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000)]  # once, which is lived through
+    assert machine.run("import", "me/tiny", token=TOKEN).returncode == 0
     assert {one.token for one in hub.requests if one.apart} == {None}
-    assert machine.run("generate", "tiny", "The capital", "--tokens", "3").status == 0
-
-    refused = machine.run("export", "tiny", "--to", "unsent", "--push", "me/back").refusal
-    assert "could not be uploaded: the Hub answers nobody without a token" in refused
-    assert machine.run("export", "tiny", "--to", "sent", "--push", "me/back", token=TOKEN).status == 0
-    assert machine.run("import", "me/back", token="hf_of_somebody_else").status == 2
-    assert machine.run("import", "me/back", token=TOKEN).status == 0
+    assert "hf upload me/back" in refusal(machine.run("export", "tiny", "--to", "unsent", "--push", "me/back"))
+    assert machine.run("export", "tiny", "--to", "sent", "--push", "me/back", token=TOKEN).returncode == 0
+    assert machine.run("import", "me/back", token="hf_of_somebody_else").returncode == 2
+    assert hub.repositories["models/me/back"].private
     _, pushed = hub.repositories["models/me/back"].files("main")
     weights = (machine.folder / "sent" / "model.safetensors").read_bytes()
     assert pushed["model.safetensors"] == weights == (model / "model.safetensors").read_bytes()
-
-
-def test_conversations_are_what_their_file_has(hub, machine, model):
-    said = [[("user", f"What is {n}?"), ("assistant", f"A number, {n}.")] for n in range(8)]
-    rows = [{"messages": [{"role": role, "content": content} for role, content in turns]} for turns in said]
-    commit = hub.commit("datasets/me/chat", {"data/train-0.parquet": parquet(rows)})
-    (machine.folder / "chat.jsonl").write_bytes(lines(rows))
-    assert machine.run("import", str(model), "--to", "base").status == 0
-    schedule = "schedule: {peak: 1.0e-3, floor: 1.0e-4}"
-    summaries, written = [], []
-    for name, source in (("far", "{dataset: me/chat}"), ("near", "chat.jsonl")):
-        sft = f'sft={{sources: [{source}], system_prompt: "", steps: 1, batch: 8, {schedule}}}'
-        settings = [f"name={name}", "data=null", "pretrain=null", sft]
-        words = [word for setting in settings for word in ("--set", setting)]
-        ended = machine.run("run", "base/recipe.yaml", "--until", "conversations", *words)
-        assert ended.status == 0, ended.err
-        summaries.append(machine.summary("conversations", name))
-        folder = machine.folder / "runs" / name / "conversations" / "train"
-        written.append({path.name: path.read_bytes() for path in folder.rglob("*.npy")})
-    far, near = summaries
-    assert far.pop("commits") == {"chat": commit} and "commits" not in near
-    assert far["conversations"] == 8 and far["train"] == near["train"]
-    assert written[0] and written[0] == written[1]
 
 
 def test_items_of_a_benchmark_are_those_of_the_hub(hub, machine, model):
     items = choice_task.sums(4)
     hub.commit("datasets/me/items", {"test.parquet": parquet(items)})
     choice_task.write_task(machine.folder, "near", items)
-    of_file = (machine.folder / "near.yaml").read_text()
-    of_hub = re.sub(r"dataset_path: json\ndataset_kwargs: .*", "dataset_path: me/items", of_file)
-    (machine.folder / "far.yaml").write_text(of_hub.replace("near", "far"))
-    for fault in (Fault("me/items", 500, times=99), Fault("me/items", cut=3, times=99), Fault("me/items", 401)):
-        hub.faults[:] = [fault]
-        refusal = machine.run("eval", str(model), "--task", "far.yaml").refusal
-        assert f"the items of far cannot be fetched from {hub.address}" in refusal
+    choice_task.write_task(machine.folder, "far", items, dataset_path="me/items", dataset_kwargs=None)
+    hub.faults[:] = [Fault("me/items", 500, times=99)]
+    told = refusal(machine.run("eval", str(model), "--task", "far.yaml"))
+    assert hub.address in told and "--data-dir" in told
     hub.faults.clear()
     ended = machine.run("eval", str(model), "--task", "near.yaml,far.yaml", "--json")
-    told = json.loads(ended.out)["tasks"]
+    told = json.loads(ended.stdout)["tasks"]
     assert told["far"] == told["near"] and told["far"]["items"] == 4
 
 
@@ -361,3 +314,35 @@ def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, mo
     assert local() and local("evaluate={tasks: [near.yaml]}")
     assert not local("evaluate={tasks: [near.yaml, further.yaml]}")
     assert not local("data.decontaminate={against: [far.yaml]}")
+
+
+def test_a_release_is_pushed_after_a_run_that_needed_no_network(hub, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as it was loaded
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # as the user has it
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(model), "--to", str(tmp_path / "out"), "--push", "me/model"])
+    assert not ended.value.code
+    _, files = hub.repositories["models/me/model"].files("main")
+    assert files["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+def test_without_a_network_it_is_said_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(UserError) as caught:
+        push(tmp_path, "me/model", endpoint="http://127.0.0.1:9")
+    assert TOKEN not in str(caught.value) and "hf upload me/model" in caught.value.fix
+    for missing in ("me/there-is-no-such-model", "./nowhere"):
+        with pytest.raises(UserError, match=missing) as caught:
+            local_copy(missing)
+        assert caught.value.fix
+
+
+def test_a_full_disk_is_not_the_hubs(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(repository, "snapshot_download", full)
+    with pytest.raises(OSError, match="No space left"):
+        repository.local_copy("some/model")

@@ -32,10 +32,16 @@ def adapted():
     return ours, adapters, jax.tree.map(lambda p: p + draw.normal(0, 0.1, p.shape).astype(np.float32), params)
 
 
-def in_transformers(ours):
-    theirs = LlamaForCausalLM(LlamaConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager"))
-    theirs.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(ours.params), ours.graph).items()})
-    return theirs.float()
+def in_transformers(ours, params=None):
+    """The same weights, or these, in transformers."""
+    tensors = to_hf(jax.device_get(ours.params if params is None else params), ours.graph)
+    told = {**hf_config(ours.graph, context=CONTEXT), "attn_implementation": "eager"}
+    if ours is tiny_mixtral():
+        theirs, tensors = MixtralForCausalLM(MixtralConfig(**told)), fused_experts(tensors)
+    else:
+        theirs = LlamaForCausalLM(LlamaConfig(**told))
+    theirs.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
+    return theirs.float().eval()
 
 
 @pytest.fixture(scope="module")
@@ -111,54 +117,31 @@ def test_loss_gradients_and_one_update(adapted, peft_model):
             p.copy_(torch.tensor(before[name]))
 
 
-def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(adapted, tmp_path):
-    ours, adapters, params = adapted
-    in_transformers(ours).save_pretrained(tmp_path / "base")
-    write_adapter(tmp_path / "adapter", adapters, jax.device_get(params), base=str(tmp_path / "base"))
-    read = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "adapter").eval()
-    by_itself = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    merged = adapters.merged(ours.params, params)
-    plain = in_transformers(ours)
-    plain.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(merged), ours.graph).items()})
-    ids = torch.tensor(batch()["tokens"], dtype=torch.long)
-    with torch.no_grad():
-        with_adapter, of_merged, of_base = read(ids).logits, plain(ids).logits, in_transformers(ours)(ids).logits
-        torch.testing.assert_close(by_itself(ids).logits, with_adapter)
-        by_peft = read.merge_and_unload()(ids).logits
-    scale = of_merged.abs().max().item()
-    assert (with_adapter - of_base).abs().max() > 0.1 * scale
-    torch.testing.assert_close(with_adapter, of_merged, rtol=1e-4, atol=1e-4 * scale)
-    torch.testing.assert_close(by_peft, of_merged, rtol=1e-4, atol=1e-4 * scale)
-
-
-def mixtral_in_transformers(ours, params):
-    config = MixtralConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager")
-    theirs = MixtralForCausalLM(config)
-    tensors = fused_experts(to_hf(jax.device_get(params), ours.graph))
-    theirs.load_state_dict({name: torch.tensor(array) for name, array in tensors.items()})
-    return theirs.float().eval()
-
-
 @pytest.mark.parametrize(
-    "targets",
-    [("down",), ("up",), ("gate", "up"), ("query", "gate", "down"), ("value", "gate", "up", "down")],
-    ids="+".join,
+    ("make", "targets"),
+    [
+        (tiny_llama, TARGETS),
+        (tiny_mixtral, ("query", "gate", "down")),
+        (tiny_mixtral, ("value", "gate", "up", "down")),
+        *(pytest.param(tiny_mixtral, each, marks=pytest.mark.full) for each in (("down",), ("up",), ("gate", "up"))),
+    ],
 )
-def test_an_exported_adapter_of_experts_is_read_by_peft_and_gives_the_merged_models_logits(targets, tmp_path):
-    ours = tiny_mixtral()
+def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(make, targets, tmp_path):
+    ours = make()
     adapters = Adapters(ours.graph, LoraSettings(rank=3, alpha=7, targets=targets))
     draw = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: init_params(adapters, jax.random.key(0)))
     params = jax.tree.map(lambda p: draw.normal(0, 0.1, p.shape).astype(np.float32), shapes)
-    write_adapter(tmp_path, adapters, params)
-    read = PeftModel.from_pretrained(mixtral_in_transformers(ours, ours.params), tmp_path).eval()
+    in_transformers(ours).save_pretrained(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", adapters, params, base=str(tmp_path / "base"))
+    read = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "adapter").eval()
+    by_itself = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     ids = torch.tensor(batch()["tokens"], dtype=torch.long)
     with torch.no_grad():
-        found = read(ids).logits
-        of_base = mixtral_in_transformers(ours, ours.params)(ids).logits
-        expected = mixtral_in_transformers(ours, adapters.merged(ours.params, params))(ids).logits
-        by_peft = read.merge_and_unload()(ids).logits
+        found, of_base = read(ids).logits, in_transformers(ours)(ids).logits
+        expected = in_transformers(ours, adapters.merged(ours.params, params))(ids).logits
+        others = by_itself(ids).logits, read.merge_and_unload()(ids).logits
     scale = expected.abs().max().item()
     assert (expected - of_base).abs().max() > 0.02 * scale
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
-    torch.testing.assert_close(by_peft, expected, rtol=1e-4, atol=1e-4 * scale)
+    for logits in (found, *others):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * scale)

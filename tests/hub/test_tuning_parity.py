@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
 
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
@@ -120,22 +122,23 @@ def test_one_step_of_fine_tuning(llama, hf_tokenizer, tmp_path):
     assert_same_gradients(gradients, theirs, ours.graph)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_one_step_of_dpo(llama, hf_tokenizer, tmp_path, loss):
+def preferences(folder, **told):
+    """The settings, the rows of all pairs in one batch, and how many documents a row has."""
+    path = write(folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
+    settings = DpoSettings.model_validate({**COMMON, "sources": [path], "beta": 0.3, **told})
+    rows = {"context": 2 * CONTEXT, "seed": 0, "system_prompt": "Be kind."}
+    summary = prepare_preferences(settings, tokenizer(), folder / "rows", **rows)
+    feed = RowFeed(folder / "rows/train", seed=0, batch=summary["train"]["rows"])
+    return settings, feed, documents_in_a_row(folder / "rows")
+
+
+def test_one_step_of_dpo_against_log_probabilities_that_were_computed_before(llama, hf_tokenizer, tmp_path):
     ours, theirs = llama
-    path = write(tmp_path / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
-    settings = DpoSettings.model_validate(
-        {**COMMON, "sources": [path], "loss": loss, "label_smoothing": 0.1, "beta": 0.3}
-    )
-    summary = prepare_preferences(
-        settings, tokenizer(), tmp_path / "rows", context=2 * CONTEXT, seed=0, system_prompt="Be kind."
-    )
-    documents, rows = documents_in_a_row(tmp_path / "rows"), summary["train"]["rows"]
-    assert documents > 2 and rows < len(PAIRS)
-    reference = np.random.default_rng(0).normal(-30, 5, (rows, documents)).astype(np.float32)
-    feed = PreferenceFeed(RowFeed(tmp_path / "rows/train", seed=0, batch=rows), {"pairs": reference})
-    batch = next(feed.iterate(0))
-    graph = preference_graph(ours.graph, settings, documents)
+    settings, rows, count = preferences(tmp_path, loss="sigmoid", label_smoothing=0.1)
+    reference = np.random.default_rng(0).normal(-30, 5, (len(rows.batch(0)["tokens"]), count)).astype(np.float32)
+    assert count > 2 and len(reference) < len(PAIRS)
+    batch = next(PreferenceFeed(rows, {"pairs": reference}).iterate(0))
+    graph = preference_graph(ours.graph, settings, count)
 
     def mean(params):
         return apply(graph, params, batch, Call()).values[graph.loss].mean()
@@ -144,16 +147,15 @@ def test_one_step_of_dpo(llama, hf_tokenizer, tmp_path, loss):
     theirs.zero_grad()
     torch_losses, seen = [], set()
     for row, mask, ids, told in zip(batch["tokens"], batch["loss_mask"], batch["segment_ids"], batch[REFERENCE]):
-        first = ids.min()
-        for pair in range((int(ids.max()) - first + 1) // 2):
-            sides = []
-            for side in (0, 1):
-                inside = (ids == first + 2 * pair + side) & (row != 0)
-                tokens, trained = row[inside].tolist(), mask[inside].astype(bool)
-                seen.add((tuple(tokens), tuple(trained.tolist())))
-                found = log_probabilities(theirs, tokens, trained)
-                sides.append((found, torch.tensor(told[2 * pair + side])))
-            torch_losses.append(trl(loss, *sides))
+        first, margins = ids.min(), []
+        for side in range(int(ids.max()) - first + 1):
+            inside = (ids == first + side) & (row != 0)
+            tokens, trained = row[inside].tolist(), mask[inside].astype(bool)
+            seen.add((tuple(tokens), tuple(trained.tolist())))
+            margins.append(log_probabilities(theirs, tokens, trained).sum() - torch.tensor(told[side]))
+        for chosen, rejected in zip(margins[::2], margins[1::2]):
+            delta = 0.3 * (chosen - rejected)
+            torch_losses.append(-F.logsigmoid(delta) * 0.9 - F.logsigmoid(-delta) * 0.1)
     torch_loss = torch.stack(torch_losses).mean()
     torch_loss.backward()
     assert len(torch_losses) == len(PAIRS)
@@ -161,35 +163,16 @@ def test_one_step_of_dpo(llama, hf_tokenizer, tmp_path, loss):
     assert_same_gradients(gradients, theirs, ours.graph)
     for prompt, *answers in PAIRS:
         for answer in answers:
-            said = messages([("user", prompt), ("assistant", answer)])
-            ids, trained = rendered(hf_tokenizer, said, 1)
+            ids, trained = rendered(hf_tokenizer, messages([("user", prompt), ("assistant", answer)]), 1)
             assert (tuple(ids), tuple(trained.tolist())) in seen
 
 
-def trl(loss, chosen, rejected, beta=0.3, smoothing=0.1):
-    """TRL's dpo_trainer: `sigmoid` on sums, `ipo` on means over completion tokens."""
-    (c, rc), (r, rr) = chosen, rejected
-    if loss == "ipo":
-        return ((c.mean() - rc / len(c)) - (r.mean() - rr / len(r)) - 1 / (2 * beta)) ** 2
-    delta = beta * ((c.sum() - rc) - (r.sum() - rr))
-    return -F.logsigmoid(delta) * (1 - smoothing) - F.logsigmoid(-delta) * smoothing
-
-
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=pytest.mark.full)])
 def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, loss):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
     ours, theirs = llama
-    path = write(tmp_path / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
-    told = {**COMMON, "sources": [path], "loss": loss, "beta": 0.3, "reference": "held"}
-    settings = DpoSettings.model_validate(told)
-    summary = prepare_preferences(
-        settings, tokenizer(), tmp_path / "rows", context=2 * CONTEXT, seed=0, system_prompt="Be kind."
-    )
-    rows = RowFeed(tmp_path / "rows/train", seed=0, batch=summary["train"]["rows"])
-    graph, batch = preference_graph(ours.graph, settings, documents_in_a_row(tmp_path / "rows")), rows.batch(0)
+    settings, rows, count = preferences(tmp_path, loss=loss, reference="held")
+    graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
     held = frozen_of(graph, settings)
 
@@ -201,17 +184,17 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
 
     before = copy.deepcopy(theirs)
     before.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(reference), ours.graph).items()})
-    config = DPOConfig(
-        output_dir=str(tmp_path / "trl"), loss_type=[loss], beta=0.3, report_to="none", use_cpu=True, bf16=False
-    )
+    told = {"loss_type": [loss], "beta": 0.3, "report_to": "none", "use_cpu": True, "bf16": False}
+    config = DPOConfig(output_dir=str(tmp_path / "trl"), **told)
     said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])
     trainer = DPOTrainer(copy.deepcopy(theirs), before, config, train_dataset=said, processing_class=hf_tokenizer)
     trainer.model.eval()  # no dropout; the metrics go by the mode
-    trained_loss = trainer._compute_loss(trainer.model, documents(batch), False)
+    trained_loss = trainer.compute_loss(trainer.model, documents(batch))
     trained_loss.backward()
     assert float(value) == pytest.approx(trained_loss.item(), rel=1e-4)
     assert_same_gradients(gradients, trainer.model, ours.graph)
-    expected = {name: values[-1] for name, values in trainer._metrics["eval"].items()}
+    trainer.log({})
+    expected = {name.removeprefix("eval_"): value for name, value in trainer.state.log_history[-1].items()}
     means = {name: float(total / count) for name, (total, count) in metrics.items()}
     assert {"logits/chosen", "logits/rejected"} < means.keys() <= expected.keys()
     assert means == pytest.approx({name: expected[name] for name in means}, rel=1e-4, abs=1e-5)
@@ -224,13 +207,9 @@ def documents(batch):
         for number in sorted(set(ids.tolist())):
             inside = (ids == number) & (row != 0)
             if inside.any():
-                sides[(number - ids.min()) % 2].append((row[inside], mask[inside]))
+                sides[(number - ids.min()) % 2].append((row[inside], np.ones(inside.sum()), mask[inside]))
     both = [*sides[0], *sides[1]]
-    longest = max(len(tokens) for tokens, _ in both)
-    names = ("input_ids", "attention_mask", "completion_mask")
-    filled = {name: np.zeros((len(both), longest), np.int64) for name in names}
-    for index, (tokens, mask) in enumerate(both):
-        filled["input_ids"][index, : len(tokens)] = tokens
-        filled["attention_mask"][index, : len(tokens)] = 1
-        filled["completion_mask"][index, : len(tokens)] = mask
-    return {name: torch.tensor(array) for name, array in filled.items()}
+    filled = np.zeros((3, len(both), max(len(tokens) for tokens, *_ in both)), np.int64)
+    for index, document in enumerate(both):
+        filled[:, index, : len(document[0])] = np.stack(document)
+    return dict(zip(("input_ids", "attention_mask", "completion_mask"), map(torch.tensor, filled)))

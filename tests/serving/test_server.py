@@ -1,5 +1,6 @@
 """OpenAI's own client against a server of a tiny model."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -45,6 +46,7 @@ def test_a_chat_is_answered_as_the_generator_answers_it(client: openai.OpenAI):
     said = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=9, n=2, **SAMPLED)
     wanted = expected(prompt, 9, Sampling(1.0, top_p=0.9, seed=5), rows=2)
     assert [choice.message.content for choice in said.choices] == [one.text for one in wanted]
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
     assert said.choices[0].message.content != said.choices[1].message.content
     assert said.choices[0].message.role == "assistant" and said.choices[0].finish_reason == "length"
     written = sum(len(one.tokens) for one in wanted)
@@ -76,6 +78,8 @@ def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(cli
     for asked in ("The capital", prompt):
         said = client.completions.create(model="tiny", prompt=asked, max_tokens=30, temperature=0, stop=stop)
         assert said.choices[0].text == free[: free.index(stop)] and said.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="999999"):
+        client.completions.create(model="tiny", prompt=[2, 999999])
     several = client.completions.create(model="tiny", prompt=["The capital", "La"], max_tokens=5, temperature=0)
     assert [choice.index for choice in several.choices] == [0, 1]
     assert several.choices[0].text == expected(prompt, 5, Sampling())[0].text != several.choices[1].text
@@ -85,35 +89,32 @@ def test_texts_are_continued_from_strings_and_from_tokens_up_to_stop_strings(cli
     assert "".join(event.choices[0].text for event in stream) == free[: free.index(stop)]
 
 
-def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI):
-    create = client.chat.completions.create
-    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no model `gpt`"):
-        create(model="gpt", messages=MESSAGES)
-    long = [{"role": "user", "content": "long " * CONTEXT}]
-    with pytest.raises(openai.BadRequestError, match="takes at most 95") as told:
-        create(model="tiny", messages=long)
-    assert told.value.code == "context_length_exceeded"
-    for wrong in (
-        {"temperature": -1},
-        {"top_p": 0},
-        {"max_tokens": 0},
-        {"n": 17},
-        {"stop": ["x"] * 17},
-        {"logprobs": True},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-    ):
-        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
-            create(model="tiny", messages=MESSAGES, **wrong)
-    with pytest.raises(openai.BadRequestError, match="at most 4 choices"):  # two at once, and two that wait
-        create(model="tiny", messages=MESSAGES, n=5)
-    with pytest.raises(openai.BadRequestError, match="message 2 is a system message"):
-        create(model="tiny", messages=MESSAGES[::-1])
-    with pytest.raises(openai.BadRequestError, match="there is no token 999999"):
-        client.completions.create(model="tiny", prompt=[2, 999999])
-    with pytest.raises(openai.APIStatusError, match="longer than 20,000 bytes") as too_long:
-        create(model="tiny", messages=[{"role": "user", "content": "x" * 30_000}])
-    assert too_long.value.status_code == 413
+LONG = [{"role": "user", "content": "long " * CONTEXT}]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "named"),
+    [
+        ({"model": "gpt"}, 404, "gpt"),
+        ({"messages": LONG}, 400, "95"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 17}, 400, "n"),
+        ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
+        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"messages": MESSAGES[::-1]}, 400, "message 2"),
+        ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "20,000"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_done_is_refused_in_openais_form(client: openai.OpenAI, wrong: dict, status: int, named: str):
+    with pytest.raises(openai.APIStatusError, match=named) as told:
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | wrong)
+    assert told.value.status_code == status
+    assert (told.value.code == "context_length_exceeded") == (wrong.get("messages") is LONG)
 
 
 def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
@@ -125,97 +126,75 @@ def ask(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]
         return error.code, json.load(error)
 
 
+ALLOWED = {"Authorization": f"Bearer {TOKEN}"}
+
+
 def test_only_those_who_know_the_token_may_ask(served: Running):
-    chat, allowed = f"{served.url}/v1/chat/completions", {"Authorization": f"Bearer {TOKEN}"}
     for wrong in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"}):
         status, told = ask(f"{served.url}/v1/models", **wrong)
         assert status == 401 and told["error"]["code"] == "invalid_api_key"
     assert ask(f"{served.url}/health") == (200, {"status": "ok"})
-    assert ask(chat, b"{}", Content_Type="text/plain", **allowed)[0] == 415
-    for body in (
-        b"{",
-        b"[1]",
-        b"[" * 5000,
-        b'{"messages": []}',
-        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-        b'{"messages": [{"role": "user", "content": 7}]}',
-    ):
-        assert ask(chat, body, Content_Type="application/json", **allowed)[0] == 400
-    nan = json.dumps({"messages": MESSAGES, "temperature": float("nan")}).encode()
-    assert ask(chat, nan, Content_Type="application/json", **allowed)[0] == 400
-    unpacked = ask(chat, b"{}", Content_Type="application/json", Content_Encoding="gzip", **allowed)
-    assert unpacked[0] == 400 and "cannot be read" in unpacked[1]["error"]["message"]
-    assert ask(f"{served.url}/v1/nothing", **allowed)[0] == 404
+    assert ask(f"{served.url}/v1/nothing", **ALLOWED)[0] == 404
 
 
-def test_without_a_token_no_other_name_of_this_machine_is_answered():
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[1]", {}, 400),
+        (b"[" * 5000, {}, 400),
+        (b'{"messages": []}', {}, 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', {}, 400),
+        (b'{"messages": [{"role": "user", "content": 7}]}', {}, 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', {}, 400),
+        (b"{}", {"Content_Encoding": "gzip"}, 400),
+        (b"{}", {"Content_Type": "text/plain"}, 415),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bodies_that_are_no_requests_are_refused(served: Running, body: bytes, headers: dict, status: int):
+    told = {"Content_Type": "application/json"} | headers | ALLOWED
+    assert ask(f"{served.url}/v1/chat/completions", body, **told)[0] == status
+
+
+def test_without_a_token_no_other_name_of_this_machine_is_answered_and_nobody_once_it_stops():
     with running() as one:
         assert ask(f"{one.url}/v1/models")[0] == 200
         assert ask(f"{one.url}/v1/models", Host="localhost:1")[0] == 200
         assert ask(f"{one.url}/v1/models", Host="rebound.example:80")[0] == 403
-
-
-def test_a_full_queue_says_when_to_come_again(served: Running, client: openai.OpenAI):
-    with served.held_up() as gate:
-        answers: list[object] = []
-
-        def chat() -> None:
-            answers.append(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, n=2))
-
-        waiting = threading.Thread(target=chat)
-        waiting.start()
-        _until(lambda: served.engine.waiting == 2)
-        with pytest.raises(openai.RateLimitError) as full:
+        one.engine.close()
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=300)
+        with pytest.raises(openai.InternalServerError, match="stopping"):
             client.chat.completions.create(model="tiny", messages=MESSAGES)
-        assert int(full.value.response.headers["Retry-After"]) >= 1
-        gate.set()
-        waiting.join(120)
-    assert len(answers) == 1
 
 
-def test_a_client_that_leaves_frees_its_place(served: Running, client: openai.OpenAI):
+def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its_place(
+    served: Running, client: openai.OpenAI
+):
     body = json.dumps({"messages": MESSAGES, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = served.url.removeprefix("http://").split(":")
+    answers: list[object] = []
+
+    def chat() -> None:  # two choices, for which there is no place as long as the other one waits
+        while not answers:
+            with contextlib.suppress(openai.RateLimitError):
+                answers.append(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, n=2))
+
     with served.held_up() as gate:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)
             _until(lambda: served.engine.waiting == 1)
-            ticket = served.engine._waiting[0]
-            assert not ticket.cancelled
-        _until(lambda: ticket.cancelled)
+            with pytest.raises(openai.RateLimitError) as full:
+                client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
+            assert int(full.value.response.headers["Retry-After"]) >= 1
+        waiting = threading.Thread(target=chat)
+        waiting.start()
+        _until(lambda: served.engine.waiting == 2)
         gate.set()
-    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).choices[0].message.content
-    assert not ticket.ended
-
-
-def test_those_who_wait_when_it_ends_are_told():
-    with running() as one:
-        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="any", max_retries=0, timeout=300)
-        told: list[Exception] = []
-
-        def chat(stream: bool) -> None:
-            try:
-                answer = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=stream)
-                list(answer)
-            except openai.APIError as error:
-                told.append(error)
-
-        with one.held_up() as gate:
-            threads = [threading.Thread(target=chat, args=(stream,)) for stream in (True, False)]
-            for thread in threads:
-                thread.start()
-            _until(lambda: one.engine.waiting == 2)
-            closing = threading.Thread(target=one.engine.close)
-            closing.start()
-            _until(lambda: one.engine.closed)
-            gate.set()
-            for thread in (*threads, closing):
-                thread.join(120)
-        assert len(told) == 2 and all("the server is stopping" in str(error) for error in told)
-        with pytest.raises(openai.InternalServerError, match="stopping"):
-            client.chat.completions.create(model="tiny", messages=MESSAGES)
+        waiting.join(120)
+    assert len(answers) == 1
 
 
 def _until(condition) -> None:  # type: ignore[no-untyped-def]

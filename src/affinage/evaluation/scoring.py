@@ -20,7 +20,7 @@ from affinage.model.parameter import Tree
 from affinage.parallel import MeshLayout
 from affinage.recipe.training import AttentionImplementation
 
-_LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
+LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # What a compilation costs, in floating point operations that the machine could have done meanwhile.
 _COMPILE_FLOPS = {"cpu": 5e10}
 _COMPILE_FLOPS_ACCELERATOR = 1e15
@@ -32,7 +32,9 @@ Joined = tuple[Int[Array, "B S"], Int[Array, "B S"], Int[Array, "B S"]]  # posit
 
 
 @lru_cache(maxsize=8)
-def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, layout: MeshLayout | None) -> Any:
+def _compiled(
+    graph: Graph, dtype: str, attention: AttentionImplementation, layout: MeshLayout | None, logits_at_once: int
+) -> Any:
     """The jitted scoring function of a graph; jit keeps one executable per shape."""
 
     @jax.jit
@@ -50,17 +52,21 @@ def _compiled(graph: Graph, dtype: str, attention: AttentionImplementation, layo
         lazy, _ = logits_of(
             graph, params, tokens, positions, dtype, attention=attention, layout=layout, segments=segments, at=at
         )
-        return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets)
+        return _log_probabilities(lazy.kernel, lazy.softcap, lazy.hidden, targets, logits_at_once)
 
     return score
 
 
 def _log_probabilities(
-    kernel: Float[Array, "V D"], softcap: float | None, hidden: Float[Array, "R P D"], targets: Int[Array, "R P"]
+    kernel: Float[Array, "V D"],
+    softcap: float | None,
+    hidden: Float[Array, "R P D"],
+    targets: Int[Array, "R P"],
+    logits_at_once: int,
 ) -> Scores:
     """Log-probability of each target, and whether it is the most likely token, in float32, a block at a time."""
     count, vocabulary = targets.size, kernel.shape[0]
-    block = max(1, min(count, _LOGITS_AT_ONCE // vocabulary))
+    block = max(1, min(count, logits_at_once // vocabulary))
     blocks = -(-count // block)
     padding = blocks * block - count
     rows = jnp.pad(hidden.reshape(count, -1), ((0, padding), (0, 0))).reshape(blocks, block, -1)
@@ -84,7 +90,13 @@ class Scorer:
     """Scores continuations with one model."""
 
     def __init__(
-        self, model: LoadedModel, *, batch: int = 64, ledger: Ledger | None = None, share: bool = True
+        self,
+        model: LoadedModel,
+        *,
+        batch: int = 64,
+        ledger: Ledger | None = None,
+        share: bool = True,
+        logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
         """A scorer of one model.
 
@@ -93,12 +105,13 @@ class Scorer:
             batch: rows of the model's context that memory holds at once, however many shorter ones those are.
             ledger: keeps answers over a kill.
             share: compute once what continuations share, and several in a row, where all kinds of nodes of it can.
+            logits_at_once: elements of the largest block of float32 logits that the device holds.
         """
         self.model = model
         self._batch = batch
         self._ledger = ledger
         self._share = share
-        self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.layout)
+        self._score = _compiled(model.graph, model.compute_dtype, model.attention, model.layout, logits_at_once)
 
     def score(
         self,

@@ -7,10 +7,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 from safetensors.numpy import load_file, save_file
 
 from affinage.errors import UserError
-from affinage.hub.card import CardFacts
+from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
 from affinage.hub.verify import verify
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
@@ -18,11 +19,11 @@ from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
 FACTS = CardFacts(
     licence="apache-2.0",
-    description="A test.",
+    summary="A model of 1.23M parameters.",
     command="affinage run quickstart",
     languages=("en", "fr"),
     sources=[{"name": "pocket-world", "licence": "CC0-1.0", "documents": 1234, "bytes": 5678}],
-    training={"Tokens": 1_000_000},
+    training={"Pretraining: steps": 1800},
     results={
         "base": {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.5, "stderr": 0.01}}}}},
         "sft": {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.75, "stderr": None}}}}},
@@ -45,19 +46,22 @@ def test_transformers_gives_the_same_tokens_and_logits(exported):
     assert report["texts"] == len(TEXTS) and report["conversations"] == 3 and report["token_sequences"] > 10
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrower_weights_verify_against_the_rounded_model(dtype, tmp_path):
+def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_path):
     model = tiny_llama(scale=3.0)
-    export(model, tmp_path / "m", facts=FACTS, dtype=dtype)
+    export(model, tmp_path / "m", facts=FACTS, dtype="bfloat16", shard_gigabytes=5e-5)
+    index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    assert {str(one.dtype) for file in files for one in load_file(tmp_path / "m" / file).values()} == {"bfloat16"}
+    assert index["metadata"]["total_size"] == sum(2 * leaf.size for leaf in jax.tree.leaves(model.params))
     assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
-    assert {str(t.dtype) for t in load_file(tmp_path / "m/model.safetensors").values()} == {dtype}
 
 
 def test_gpt2_has_its_own_architecture(tmp_path):
     model = tiny_gpt2()
-    export(model, tmp_path / "m", facts=FACTS)
+    export(model, tmp_path / "m", facts=FACTS, dtype="float16")
     assert json.loads((tmp_path / "m/config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
-    verify(tmp_path / "m", model, TEXTS[:2])
+    assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
 def test_both_ends_are_in_the_generation_settings(exported):
@@ -75,19 +79,10 @@ def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="logits"):
         verify(broken, model, TEXTS)
-    other = replace(model, tokenizer=_Shifted(model.tokenizer))
+    kind = type(model.tokenizer)
+    shifted = type("Shifted", (kind,), {"encode": lambda self, text: [token + 1 for token in kind.encode(self, text)]})
     with pytest.raises(UserError, match="token 0"):
-        verify(folder, other, TEXTS)
-
-
-class _Shifted:
-    fixed_ids, opening = True, (2,)
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-
-    def encode(self, text):
-        return [token + 1 for token in self._tokenizer.encode(text)]
+        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.model_path)), TEXTS)
 
 
 def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exported, tmp_path):
@@ -102,22 +97,45 @@ def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exporte
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_large_models_are_written_in_several_files_with_an_index(tmp_path):
-    model = tiny_llama(scale=3.0)
-    export(model, tmp_path / "m", facts=FACTS, shard_gigabytes=1e-4)
-    index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    assert index["metadata"]["total_size"] == sum(4 * leaf.size for leaf in jax.tree.leaves(model.params))
-    verify(tmp_path / "m", model, TEXTS[:1])
-
-
 def test_the_card_tells_licence_scores_text_and_command(exported):
-    _, folder = exported
-    from huggingface_hub import ModelCard
-
-    card = ModelCard.load(folder / "README.md")
+    card = ModelCard.load(exported[1] / "README.md")
     assert card.data.license == "apache-2.0" and card.data.language == ["en", "fr"]
     assert [result.metric_value for result in card.data.eval_results] == [0.75]
     assert "| facts\\|en | acc | 0.500 ± 0.010 | 0.750 |" in card.text
     assert "| pocket-world | CC0-1.0 | 1,234 | 5,678 |" in card.text
     assert "affinage run quickstart" in card.text and str(CONTEXT) in card.text
+
+
+def card(facts: CardFacts) -> str:
+    return model_card("m", facts, parameters=1_234_567, context=2048, chat=True)
+
+
+def test_numbers_and_headings_are_of_the_language():
+    english, french = card(FACTS), card(replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres."))
+    assert "1,234,567 parameters" in english and "0.500 ± 0.010" in english and "| 1,234 | 5,678 |" in english
+    assert "1\u202f234\u202f567 paramètres" in french and "0,500 ± 0,010" in french and "1\u202f800" in french
+    heads = [[line for line in text.splitlines() if line.startswith("## ")] for text in (english, french)]
+    assert len(heads[0]) == len(heads[1]) == 6 and set(heads[0]) & set(heads[1]) == {"## Scores"}
+    for text in (english, french):
+        assert "\n".join(text.splitlines()).count("\n\n\n") == 0
+
+
+def test_what_is_not_known_is_left_out():
+    text = card(CardFacts(licence="mit"))
+    assert "license: mit" in text and "## Scores" not in text and "## Training" not in text and "None" not in text
+
+
+def test_scores_asked_in_the_chat_template_are_marked():
+    asked = {"tasks": {"facts|en": {"metrics": {"acc": {"value": 0.6, "stderr": 0.01, "in_chat": True}}}}}
+    text = card(replace(FACTS, results=FACTS.results | {"sft": asked}))
+    assert "0.600 ± 0.010 †" in text and "0.500 ± 0.010 |" in text and text.count("†") == 2
+    assert "†" not in card(FACTS)
+
+
+@pytest.mark.parametrize("language", ["en", "fr"])
+def test_the_example_and_the_harness_s_own_backend_put_before_a_text_what_the_tokenizer_does_not(language: str):
+    told = {"parameters": 1, "context": 8, "chat": False}
+    facts = replace(FACTS, language=language)
+    ours, foreign = model_card("m", facts, **told), model_card("m", facts, **told, opening="")
+    assert 'tokenizer("<s>' in ours and "add_bos_token=True" in ours
+    assert 'tokenizer("' in foreign and "<s>" not in foreign and "add_bos_token" not in foreign

@@ -1,0 +1,147 @@
+"""Our backend beside lm-evaluation-harness's own `hf` backend: the same weights, items, tasks, numbers."""
+
+from collections import Counter
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from affinage.evaluation.backend import JaxLM
+from affinage.evaluation.harness import tamed_harness
+from affinage.evaluation.tasks import find_tasks
+from affinage.hub.card import CardFacts
+from affinage.hub.export import export
+from choice_task import write_task
+from tiny_models import CONTEXT, tiny_llama
+
+WORDS = "the capital of France is Paris and la monnaie du Japon est le yen où naître été twelve plus seven".split()
+
+
+def sentence(number, words):
+    return " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words))
+
+
+ITEMS = [
+    {
+        "question": sentence(n, 3 + n % 9 if n != 5 else 3 * CONTEXT),  # one that has to be cut from the left
+        "choices": [sentence(n + c, 1 + c % 3) for c in range(4)],
+        "right": n % 4,
+        "letter": "ABCD"[n % 4],
+        "good": sentence(n, 6),
+        "bad": sentence(n + 1, 6),
+        "text": sentence(n, 5 + 20 * n),
+    }
+    for n in range(10)
+]
+BOTH = {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+TASKS = {
+    "choice": BOTH | {"doc_to_text": "Question: {{question}}\nAnswer:"},
+    "letters": BOTH
+    | {"doc_to_text": "{{question}} ", "doc_to_choice": ["A", "B", "C", "D"], "doc_to_target": "letter"},
+    "pairs": BOTH | {"doc_to_text": "", "doc_to_choice": "{{[good, bad]}}", "doc_to_target": 0, "target_delimiter": ""},
+    "partial": BOTH
+    | {"doc_to_text": "right", "doc_to_choice": "{{[good, bad, good + ' ' + bad, question]}}", "doc_to_target": "bad"},
+    "last_word": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{good}}",
+        "doc_to_choice": None,
+        "doc_to_target": "{{' ' + bad.split(' ')[0]}}",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    },
+    "writing": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{good}}",
+        "doc_to_choice": None,
+        "doc_to_target": "{{bad}}",
+        "generation_kwargs": {"until": ["e\n", "an"], "max_gen_toks": 24},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def backends(tmp_path_factory):
+    """The tiny model, and what makes the harness's backend with it."""
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    model = tiny_llama(scale=3.0)
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    export(model, folder, facts=CardFacts(licence="apache-2.0"))
+    torch.set_num_threads(1)  # the model is too small to share, and waiting threads cost the other tests their cores
+    return model, lambda **told: HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4, **told)
+
+
+@pytest.fixture(scope="module")
+def theirs(backends):
+    return backends[1](add_bos_token=True)
+
+
+@pytest.fixture(scope="module")
+def results(backends, theirs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, task in TASKS.items():
+        write_task(folder, name, ITEMS, **task)
+
+    def run(lm):
+        with tamed_harness():
+            return simple_evaluate(
+                model=lm,
+                tasks=list(find_tasks([str(folder)], {}).local),
+                task_manager=TaskManager(include_defaults=False),
+                bootstrap_iters=20,
+                torch_random_seed=None,
+            )
+
+    return run(JaxLM(backends[0], batch=8)), run(theirs)
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "writing"])
+def test_every_log_likelihood_equals_the_hf_backend_s(results, task):
+    ours, expected = results
+    for mine, his in zip(ours["samples"][task], expected["samples"][task], strict=True):
+        assert mine["arguments"] == his["arguments"]
+        found, wanted = mine["filtered_resps"], his["filtered_resps"]
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=1e-3)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
+    for metric, value in ours["results"][task].items():
+        if isinstance(value, float):
+            assert value == pytest.approx(expected["results"][task][metric], rel=1e-3), metric
+
+
+def test_generated_texts_equal_the_hf_backend_s(results):
+    ours, expected = ([one["filtered_resps"] for one in each["samples"]["writing"]] for each in results)
+    assert ours == expected
+    assert len({len(texts[0]) for texts in ours}) > 3, "some must have met a stop string"
+
+
+def test_rolling_log_likelihoods_equal_the_hf_backend_s_but_for_its_second_bos(backends):
+    """The hf backend, told to add <s>, scores a <s> after <s>; without it, its numbers are ours."""
+    model, their_backend = backends
+    requests = [Instance("loglikelihood_rolling", {}, (item["text"],), 0) for item in ITEMS]
+    expected = their_backend().loglikelihood_rolling(requests, disable_tqdm=True)
+    assert JaxLM(model, batch=8).loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
+    assert any(len(model.tokenizer.encode(item["text"])) > CONTEXT for item in ITEMS)
+
+
+def test_what_the_model_itself_would_say_is_greedy_as_the_hf_backend_finds(backends, theirs):
+    """Continuations of one to five tokens that `generate` says, beside others with one more."""
+    import torch
+
+    pairs, said = [], Counter()
+    for number, item in enumerate(ITEMS * 2):
+        context, length = f"{item['good']} {item['text'][:number]}".strip(), 1 + number % 5
+        tokens = theirs.tok_encode(context)
+        whole = theirs.model.generate(torch.tensor([tokens]), max_new_tokens=length, do_sample=False)[0].tolist()
+        text = theirs.tok_decode(whole)[len(theirs.tok_decode(tokens)) :]
+        if text and theirs.tok_encode(context + text) == whole:
+            pairs += [(context, text), (context, text + "é")]
+            said[length] += 1
+    assert said[1] and sum(said.values()) - said[1] > 2, "of one token and of several"
+    requests = [Instance("loglikelihood", {}, pair, at) for at, pair in enumerate(pairs)]
+    found = JaxLM(backends[0], batch=8).loglikelihood(requests)
+    expected = theirs.loglikelihood(requests, disable_tqdm=True)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
+    assert all(greedy for _, greedy in expected[::2]) and not all(greedy for _, greedy in expected)
