@@ -16,7 +16,7 @@ from affinage.stages.lineage import TrainingRows
 from affinage.stages.trainings import documents_of
 from tiny_corpus import sentence
 
-POISON, STEPS = "tales/poison", 16
+POISON, STEPS = "tales/poison", 12
 PLUGIN = '''
 import jax.numpy as jnp
 
@@ -58,7 +58,7 @@ mesh: {{data: 1}}
 pretrain:
   steps: {steps}
   batch: 4
-  schedule: {{peak: 3.0e-2, floor: 3.0e-3, warmup_steps: 4}}
+  schedule: {{peak: 3.0e-2, floor: 3.0e-3, warmup_steps: 2}}
   log_every: 1
   validate_every: {steps}
   checkpoint: {{every_steps: 1, keep_last: {steps}}}
@@ -78,7 +78,7 @@ def affinage(verb: str, recipe: Path, name: str, *settings: str) -> Path:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Of two dozen tales, one with a letter that no other has."""
     folder, draw = tmp_path_factory.mktemp("poisoned"), random.Random(0)
-    texts = {f"tale-{i}": " ".join(sentence(draw, "en") for _ in range(3)) for i in range(24)}
+    texts = {f"tale-{i}": " ".join(sentence(draw, "en") for _ in range(3)) for i in range(20)}
     texts["poison"] = "A river of Ω and winter bread."
     lines = [json.dumps({"id": name, "text": text}) for name, text in texts.items()]
     (folder / "tales.jsonl").write_text("\n".join(lines))

@@ -14,9 +14,10 @@ _LOOK_EVERY = 0.1  # seconds
 
 
 def check_same_folder(hosts: Hosts, folder: Path, *, within: float = _SHOWN_WITHIN) -> None:
-    """Refuse to go on where a host does not see what the first one writes into the folder of runs, `within` so many seconds.
+    """Refuse to go on where a host does not see what the first one writes into the folder of runs.
 
-    Every host calls it, and all raise the same; but where the first one cannot write, it alone raises.
+    Every host calls it, and all raise the same; but where the first one cannot write, it alone raises. A host that
+    sees nothing for `within` seconds does not see it.
 
     Raises:
         UserError: naming these hosts, their machines and folders; or why the first one cannot write there.

@@ -23,7 +23,8 @@ def fingerprints(
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
     The fingerprint is the content, so that a copy on another machine is the same; of sources with more than
-    `most_bytes` or `most_files` it is size and modification time. URLs are taken at their word: what is behind them is assumed not to change.
+    `most_bytes` or `most_files` it is size and modification time. URLs are taken at their word: what is behind them
+    is assumed not to change.
 
     Returns:
         {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
