@@ -1,8 +1,6 @@
 """The recipe of Julian's text, on small stand-ins of its sources: each in the form in which it is published."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from affinage.cli.program import main
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
 from affinage.data.special_tokens import CODE, ENDCODE, EOS
@@ -109,18 +108,7 @@ def test_every_source_is_read_in_its_own_form(mirror, tmp_path):
     assert len({(row["source"], row["id"]) for row in rows}) == len(rows)
 
 
-def test_a_sample_is_a_share_of_each_source_and_part_of_a_larger_sample(mirror, tmp_path):
-    everything = {(row["source"], row["id"]) for row in collected(mirror, tmp_path / "all")[1]}
-    shares = {}
-    for share in (0.2, 0.5):
-        summary, rows = collected(mirror, tmp_path / str(share), sample=share)
-        shares[share] = {(row["source"], row["id"]) for row in rows}
-        assert summary["not_sampled"] + len(rows) == len(everything)
-        assert abs(len(rows) / len(everything) - share) < 0.12
-    assert shares[0.2] < shares[0.5] < everything
-    assert shares[0.2] == {(r["source"], r["id"]) for r in collected(mirror, tmp_path / "again", sample=0.2)[1]}
-
-
+@pytest.mark.full
 def test_the_whole_road_of_the_data(mirror, tmp_path):
     settings = {
         "data.mirror": mirror,
@@ -131,10 +119,9 @@ def test_the_whole_road_of_the_data(mirror, tmp_path):
         "data.split.max_similarity": 0,
     }
     asked = [f"--set={key}={value}" for key, value in settings.items()]
-    code = "import sys; from affinage.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "data", "julian-data", "--runs", str(tmp_path), *asked]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "julian-data", "--runs", str(tmp_path), *asked])
+    assert not ended.value.code
     run = tmp_path / "julian-data"
     summary = json.loads((run / "rows" / "manifest.json").read_text())["summary"]
     split = json.loads((run / "split" / "manifest.json").read_text())["summary"]
@@ -151,10 +138,9 @@ def test_the_whole_road_of_the_data(mirror, tmp_path):
     assert not np.isin(np.load(next(iter(oscar.glob("rows-*.npy")))), [CODE, ENDCODE]).any()
 
 
-def test_without_a_network_or_a_mirror_it_says_so_before_anything_runs(tmp_path):
-    code = "import sys; from affinage.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "data", "julian-data", "--dry-run", "--runs", str(tmp_path)]
-    ran = subprocess.run([*command, "--set", f"data.mirror={tmp_path}"], capture_output=True, text=True, timeout=300)
-    said = " ".join((ran.stdout + ran.stderr).split())
-    assert ran.returncode == 2 and "would run" not in said
-    assert "no such file or folder" in said and "wikipedia-en" in said and "julian-data.yaml" in said
+def test_without_a_network_or_a_mirror_it_is_refused_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "julian-data", "--dry-run", "--runs", str(tmp_path), "--set", f"data.mirror={tmp_path}"])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and "would run" not in told.out
+    assert "wikipedia-en" in told.err and "julian-data.yaml" in told.err

@@ -6,10 +6,8 @@ import pytest
 import yaml
 
 from affinage.data.documents import read_documents
-from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
 from affinage.stages.flow import Flow, Runs
-from affinage.stages.foresight import check
 from affinage.stages.looking import table_beside
 from affinage.stages.road import road_of
 
@@ -114,8 +112,3 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     (tmp_path / "items.jsonl").write_text(json.dumps({"q": "Another question"}) + "\n")
     reasons = {step.stage.name: step.reason for step in flow().plan()}
     assert reasons["deduplicate"] == "complete" and "items.jsonl" in reasons["decontaminate"]
-
-
-def test_a_file_that_is_not_there_is_said_before_anything_runs(load):
-    with pytest.raises(UserError, match="there is no `none"):
-        check(load("", "data.decontaminate.against=[none.txt]"), ["decontaminate"])

@@ -63,7 +63,6 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
     _train(*changed, status=2)
     told = " ".join(capsys.readouterr().err.split())
     assert str(plugin) in told and "pretrain.checkpoint.accept_changes=[code" in told
-    _train(*changed, "pretrain.checkpoint.accept_changes=[code]")
 
 
 def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):

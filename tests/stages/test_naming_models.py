@@ -58,28 +58,24 @@ def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "named"),
     [
-        ("three", "there is no model `three`\n  Runs in runs: one, two."),
-        ("one@last", "`@last` is no checkpoint"),
-        (
-            "runs",
-            "runs: this is no model, but a folder with models in it\n  Name one of those in it: runs/one, runs/two.",
-        ),
-        ("runs/store", "Name one of those in it: runs/store/pretrain-"),
-        ("folder", "folder: there is no model in this folder, and it is no run"),
-        ("runs/begun", "runs/begun: no model has been trained here yet"),
-        ("many", "many/0, many/1, many/2, many/3, many/4 and 2 more."),
+        ("three", "one, two"),
+        ("one@last", "`@last`"),
+        ("runs", "runs/one, runs/two"),
+        ("runs/store", "runs/store/pretrain-"),
+        ("folder", "folder"),
+        ("runs/begun", "runs/begun"),
+        ("many", "many/0, many/1, many/2, many/3, many/4 and 2 more"),
     ],
 )
-def test_there_is_no_such_model(runs, tmp_path, monkeypatch, spec, message):
-    monkeypatch.chdir(tmp_path)
+def test_without_such_a_model_those_that_are_there_are_named(runs, tmp_path, spec, named):
     for name in ("runs/begun/recipe.json", "folder/x.txt", *(f"many/{number}/config.json" for number in range(7))):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
     with pytest.raises(UserError) as caught:
         locate_model(spec, Path("runs"))
-    assert message in str(caught.value)
+    assert named in str(caught.value)
 
 
 def test_a_run_and_a_folder_of_one_name(runs, tmp_path):
@@ -87,8 +83,8 @@ def test_a_run_and_a_folder_of_one_name(runs, tmp_path):
     (tmp_path / "one").mkdir()
     assert locate_model("one", folder)[0].name.startswith("sft-"), "a folder without a model is not meant"
     (tmp_path / "one" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is a run and also a folder here") as caught:
+    with pytest.raises(UserError) as caught:
         locate_model("one@3", folder.relative_to(tmp_path))
-    assert caught.value.fix == "Write `runs/one` for the run, `./one` for the folder."
+    assert "`runs/one`" in caught.value.fix and "`./one`" in caught.value.fix
     assert locate_model("./one", folder)[0] == tmp_path / "one"
     assert locate_model("runs/one", folder)[0].name.startswith("sft-")

@@ -27,17 +27,17 @@ from affinage.recipe.load import load_recipe
 from affinage.recipe.tuning import WatchSettings
 from affinage.report.trainings import read_training
 from affinage.stages import looks
-from affinage.stages.in_loop import InLoop, by_language
+from affinage.stages.in_loop import by_language
 from affinage.stages.models import open_model
 from affinage.stages.road import road_of
 from affinage.stages.stage import StageContext
-from affinage.stages.watching import LOOKS, Watch, judge_of, right_items, seen_enough, worse
+from affinage.stages.watching import LOOKS, Watch, judge_of, right_items, seen_enough, within_epochs, worse
 from affinage.training.state import TrainState
 from choice_task import sums, write_items, write_task
 from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
-SUMS = "{{tasks: ['{}'], every_steps: 10, items: 12, batch: 1}}"  # 12 of 30 each time
+SUMS = "{{tasks: ['{}'], every_steps: 10, items: 12}}"  # 12 of 30 each time
 
 
 def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = (), status: int = 0) -> None:
@@ -130,7 +130,8 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     judge.say = told.append
     reasons = {step: judge.look(step, step, go_on) for step in (0, 10, 20, 30, 40)}
     assert [step for step, reason in reasons.items() if reason] == [40]
-    assert "a is worse than at step 0" in reasons[40] and len(told) == 5 and reasons[40] in told[-1]
+    assert "a is worse than at step 0" in reasons[40]
+    assert len(told) == 5 and all(reason in told[-1] for reason in reasons[40].split("; "))
     assert sorted(path.name for path in tmp_path.glob("kept-*")) == ["kept-0", "kept-10", "kept-20", "kept-30"]
     # Started again it says the same without a look, from another step it looks again.
     again = watch(tmp_path, lambda *_: pytest.fail("looked again"))
@@ -155,11 +156,22 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     assert refused.value.where == "sft.watch.tasks" and refused.value.fix
 
 
-def test_which_rows_were_seen_enough_is_named():
-    """Of a mixture, the source of which one step more would see a row again."""
-    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10})
-    assert "few" in seen_enough(feed, 10, 1.0) and "much" not in seen_enough(feed, 10, 1.0)
-    assert "few" not in seen_enough(feed, 150, 1.5)
+def test_it_ends_when_its_rows_were_seen_often_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """With the schedule; the message names the source of which one step more would see a row again."""
+    loaded = load_recipe(TINY, ["sft.steps=500", "sft.max_epochs=2", "sft.schedule.warmup_steps=50"])
+    feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10}, context=64)
+    fitted = within_epochs(loaded.recipe.sft, feed, "sft")
+    assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
+    assert "sft: ends at step 20 of 500" in capsys.readouterr().out
+    judge = judge_of(StageContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
+    reasons = [judge.look(step, None, go_on) for step in (10, 20)]
+    assert judge.due(20) and not judge.due(10) and reasons[0] == "" and "max_epochs" in reasons[1]
+    assert "few" in reasons[1] and "much" not in reasons[1]
+    assert "few" not in seen_enough(feed, 250, 2.0)
+    late = fitted.model_copy(update={"steps": 500, "schedule": fitted.schedule.model_copy(update={"from_step": 30})})
+    with pytest.raises(UserError) as refused:
+        within_epochs(late, feed, "sft")
+    assert refused.value.where == "sft.max_epochs" and refused.value.fix
 
 
 def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
@@ -257,22 +269,6 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
     assert set(bits) == {"en", "fr"} and bits["en"] == pytest.approx(last["pocket-world.en"]["bits_per_byte"])
     shown = read_training("pretrain", scored, {})
     assert [look.step for look in shown.looks] == [0, 10, 20] and set(shown.bits_per_byte) == {"en", "fr"}
-
-
-def test_what_a_stop_leaves_of_them_is_gone_on_with(scored: Path, tmp_path: Path):
-    loaded = load_recipe(TINY, [f"pretrain.evaluate={SUMS.format(scored.parents[1] / 'task/sums.yaml')}"])
-    inputs = {name: (scored.parent / name).resolve() for name in ("rows", "tokenizer")}
-    context, settings = StageContext(loaded, tmp_path, inputs, tmp_path), loaded.recipe.pretrain
-    model = open_model("tiny/pretrain", scored.parents[1])
-    assert settings is not None
-    state: Any = SimpleNamespace(params=model.params)
-    found, kept = [], ""
-    for stop in (StopsAfter(2), go_on):
-        found.append(InLoop(context, settings, model.graph, model.context, {}).scores(20, state, {}, stop))
-        kept = kept or (tmp_path / looks.ANSWERS).read_text()
-    assert found[0] is None and found[1] is not None
-    assert found[1]["tasks"] == lines(scored, "evaluation")[-1]["evaluation"]["tasks"]
-    assert_went_on(kept, (tmp_path / looks.ANSWERS).read_text())
 
 
 def test_benchmarks_of_facts_that_are_in_no_source_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -392,13 +388,3 @@ def test_with_keep_training_goes_on_and_preferences_begin_with_the_best_look(bas
     assert last["right"]["habit"] == answers(model, base.task, base.runs / "judged") != first["right"]["habit"]
     # And the adapters that are kept, of the first look, add nothing.
     assert weights("preferred", base.runs) == weights("preferred/sft", base.runs)
-
-
-def test_it_ends_when_its_rows_were_seen_once(runs: Path):
-    settings = ["sft.steps=500", "sft.max_epochs=1", "sft.held_out=0", "sft.sample=0.02"]
-    affinage("sft", runs, "name=once", *settings)
-    summary = json.loads((runs / "once/sft/summary.json").read_text())
-    rows = sum(len(np.load(path)) for path in (runs / "once/conversations/train").rglob("rows-*.npy"))
-    assert summary["steps"] == rows // 8 and "max_epochs" in summary["ended"]
-    rates = [line["learning_rate"] for line in lines(runs / "once/sft", "learning_rate")]
-    assert rates[-1] < rates[len(rates) // 2] < max(rates)

@@ -238,7 +238,7 @@ def _answers(
 
 
 def right_items(task: str, lines: Sequence[dict[str, Any]], setting: str) -> list[int]:
-    """Whether each item was right, as 1 or 0: by the first filter of a task that has several, as the same answer is one trial."""
+    """1 for each item that was right, 0 for the others: by the first filter of a task, as one answer is one trial."""
     items: dict[Any, dict[str, Any]] = {}
     for line in lines:
         items.setdefault(line["id"], line)  # they come filter by filter
