@@ -46,19 +46,12 @@ TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 
 def tokenizer_json(**changes: object) -> str:
     words = {"</s>": 0, "<|im_end|>": 1, "a": 2, "b": 3, "c": 4}
+    split = {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "a"}
+    none = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    added = [{"id": 0, "content": "</s>", **TOKEN}]
     return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [{"id": 0, "content": "</s>", **TOKEN}],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
-            "post_processor": None,
-            "decoder": None,
-            "model": {"type": "WordLevel", "vocab": words, "unk_token": "a"},
-        }
-        | changes
+        {"version": "1.0", "added_tokens": added, "pre_tokenizer": split, "model": model} | none | changes
     )
 
 
@@ -115,8 +108,9 @@ def test_the_names_of_sources_are_names_of_files(tmp_path: Path, name: str):
 # ---- arrays and weights
 
 
-def _read(path: Path, folder: Path) -> None:
-    prepare_arrays(ArraySettings(path=str(path)), folder, seed=0)
+def refuses(path: Path) -> None:
+    with pytest.raises(UserError):
+        prepare_arrays(ArraySettings(path=str(path)), path.parent / "out", seed=0)
 
 
 def test_arrays_with_pickles_are_refused(tmp_path: Path):
@@ -125,8 +119,7 @@ def test_arrays_with_pickles_are_refused(tmp_path: Path):
     np.savez(tmp_path / "a.npz", images=np.array([trap], dtype=object))
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(trap))
     for name in ("a.npy", "a.npz", "a.pkl"):
-        with pytest.raises(UserError):
-            _read(tmp_path / name, tmp_path / "out")
+        refuses(tmp_path / name)
     assert not sprung.exists()
 
 
@@ -135,13 +128,11 @@ def test_headers_of_arrays_that_promise_too_much_are_refused(tmp_path: Path, sha
     header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(64)
     (tmp_path / "a.npy").write_bytes(array)
-    with pytest.raises(UserError):
-        _read(tmp_path / "a.npy", tmp_path / "out")
+    refuses(tmp_path / "a.npy")
     packed = io.BytesIO()
     np.savez(packed, images=np.zeros(3))
     (tmp_path / "a.npz").write_bytes(packed.getvalue()[:-30])
-    with pytest.raises(UserError):
-        _read(tmp_path / "a.npz", tmp_path / "out")
+    refuses(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize(
@@ -150,10 +141,7 @@ def test_headers_of_arrays_that_promise_too_much_are_refused(tmp_path: Path, sha
         {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
         {"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}},
         {"w": {"dtype": "F32", "shape": [2], "data_offsets": [1 << 62, (1 << 62) + 8]}},
-        {
-            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-            "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
-        },
+        {n: {"dtype": "F32", "shape": [2], "data_offsets": [4 * i, 4 * i + 8]} for i, n in enumerate("ab")},
         {"w": {"dtype": "O", "shape": [1], "data_offsets": [0, 8]}},
         None,
     ],
@@ -255,9 +243,7 @@ def test_an_index_of_weights_that_is_none_ends_in_a_message(tmp_path: Path, inde
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        DEEP,
+        "", "{", DEEP,
         tokenizer_json(model=word_level(4_000_000_000)),
         tokenizer_json(model=word_level(-1)),
         tokenizer_json(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "zz"]]}),
@@ -265,7 +251,7 @@ def test_an_index_of_weights_that_is_none_ends_in_a_message(tmp_path: Path, inde
         tokenizer_json(pre_tokenizer={"type": "Python", "code": "import os"}),
         tokenizer_json(decoder={"type": "__import__"}),
     ],
-)
+)  # fmt: skip
 def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UserError):
@@ -275,19 +261,12 @@ def test_a_tokenizer_that_is_none_or_has_ids_far_off_ends_in_a_message(tmp_path:
 @pytest.mark.parametrize(
     "text",
     [
-        "{",
-        "[]",
-        DEEP,
-        '{"eos_token": ["x"]}',
-        '{"eos_token": {"x": 1}}',
-        '{"eos_token": {"content": 5}, "bos_token": {}}',
-        '{"chat_template": 5}',
-        '{"chat_template": ["a"]}',
-        '{"chat_template": [{"x": 1}]}',
-        '{"chat_template": [{"name": "default"}]}',
+        "{", "[]", DEEP, '{"eos_token": ["x"]}', '{"eos_token": {"x": 1}}',
+        '{"eos_token": {"content": 5}, "bos_token": {}}', '{"chat_template": 5}', '{"chat_template": ["a"]}',
+        '{"chat_template": [{"x": 1}]}', '{"chat_template": [{"name": "default"}]}',
         json.dumps({"chat_template": "{{ '<|im_start|>system\\n' + \"\\q\" + 'x' }}"}),
     ],
-)
+)  # fmt: skip
 def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
     (tmp_path / "tokenizer_config.json").write_text(text)

@@ -1,7 +1,7 @@
 """The way from a step to its documents and back, against a walk over all steps, and what the verbs print of it."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,6 @@ import pytest
 
 from affinage.cli.program import main
 from affinage.data.documents import read_documents
-from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import BOS
 from affinage.stages.lineage import TrainingRows
 from tiny_corpus import write_split
@@ -150,8 +149,7 @@ def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, caps
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
     whole = said(capsys, "data", "show", str(run), "--limit", "1000")
     assert {document["part"] for document in whole} == {"train", "validation"}
-    page = said(capsys, "data", "show", str(run), "--skip", "3", "--limit", "2")
-    assert page == whole[3:5]
+    assert said(capsys, "data", "show", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
     french = said(capsys, "data", "show", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
     assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
     removed = said(capsys, "data", "show", str(run), "--stage", "clean", "--reason", "too short")
@@ -160,14 +158,10 @@ def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
 
 def test_stats_agree_with_the_feed(run: Path, capsys):
     facts = said(capsys, "data", "stats", str(run))
-    rows = facts["rows"]
-    assert sum(group["rows"] for group in facts["groups"].values()) == rows["train"]["rows"]
+    assert sum(group["rows"] for group in facts["groups"].values()) == facts["rows"]["train"]["rows"]
     assert facts["stages"]["clean"]["removed"] == {"too short": 2}
-    feed: RowFeed = TrainingRows(run, "pretrain").feed
-    drawn = defaultdict(int)
-    for step in range(STEPS):
-        for folder, _ in feed.where(step):
-            drawn[folder] += 1
+    feed = TrainingRows(run, "pretrain").feed
+    drawn = Counter(folder for step in range(STEPS) for folder, _ in feed.where(step))
     epochs = {name: count / facts["groups"][name]["rows"] for name, count in drawn.items()}
     assert facts["training"]["epochs"] == pytest.approx(epochs)
 

@@ -94,10 +94,10 @@ def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
 @pytest.mark.parametrize(
     ("recipe", "settings", "where"),
     [
-        ("quickstart", ["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "parallel"),
-        ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "pretrain.attention"),
+        ("quickstart", ["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "mesh"),
+        ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "mesh"),
         ("quickstart", ["pretrain.update=layerwise", "pretrain.micro_batches=2"], "pretrain"),
-        ("quickstart", ["pretrain.update=layerwise", "parallel.remat=full"], "pretrain.update"),
+        ("quickstart", ["pretrain.update=layerwise", "parallel.remat=full"], "parallel.remat"),
         ("byol-digits", ["mesh={data: 1, context: 2}"], "mesh"),
     ],
     ids=["ring", "kernel", "micro-batches", "remat", "idle axis"],

@@ -45,21 +45,15 @@ def test_a_result_is_there_once_its_manifest_is(tmp_path):
     assert not [name for name in manifest["files"] if name.endswith(".part")]
 
 
-def test_what_is_damaged_is_not_complete(tmp_path):
+def test_what_is_damaged_is_not_complete_and_beginning_anew_clears_it(tmp_path):
     store = Store(tmp_path)
     folder = store.begin(REQUEST, anew=True)
     (folder / "a.bin").write_bytes(b"abc")
     finish(store)
-    (folder / "a.bin").write_bytes(b"ab")
-    assert "a.bin" in store.damage(REQUEST)
-    (folder / "a.bin").unlink()
-    assert "a.bin" in store.damage(REQUEST)
-    assert not store.is_complete(REQUEST)
-
-
-def test_beginning_anew_clears_and_going_on_keeps(tmp_path):
-    store = Store(tmp_path)
-    (store.begin(REQUEST, anew=True) / "left").write_text("x")
+    for damaged in (lambda: (folder / "a.bin").write_bytes(b"ab"), (folder / "a.bin").unlink):
+        damaged()
+        assert "a.bin" in store.damage(REQUEST) and not store.is_complete(REQUEST)
+    (folder / "left").touch()
     assert (store.begin(REQUEST, anew=False) / "left").exists()
     assert not (store.begin(REQUEST, anew=True) / "left").exists()
 

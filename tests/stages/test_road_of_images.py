@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from quiet import Quiet
 
 from affinage.checkpoint import CheckpointStore
 from affinage.data.arrays import ArrayFeed
@@ -39,16 +40,6 @@ pretrain:
 probe: {{features: encoder, labels_per_class: [4], draws: 3}}
 """
 ROAD = ["arrays", "pretrain", "probe"]
-
-
-class Quiet:
-    def began(self, step, folder): ...
-
-    def progressed(self, what): ...
-
-    def measured(self, row): ...
-
-    def ended(self, step, manifest): ...
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +96,10 @@ def test_the_probe_judges_trained_and_untrained_features_and_the_pixels(undistur
     assert found["probe"][0]["scores"]["pixels"]["accuracy"] > 0.9  # a straight cut between the halves
 
 
-def test_metrics_and_summary_count_images(undisturbed):
+def test_images_are_counted_and_the_report_shows_the_probe(undisturbed, tmp_path):
     rows = [json.loads(line) for line in (undisturbed.folder / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     assert [row["images"] for row in rows] == [16, 64, 128, 192]
     assert not any("token" in key for row in [*rows, summary(undisturbed, "pretrain")] for key in row)
-
-
-def test_the_report_shows_the_probe(undisturbed, tmp_path):
     shown = write_report(undisturbed.folder, tmp_path / "report.html")
     assert shown["sections"] == ["model", "pretrain", "probe", "predicted", "settings", "stages"]
     page = (tmp_path / "report.html").read_text()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from quiet import Quiet
 
 from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
@@ -20,17 +21,10 @@ from affinage.stages.stage import Stage, StageContext
 RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_runs_beside_each_other import flow, Silent
-flow(sys.argv[2], held_in=sys.argv[3]).run(Silent())
+from test_runs_beside_each_other import flow, Quiet
+flow(sys.argv[2], held_in=sys.argv[3]).run(Quiet())
 print("done", flush=True)
 """
-
-
-class Silent:
-    def began(self, step, folder): ...
-    def progressed(self, what): ...
-    def measured(self, row): ...
-    def ended(self, step, manifest): ...
 
 
 def shared(context: StageContext) -> dict:
@@ -106,7 +100,7 @@ def go_on(process: subprocess.Popen) -> None:
 def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(lambda: go_on(first))) as said:
-        assert [step.stage.name for step in flow("b").run(Silent())] == ["own"]
+        assert [step.stage.name for step in flow("b").run(Quiet())] == ["own"]
     assert said.getvalue().count("\n") == 1 and f"recipe a` (process {first.pid} on" in said.getvalue()
     assert first.stdout.readline() == "done\n"
     assert sorted(made()) == ["own of a", "own of b", "shared of a"]
@@ -115,18 +109,18 @@ def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
 
 def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refused(start):
     first = start("a", "own")
-    assert [step.stage.name for step in flow("b").run(Silent())] == ["own"]
+    assert [step.stage.name for step in flow("b").run(Quiet())] == ["own"]
     with pytest.raises(UserError) as refused:
-        flow("a").run(Silent())
+        flow("a").run(Quiet())
     assert f"process {first.pid}" in str(refused.value) and "runs/a" in str(refused.value) and refused.value.fix
     with pytest.raises(UserError):  # another run uses that result
-        flow("b", force=("shared",)).run(Silent())
+        flow("b", force=("shared",)).run(Quiet())
     assert made() == ["shared of a", "own of a", "own of b"]
 
     first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing
     first.wait()
-    assert [step.stage.name for step in flow("a").run(Silent())] == ["own"]
-    assert len(flow("b", force=("shared",)).run(Silent())) == 2
+    assert [step.stage.name for step in flow("a").run(Quiet())] == ["own"]
+    assert len(flow("b", force=("shared",)).run(Quiet())) == 2
 
 
 def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_other(start, monkeypatch):
@@ -134,11 +128,11 @@ def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_
     plan = second.plan
     monkeypatch.setattr(second, "plan", lambda: start("a", "shared") and plan())
     with pytest.raises(UserError):
-        second.run(Silent())
+        second.run(Quiet())
     assert {entry.name for entry in Path("runs/a").iterdir()} == {"recipe.json", "run.json"}
 
 
 def test_what_a_killed_run_was_making_is_made_by_whoever_waited(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(first.kill)):
-        assert [step.stage.name for step in flow("b").run(Silent())] == ["shared", "own"]
+        assert [step.stage.name for step in flow("b").run(Quiet())] == ["shared", "own"]

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,30 +199,6 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
     assert asked == [2 * held + 4, 3 * held + 4]
 
 
-def test_a_look_writes_nothing_but_its_answers(tmp_path: Path):
-    task = write_task(tmp_path / "task", "sums", sums(6))
-    context = StageContext(load_recipe(TINY), tmp_path / "sft-0123", {}, tmp_path)
-    watch, state, model = WatchSettings(tasks=(str(task),), every_steps=10), SimpleNamespace(), tiny_llama()
-    told: list[tuple[str, int]] = []
-    found = looks.evaluated(
-        context, watch, "sft.watch", model, state, go_on, world=None,
-        answered=lambda task, line: told.append((task, line["id"])),
-    )  # fmt: skip
-    assert found is not None and told == [("sums", number) for number in range(6)]
-    assert [path.name for path in context.folder.iterdir()] == [looks.ANSWERS]
-
-
-def test_without_a_network_the_setting_is_named_that_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    context = StageContext(load_recipe(TINY), tmp_path / "sft-0123", {}, tmp_path)
-    watch, state = WatchSettings(tasks=("piqa",), every_steps=10), SimpleNamespace()
-    with pytest.raises(UserError) as told:
-        looks.evaluated(context, watch, "sft.watch", tiny_llama(), state, go_on, world=None)
-    assert told.value.where == "sft.watch.tasks" and "`data_dir`" in told.value.fix
-
-
 def test_how_a_look_is_made_is_in_no_key():
     def asked(**settings: object) -> dict[str, object]:
         given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
@@ -364,10 +338,9 @@ def test_a_look_that_was_stopped_is_gone_on_with(habit: SimpleNamespace, tmp_pat
 def test_with_keep_training_goes_on_and_preferences_begin_with_the_best_look(base: SimpleNamespace):
     """And these are adapters, which are looked at in the model that they make, and stop where it falls."""
     pairs = base.runs / "pairs.jsonl"
-    both = [{"prompt": f"Say {n}", "right": item["right"], **item} for n, item in enumerate(base.items)]
     told = [
-        {"prompt": one["prompt"], "chosen": said(one, 1 - one["right"]), "rejected": said(one, one["right"])}
-        for one in both
+        {"prompt": f"Say {n}", "chosen": said(item, 1 - item["right"]), "rejected": said(item, item["right"])}
+        for n, item in enumerate(base.items)
     ]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in told))
     schedule = {"peak": 1e-2, "floor": 1e-2}
