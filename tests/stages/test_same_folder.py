@@ -3,8 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from affinage.errors import UserError
 from affinage.stages.same_folder import check_same_folder
 from hosts_in_memory import Coordinator, HostInMemory
@@ -30,6 +28,7 @@ def test_one_folder_by_two_names_is_one(tmp_path: Path):
     (tmp_path / "mounted").symlink_to(tmp_path / "runs")
     assert check(tmp_path / "runs", tmp_path / "mounted") == [None] * 2
     assert list((tmp_path / "runs").iterdir()) == []
+    assert check(tmp_path / "alone") == [None] and not (tmp_path / "alone").exists()
 
 
 def test_hosts_with_disks_of_their_own_are_named_to_all(tmp_path: Path):
@@ -37,14 +36,3 @@ def test_hosts_with_disks_of_their_own_are_named_to_all(tmp_path: Path):
     for error in check(tmp_path / "a", tmp_path / "b", tmp_path / "a"):
         assert error is not None and error.fix
         assert "host 1" in error.what and str(tmp_path / "b") in error.what and "host 2" not in error.what
-
-
-def test_a_host_alone_writes_nothing(tmp_path: Path):
-    assert check(tmp_path / "runs") == [None] and not (tmp_path / "runs").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError) as refused:
-        check_same_folder(HostInMemory(0, 2), tmp_path / "file" / "runs")
-    assert str(tmp_path / "file") in refused.value.where and refused.value.fix
