@@ -110,7 +110,7 @@ def test_an_activation_and_a_norm_are_one_function_each(written):
 
 def test_a_changed_plugin_changes_the_model_and_not_the_data(written):
     before = keys(written)
-    (written / "my_nodes.py").open("a").write("# changed\n")
+    (written / "my_nodes.py").write_text((written / "my_nodes.py").read_text() + "# changed\n")
     after = keys(written)
     assert {name for name in before if before[name] != after[name]} == MODEL_STAGES
 

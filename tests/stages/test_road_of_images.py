@@ -146,4 +146,4 @@ def test_interrupted_in_the_middle_it_ends_with_the_same_bits(folder, undisturbe
 def test_a_mistake_names_what_to_write(folder, undisturbed, change, named):
     with pytest.raises(UserError) as told:
         flow(folder, "mistaken", RECIPE.replace(*change)).run(Quiet())
-    assert named in f"{told.value.what} {told.value.fix}" and told.value.fix
+    assert named in f"{told.value.what} {told.value.fix}"
