@@ -8,7 +8,7 @@ import pytest
 
 from affinage.errors import UserError
 from affinage.stages.models import is_chat, locate_model, made_from, open_model
-from affinage.stages.store import MANIFEST
+from affinage.stages.store import MANIFEST, read_request
 
 
 @pytest.fixture
@@ -37,11 +37,13 @@ def test_what_a_model_was_made_from(runs: Path):
 
 
 def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs: Path):
+    base = (runs / "base/pretrain").resolve()
+    _, key = read_request(base)
+    other = Path(shutil.copytree(base, runs / f"store/pretrain-{'0' * 12}"))
+    (other / "request.json").write_text((other / "request.json").read_text().replace(key, "0" * 64))
     (runs / "tiny/pretrain").unlink()
-    (runs / "tiny/pretrain").symlink_to(
-        shutil.copytree((runs / "base/pretrain").resolve(), runs / "store/pretrain-other")
-    )
-    assert locate_model("tiny", runs)[0].name == "pretrain-other"
+    (runs / "tiny/pretrain").symlink_to(other)
+    assert locate_model("tiny", runs)[0] == other
 
 
 @pytest.mark.parametrize(
