@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from template_forms import PLAIN, THOUGHTFUL, ours
 from unpacked import documents_in
 
 from affinage.data.chat import encode_prompt

@@ -15,9 +15,9 @@ from affinage.data.world.agreement import scenes
 from affinage.data.world.arithmetic import STATEMENTS as SUMS
 from affinage.data.world.arithmetic import calculations
 from affinage.data.world.english import sentence
-from affinage.data.world.facts import LANGUAGES, Fact, build_facts, by_domain, distractors
+from affinage.data.world.facts import LANGUAGES, Fact, build_facts
 from affinage.data.world.junk import jaccard
-from affinage.data.world.templates import LISTS, OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
+from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.tasks import find_tasks
