@@ -95,7 +95,7 @@ ZEPHYR = (
 
 def with_template(template: str | None, system_prompt: str) -> LoadedModel:
     """`tiny_llama`, talked to in a chat template of its own."""
-    own = Tokenizer(tokenizer().model_path)  # the cached one stays as it is
+    own = type(tokenizer())(tokenizer().model_path)  # the cached one stays as it is
     own.use_template(template)
     return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
 
