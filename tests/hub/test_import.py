@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -92,7 +91,7 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in tensors.items()}
     for name, shape in zip(tensors, itertools.cycle([(), (0,), (7,), (2, 3, 5)])):
         save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=re.escape(name)):
+        with pytest.raises(UserError, match="shape"):
             read_hub_folder(tmp_path)
 
 
