@@ -65,13 +65,6 @@ def test_shingle_sets_are_those_of_the_obvious_splitting(a, b, ngram):
         assert jaccard(one, other, 0.0) == pytest.approx(jaccard_of(a, b, ngram))
 
 
-@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60), min_size=1), st.sampled_from([0.1, 0.5, 0.8, 1.0]))
-def test_jaccard_stops_early_only_below_the_threshold(a, b, threshold):
-    exact = len(a & b) / len(a | b)
-    found = jaccard(np.array(sorted(a), np.uint64), np.array(sorted(b), np.uint64), threshold)
-    assert found == (exact if exact >= threshold else -1)
-
-
 @pytest.fixture(scope="module")
 def planted() -> tuple[list[str], list[tuple[int, int]]]:
     rng = random.Random(5)

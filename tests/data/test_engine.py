@@ -98,6 +98,7 @@ def by_one(tmp_path_factory) -> tuple:
     return folder / "lines", items, chain(folder / "lines", folder, items, LocalEngine(1))
 
 
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
 def test_every_stage_gives_what_one_process_gives(engine, by_one, tmp_path, monkeypatch):
     monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10_000)
     lines, items, expected = by_one

@@ -50,4 +50,4 @@ def test_interruptions_change_nothing_and_finished_work_is_kept(stage: str, tmp_
         assert len(list((tmp_path / "out").glob("finished/*.json"))) > 1
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
     assert run(stage, folder, tmp_path / "out") == undisturbed and undisturbed[0]["documents_out"] > 0
-    assert stage != "clean" or before and all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert stage != "clean" or (before and all(path.stat().st_mtime_ns == time for path, time in before.items()))

@@ -51,7 +51,6 @@ def test_batches_equal_single_texts(tokenizer: Tokenizer):
     flat, ends = tokenizer.encode_flat(batch)
     assert flat.dtype == tokenizer.dtype
     assert [part.tolist() for part in np.split(flat, ends[:-1])] == expected
-    assert tokenizer.encode_flat([])[1].tolist() == []
 
 
 def test_characters_have_one_id_each_and_strangers_are_unknown(characters: Tokenizer):
