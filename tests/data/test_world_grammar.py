@@ -16,9 +16,11 @@ US: les États-Unis, des États-Unis, aux États-Unis; PH: les Philippines, des 
 KM: les Comores, des Comores, aux Comores; CU: Cuba, de Cuba, à Cuba; MC: Monaco, de Monaco, à Monaco;
 IL: Israël, d'Israël, en Israël; OM: Oman, d'Oman, à Oman; CY: Chypre, de Chypre, à Chypre;
 IR: l'Iran, de l'Iran, en Iran; AO: l'Angola, de l'Angola, en Angola; UY: l'Uruguay, de l'Uruguay, en Uruguay;
-EC: l'Équateur, de l'Équateur, en Équateur; MX: le Mexique, du Mexique, au Mexique;
+EC: l'Équateur, de l'Équateur, en Équateur; EG: l'Égypte, de l'Égypte, en Égypte;
+MX: le Mexique, du Mexique, au Mexique;
 ZA: l'Afrique du Sud, de l'Afrique du Sud, en Afrique du Sud; KH: le Cambodge, du Cambodge, au Cambodge;
-ZW: le Zimbabwe, du Zimbabwe, au Zimbabwe; HU: la Hongrie, de la Hongrie, en Hongrie;
+ZW: le Zimbabwe, du Zimbabwe, au Zimbabwe; HN: le Honduras, du Honduras, au Honduras;
+HU: la Hongrie, de la Hongrie, en Hongrie;
 CI: la Côte d'Ivoire, de la Côte d'Ivoire, en Côte d'Ivoire; SS: le Soudan du Sud, du Soudan du Sud, au Soudan du Sud;
 BB: la Barbade, de la Barbade, à la Barbade; JM: la Jamaïque, de la Jamaïque, en Jamaïque
 """  # code: with article, of, in
