@@ -56,17 +56,13 @@ def test_conversations_that_several_threads_encode_do_not_mix():
     assert told == wanted * 50
 
 
-@pytest.mark.parametrize(("form", "end"), [("llama3", "<|eot_id|>"), ("qwen3", "<|im_end|>"), ("zephyr", "</s>")])
-def test_generation_stops_at_the_templates_end_of_a_turn(form: str, end: str):
-    assert ours(form).controls[end] in ours(form).stops
-
-
-def test_documents_end_with_a_token_that_no_conversation_holds():
+def test_answers_end_with_their_turn_and_documents_with_a_token_that_no_conversation_holds():
     """Where </s> ends a turn or a thought, it would hide the turn before from the one after."""
     written = "{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}"
     thinking = written.replace("{{", "{{ (message.reasoning_content or '') + '</s>' +")
     ends = [with_template(source).template.marks(with_template(source)).end for source in (written, thinking)]
     controls = ours("qwen3").controls
+    assert controls["<|im_end|>"] in ours("qwen3").stops and controls["<|eot_id|>"] in ours("llama3").stops
     assert ends == [controls["</s>"], controls["<pad>"]]
     assert all(ours(form).template.marks(ours(form)).end != ours(form).controls["</s>"] for form in PIECES)
 

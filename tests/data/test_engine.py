@@ -15,7 +15,7 @@ from affinage.data.clean import clean
 from affinage.data.collect import collect
 from affinage.data.decontaminate import decontaminate
 from affinage.data.deduplicate import deduplicate
-from affinage.data.engine import Engine, LocalEngine, open_engine
+from affinage.data.engine import Engine, LocalEngine
 from affinage.data.ray_engine import RayEngine
 from affinage.data.split import split
 from affinage.errors import UserError
@@ -57,12 +57,6 @@ def test_results_come_in_order_and_mistakes_as_they_are(engine):
         with pytest.raises(UserError) as refused:
             each.map(squared, [1, -1])
         assert (refused.value.where, refused.value.fix) == ("here", "leave it")
-
-
-def test_the_recipe_says_how_many_workers():
-    for workers in (1, 5):
-        with open_engine(DataSettings(sources=("x",), workers=workers)) as engine:
-            assert engine.workers == workers
 
 
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], engine: Engine) -> list:
