@@ -18,12 +18,10 @@ import zstandard
 from affinage.data import collect as collecting
 from affinage.data import records
 from affinage.data.collect import collect
-from affinage.data.conversation_files import read_conversations
 from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
 from affinage.recipe.sources import SourceSettings, location
-from affinage.recipe.tuning import ConversationSettings
 from affinage.stages.sources import fingerprints
 from source_forms import collected, rows_of, write_lines
 
@@ -286,15 +284,3 @@ def test_repeated_ids_are_numbered_and_counted(folder, tmp_path):
     ids = [row["id"] for row in rows]
     assert ids[50:] == ["0@2", "1@2", "1@3", "1@4", "500"] and len(set(ids)) == len(ids)
     assert summary["repeated_ids"] == {"documents": 4, "by_source": {"texts": 4}, "samples": ["0", "1"]}
-
-
-def test_conversations_of_foreign_files(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{"id": "\\ud83d", "prompt": "p", "completion": "c"}\n')
-    (found,) = read_conversations(ConversationSettings(path=f"file://{tmp_path}/c.jsonl"))
-    assert found.id == "\ufffd" and found.messages[1]["content"] == "c"
-    table = half_utf8()
-    pq.write_table(
-        table.append_column("prompt", table["text"]).append_column("completion", table["text"]), tmp_path / "h.parquet"
-    )
-    good, bad = read_conversations(ConversationSettings(path=str(tmp_path / "h.parquet")))
-    assert good.messages[0]["content"] == "abc" and "not UTF-8" in str(bad) and "h.parquet:2" in str(bad)

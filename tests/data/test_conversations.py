@@ -36,11 +36,8 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int =
             source = write_lines(folder / f"source-{number}.jsonl", lines)
         told.append(source if isinstance(source, dict) else str(source))
     given = {"steps": 1, "batch": 1, "schedule": {"peak": 1e-3, "floor": 0}, "held_out": 0, "system_prompt": ""}
-    world = others.pop("world_folder", None)
     settings = SftSettings.model_validate(given | {"sources": told} | others)
-    return prepare_conversations(
-        settings, tokenizer, folder / "rows", context=context, seed=0, world_folder=world and Path(str(world))
-    )
+    return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0)
 
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:
@@ -117,14 +114,6 @@ def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Pat
              (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
     limited = [chosen({"path": str(path), "examples": 20}) for path in paths]
     assert len(limited[0]) == 20 and limited[0] == limited[1]
-
-
-def test_the_pocket_world_is_read_from_its_folder(bpe: Tokenizer, tmp_path: Path):
-    write_lines(tmp_path / "world/chat.jsonl", [{"messages": ask(f"{i}?", "yes")} for i in range(5)])
-    summary = prepare(tmp_path, bpe, "pocket-world", world_folder=tmp_path / "world")
-    assert list(summary["by_source"]) == ["pocket-world"]
-    with pytest.raises(UserError):
-        prepare(tmp_path, bpe, "pocket-world")
 
 
 def test_the_example_marks_what_is_trained_and_what_was_cut(bpe: Tokenizer, tmp_path: Path):

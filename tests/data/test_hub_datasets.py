@@ -1,7 +1,5 @@
 """Datasets of Hugging Face's library: folders of it, streaming that resumes, and a Hub that cannot be reached."""
 
-import json
-
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +8,7 @@ import pytest
 import hub_server
 from affinage.data import collect as collecting
 from affinage.data import documents
-from affinage.data.hub_datasets import DatasetPart, Stream, at_commit
+from affinage.data.hub_datasets import Stream, at_commit
 from affinage.errors import UserError
 from affinage.recipe.data import SourceSettings
 from hub_server import Fault
@@ -55,19 +53,6 @@ def test_a_folder_of_json_lines_and_a_saved_dataset(tmp_path):
     source = {"dataset": str(tmp_path / "saved"), "text_key": "body"}
     assert [row["text"] for row in collected(tmp_path / "two", source)[1]] == [row["text"] for row in rows]
     assert len(collected(tmp_path / "three", {**source, "split": "test"})[1]) == 2
-
-
-def test_a_stream_goes_on_from_every_position(tables):
-    settings = SourceSettings(dataset=str(tables))
-    whole = list(Stream(DatasetPart(str(tables), 0, 1), settings))
-    assert [record.text for record in whole] == EXPECTED
-    for taken in range(1, 120, 17):
-        stream = Stream(DatasetPart(str(tables), 0, 1), settings)
-        records = iter(stream)
-        for _ in range(taken):
-            next(records)
-        state = json.loads(json.dumps(stream.state()))
-        assert list(Stream(DatasetPart(str(tables), 0, 1), settings, state)) == whole[taken:]
 
 
 def test_a_killed_stage_goes_on_within_the_stream(tables, tmp_path, monkeypatch):
