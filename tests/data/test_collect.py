@@ -18,12 +18,10 @@ import zstandard
 from affinage.data import collect as collecting
 from affinage.data import records
 from affinage.data.collect import collect
-from affinage.data.conversation_files import read_conversations
 from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
 from affinage.recipe.sources import SourceSettings, location
-from affinage.recipe.tuning import ConversationSettings
 from affinage.stages.sources import fingerprints
 from source_forms import collected, rows_of, write_lines
 
@@ -131,9 +129,6 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     assert row == {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "licence": "MIT", "text": "t"}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
     assert (row["source"], row["language"]) == ("mine", "fr")
-    write_lines(tmp_path / "world" / "documents" / "facts.jsonl", [{"id": "7", "text": "t", "lang": "en"}])
-    _, (row,) = run(tmp_path, "pocket-world", world=tmp_path / "world")
-    assert (row["source"], row["id"]) == ("pocket-world", "7")
 
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
@@ -158,14 +153,14 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
 @pytest.mark.parametrize("suffix", ["", ".bz2", ".zst"])
 def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000_000)
-    long = b'{"text": "before"}\n{"text": "' + b"x" * 15_000_000 + b'"}\n{"text": "after"}\n'
+    long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](long))
     del long
     tracemalloc.start()
     try:
         summary, rows = run(tmp_path, str(path))
-        assert tracemalloc.get_traced_memory()[1] < 12_000_000
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
     assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
@@ -236,7 +231,6 @@ def test_a_limit_takes_the_beginning_of_every_part(folder, tmp_path):
     summary, rows = run(tmp_path, source)
     assert [row["id"] for row in rows] == [str(100 * k + i) for k in range(3) for i in range(10)]
     assert summary["bytes_out"] == 3_000
-    assert sum(len(row["text"]) for row in run(tmp_path, source, sample=0.5)[1]) <= 1_525
 
 
 def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
@@ -290,18 +284,3 @@ def test_repeated_ids_are_numbered_and_counted(folder, tmp_path):
     ids = [row["id"] for row in rows]
     assert ids[50:] == ["0@2", "1@2", "1@3", "1@4", "500"] and len(set(ids)) == len(ids)
     assert summary["repeated_ids"] == {"documents": 4, "by_source": {"texts": 4}, "samples": ["0", "1"]}
-    write_lines(tmp_path / "a.jsonl", [{"id": id, "text": f"of {id}"} for id in ("a", "a", "a@2", "a", "a@2")])
-    _, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
-    assert [row["id"] for row in rows] == ["a", "a@3", "a@2", "a@4", "a@2@2"], "ids that look like ours stay unique"
-
-
-def test_conversations_of_foreign_files(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{"id": "\\ud83d", "prompt": "p", "completion": "c"}\n')
-    (found,) = read_conversations(ConversationSettings(path=f"file://{tmp_path}/c.jsonl"))
-    assert found.id == "\ufffd" and found.messages[1]["content"] == "c"
-    table = half_utf8()
-    pq.write_table(
-        table.append_column("prompt", table["text"]).append_column("completion", table["text"]), tmp_path / "h.parquet"
-    )
-    good, bad = read_conversations(ConversationSettings(path=str(tmp_path / "h.parquet")))
-    assert good.messages[0]["content"] == "abc" and "not UTF-8" in str(bad) and "h.parquet:2" in str(bad)
