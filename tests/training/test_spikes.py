@@ -107,6 +107,7 @@ def test_a_spike_in_a_steep_fall_stands_out_of_the_noise_around_it(each: float, 
         sick = clean.copy()
         sick[:, step] += deviations * noise[:, step]
         assert (scores(sick)[:, step] > 6).mean() > 0.95
+    clean, noise = falls(40)
     sick = clean.copy()
     sick[:, [40, 43, 46]] *= 10  # they do not hide one that follows
     sick[:, 48] += 64 * noise[:, 48]
