@@ -41,12 +41,12 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(tmp_path: Path, looked_at: list[float]):
     summary = None
-    for hook in (tiny.fails_at(8), tiny.stops_at(9), None):
+    for hook in (tiny.fails_at(8), tiny.stops_at(12), None):
         with contextlib.nullcontext() if hook is None else pytest.raises((Preempted, RuntimeError)):
             how = {"feed": SlowFeed(), "validation": {"x": tiny.HeldOut()}, "log_every": 2}
-            summary = train(tiny.job(tmp_path, 10, hook, **how))
+            summary = train(tiny.job(tmp_path, 14, hook, **how))
         time.sleep(0.3)
-    assert summary is not None and summary["resumed_at"] == [5, 9]
+    assert summary is not None and summary["resumed_at"] == [5, 12]
     wall = looked_at[-1] - float((tmp_path / "alive").read_text())
     seconds = summary["seconds"]
     assert seconds["total"] == pytest.approx(wall, rel=0.01)
