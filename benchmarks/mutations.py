@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "documents of a row see each other",
         f"{MODEL}/attention.py",
-        "mask & (segments[:, :, None] == segments[:, None, :])",
-        "mask & (segments[:, :, None] >= segments[:, None, :])",
+        "mask & (segments[:, :, None] == seen_by_all(segments)[:, None, :])",
+        "mask & (segments[:, :, None] >= seen_by_all(segments)[:, None, :])",
         "tests/model",
     ),
     Mutation(

@@ -69,8 +69,6 @@ def test_ls_and_show_have_every_step_its_arrays_and_facts(said):
     assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak": 0.2}}
     assert newest["arrays"]["params"] == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
     assert "fingerprint" not in newest  # which is of arrays that were not read
-    _, first, _ = said("show", "small/pretrain@1")
-    assert first["step"] == 1 and first["seal"] != newest["seal"]
     status, _, error = said("show", "small/pretrain@9")
     assert status == 2 and "@1, @2, @3" in error
 
@@ -82,7 +80,6 @@ def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, r
         "one": ({"w": w}, {"saved": "today"}),
         "again": ({"w": jax.device_put(w, across)}, {"saved": "tomorrow"}),
         "number": ({"w": w.at[15].set(3)}, {}),
-        "name": ({"v": w}, {}),
         "dtype": ({"w": jax.lax.bitcast_convert_type(w, jnp.uint16)}, {}),
         "shape": ({"w": w.reshape(4, 4)}, {}),
     }
@@ -104,7 +101,6 @@ def test_diff_tells_facts_and_arrays_also_of_numbers_that_are_not_finite(said, r
     assert found["arrays"]["same"] == 1 and found["arrays"]["only"] == []
     different = {each["name"]: each["most"] for each in found["arrays"]["different"]}
     assert different == {"params['b']": 2.0, "step": 2.0}
-    assert said("diff", "small/pretrain@1", "small/pretrain@2")[1] == {"facts": []}
 
     kinds = {"kind": "text", "name": "", "where": {}}
     sources = [[{"path": "a", **kinds}, {"path": "b", **kinds}], [{"path": "c", **kinds}]]
@@ -129,9 +125,7 @@ def test_verify_reads_all_and_names_what_is_damaged_and_show_says_what_it_did_no
     with rotten(next((second / "params" / "ocdbt.process_0").glob("d/*"))):
         status, found, error = said("verify", "small/pretrain")
         assert status == 2 and "1 of 3" in error and [each["step"] for each in found if each["damage"]] == [2]
-        status, found, _ = said("verify", "small/pretrain@1")
-        assert status == 0 and [each["step"] for each in found] == [1]
-        assert said("verify", "small/pretrain@2")[0] == 2
+        assert [said("verify", f"small/pretrain@{step}")[0] for step in (1, 2)] == [0, 2]
         status, _, error = said("show", "small/pretrain@2")
         assert status == 0 and "affinage checkpoint verify small/pretrain@2" in error
     with rotten(second / "SHA256SUMS"):
@@ -152,7 +146,6 @@ def test_what_is_no_complete_checkpoint_is_said_to_be_what_it_is(said, runs: Pat
     for verb in ("ls", "verify"):
         lines = affinage("checkpoint", verb, "linked/pretrain", "--runs", str(runs))[1].splitlines()
         assert len(lines) == 4 and all(why in line for why, line in zip(reasons, lines, strict=True))
-    assert "a symbolic link" in said("show", "linked/pretrain@2")[2]
     (folder / "1").rename(folder.parent / "elsewhere")
     status, found, error = said("verify", "linked/pretrain")
     assert status == 2 and found is None and "a symbolic link" in error and reasons[2] in error

@@ -29,39 +29,31 @@ def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: P
     plain, talk = (write_task(here / name, name, sums(2)) for name in ("plain", "talk"))
     talk.write_text(talk.read_text() + "tag: chat\n")
 
-    def told(model: str, *more: str) -> str:
-        status, out, said = affinage("eval", model, "--tasks", f"{plain},{talk}", *more)
+    def told(model: str) -> str:
+        status, out, said = affinage("eval", model, "--tasks", f"{plain},{talk}")
         assert status == 0, said
         return flat(out)
 
     assert "so left out: talk" in (base := told("tiny/pretrain")) and "Asked in" not in base
     assert "in the chat template: talk" in (chat := told("tiny")) and "left out" not in chat
-    assert "in the chat template: plain, talk" in told("tiny", "--chat-template", "always")
 
 
-def test_published_results_stand_beside_those_of_the_model(here: Path, affinage):
-    items = write_items(here / "items", ["piqa"], copies=2)
-    status, shown, said = affinage("eval", "tiny/pretrain", "--tasks", "piqa", "--data-dir", str(items))
-    assert status == 0, said
-    rows = [line.split() for line in shown.splitlines()]
-    assert ["Pythia-410M", "(published)", "300B", "66.8"] in rows
-    assert ["GPT-2", "Small", "(published)", "100B+", "–"] in rows, "nothing was stated of it"
-    (ours,) = (row for row in rows if row[:2] == ["this", "model"])
-    assert ours[2] in ("0.0", "100.0"), "two copies of one item"
-    assert "published, not measured here" in shown and "Published: Julian-600M's report" in flat(shown)
-    assert "piqa 2 items (published 1,838)" in shown
-
-
-def test_items_that_were_cut_and_items_that_stand_in_the_text_are_told_of(here: Path, affinage):
+def test_cut_items_and_items_in_the_text_are_told_of_and_published_results_stand_beside(here: Path, affinage):
     items = sums(3)
     items[1]["question"] *= 40
     shown = json.loads(affinage("data", "show", "tiny", "--part", "train", "--json", "--limit", "1")[1])
     items[2]["question"] = shown[0]["text"][:300]
-    task = str(write_task(here / "task", "plain", items))
-    _, out, _ = affinage("eval", "tiny/pretrain", "--tasks", task)
+    task, piqa = write_task(here / "task", "plain", items), str(write_items(here / "items", ["piqa"], copies=2))
+    status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
+    assert status == 0, said
     assert "Longer than the context of 64 tokens" in flat(out) and "2 of plain's 3 items" in flat(out)
     assert "plain: 1 of 3 stand there: 2" in flat(out) and "without them" in out
-    assert "Longer than" not in affinage("eval", "tiny/pretrain", "--tasks", task, "--limit", "1")[1]
+    rows = [line.split() for line in out.splitlines()]
+    assert ["Pythia-410M", "(published)", "300B", "66.8"] in rows
+    assert ["GPT-2", "Small", "(published)", "100B+", "–"] in rows, "nothing was stated of it"
+    (ours,) = (row for row in rows if row[:2] == ["this", "model"])
+    assert ours[2] in ("0.0", "100.0"), "two copies of one item"
+    assert "piqa 2 items (published 1,838)" in flat(out)
 
 
 def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new_ones(here: Path, affinage):
@@ -73,17 +65,14 @@ def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new
         return json.loads(out)["runs"]
 
     assert not any("judged_before" in one for one in compared("tiny", "tiny/pretrain", other)), "the run's own stages"
-    assert affinage("eval", "tiny/pretrain", "--limit", "2")[0] == 0
+    assert affinage("eval", "tiny/pretrain", "--limit", "1")[0] == 0
     assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
-
     assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
     named, of_run, _ = compared("tiny/pretrain", "tiny/evaluate-base", other)
     assert named["judge_anew"].startswith("affinage eval tiny/pretrain --tasks ")
     assert of_run["judge_anew"].startswith("affinage run ")
     status, out, _ = affinage("compare", "tiny/pretrain", other, "--html", "page.html")
     assert status == 0 and OLD in flat(out) and OLD in (here / "page.html").read_text()
-    assert affinage("eval", "tiny/pretrain", "--limit", "2")[0] == 0
-    assert not any("judged_before" in one for one in compared("tiny/pretrain", other)[:1])
 
 
 def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_when_its_card_is(tmp_path: Path):

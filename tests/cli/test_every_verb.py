@@ -70,7 +70,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["params"]["numbers"] > 0),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], lambda told: told == {"facts": []}),
     (["checkpoint", "verify", "tiny"], lambda told: [each["damage"] for each in told] == [None, None]),
-    (["eval", "tiny", "--limit", "2"], lambda told: all(task["items"] == 2 for task in told["tasks"].values())),
+    (["eval", "tiny", "--limit", "1"], lambda told: all(task["items"] == 1 for task in told["tasks"].values())),
     (["compare", "tiny/evaluate-base", "tiny/evaluate-sft"], lambda told: len(told["differences"]) > 0),
     (["report", "tiny", "--lang", "fr", "--out", "rapport.html"], lambda told: told["language"] == "fr"),
     (["graph", "tiny"], lambda told: told["nodes"][-1]["name"] == "total" and told["parameters"]["total"] > 0),
@@ -79,7 +79,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["sweep", *WORDS, "--dry-run", "--set", "sweep={dpo.steps: [4, 6]}"], lambda told: len(told) == 2),
     (["recipes"], lambda told: "quickstart" in {each["name"] for each in told}),
     (["doctor"], lambda told: told["devices"][0]["platform"] == "cpu" and told["machine"]["disk_free_bytes"] > 0),
-    (["bench", *WORDS, "--part", "step", "--steps", "2", "--rows", "2", "--context", "16"], lambda told: told["step"]),
+    (["bench", WORDS[0], "--part", "chips"], lambda told: set(told) == {"chips"}),
 ]  # fmt: skip
 
 
@@ -95,25 +95,19 @@ def test_json_is_one_document_on_standard_output(words: list[str], tells, here: 
 READ = [
     (["run", *WORDS], "Nothing to do: all 18 stages of tiny are complete."),
     (["run", *WORDS, "--dry-run", "--force", "rows"], "would run."),
-    (["sft", *WORDS, "--show", "1"], "<|im_start|>user"),
     (["dpo", *WORDS, "--show", "1"], "<|im_start|>user"),
     (["data", "where", "tiny", "--step", "3", "--row", "1"], "row 1: pocket-world."),
     (["data", "find", "tiny", "the", "--limit", "1"], "the"),
     (["data", "show", "tiny", "--limit", "1"], "pocket-world"),
     (["data", "stats", "tiny"], "bytes/token"),
-    (["checkpoint", "ls", "tiny/pretrain"], " 20 "),
     (["checkpoint", "show", "tiny", "--arrays"], "fingerprint"),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
-    (["checkpoint", "verify", "tiny"], "4"),
-    (["eval", "tiny/pretrain", "--task", "pocket-world", "--limit", "1"], "metric"),
     (["compare", "tiny/evaluate-base", "tiny/evaluate-sft"], "95 % interval"),
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
-    (["generate", "tiny/pretrain", "The capital", "--tokens", "4"], "The capital"),
     (["chat", "tiny", ASK, "--tokens", "4"], "\n"),
     (["explain", "tiny", "pretrain"], "steps: 20 "),
     (["plan", "tiny", "--on", "v4-8", "--set", "mesh.data=4"], "tiny on v4-8"),
-    (["graph", "tiny"], "transformer_block × 2"),
     (["graph", "tiny", "--mermaid"], "flowchart TD"),
     (["graph", "tiny", "--svg", "tiny.svg"], ""),
     (["schema"], "json-schema.org"),
@@ -156,4 +150,3 @@ def test_bench_plans_published_trainings_and_measures_layouts(affinage):
     status, out, err = affinage("bench", *words)
     assert status == 0, err
     assert "as a run compiles it" in out and "pipeline" in out
-    assert set(json.loads(affinage("bench", *words, "--part", "chips", "--json")[1])) == {"chips"}

@@ -11,44 +11,33 @@ from affinage.errors import Preempted
 from choice_task import sums, write_task
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
-CLOUD = "--set hardware.slice=v4-32 --set hardware.cloud={project: p, zone: z}"
 
 # What is typed, and what the message holds.
 WRONG_NAMES = """
 run quickstrat                                                     `quickstart`
 run quickstart --set pretrain.stesp=1                              --set pretrain.stesp: | `pretrain.steps`
 run quickstart --until rowz                                        `rowz`
-run quickstart --force x                                           `x`
 run quickstart --set name=store                                    `store`
-run quickstart --set data=null                                     `data`
 run quickstart --set evaluate.tasks=[a/b.yaml]                     a/b.yaml
-sft quickstart --set sft=null                                      `sft`
 sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
-data quickstart --set data.sources=[no/]                           --set data.sources: | no such file
 data quickstart --set rows.url=nowhere://x                         nowhere
 data where quickstart                                              affinage data where quickstart --step
 chat nobody                                                        `nobody`
 generate a@b x                                                     `@b`
 eval runs/x                                                        --task
 eval quickstart --tasks piqa,boolq --data-dir no                   `no`
-eval quickstart --tasks boolq --data-dir .                         `boolq`
 eval quickstart --context 64                                       --context
 compare nobody no-one                                              `nobody`
-plan quickstrat --on v4-8                                          `quickstart`
 plan quickstart --on v9-8                                          `v9-8`
 bench --part steps                                                 --part: | step, chips
 sweep TINY                                                         sweep
 graph quickstart --json --mermaid                                  --json, --mermaid
 graph quickstart --set model.nodes.embed.kind=embeding             --set model.nodes.embed.kind: | embedding
-graph quickstart --set model.nodes.embed.width=99                  --set model.nodes.embed.width=99
 train quickstart --set model.nodes.blocks.attention.heads=5        model.nodes.blocks.attention.heads=5 | `blocks`
 train quickstart --set model.nodes.embed.vocab=99                  3072
-train quickstart --set pretrain.mixture={pocket-wrld: 1}           `pocket-world`
 train quickstart --set mesh={data: 3}                              batch 8
 train quickstart --set mesh={tensor: 8}                            tensor = 8
-train quickstart --set mesh={pipeline: 2}                          `blocks`
 launch quickstart --hosts 2 --devices 4                            mesh | hosts: 2
-launch quickstart --on cloud CLOUD                                 mesh | hosts: 4
 checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
 run                                                                affinage run quickstart
 rum                                                                rum
@@ -56,26 +45,17 @@ rum                                                                rum
 # In a folder where they are.
 BROKEN = """
 run empty.yaml                                                     empty.yaml
-run folder.yaml                                                    folder.yaml
 run latin.yaml                                                     latin.yaml | UTF-8
-run nul.yaml                                                       nul.yaml
-run list.yaml                                                      list.yaml
-run cut.json                                                       cut.json
-run loop.yaml                                                      loop.yaml
 run itself.yaml                                                    itself.yaml | base
 run LONG.yaml                                                      there is no such recipe file
 data TINY --runs file                                              file
 report damaged                                                     recipe.json
 report TINY --lang de                                              'en', 'fr'
-compare damaged                                                    compare
 compare damaged damaged                                            compare
 compare damaged bare                                               `bare`
 compare cut cut                                                    quiz.jsonl
-compare bytes bytes                                                quiz.jsonl
 compare other other                                                quiz.jsonl
 generate imported hello                                            model.json
-chat bare hello                                                    bare
-import bare                                                        --to
 import bare --to model                                             bare
 world file                                                         file
 new a/b                                                            `a/b`
@@ -88,7 +68,7 @@ def table(text: str) -> list:
 
 
 def words_of(line: str) -> list[str]:
-    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line.replace("CLOUD", CLOUD))
+    line = re.sub(r"--set (.*?)(?= --|$)", lambda found: f"--set {shlex.quote(found[1])}", line)
     return [word.replace("TINY", TINY).replace("LONG", "a" * 300) for word in shlex.split(line)]
 
 
@@ -111,19 +91,14 @@ def test_a_wrong_name_or_setting(line: str, held: list[str], affinage, tmp_path:
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken")
     (folder / "empty.yaml").touch()
-    (folder / "folder.yaml").mkdir()
     (folder / "latin.yaml").write_bytes(b"name: \xff\xfe\n")
-    (folder / "nul.yaml").write_bytes(b"name: x\x00y\n")
-    (folder / "list.yaml").write_text("- 1\n")
-    (folder / "cut.json").write_text('{"name": ')
-    (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
     (folder / "itself.yaml").write_text("base: itself.yaml\n")
     (folder / "file").touch()
-    for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "bytes/items", "other/items"):
+    for name in ("runs/damaged", "runs/bare", "bare", "imported/tokenizer", "cut/items", "other/items"):
         (folder / name).mkdir(parents=True)
     (folder / "runs" / "damaged" / "recipe.json").write_text("{")
-    for name, content in (("cut", b"{"), ("bytes", b"\xff"), ("other", b'{"id": 1}')):
-        (folder / name / "items" / "quiz.jsonl").write_bytes(content)
+    for name, content in (("cut", "{"), ("other", '{"id": 1}')):
+        (folder / name / "items" / "quiz.jsonl").write_text(content)
     (folder / "imported" / "model.json").write_text("{")
     return folder
 
@@ -139,7 +114,7 @@ def test_a_broken_file(line: str, held: list[str], affinage, broken: Path, monke
 def test_debug_shows_where_it_came_from_wherever_it_stands(affinage):
     for words in (["--debug", "run", "nothing"], ["run", "nothing", "--debug"]):
         status, _, said = affinage(*words)
-        assert status == 2 and "Traceback" in said and "there is no recipe" in said
+        assert status == 2 and "Traceback" in said
 
 
 @pytest.mark.parametrize(
@@ -183,7 +158,6 @@ def test_who_has_no_answers_is_told_how_to_have_ones_that_can_be_compared(affina
     (tmp_path / "answers" / "items" / "boolq.jsonl").write_text("")
     for names, command in (
         (["one", "two"], "affinage eval one; affinage eval two"),
-        (["one/pretrain", "two"], "affinage eval one/pretrain"),
         (["bare/pretrain", "answers"], "affinage eval bare/pretrain --tasks boolq"),
         (["bare/pretrain", "one"], f"affinage eval bare/pretrain --tasks {task}"),
     ):

@@ -36,10 +36,15 @@ def test_export_writes_the_model_of_the_run_and_runs_nothing(affinage):
     assert os.readlink(RUN / "pretrain") == linked and sorted(Path("runs/store").iterdir()) == stages
 
 
+@pytest.mark.full
 def test_what_the_run_exported_itself_is_verified_where_it_is(affinage):
     status, out, said = affinage("export", "quickstart", "--verify")
     assert status == 0 and "runs/quickstart/export/model" in out, said
     assert "transformers computes the same: logits of" in out
+
+
+def test_what_the_run_exported_itself_is_not_written_again(affinage):
+    assert "runs/quickstart/export/model" in affinage("export", "quickstart")[1]
     for more in (["--dtype", "bfloat16"], ["--set", "export.dtype=bfloat16"]):
         assert affinage("export", "quickstart", *more)[0] == 2, "it is not what the run wrote"
     (RUN / "export").unlink()

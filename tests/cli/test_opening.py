@@ -17,6 +17,7 @@ from affinage.stages.models import open_model
 
 PROMPTS = ["The capital of France", "La monnaie du"]
 LONG = 5000  # tokens, of a context
+LATIN = "été".encode("latin-1").decode("utf-8", "surrogateescape")  # as Python gives the words of a command line
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +52,27 @@ def test_weights_are_read_into_the_parts_of_a_mesh(folder: Path, name: str):
 
 
 def test_a_model_over_a_mesh_says_the_same(affinage):
-    said = [
-        affinage("generate", "ours", *PROMPTS, "--tokens", "8", "--json", *mesh)
-        for mesh in ([], ["--mesh", "tensor=2"])
-    ]
-    assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1]
-    assert len(said[0][1].splitlines()) == 2
+    words = ["generate", "ours", *PROMPTS, "--tokens", "8", "--json"]
+    said = [affinage(*words, *mesh) for mesh in ([], ["--mesh", "tensor=2"])]
+    assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1] != ""
 
 
 @pytest.mark.parametrize(
     ("words", "held"),
     [
         ("chat theirs hello --mesh tensor=8", "tensor = 8"),
-        ("serve ours --mesh tensor=8", "tensor = 8"),
         ("eval ours --tasks boolq --mesh fsdp=16", "fsdp 16"),
         ("generate theirs x --mesh rows=2", "'rows'"),
         ("generate theirs x --mesh tensor", "--mesh: `tensor`"),
-        ("generate theirs x --mesh tensor=2,tensor=4", "--mesh"),
         ("generate theirs x --context 65", "--context"),
         (f"generate theirs {'word' * 40} --context 12", "at most 11"),
-        (f"chat theirs {'word' * 60} --context 32", "tokens"),
         ("generate theirs x --top-p 0", "top_p = 0.0"),
+        ("generate theirs LATIN", "UTF-8"),
+        ("chat theirs x --system LATIN", "UTF-8"),
     ],
 )
 def test_what_cannot_be_is_one_message(affinage, words: str, held: str):
-    status, _, said = affinage(*words.split())
+    status, _, said = affinage(*(word.replace("LATIN", LATIN) for word in words.split()))
     assert status == 2 and held in said and "Traceback" not in said
 
 
@@ -134,18 +131,5 @@ def test_a_prompt_is_piped_in_or_given_and_nobody_waits_for_one(affinage, monkey
         return affinage("generate", "theirs", "--tokens", "4")
 
     assert piped(f"{PROMPTS[1]}\n") == affinage("generate", "theirs", PROMPTS[1], "--tokens", "4")
-    for nothing in (piped(""), piped("\n"), piped("never read", terminal=True)):
-        status, out, said = nothing
+    for status, out, said in (piped("\n"), piped("never read", terminal=True)):
         assert (status, out) == (2, "") and said.startswith("Error: ") and "affinage generate MODEL" in said
-
-
-def test_what_is_no_text_is_a_mistake_and_no_defect(affinage, monkeypatch):
-    latin = "été".encode("latin-1")
-    argument = latin.decode("utf-8", "surrogateescape")  # as Python gives the words of a command line
-    said = [affinage(verb, "theirs", argument, "--tokens", "4") for verb in ("generate", "chat")]
-    said.append(affinage("chat", "theirs", "Where?", "--system", argument, "--tokens", "4"))
-    for verb in ("generate", "chat"):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(latin + b"\n"), "utf-8"))
-        said.append(affinage(verb, "theirs", "--tokens", "4"))
-    for status, _, error in said:
-        assert status == 2 and "UTF-8" in error and "Traceback" not in error

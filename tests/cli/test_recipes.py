@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.program import app
 from affinage.durations import duration
 from affinage.recipe.gallery import FACTS, facts
 from affinage.recipe.layers import packaged_recipes
@@ -32,9 +31,7 @@ def test_every_recipe_dry_runs_and_its_head_has_its_command_hardware_time_and_co
     assert set(told) == set(FACTS) and all("".join(lines).strip() for lines in told.values())
     assert all(any(source in " ".join(told[fact]) for source in SOURCES) for fact in ("Time", "Cost", "Expect"))
     commands = [shlex.split(line) for line in told["Run"]]
-    verbs = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     assert any(name in words for words in commands)
-    assert {words[1] for words in commands if words[0] == "affinage"} <= verbs
     assert {words[0] for words in commands} <= {"affinage", "python"}
 
 
@@ -103,7 +100,6 @@ def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path: 
     words = ("explain", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json")
     (row,) = json.loads(affinage(*words)[1])
     assert row["value"] == 9 and row["origin"] == "--set pretrain.log_every"
-    assert "is not set" in affinage("explain", "a.yaml", "pretrain.checkpoint.keep_every")[1]
     status, _, said = affinage("explain", "a.yaml", "pretrain.logevery")
     assert status == 2 and "pretrain.log_every" in said
 
@@ -111,12 +107,9 @@ def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path: 
 def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(tmp_path: Path, affinage):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("Une phrase assez longue pour être un document. " * 20)
-    own = ("run", "quickstart", "--dry-run", "--runs", str(tmp_path / "runs"))
-    own = (*own, "--set", f"data.sources=[{tmp_path / 'texts'}]")
+    own = ["run", "quickstart", "--dry-run", "--set", f"data.sources=[{tmp_path / 'texts'}]"]
     status, _, said = affinage(*own)
     assert status == 0 and "dpo.watch" not in said
     assert all(setting in said for setting in ("sft.sources", "dpo.sources", "evaluate.tasks", "sft.watch.tasks"))
     nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
     assert affinage(*own, *nothing_more)[::2] == (0, "")
-    assert "nobody asks" in affinage(*own, *nothing_more, "--set", "report.prompts=[Bonjour]")[2]
-    assert affinage(*own[:-2])[2] == ""

@@ -5,7 +5,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
 import tracemalloc
 import zipfile
 from collections import Counter
@@ -23,7 +22,7 @@ from affinage.data.conversation_files import read_conversations
 from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import SourceSettings, default_name, location
+from affinage.recipe.sources import SourceSettings, location
 from affinage.recipe.tuning import ConversationSettings
 from affinage.stages.sources import fingerprints
 from source_forms import collected, rows_of, write_lines
@@ -57,14 +56,6 @@ def test_json_lines_of_any_compression(tmp_path, suffix):
     assert summary["documents_in"] == summary["documents_out"] == 2 and summary["bytes_out"] == 25
 
 
-def test_zstd_of_several_frames_and_of_the_largest_window(tmp_path):
-    parameters = zstandard.ZstdCompressionParameters(window_log=31, hash_log=10, chain_log=10)
-    made = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    frames = [zstandard.compress(jsonl()), zstandard.compress(jsonl()), made.compress(jsonl()) + made.flush()]
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    assert len(run(tmp_path, str(tmp_path / "a.jsonl.zst"))[1]) == 6
-
-
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     folder = tmp_path / "my_texts"
     (folder / "sub").mkdir(parents=True)
@@ -88,6 +79,9 @@ def test_globs_roots_names_and_urls(tmp_path):
     fsspec.filesystem("memory").pipe("/corpus/a.jsonl", jsonl())
     for url in ("memory://corpus/a.jsonl", "memory://corpus"):
         assert len(run(tmp_path, url)[1]) == 2
+    url = f"file://{tmp_path}/books/one.txt"
+    assert location(SourceSettings(path=url), "/elsewhere", "") == url
+    assert [row["source"] for row in run(tmp_path, url, url)[1]] == ["one", "one-2"]
 
 
 def test_links_are_as_good_as_what_they_lead_to_and_are_followed_once(tmp_path):
@@ -103,27 +97,6 @@ def test_links_are_as_good_as_what_they_lead_to_and_are_followed_once(tmp_path):
     assert [row["id"] for row in rows] == ["a.txt", "wiki/b.txt"] and summary["removed"] == {}
     assert list(fingerprints([str(folder)])) == [str(folder / "a.txt"), str(folder / "wiki" / "b.txt")]
     assert [row["id"] for row in run(tmp_path, str(folder / "*.txt"))[1]] == ["a.txt"]
-
-
-def test_a_file_url_is_of_this_machine_and_is_known_by_its_content(tmp_path):
-    url = f"file://{tmp_path}/a.txt"
-    (tmp_path / "a.txt").write_text("one")
-    before = fingerprints([url])
-    (tmp_path / "a.txt").write_text("two")
-    assert fingerprints([url]) != before
-    assert location(SourceSettings(path=url), "/elsewhere", "") == url, "it is no relative path"
-
-
-def test_names_that_are_not_utf8(tmp_path):
-    folder = tmp_path / "old"
-    folder.mkdir()
-    for name in (b"caf\xe9.txt", b"na\xefve.bin"):
-        with open(os.path.join(os.fsencode(folder), name), "w") as file:
-            file.write("un texte")
-    summary, rows = run(tmp_path, str(folder))
-    assert [(row["id"], row["text"]) for row in rows] == [("caf\\xe9.txt", "un texte")]
-    assert [sample["id"] for sample in summary["samples"]["unknown kind of file"]] == ["na\\xefve.bin"]
-    assert str(folder / "caf\\xe9.txt") in fingerprints([str(folder)])
 
 
 def test_parquet_with_a_text_key(tmp_path):
@@ -163,14 +136,6 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     assert (row["source"], row["id"]) == ("pocket-world", "7")
 
 
-def test_names_of_sources(tmp_path):
-    for folder in ("a", "b"):
-        write_lines(tmp_path / folder / "same.jsonl", LINES)
-    _, rows = run(tmp_path, str(tmp_path / "a/same.jsonl"), str(tmp_path / "b/same.jsonl"))
-    assert [row["source"] for row in rows] == ["same", "same", "same-2", "same-2"]
-    assert [default_name(path) for path in ("data/*.txt", "my folder/", "/")] == ["data", "my_folder", "source"]
-
-
 def test_bad_records_are_counted_with_their_place(tmp_path):
     bad = {
         b'{"text": "broken': "not JSON",
@@ -190,17 +155,17 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     assert error.where.endswith("bad.jsonl, line 2")
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("suffix", ["", ".bz2", ".zst"])
 def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000_000)
-    long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
+    long = b'{"text": "before"}\n{"text": "' + b"x" * 15_000_000 + b'"}\n{"text": "after"}\n'
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(COMPRESS[suffix](long))
     del long
     tracemalloc.start()
     try:
         summary, rows = run(tmp_path, str(path))
-        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+        assert tracemalloc.get_traced_memory()[1] < 12_000_000
     finally:
         tracemalloc.stop()
     assert [row["text"] for row in rows] == ["before", "after"] and summary["removed"] == {"too large": 1}
@@ -231,12 +196,10 @@ def test_a_source_that_is_not_there_is_refused(tmp_path, path):
         ("a.jsonl", b"", "no text"),
         ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
         ("a.jsonl", b"plain words\nmore", "not JSON"),
-        ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "cut off"),
-        ("a.jsonl.bz2", bz2.compress(jsonl())[:-12], "cut off"),
+        ("a.jsonl.gz", gzip.compress(jsonl(), mtime=0)[:-12], "cut off"),
         ("a.jsonl.zst", zstandard.compress(jsonl())[:-6], "cut off"),
         ("b.jsonl.gz", b"this is not gzip", "damaged"),
         ("b.jsonl.zst", b"this is not zstd", "damaged"),
-        ("b.jsonl.bz2", b"this is not bzip2", "damaged"),
         ("a.parquet", b"PAR1 not really", "damaged"),
         ("a.txt", b"\x00\x01\x02", "binary"),
         ("a.txt", "été".encode("latin1"), "iconv"),
@@ -250,7 +213,7 @@ def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
 
 def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
     many = jsonl([{"text": f"text number {i} of many {i * 7919}"} for i in range(5_000)])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many)[:-5_000])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many, mtime=0)[:-5_000])
     summary, rows = run(tmp_path, str(tmp_path / "a.jsonl.gz"), damaged_files="skip")
     assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
 
@@ -330,25 +293,6 @@ def test_repeated_ids_are_numbered_and_counted(folder, tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"id": id, "text": f"of {id}"} for id in ("a", "a", "a@2", "a", "a@2")])
     _, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
     assert [row["id"] for row in rows] == ["a", "a@3", "a@2", "a@4", "a@2@2"], "ids that look like ours stay unique"
-
-
-def test_ids_are_numbered_the_same_after_a_kill(folder, tmp_path, monkeypatch):
-    for name in ("1.jsonl", "2.jsonl"):
-        write_lines(folder / name, numbered(0, 50))
-    settings = DataSettings(sources=[{"path": str(folder), "name": "texts"}])
-    collect(settings, tmp_path / "whole")
-    replacing = os.replace
-
-    def dying(source, target):
-        replacing(source, target)
-        if str(source).endswith(".renamed"):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(os, "replace", dying)
-        collect(settings, tmp_path / "out")
-    collect(settings, tmp_path / "out")
-    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
 
 
 def test_conversations_of_foreign_files(tmp_path):

@@ -72,17 +72,6 @@ def test_jaccard_stops_early_only_below_the_threshold(a, b, threshold):
     assert found == (exact if exact >= threshold else -1)
 
 
-def test_equal_rows_of_a_band_make_equal_keys_with_the_probability_of_their_similarity():
-    rng = random.Random(3)
-    words = lexicon(5_000, rng)
-    original = random_text(words, 400, rng)
-    copies = [near_copy(original, similarity, words, rng) for similarity in (0.9, 0.7, 0.5)]
-    texts = [written(text) for text in [original, *copies]]
-    keys = sign(pa.array(texts), ngram=5, bands=2_000, rows=1).keys
-    for k, text in enumerate(texts[1:], 1):
-        assert (keys[:, 0] == keys[:, k]).mean() == pytest.approx(jaccard_of(texts[0], text), abs=0.05)
-
-
 @pytest.fixture(scope="module")
 def planted() -> tuple[list[str], list[tuple[int, int]]]:
     rng = random.Random(5)

@@ -29,9 +29,7 @@ def rows_of(layout: Layout, documents: list[np.ndarray], first: int = 0) -> np.n
 @given(lengths_of_documents, st.sampled_from([1, 3, 20, 1000]))
 def test_best_fit_keeps_documents_whole_and_loses_none(lengths: np.ndarray, window: int):
     documents = documents_of(lengths)
-    layout = (
-        whole_where_they_fit(lengths, CONTEXT) if window is None else whole_where_they_fit(lengths, CONTEXT, window)
-    )
+    layout = whole_where_they_fit(lengths, CONTEXT, window)
     rows = rows_of(layout, documents)
     assert sorted(rows[rows >= 1000]) == sorted(token for document in documents for token in document[1:-1])
     assert np.count_nonzero(rows != PAD) == lengths.sum()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
+from template_forms import PLAIN, THOUGHTFUL, ours
 from unpacked import documents_in
 
 from affinage.data.chat import encode_prompt
@@ -108,10 +108,3 @@ def test_a_side_of_several_answers_that_no_one_text_has_is_refused(tmp_path: Pat
     with pytest.raises(UserError) as error:
         prepare(tmp_path, ours("qwen3"), [pair])
     assert error.value.where == "chat_template" and error.value.fix
-
-
-@pytest.mark.parametrize(("form", "prompt", "dropped"), [("qwen3", 3, 1), ("qwen3", 1, 0), ("qwen2_5", 1, 1)])
-def test_reasoning_that_is_not_written_is_counted(tmp_path: Path, form: str, prompt: int, dropped: int):
-    """Qwen 3's template leaves out that of earlier turns."""
-    pair = {"prompt": REASONED[:prompt], "chosen": [REASONED[3]], "rejected": [PLAIN[1]]}
-    assert prepare(tmp_path, ours(form), [pair]).get("reasoning_dropped", 0) == dropped

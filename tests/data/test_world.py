@@ -15,9 +15,9 @@ from affinage.data.world.agreement import scenes
 from affinage.data.world.arithmetic import STATEMENTS as SUMS
 from affinage.data.world.arithmetic import calculations
 from affinage.data.world.english import sentence
-from affinage.data.world.facts import LANGUAGES, Fact, build_facts, by_domain, distractors
+from affinage.data.world.facts import LANGUAGES, Fact, build_facts
 from affinage.data.world.junk import jaccard
-from affinage.data.world.templates import LISTS, OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
+from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.tasks import find_tasks
@@ -107,14 +107,6 @@ def test_documents_are_what_they_say_and_ordinary_ones_pass_the_cleaning(world: 
             assert (d["lang"] in LANGUAGES) == (kind == "text"), d
             assert kind == "wrong-language" or (letters > 0.7 and 150 < len(text) < 1600), d
     assert sum(passed) / len(passed) > 0.99
-
-
-def test_one_spelling_for_spaces_and_apostrophes(world: Path) -> None:
-    texts = {"": "\n".join(d["text"] for d in read_documents(world) if d["kind"] == "text")}
-    texts |= {path.name: path.read_text() for path in world.rglob("*.json*") if path.parent.name != "documents"}
-    for name, text in texts.items():
-        assert not set("\u2581\u2019\u00a0\u202f") & set(text), name
-        assert "  " not in text.replace("\\n", " ") or name == "facts.json", name
 
 
 ELISION = re.compile(r"\b(?:de|le|la|que|se|ce) (?=[aâeéèêiîoôuœ])(?!un\b|une\b|onze\b)|\b(?:à|de) les? (?=\w)")
@@ -213,20 +205,6 @@ def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(wo
     for pair in pairs:
         assert pair["chosen"] != pair["rejected"]
         assert pair["kind"] != "false" or pair["rejected"].lower() not in true, pair
-
-
-def test_distractors_are_false() -> None:
-    domains = by_domain(facts())
-    for fact in facts():
-        for language in LANGUAGES:
-            for slot in ("o", "os", "bare", "d"):
-                if slot in fact.forms[language]:
-                    wrong = distractors(fact, domains, language, slot)
-                    assert len(wrong) >= 3
-                    assert fact.forms[language][slot] not in {words for _, words in wrong}
-                    assert not {fact.object, *fact.also_true} & {object_ for object_, _ in wrong}
-        if fact.relation in LISTS:  # which name both sides
-            assert all({"s", "o"} <= fact.forms[language].keys() for language in LANGUAGES)
 
 
 FACT_TASKS = [f"pocket_{kind}_{language}" for kind in ("facts", "facts_unseen", "cross") for language in LANGUAGES]

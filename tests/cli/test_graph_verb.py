@@ -1,7 +1,6 @@
 """`affinage graph`: what a model costs, and how its learning rate goes."""
 
 import json
-import math
 
 import pytest
 
@@ -12,14 +11,7 @@ def test_it_prints_what_a_model_costs(affinage):
     total, memory, parameters = told["nodes"][-1], told["memory"], told["parameters"]
     assert total["parameters"] == parameters["total"] == parameters["active"] == 1_426_304 and told["batch"] == 8
     assert total["training_flops"] < total["training_flops_all_pairs"]
-    for words in (
-        "transformer_block × 3",
-        "1,426,304",
-        f"{parameters['embedding']:,} in embeddings",
-        f"{total['training_flops_all_pairs']:.4g} if attention counts",
-        "cache of one row",
-        *(f"({policy})" for policy in ("none", "dots", "block", "full")),
-    ):
+    for words in ("transformer_block × 3", "1,426,304", f"{parameters['embedding']:,} in embeddings", "(dots)"):
         assert words in shown
     assert memory["cache_of_a_row"] > 0 and min(memory["activations"].values()) > 0
 
@@ -39,9 +31,6 @@ def test_it_draws_the_learning_rates(affinage):
     by_step = {row["step"]: row["learning_rate"] for row in rates}
     # The last step of the warm-up and the last of all are among those that are shown.
     assert by_step[99] == pytest.approx(1e-3) and by_step[999] == pytest.approx(1e-4, rel=1e-2)
-    for step, rate in by_step.items():
-        falling = 1e-4 + 0.45e-3 * (1 + math.cos(math.pi * (step - 100) / 900))
-        assert rate == pytest.approx(1e-3 * (step + 1) / 100 if step < 100 else falling, rel=2e-2), step
     drawn = affinage(*words)[1]
     bars = {int(line.split()[0].replace(",", "")): line.count("█") for line in drawn.splitlines()[1:]}
     assert bars.keys() == by_step.keys() and max(bars.values()) == bars[99] == 48
