@@ -55,7 +55,6 @@ def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(
     assert seconds["paused"] >= 0.55 and 3 * SLOW <= seconds["lost"] <= wall - 0.6  # three steps after the last save
     assert all(seconds[name] > 0 for name in ("compute", "compile", "data", "validation", "save", "restore"))
     assert summary["saves"]["count"] > 1 and 0 < summary["saves"]["stall_mean"] <= summary["saves"]["stall_most"]
-    # Waiting for data is in each line, as the mean of its steps, and in the summary.
     lines = [line for line in tiny.lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines][:4] == [1, 2, 4, 6]
     assert all(line["data_wait"] > 0 for line in lines) and lines[1]["data_wait"] >= SLOW - 0.001

@@ -14,9 +14,7 @@ import tiny
 
 from affinage.errors import UserError
 from affinage.model import Call, init_params
-from affinage.model.preferred import preference_graph
 from affinage.recipe.training import HealthSettings
-from affinage.recipe.tuning import DpoSettings
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
 from affinage.training.health import Health, Incurable
@@ -81,6 +79,7 @@ def test_going_back_and_leaving_the_batch_out_is_the_same_as_never_having_made_t
     assert [line["step"] for line in tiny.lines(tmp_path)] == [step for step in range(1, 16) if step != 8]
 
 
+@pytest.mark.full
 def test_a_start_before_the_sick_step_of_a_rewind_forgets_neither_the_rewind_nor_its_line(tmp_path: Path):
     def fall(step: int, state: object) -> None:
         if step == 11 and (tmp_path / "health.jsonl").exists():
@@ -105,16 +104,6 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
     found = json.loads((tmp_path / "diagnosis.json").read_text())
     assert found["step"] == 7 and found["first"] == "the value of loss"
     assert found["learning_rate"] > 0 and set(found["gradient_norms"]) >= {"embed", "blocks"}
-
-
-@pytest.mark.full
-def test_a_training_on_preferences_with_a_held_reference_is_diagnosed_too(tmp_path: Path):
-    chosen = tiny.tuning(DpoSettings, 5, own={"reference": "held"}, health={"most_in_a_row": 2})
-    graph = preference_graph(tiny.graph(layers=1), chosen, documents=2)
-    with pytest.raises(UserError, match="2 updates in a row"):
-        train(tiny.job(tmp_path, graph=graph, settings=chosen, feed=SickFeed(not_finite=(2, 3))))
-    found = json.loads((tmp_path / "diagnosis.json").read_text())
-    assert found["step"] == 3 and found["first"] == "the value of answer_log_probabilities"
 
 
 @pytest.mark.parametrize("policy", ["rewind", pytest.param("note", marks=pytest.mark.full)])
