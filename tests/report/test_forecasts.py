@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.hardware.slices import find_slice, slice_of
+from affinage.hardware.slices import find_slice
 from affinage.planning.plan import make_plan, planned_graph
 from affinage.recipe.load import load_recipe
 from affinage.report import collect_facts, render
@@ -65,21 +65,3 @@ def test_what_the_planner_does_not_know_is_left_out(run: Path, name: str, change
     recipe = json.loads((run / "recipe.json").read_text())
     assert predicted(name, run / "pretrain", SUMMARY | changed, recipe) == {}
     assert predicted(name, run / "pretrain", SUMMARY | changed, {"pretrain": "of another version"}) == {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "devices", "name"),
-    [
-        ("TPU v3", 8, "v3-8"),
-        ("TPU v4", 16, "v4-32"),
-        ("TPU v5 lite", 16, "v5e-16"),
-        ("TPU v6 lite", 8, "v6e-8"),
-        ("TPU7x", 8, "tpu7x-8"),
-        ("NVIDIA H100 80GB HBM3", 16, "h100x16"),
-        ("cpu", 8, "cpu"),
-    ],
-)
-def test_devices_are_found_as_the_slice_they_make(kind: str, devices: int, name: str):
-    found = slice_of(kind, devices)
-    assert found is not None and found == find_slice(name)
-    assert found.platform == "cpu" or found.devices == devices
