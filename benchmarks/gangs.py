@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from cabled import Machines, move_to
+from noted_phases import Notes, first_note, noted
 
 TRAINING = Path(__file__).parent.parent / "tests" / "training"
 sys.path.insert(0, str(TRAINING))
-
-from noted_phases import Notes, first_note, noted  # noqa: E402
 
 DEVICES = 4  # of all hosts together
 PHASES = ("start", "compilation", "step", "evaluation", "restore", "save")

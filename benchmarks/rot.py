@@ -2,7 +2,7 @@
 
     python benchmarks/rot.py [--quick] [--faults 10000]
 
-Each time the newest of two checkpoints gets one of nine faults (tests/checkpoint/faults.py): flipped bits; files cut
+Each time the newest of two checkpoints gets one of nine faults (faults.py): flipped bits; files cut
 off, zeroed or added; trees from another step; copies that ended early; links; marks of a finished save around what is
 none. The newest must be passed over, the one before restored as a run does, and its bits those that were saved. Of one
 in ten Orbax by itself is asked for the damaged step.
@@ -12,14 +12,12 @@ import argparse
 import json
 import os
 import random
-import sys
 import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "checkpoint"))
 
 import faults
 import jax

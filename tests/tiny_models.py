@@ -1,6 +1,7 @@
 """Small models with random weights and a real tokenizer, for tests of everything that comes after training."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,7 +20,7 @@ from affinage.recipe.data import TokenizerSettings
 CONTEXT = 96
 VOCABULARY = 420
 FIRST_PIECE = 266  # after the ten fixed ids and the 256 bytes
-_BLOCK = {"kind": "transformer_block", "in": "embed", "repeat": 2}
+_BLOCK = {"kind": "transformer_block", "in": "embed", "repeat": 1}
 _TAIL = {
     "logits": {"kind": "unembed", "in": "norm", "vocab": VOCABULARY, "tied": False},
     "loss": {"kind": "next_token_loss", "in": ["logits", "tokens"]},
@@ -62,7 +63,7 @@ def _initialise(graph, seed):
 
 @lru_cache
 def tiny_llama(seed: int = 0, scale: float = 6.0) -> LoadedModel:
-    """Two layers of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies.
+    """One layer of width 32 with grouped queries. Weights are scaled up, so that the most likely token varies.
 
     The logits of control tokens and of single bytes are 0, so that it says text, if not sense.
     """
@@ -86,6 +87,19 @@ def full_logits(model: LoadedModel, tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(_all_logits(model.graph, model.params, row))[0, : len(tokens)]
 
 
+ZEPHYR = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content']|trim + eos_token + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def with_template(template: str | None, system_prompt: str) -> LoadedModel:
+    """`tiny_llama`, talked to in a chat template of its own."""
+    own = type(tokenizer())(tokenizer().model_path)  # the cached one stays as it is
+    own.use_template(template)
+    return replace(tiny_llama(), tokenizer=own, system_prompt=system_prompt)
+
+
 GPT2 = {
     "inputs": ["tokens"],
     "nodes": {
@@ -97,6 +111,7 @@ GPT2 = {
             "attention": {"heads": 4, "bias": True},
             "ffn": {"kind": "gelu", "width": 64, "bias": True},
             "norm": {"kind": "layer", "eps": 1e-5},
+            "repeat": 2,
         },
         "norm": {"kind": "layer_norm", "in": "blocks", "eps": 1e-5},
         "logits": {"kind": "unembed", "in": "norm", "tied": True},
@@ -114,10 +129,10 @@ def tiny_gpt2() -> LoadedModel:
 
 @lru_cache
 def tiny_mixtral() -> LoadedModel:
-    """`tiny_llama` with four experts, two for each token."""
+    """`tiny_llama` of two layers with four experts, two for each token."""
     experts = {"kind": "moe", "experts": 4, "top_k": 2, "width": 24, "z_loss_weight": 0.0}
     nodes = LLAMA["nodes"]
-    graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"ffn": experts}}})
+    graph = parse(LLAMA | {"nodes": nodes | {"blocks": nodes["blocks"] | {"ffn": experts, "repeat": 2}}})
     return LoadedModel(graph, _initialise(graph, 0), tokenizer(), "tiny", CONTEXT)
 
 

@@ -17,8 +17,6 @@ from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside
 from affinage.checkpoint.remote_steps import RemoteSteps
 from affinage.checkpoint.seal import SEAL, seal
 from affinage.cli.program import main
-from affinage.data.shards import open_url
-from affinage.data.uploads import upload_file
 from affinage.errors import UserError
 
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -86,15 +84,15 @@ def test_a_machine_without_it_gets_the_newest_checkpoint_and_what_is_beside_it(a
     assert_brings(any_url, there, 3)
 
 
-def test_contents_arrive_as_they_are(any_url: str, tmp_path: Path):
-    folder, file = RemoteFolder(any_url), tmp_path / "a file"
+@pytest.mark.full
+def test_contents_arrive_as_they_are(google_bucket: Any, tmp_path: Path):
+    folder, file = RemoteFolder(google_bucket("x")), tmp_path / "a file"
     # Two of these are the lines between which gcsfs puts what it sends.
     for contents in (b"", b"\r\n", b"--", b"a text\n--==0==--", b"\n--==0==\nmore", b"\r\n--==0==--\r\n"):
-        folder.write("written", contents)
         file.write_bytes(contents)
+        folder.write("written", contents)
         folder.put(file, "put")
-        upload_file(*open_url(f"{any_url}/as rows are"), file)
-        assert [folder.read(name) for name in ("written", "put", "as rows are")] == 3 * [contents]
+        assert [folder.read(name) for name in ("written", "put")] == 2 * [contents]
 
 
 def test_a_step_of_which_a_server_kept_less_gets_no_seal(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,23 +122,13 @@ def damage_by_a_file_more(steps: RemoteSteps, step: int) -> None:
     steps.folder.write(f"{step}/params/d/more", b"more")
 
 
-def damage_by_another_step(steps: RemoteSteps, step: int) -> None:
-    steps.folder.remove([f"{step}/{name}" for name in (steps.folder / str(step)).sizes()])
-    for name in (steps.folder / str(step - 1)).sizes():
-        steps.folder.write(f"{step}/{name}", steps.folder.read(f"{step - 1}/{name}") or b"")
-
-
 def damage_by_a_name_that_leads_out(steps: RemoteSteps, step: int) -> None:
     line = f"{'0' * 64}  ../../../outside\n".encode()
     steps.folder.write(f"{step}/SHA256SUMS", (steps.seal(step) or b"") + line)
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        *(damage_seal, damage_contents, damage_by_a_file_more, damage_by_another_step),
-        damage_by_a_name_that_leads_out,
-    ],
+    "damage", [damage_seal, damage_contents, damage_by_a_file_more, damage_by_a_name_that_leads_out]
 )
 def test_a_damaged_copy_is_told_and_the_one_before_is_taken(url: str, tmp_path: Path, damage):
     said: list[str] = []
@@ -155,14 +143,13 @@ def test_a_damaged_copy_is_told_and_the_one_before_is_taken(url: str, tmp_path: 
     assert not list(tmp_path.rglob("outside"))
 
 
-@pytest.mark.parametrize("missing", [0, 5], ids=["but for its seal", "but for five files"])
 def test_a_copy_that_ends_in_its_midst_is_told_not_taken_and_tried_again(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     here, said, write = tmp_path / "here", [], RemoteFolder.write
     with Mirror(url, here, pause=0.01) as mirror:
         saved(here, 1, copies=mirror, settles=True)
-        left = iter(range(len((steps_at(url).seal(1) or b"").splitlines()) - missing))
+        left = iter(range(len((steps_at(url).seal(1) or b"").splitlines())))  # all but its seal
 
         def failing(folder: RemoteFolder, name: str, contents: bytes) -> None:
             if next(left, None) is None:
@@ -176,9 +163,7 @@ def test_a_copy_that_ends_in_its_midst_is_told_not_taken_and_tried_again(
             assert mirror.settle() == "nobody answers" and mirror.newest == 1
             assert_brings(url, tmp_path / "there", 1)
             assert len(said) == 1  # the training goes on meanwhile
-        assert mirror.settle() == "" and mirror.newest == 2
-        assert len(said) == 2
-    assert_brings(url, tmp_path / "another", 2)
+        assert mirror.settle() == "" and mirror.newest == 2 and len(said) == 2
 
 
 def test_a_step_that_is_being_copied_is_not_removed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import shutil
 import subprocess
 import threading
@@ -11,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +69,7 @@ def newest(store: CheckpointStore, **more: int) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize(("axis", "size"), [("fsdp", 8), ("fsdp", 1), ("tensor", 4)])
+@pytest.mark.parametrize(("axis", "size"), [("fsdp", 1), ("tensor", 4)])
 def test_a_state_comes_back_bit_for_bit_on_any_mesh(store: CheckpointStore, axis: str, size: int):
     saved(store, 1)
     where = sharding(axis, size)
@@ -147,12 +145,11 @@ def test_a_damaged_newest_step_is_passed_over_by_name_replaced_and_never_one_to_
     assert_same(got, state(1, ONE))
     saved(store, 3)
     assert store.steps() == [1, 3]
-    saved(store, 4, 5)
-    shutil.rmtree(tmp_path / "5" / "params")
-    with pytest.warns(CheckpointWarning, match="checkpoint 5"):
-        assert newest(store) == 4
-    saved(store, 5)
-    assert newest(store) == 5
+    shutil.rmtree(tmp_path / "3" / "params")
+    with pytest.warns(CheckpointWarning, match="checkpoint 3"):
+        assert newest(store) == 1
+    saved(store, 3)
+    assert newest(store) == 3
     for step in store.steps():
         shutil.rmtree(tmp_path / str(step) / "params")
     with pytest.warns(CheckpointWarning), pytest.raises(UserError):  # starting from nothing would hide it
@@ -251,24 +248,20 @@ def _fails(monkeypatch: pytest.MonkeyPatch, path: Path, number: int) -> None:
     monkeypatch.setattr(Path, "read_bytes", lambda self: (fail(self), read(self))[1])
 
 
-@pytest.mark.parametrize("file", ["SHA256SUMS", "params/_METADATA", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("file", ["SHA256SUMS", "params/_METADATA"])
 def test_a_network_that_fails_is_no_damage_and_a_file_that_cannot_be_read_is(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, file: str
 ):
     saved(store, 1, 2)
-    for number in (errno.ESTALE, errno.ETIMEDOUT):
-        for ask in (newest, lambda store: store.restore(2, abstract(ONE))):
-            with monkeypatch.context() as patch:
-                _fails(patch, store.folder / "2" / file, number)
-                with pytest.raises(OSError, match=os.strerror(number)):
-                    ask(store)
+    for ask in (newest, lambda store: store.restore(2, abstract(ONE))):
+        with monkeypatch.context() as patch:
+            _fails(patch, store.folder / "2" / file, errno.ESTALE)
+            with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+                ask(store)
     assert newest(store) == 2
     _fails(monkeypatch, store.folder / "2" / file, errno.EIO)
     with pytest.warns(CheckpointWarning, match="checkpoint 2"):
         assert newest(store) == 1
-
-
-# ---- damage
 
 
 @pytest.fixture(scope="module")
@@ -278,15 +271,50 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
     return store
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(25, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", faults.FAULTS)
-def test_no_damage_is_loaded(sound: CheckpointStore, tmp_path: Path, kind: str, times: int):
-    for seed in range(times):
-        faults.place(sound.folder, tmp_path / "steps")
-        faults.FAULTS[kind](tmp_path / "steps", random.Random(seed))
-        store = CheckpointStore(tmp_path / "steps")
-        assert 2 not in store.steps() or store.damage(2), (kind, seed)
-    with pytest.warns(CheckpointWarning, match="checkpoint 2 "):  # the whole way, once
+def a_file(step: Path, ends: str = "") -> Path:
+    """A file of the arrays, or one whose path ends so."""
+    return next(path for path in sorted(step.rglob("*")) if path.is_file() and (ends or "/d/") in f"{path}/")
+
+
+def flip(step: Path) -> None:
+    contents = bytearray(a_file(step).read_bytes())
+    contents[len(contents) // 2] ^= 16
+    a_file(step).write_bytes(contents)
+
+
+def from_the_older_step(step: Path) -> None:
+    shutil.rmtree(step / "params")
+    shutil.copytree(step.parent / "1" / "params", step / "params")
+
+
+def link_to_the_older_step(step: Path) -> None:
+    shutil.rmtree(step / "params")
+    (step / "params").symlink_to(step.parent / "1" / "params")
+
+
+def marks_around_nothing(step: Path) -> None:
+    for path in step.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "a bit of the arrays": flip,
+    "the end of a file": lambda step: os.truncate(a_file(step), 5),
+    "a file of zeros": lambda step: a_file(step, "_METADATA").write_bytes(bytes(99)),
+    "a file more": lambda step: (step / "params" / "more").write_text("more"),
+    "a file less": lambda step: a_file(step).unlink(),
+    "a tree of the older step": from_the_older_step,
+    "a link to the older step": link_to_the_older_step,
+    "marks of a finished save around nothing": marks_around_nothing,
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_no_damage_is_loaded(sound: CheckpointStore, tmp_path: Path, kind: str):
+    store = CheckpointStore(shutil.copytree(sound.folder, tmp_path / "steps"))
+    DAMAGE[kind](store.folder / "2")
+    assert 2 not in store.steps() or store.damage(2)
+    with pytest.warns(CheckpointWarning, match="checkpoint 2 "):
         step, got, meta = store.restore_newest(abstract(ONE))
     assert step == 1 and meta == {"at": 1}
     assert_same(got, state(1, ONE))
@@ -304,9 +332,6 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_with_hidden_files_too(sound: Ch
         path.write_bytes(b"")
     assert store.damage(2)  # which does not matter for what is asked for
     assert_same(store.restore_params(2, abstract(ONE)["params"]), state(2, ONE)["params"])
-
-
-# ---- many hosts
 
 
 def test_hosts_go_on_from_one_step_though_another_one_cannot_read_the_newest(

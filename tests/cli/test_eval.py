@@ -65,7 +65,7 @@ def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new
         return json.loads(out)["runs"]
 
     assert not any("judged_before" in one for one in compared("tiny", "tiny/pretrain", other)), "the run's own stages"
-    assert affinage("eval", "tiny/pretrain", "--limit", "1")[0] == 0
+    assert affinage("eval", "tiny/pretrain", "--limit", "3")[0] == 0
     assert not any("judged_before" in one for one in compared("tiny/pretrain", "tiny"))
     assert affinage("train", *WORDS, "--set", "pretrain.steps=4")[0] == 0
     named, of_run, _ = compared("tiny/pretrain", "tiny/evaluate-base", other)

@@ -155,7 +155,7 @@ told = {{"--help": run("--help"), "modules": len(sys.modules), "data": run("data
 for words in (["quickstrat", "--on", "v4-8"], ["quickstart", "--on", "v9-8"], ["quickstart", "--set", "x=1"]):
     told[" ".join(words)] = run("plan", *words)
 sys.modules |= dict.fromkeys(["libtpu", "jax_cuda12_plugin"])  # importing them is an ImportError
-told["plan"] = run("plan", "quickstart", "--on", "v4-8")
+told["plan"] = run("plan", "quickstart", "--on", "v4-8", "--set", "mesh.data=4")
 told["platforms"] = os.environ.get("JAX_PLATFORMS")
 print(told, file=sys.stderr)
 """

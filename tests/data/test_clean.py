@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from affinage.data.clean import clean, split_text
-from affinage.data.language import excerpt, identify_language, known_languages, language_probabilities
+from affinage.data.language import identify_language, known_languages, language_probabilities
 from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.errors import UserError
@@ -50,10 +50,6 @@ def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
     settings = CleanSettings(min_characters=1, min_language_probability=0)
     _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
     assert [row["id"] for row in rows] == ["d0", "d2"]
-    hostile = ["\0" * 500, "\ufeff\u200b" * 200, f"{ENGLISH}\0\0", "word " * 400_000]
-    summary, rows = run(tmp_path / "c", hostile, CleanSettings(gopher={}, c4={}, mask={}))
-    assert [row["text"] for row in rows] == [ENGLISH]
-    assert summary["removed"] == {"too short": 2, "too long": 1}
 
 
 def test_what_a_source_says_of_its_language(tmp_path):
@@ -65,9 +61,6 @@ def test_what_a_source_says_of_its_language(tmp_path):
     documents = [{"text": SPANISH}, {"text": ENGLISH, "language": "en?"}, {"text": FRENCH, "language": "xx"}]
     summary, rows = run(tmp_path / "all", documents, languages=())
     assert [row["language"] for row in rows] == ["", "en", "xx"] and summary["removed"] == {}
-    documents = [claimed, {"text": SPANISH, "language": "es?"}, {"text": SPANISH}]
-    _, rows = run(tmp_path / "believed", documents, CleanSettings(min_language_probability=0))
-    assert [(row["id"], row["language"]) for row in rows] == [("d0", "en"), ("d2", "")]
 
 
 def test_long_documents_can_be_split_at_paragraphs(tmp_path):
@@ -115,16 +108,13 @@ def test_addresses_are_masked_before_anything_else_sees_them(tmp_path):
     assert summary["samples"]["too short"][0]["text"] == "email@example.com"
 
 
-def test_thresholds_of_sources_and_documents_of_two_languages(tmp_path):
+def test_sources_may_have_thresholds_of_their_own(tmp_path):
     half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
     documents = [{"text": half, "source": "a"}, {"text": half, "source": "b"}, {"text": SPANISH, "source": "b"}]
     settings = CleanSettings(min_language_probability=0.93, min_language_probability_of={"b": 0.9})
     summary, rows = run(tmp_path / "of", documents, settings)
     assert [row["source"] for row in rows] == ["b"]
     assert summary["removed"] == {"language unclear": 1, "other language": 1}
-    settings = CleanSettings(min_language_probability=0.93, mixed_languages=True)
-    summary, rows = run(tmp_path / "mixed", documents, settings)
-    assert summary["removed"] == {"other language": 1} and {row["language"] for row in rows} <= {"en", "fr"}
 
 
 def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
@@ -193,24 +183,11 @@ def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(("text", "language"), [(ENGLISH, "en"), (FRENCH, "fr"), (GERMAN, "de")])
-def test_languages_are_told_from_each_other(text, language):
-    for written in (text, f"{text} " * 100, text.replace(" ", "\n")):
+def test_languages_are_told_from_each_other_by_all_of_a_text(text, language):
+    for written in (text, f"{text} " * 100, text.replace(" ", "\n"), f"{SPANISH} " * 3 + f"{text} " * 60):
         found, probability = identify_language(written)
-        assert found == language and 0.8 <= probability <= 1
+        assert found == language and 0.7 <= probability <= 1
     assert identify_language(text.upper()) == identify_language(text.lower())
-
-
-def test_the_language_of_a_long_text_is_that_of_all_of_it():
-    found, probability = identify_language(f"{GERMAN} " * 3 + f"{FRENCH} " * 60)
-    assert found == "fr" and probability >= 0.8
-    text = "".join(chr(ord("a") + i // 1000) for i in range(20_000))
-    assert len(excerpt(text)) == 8 * 500 + 7
-    assert excerpt(text)[0] == "a" and excerpt(text)[-1] == "t" and len(set(excerpt(text))) > 8
-    assert excerpt("short  text\n") == "short text"
-
-
-def test_texts_of_no_and_of_several_languages():
     assert identify_language("") == identify_language(" \n\t") == ("", 0.0)
-    found = language_probabilities(f"{ENGLISH} {ENGLISH} {FRENCH} {FRENCH}", 3)
-    assert {"en", "fr"} <= set(found) and sum(found.values()) <= 1.01
-    assert {"en", "fr", "de", "zh"} <= known_languages() and len(known_languages()) == 176
+    both = language_probabilities(f"{text} {text} {SPANISH} {SPANISH}", 3)
+    assert {language, "es"} <= set(both) <= known_languages() and sum(both.values()) <= 1.01

@@ -5,7 +5,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
 import tracemalloc
 import zipfile
 from collections import Counter
@@ -19,12 +18,10 @@ import zstandard
 from affinage.data import collect as collecting
 from affinage.data import records
 from affinage.data.collect import collect
-from affinage.data.conversation_files import read_conversations
 from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import SourceSettings, default_name, location
-from affinage.recipe.tuning import ConversationSettings
+from affinage.recipe.sources import SourceSettings, location
 from affinage.stages.sources import fingerprints
 from source_forms import collected, rows_of, write_lines
 
@@ -57,14 +54,6 @@ def test_json_lines_of_any_compression(tmp_path, suffix):
     assert summary["documents_in"] == summary["documents_out"] == 2 and summary["bytes_out"] == 25
 
 
-def test_zstd_of_several_frames_and_of_the_largest_window(tmp_path):
-    parameters = zstandard.ZstdCompressionParameters(window_log=31, hash_log=10, chain_log=10)
-    made = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    frames = [zstandard.compress(jsonl()), zstandard.compress(jsonl()), made.compress(jsonl()) + made.flush()]
-    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
-    assert len(run(tmp_path, str(tmp_path / "a.jsonl.zst"))[1]) == 6
-
-
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     folder = tmp_path / "my_texts"
     (folder / "sub").mkdir(parents=True)
@@ -88,6 +77,9 @@ def test_globs_roots_names_and_urls(tmp_path):
     fsspec.filesystem("memory").pipe("/corpus/a.jsonl", jsonl())
     for url in ("memory://corpus/a.jsonl", "memory://corpus"):
         assert len(run(tmp_path, url)[1]) == 2
+    url = f"file://{tmp_path}/books/one.txt"
+    assert location(SourceSettings(path=url), "/elsewhere", "") == url
+    assert [row["source"] for row in run(tmp_path, url, url)[1]] == ["one", "one-2"]
 
 
 def test_links_are_as_good_as_what_they_lead_to_and_are_followed_once(tmp_path):
@@ -103,27 +95,6 @@ def test_links_are_as_good_as_what_they_lead_to_and_are_followed_once(tmp_path):
     assert [row["id"] for row in rows] == ["a.txt", "wiki/b.txt"] and summary["removed"] == {}
     assert list(fingerprints([str(folder)])) == [str(folder / "a.txt"), str(folder / "wiki" / "b.txt")]
     assert [row["id"] for row in run(tmp_path, str(folder / "*.txt"))[1]] == ["a.txt"]
-
-
-def test_a_file_url_is_of_this_machine_and_is_known_by_its_content(tmp_path):
-    url = f"file://{tmp_path}/a.txt"
-    (tmp_path / "a.txt").write_text("one")
-    before = fingerprints([url])
-    (tmp_path / "a.txt").write_text("two")
-    assert fingerprints([url]) != before
-    assert location(SourceSettings(path=url), "/elsewhere", "") == url, "it is no relative path"
-
-
-def test_names_that_are_not_utf8(tmp_path):
-    folder = tmp_path / "old"
-    folder.mkdir()
-    for name in (b"caf\xe9.txt", b"na\xefve.bin"):
-        with open(os.path.join(os.fsencode(folder), name), "w") as file:
-            file.write("un texte")
-    summary, rows = run(tmp_path, str(folder))
-    assert [(row["id"], row["text"]) for row in rows] == [("caf\\xe9.txt", "un texte")]
-    assert [sample["id"] for sample in summary["samples"]["unknown kind of file"]] == ["na\\xefve.bin"]
-    assert str(folder / "caf\\xe9.txt") in fingerprints([str(folder)])
 
 
 def test_parquet_with_a_text_key(tmp_path):
@@ -158,17 +129,6 @@ def test_what_a_record_says_of_itself_is_carried(tmp_path):
     assert row == {"id": "7", "source": "a_b", "language": "en?", "url": "http://x", "licence": "MIT", "text": "t"}
     _, (row,) = run(tmp_path, {"path": str(tmp_path / "a.jsonl"), "name": "mine", "language": "fr"})
     assert (row["source"], row["language"]) == ("mine", "fr")
-    write_lines(tmp_path / "world" / "documents" / "facts.jsonl", [{"id": "7", "text": "t", "lang": "en"}])
-    _, (row,) = run(tmp_path, "pocket-world", world=tmp_path / "world")
-    assert (row["source"], row["id"]) == ("pocket-world", "7")
-
-
-def test_names_of_sources(tmp_path):
-    for folder in ("a", "b"):
-        write_lines(tmp_path / folder / "same.jsonl", LINES)
-    _, rows = run(tmp_path, str(tmp_path / "a/same.jsonl"), str(tmp_path / "b/same.jsonl"))
-    assert [row["source"] for row in rows] == ["same", "same", "same-2", "same-2"]
-    assert [default_name(path) for path in ("data/*.txt", "my folder/", "/")] == ["data", "my_folder", "source"]
 
 
 def test_bad_records_are_counted_with_their_place(tmp_path):
@@ -190,7 +150,7 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     assert error.where.endswith("bad.jsonl, line 2")
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("suffix", ["", ".bz2", ".zst"])
 def test_a_huge_line_is_never_held(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1_000_000)
     long = b'{"text": "before"}\n{"text": "' + b"x" * 30_000_000 + b'"}\n{"text": "after"}\n'
@@ -231,12 +191,10 @@ def test_a_source_that_is_not_there_is_refused(tmp_path, path):
         ("a.jsonl", b"", "no text"),
         ("a.jsonl", b'{"body": "x", "n": 1}\n', "body, n"),
         ("a.jsonl", b"plain words\nmore", "not JSON"),
-        ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "cut off"),
-        ("a.jsonl.bz2", bz2.compress(jsonl())[:-12], "cut off"),
+        ("a.jsonl.gz", gzip.compress(jsonl(), mtime=0)[:-12], "cut off"),
         ("a.jsonl.zst", zstandard.compress(jsonl())[:-6], "cut off"),
         ("b.jsonl.gz", b"this is not gzip", "damaged"),
         ("b.jsonl.zst", b"this is not zstd", "damaged"),
-        ("b.jsonl.bz2", b"this is not bzip2", "damaged"),
         ("a.parquet", b"PAR1 not really", "damaged"),
         ("a.txt", b"\x00\x01\x02", "binary"),
         ("a.txt", "été".encode("latin1"), "iconv"),
@@ -250,7 +208,7 @@ def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
 
 def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
     many = jsonl([{"text": f"text number {i} of many {i * 7919}"} for i in range(5_000)])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many)[:-5_000])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many, mtime=0)[:-5_000])
     summary, rows = run(tmp_path, str(tmp_path / "a.jsonl.gz"), damaged_files="skip")
     assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
 
@@ -273,7 +231,6 @@ def test_a_limit_takes_the_beginning_of_every_part(folder, tmp_path):
     summary, rows = run(tmp_path, source)
     assert [row["id"] for row in rows] == [str(100 * k + i) for k in range(3) for i in range(10)]
     assert summary["bytes_out"] == 3_000
-    assert sum(len(row["text"]) for row in run(tmp_path, source, sample=0.5)[1]) <= 1_525
 
 
 def test_of_a_remote_sample_only_the_files_are_read_that_hold_it(tmp_path):
@@ -327,37 +284,3 @@ def test_repeated_ids_are_numbered_and_counted(folder, tmp_path):
     ids = [row["id"] for row in rows]
     assert ids[50:] == ["0@2", "1@2", "1@3", "1@4", "500"] and len(set(ids)) == len(ids)
     assert summary["repeated_ids"] == {"documents": 4, "by_source": {"texts": 4}, "samples": ["0", "1"]}
-    write_lines(tmp_path / "a.jsonl", [{"id": id, "text": f"of {id}"} for id in ("a", "a", "a@2", "a", "a@2")])
-    _, rows = run(tmp_path, str(tmp_path / "a.jsonl"))
-    assert [row["id"] for row in rows] == ["a", "a@3", "a@2", "a@4", "a@2@2"], "ids that look like ours stay unique"
-
-
-def test_ids_are_numbered_the_same_after_a_kill(folder, tmp_path, monkeypatch):
-    for name in ("1.jsonl", "2.jsonl"):
-        write_lines(folder / name, numbered(0, 50))
-    settings = DataSettings(sources=[{"path": str(folder), "name": "texts"}])
-    collect(settings, tmp_path / "whole")
-    replacing = os.replace
-
-    def dying(source, target):
-        replacing(source, target)
-        if str(source).endswith(".renamed"):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(os, "replace", dying)
-        collect(settings, tmp_path / "out")
-    collect(settings, tmp_path / "out")
-    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
-
-
-def test_conversations_of_foreign_files(tmp_path):
-    (tmp_path / "c.jsonl").write_text('{"id": "\\ud83d", "prompt": "p", "completion": "c"}\n')
-    (found,) = read_conversations(ConversationSettings(path=f"file://{tmp_path}/c.jsonl"))
-    assert found.id == "\ufffd" and found.messages[1]["content"] == "c"
-    table = half_utf8()
-    pq.write_table(
-        table.append_column("prompt", table["text"]).append_column("completion", table["text"]), tmp_path / "h.parquet"
-    )
-    good, bad = read_conversations(ConversationSettings(path=str(tmp_path / "h.parquet")))
-    assert good.messages[0]["content"] == "abc" and "not UTF-8" in str(bad) and "h.parquet:2" in str(bad)

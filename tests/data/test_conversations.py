@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from rich.console import Console
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
 from unpacked import documents_in
 
@@ -37,11 +36,8 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int =
             source = write_lines(folder / f"source-{number}.jsonl", lines)
         told.append(source if isinstance(source, dict) else str(source))
     given = {"steps": 1, "batch": 1, "schedule": {"peak": 1e-3, "floor": 0}, "held_out": 0, "system_prompt": ""}
-    world = others.pop("world_folder", None)
     settings = SftSettings.model_validate(given | {"sources": told} | others)
-    return prepare_conversations(
-        settings, tokenizer, folder / "rows", context=context, seed=0, world_folder=world and Path(str(world))
-    )
+    return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0)
 
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:
@@ -61,11 +57,11 @@ def read(path: Path | str, **settings: str) -> Iterator[Conversation]:
         yield found
 
 
-@pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3", "deepseek_r1_distill"])
+@pytest.mark.parametrize("form", ["chatml", "mistral", "qwen3"])
 def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokenizer, tmp_path: Path):
     """Also where </s> ends a turn, and where the template writes a conversation as several documents."""
     tokenizer = bpe if form == "chatml" else ours(form)
-    unrolled = form in ("qwen3", "deepseek_r1_distill")
+    unrolled = form == "qwen3"
     talks = []
     for number in range(30):
         talk = (REASONED if number % 4 < 2 else THOUGHTFUL) if unrolled else PLAIN
@@ -89,10 +85,8 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
 
     rows = np.load(tmp_path / "rows/train/source-0/rows-00000-of-00001.npy")
     for span in pq.read_table(tmp_path / "rows/train/source-0/documents.parquet").to_pylist():
-        talk = talks[int(span["id"].rpartition(":")[2]) - 1]
-        assert span["source"] == "source-0"
-        found = rows[span["row"], span["start"] : span["stop"]].tolist()
-        assert found in [tokens for tokens, _ in encode_documents(talk, tokenizer, "")]
+        parts = encode_documents(talks[int(span["id"].rpartition(":")[2]) - 1], tokenizer, "")
+        assert rows[span["row"], span["start"] : span["stop"]].tolist() in [tokens for tokens, _ in parts]
 
 
 def test_equal_conversations_and_parts_of_one_are_held_out_together(bpe: Tokenizer, tmp_path: Path):
@@ -120,35 +114,17 @@ def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Pat
              (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
     limited = [chosen({"path": str(path), "examples": 20}) for path in paths]
     assert len(limited[0]) == 20 and limited[0] == limited[1]
-    talks = [[*THOUGHTFUL[:2], *ask(str(number), THOUGHTFUL[3]["content"])] for number in range(12)]
-    path = write_lines(tmp_path / "c.jsonl", [{"messages": talk} for talk in talks])
-    summary = prepare(tmp_path, ours("qwen3"), {"path": str(path), "examples": 7}, context=300)
-    assert summary["not_sampled"] == 5 and len(documents_in(tmp_path / "rows/train")) == 14
-
-
-def test_the_pocket_world_is_read_from_its_folder(bpe: Tokenizer, tmp_path: Path):
-    write_lines(tmp_path / "world/chat.jsonl", [{"messages": ask(f"{i}?", "yes")} for i in range(5)])
-    summary = prepare(tmp_path, bpe, "pocket-world", world_folder=tmp_path / "world")
-    assert list(summary["by_source"]) == ["pocket-world"]
-    with pytest.raises(UserError):
-        prepare(tmp_path, bpe, "pocket-world")
 
 
 def test_the_example_marks_what_is_trained_and_what_was_cut(bpe: Tokenizer, tmp_path: Path):
     shown = {}
-    talks = {"cut": ask("Why?", "river " * 200), "whole": ask("Why?", "Because.")}
-    for name, talk in talks.items():
+    for name, talk in {"cut": ask("Why?", "river " * 200), "whole": ask("Why?", "Because.")}.items():
         context = CONTEXT if name == "cut" else len(encode_conversation(talk, bpe, "")[0][0])  # it fills its row
-        prepare(tmp_path / name, bpe, talk_file := write_lines(tmp_path / f"{name}.jsonl", [{"messages": talk}]),
-                context=context)  # fmt: skip
+        prepare(tmp_path / name, bpe, [talk], context=context)
         ((source, shown[name]),) = show_examples(tmp_path / name / "rows", bpe, 1)
-        assert source == talk_file.stem
+        assert source == "source-0"
     assert shown["whole"].plain == "<s><|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦Because.<|im_end|>⟧\n"
     assert shown["cut"].plain.endswith("river⟧ [cut here: too long]")
-    console = Console(force_terminal=True, color_system="truecolor", width=200)
-    with console.capture() as capture:
-        console.print(shown["whole"])
-    assert "\x1b[1;32m⟦Because" in capture.get()
 
 
 @pytest.mark.parametrize(("form", "kept"), [
@@ -245,7 +221,6 @@ def test_files_may_be_compressed_or_tables_or_folders_of_data_sets(tmp_path: Pat
 BAD = [
     {"text": "x"},
     {"messages": []},
-    {"messages": [1]},
     {"messages": [{"role": "tool", "content": "x"}]},
     {"prompt": "x", "completion": None},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},

@@ -1,5 +1,5 @@
-"""Document files: what is written comes back in order, in bounded pieces, and nothing half-written gets a name; disks
-that are full, and kernels without a cache."""
+"""Document files: what is written comes back in order, in bounded pieces, and nothing half-written gets a name, also
+where a disk is full."""
 
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from affinage.data import documents
-from affinage.data.compiled import kernel
 from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
 from affinage.data.signatures import mapped_anew
 from source_forms import rows_of
@@ -92,9 +91,3 @@ def test_a_mapped_file_has_its_room_before_it_is_written(tmp_path):
     array[:] = np.arange(1_000_000)
     array.flush()
     assert np.array_equal(np.load(tmp_path / "a.npy"), np.arange(1_000_000))
-
-
-def test_kernels_work_where_nothing_can_be_cached():
-    space = {}
-    exec("def increased(x):\n    return x + 1", space)  # of no file, beside which a cache could be
-    assert kernel(space["increased"])(1) == 2

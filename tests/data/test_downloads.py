@@ -1,10 +1,7 @@
 """Downloads go on where they stopped, are checked, and say clearly what is wrong."""
 
-import contextlib
 import hashlib
 import json
-import socket
-import threading
 from functools import partial
 
 import fsspec
@@ -94,26 +91,6 @@ def test_what_the_server_refuses(server, status, tmp_path):
     assert url_of(server) in error.what and error.fix
     with pytest.raises(UserError, match=r"cannot reach .*lines.jsonl"):
         collected(tmp_path / "one", url_of(server))
-
-
-@pytest.mark.parametrize("answer", [b"", b"no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
-def test_a_server_that_hangs_up_before_it_answers_is_asked_again(answer):
-    asked = []
-
-    def serve(listening):
-        with contextlib.suppress(OSError):  # until nobody listens
-            while True:
-                connection, _ = listening.accept()
-                asked.append(connection.recv(10_000))
-                connection.sendall(answer)
-                connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=serve, args=(listening,), daemon=True).start()
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/lines.jsonl"
-        error = refused(url)
-    assert len(asked) > 1 and "disk" not in str(error) and not cached_path(url).exists()
-    assert "network" in refused("http://nowhere.invalid/a.jsonl").fix
 
 
 def test_from_an_object_store():

@@ -15,7 +15,7 @@ from affinage.data.clean import clean
 from affinage.data.collect import collect
 from affinage.data.decontaminate import decontaminate
 from affinage.data.deduplicate import deduplicate
-from affinage.data.engine import Engine, LocalEngine, open_engine
+from affinage.data.engine import Engine, LocalEngine
 from affinage.data.ray_engine import RayEngine
 from affinage.data.split import split
 from affinage.errors import UserError
@@ -59,12 +59,6 @@ def test_results_come_in_order_and_mistakes_as_they_are(engine):
         assert (refused.value.where, refused.value.fix) == ("here", "leave it")
 
 
-def test_the_recipe_says_how_many_workers():
-    for workers in (1, 5):
-        with open_engine(DataSettings(sources=("x",), workers=workers)) as engine:
-            assert engine.workers == workers
-
-
 def chain(lines: Path, folder: Path, items: list[BenchmarkItem], engine: Engine) -> list:
     """The documents, the clusters and the summaries of all stages."""
     source = {"path": str(lines), "language": "en", "name": "s"}
@@ -98,6 +92,7 @@ def by_one(tmp_path_factory) -> tuple:
     return folder / "lines", items, chain(folder / "lines", folder, items, LocalEngine(1))
 
 
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
 def test_every_stage_gives_what_one_process_gives(engine, by_one, tmp_path, monkeypatch):
     monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10_000)
     lines, items, expected = by_one

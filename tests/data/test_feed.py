@@ -29,7 +29,6 @@ GROUPS = {
     "wiki.fr": Group("wiki", "fr", 7),
 }
 FIRST = {name: 1000 * number for number, name in enumerate(GROUPS, 1)}  # the first token of a group's first row
-EVERYTHING = [FIRST[name] + row for name, group in GROUPS.items() for row in range(group.rows)]
 STAGES = [
     (0, {"web": 3, "wiki": 1}),
     (300, {"web": 1, "wiki": 1}),
@@ -73,25 +72,7 @@ def test_a_batch_is_a_function_of_seed_and_step_for_any_number_of_hosts(folder: 
         for hosts in (1, 2, 4, 8):
             parts = [used.batch(step, host, hosts) for host in range(hosts)]
             assert all((np.concatenate([part[key] for part in parts]) == whole[key]).all() for key in whole)
-    assert one.where(0) != other.where(0)
-
-
-def test_an_epoch_goes_once_through_all_rows_and_the_next_one_differs(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=BATCH)
-    assert feed.rows == 77 and feed.context == CONTEXT and feed.tokens_per_batch == 64
-    seen = first_tokens(feed, 154)
-    assert sorted(seen[:77]) == sorted(seen[77:]) == EVERYTHING
-    assert seen[:77] != seen[77:] and seen[:77] != EVERYTHING
-
-
-def test_weights_hold_in_every_block_and_nearly_in_every_batch(folder: Path):
-    feed = RowFeed(folder, seed=0, batch=64, mixture=[(0, {"web.en": 0.7, "web.fr": 0.25, "wiki": 0.05, "wiki.fr": 0})])
-    assert feed.rows == 70
-    seen = np.array(first_tokens(feed, 2 * SLOTS)) // 1000
-    for block in np.split(seen, 2):
-        assert Counter(block.tolist()) == {1: 717, 2: 256, 3: 51}
-    shares = [np.mean(seen[start : start + 64] == 1) for start in range(0, len(seen), 64)]
-    assert min(shares) > 0.65 and max(shares) < 0.75
+    assert one.where(0) != other.where(0) and one.tokens_per_batch == 64
 
 
 @pytest.mark.parametrize("mixture", ["all", "stages"])
@@ -108,6 +89,8 @@ def test_what_is_drawn_is_what_a_walk_over_all_steps_finds(folder: Path, mixture
         drawn = sum(len(found) for (group, _), found in steps.items() if group == name)
         assert epochs == pytest.approx(drawn / GROUPS[name].rows, abs=2)
     if mixture == "all":
+        epochs = [[place for places in walk for place in places][start : start + 77] for start in (0, 77)]
+        assert len(set(epochs[0])) == len(set(epochs[1])) == feed.rows == 77 and epochs[0] != epochs[1]
         return
     for (first, weights), last in zip(STAGES, [300, 700, 900, STEPS], strict=True):
         drawn = Counter(
@@ -168,14 +151,12 @@ def test_an_error_in_a_thread_reaches_the_reader_when_its_turn_comes():
         next(made)
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000, 2**16])
+@pytest.mark.parametrize("size", [1, 7, 4000])
 def test_permutations_are_complete_and_differ_with_their_purpose(size: int):
     places = [permuted(i, size, 0, "en", 0) for i in range(size)]
     assert sorted(places) == list(range(size))
-    if size >= 1000:
-        for purpose in ((1, "en", 0), (0, "fr", 0), (0, "en", 1)):
-            # A random permutation leaves one index in its place, on average.
-            assert sum(permuted(i, size, *purpose) == place for i, place in enumerate(places[:1000])) < 10
+    for purpose in ((1, "en", 0), (0, "fr", 0), (0, "en", 1)):  # random ones agree in one place, on average
+        assert sum(permuted(i, size, *purpose) == place for i, place in enumerate(places)) < 10
 
 
 def test_permutations_stay_as_they_are():
@@ -193,29 +174,6 @@ def test_every_epoch_has_every_row_once_and_can_be_inverted(rows: int, block: in
     places = order.rows_at(positions).tolist()
     assert sorted(places) == list(range(rows))
     assert [order.position(row, epoch) for row in places] == positions.tolist()
-    for at in (0, rows // 2, rows - 1):
-        assert order.rows_at(positions[at : at + 1]).tolist() == [places[at]]
-
-
-def test_a_window_needs_its_blocks_only_and_epochs_differ():
-    order = Shuffle(1003, (0, "x"), block=10, window=4)
-    upcoming = order.blocks_from(0)
-    for window in range(60):  # into the third epoch
-        blocks = next(upcoming)
-        assert len(blocks) <= 5
-        first = window % 26 * 40 + window // 26 * 1003
-        height = min(40, 1003 - window % 26 * 40)
-        assert set((order.rows_at(np.arange(first, first + height)) // 10).tolist()) == set(blocks)
-        assert order.window_of(first) == order.window_of(first + height - 1) == window
-    start = np.arange(50)
-    assert (order.rows_at(start) != order.rows_at(1003 + start)).any()
-    assert (Shuffle(1003, (1, "x"), block=10, window=4).rows_at(start) != order.rows_at(start)).any()
-
-
-def test_large_sets_of_blocks_are_inverted_too():
-    order = Shuffle(140_000, (0, "x"), block=2, window=3)  # 70,000 blocks: beyond the size that has a table
-    for position in (0, 5, 99_999, 139_999):
-        assert order.position(order.rows_at(np.array([position])).item(), 0) == position
 
 
 def obvious_segments(row: list[int]) -> list[tuple[int, int]]:

@@ -42,8 +42,14 @@ def test_there_are_templates_and_every_refused_one_is_among_them():
     assert set().union(*REFUSED.values()) <= set(SOURCES)
 
 
-@pytest.mark.parametrize("kind", TALKS)
-@pytest.mark.parametrize("name", SOURCES)
+CASES = [  # where a system message is taken, what has none is taken as well
+    pytest.param(name, kind, marks=pytest.mark.full if kind == "plain" and name not in REFUSED["system"] else ())
+    for name in SOURCES
+    for kind in TALKS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_text_ids_and_mask_are_those_of_transformers(name: str, kind: str):
     if name not in REFUSED[kind]:
         compare(name, TALKS[kind])
@@ -151,11 +157,6 @@ FORMS = {
         BLOCK.replace(*SHY) + "{% generation %}{{ eos_token }}{% endgeneration %}",
         [USER, THOUGHT, USER, SECOND],
         [THOUGHT + END + "</s>", SECOND + END + "</s>"],
-    ),
-    "the assistant may begin, where no messages are an error": (
-        "{{ messages[0].role[:0] }}" + BLOCK,
-        [FIRST, USER, SECOND],
-        [FIRST + END + SECOND + END],
     ),
 }
 

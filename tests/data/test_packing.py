@@ -29,9 +29,7 @@ def rows_of(layout: Layout, documents: list[np.ndarray], first: int = 0) -> np.n
 @given(lengths_of_documents, st.sampled_from([1, 3, 20, 1000]))
 def test_best_fit_keeps_documents_whole_and_loses_none(lengths: np.ndarray, window: int):
     documents = documents_of(lengths)
-    layout = (
-        whole_where_they_fit(lengths, CONTEXT) if window is None else whole_where_they_fit(lengths, CONTEXT, window)
-    )
+    layout = whole_where_they_fit(lengths, CONTEXT, window)
     rows = rows_of(layout, documents)
     assert sorted(rows[rows >= 1000]) == sorted(token for document in documents for token in document[1:-1])
     assert np.count_nonzero(rows != PAD) == lengths.sum()
@@ -73,30 +71,10 @@ def test_end_to_end_is_the_stream_cut_at_the_context(lengths: np.ndarray, overla
     assert (rows_of(layout, documents, len(rows) // 2) == rows[len(rows) // 2 :]).all()  # a shard begins anywhere
 
 
-def obvious_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Room left per set of bins, as the textbook has it."""
-    bins: list[list[int]] = []
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rooms = [capacity - sum(lengths[i] for i in members) for members in bins]
-        fitting = [room for room in rooms if room >= lengths[item]]
-        if fitting:
-            bins[rooms.index(min(fitting))].append(item)
-        else:
-            bins.append([item])
-    return bins
-
-
-@given(st.lists(st.integers(1, 20), max_size=40))
-def test_bins_are_the_textbooks(lengths: list[int]):
-    bins, expected = best_fit(lengths, 20), obvious_best_fit(lengths, 20)
-    assert len(bins) == len(expected)  # which of several equally full ones takes an item is free
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
-
-
 def test_bins_become_rows_in_their_order_waste_little_and_refuse_what_does_not_fit():
     layout = in_bins([[2, 0], [1]], np.array([3, 4, 5]))
     assert layout.row.tolist() == [0, 0, 1] and layout.start.tolist() == [0, 5, 0]
+    assert sorted(map(sorted, best_fit([5, 12, 8, 3, 20, 11], 20))) == [[0, 3, 5], [1, 2], [4]]
     with pytest.raises(ValueError):
         best_fit([5, 21], 20)
     lengths = np.clip(np.random.default_rng(0).lognormal(2.0, 1.0, 20_000), 2, None).astype(int)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,19 +22,11 @@ from affinage.recipe.data import RowsSettings
 URL = "memory://bucket/rows"
 
 
-class Store:
-    """What the object store in memory holds, and what it is asked for."""
-
-    def __init__(self) -> None:
-        self.files: dict = MemoryFileSystem.store
-        self.reads: Counter = Counter()
-        self.writes: Counter = Counter()
-        self.failing = ""
-
-
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    store, read, write = Store(), MemoryFileSystem.cat_file, MemoryFileSystem.put_file
+def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the object store in memory holds, and what it is asked for."""
+    store = SimpleNamespace(files=MemoryFileSystem.store, reads=Counter(), writes=Counter(), failing="")
+    read, write = MemoryFileSystem.cat_file, MemoryFileSystem.put_file
     store.files.clear()
 
     def cat_file(filesystem, path, start=None, end=None, **others):
@@ -58,25 +51,20 @@ def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = ""
     return folder / "train"
 
 
-@pytest.mark.parametrize("where", ["store", pytest.param("bucket", marks=pytest.mark.full)])
-def test_rows_elsewhere_are_the_rows_here(where: str, request, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
-    place = request.getfixturevalue(where)
-    url = URL if where == "store" else place("rows")
-    here, there = (packed(split_folder, bpe, tmp_path / name, url * (name == "there")) for name in ("here", "there"))
+def test_rows_elsewhere_are_the_rows_here(store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+    here, there = (packed(split_folder, bpe, tmp_path / name, URL * (name == "there")) for name in ("here", "there"))
     assert not list(there.rglob("rows-*.npy"))
     near, far = (RowFeed(folder, seed=0, batch=16) for folder in (here, there))
     for step in (0, 3, 100):
         assert all((value == far.batch(step)[key]).all() for key, value in near.batch(step).items())
     assert near.where(5) == far.where(5)
-    if where == "store":
-        stored = {name.removeprefix("/bucket/rows/there/train/"): file.getvalue() for name, file in place.files.items()}
-        for shard in here.rglob("rows-*.npy"):
-            assert stored[str(shard.relative_to(here))] == shard.read_bytes()
-        assert sum(name.endswith("/rows.json") for name in stored) == 4
-        assert not any(name.endswith(".npy.json") for name in stored)
+    stored = {name.removeprefix("/bucket/rows/there/train/"): file.getvalue() for name, file in store.files.items()}
+    for shard in here.rglob("rows-*.npy"):
+        assert stored[str(shard.relative_to(here))] == shard.read_bytes()
+    assert sum(name.endswith("/rows.json") for name in stored) == 4
 
 
-def test_a_cold_store_is_read_in_blocks_each_once_an_epoch(store: Store, tmp_path: Path):
+def test_a_cold_store_is_read_in_blocks_each_once_an_epoch(store: SimpleNamespace, tmp_path: Path):
     rows, context, batch = 50_000, 8, 256
     folder, url = tmp_path / "train/web.en", "memory://bucket/big"
     folder.mkdir(parents=True)
@@ -102,7 +90,9 @@ def test_a_cold_store_is_read_in_blocks_each_once_an_epoch(store: Store, tmp_pat
     assert not counted - Counter(tokens[:, 0].tolist())  # no row twice in an epoch
 
 
-def test_a_failed_read_is_told_and_can_be_tried_again(store: Store, split_folder: Path, bpe: Tokenizer, tmp_path: Path):
+def test_a_failed_read_is_told_and_can_be_tried_again(
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
+):
     folder = packed(split_folder, bpe, tmp_path / "rows", URL)
     feed = RowFeed(folder, seed=0, batch=4)
     lost = dict(store.files)
@@ -119,7 +109,7 @@ def test_a_failed_read_is_told_and_can_be_tried_again(store: Store, split_folder
 
 
 def test_after_a_failed_upload_only_the_rest_and_what_is_damaged_is_written(
-    store: Store, split_folder: Path, bpe: Tokenizer, tmp_path: Path
+    store: SimpleNamespace, split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
     store.failing = "tales.en/rows-00001"
     with pytest.raises(UserError) as error:
@@ -132,12 +122,6 @@ def test_after_a_failed_upload_only_the_rest_and_what_is_damaged_is_written(
     written = {name: count for name, count in store.writes.items() if name.endswith(".npy")}
     assert len(written) == 8 and {name for name, count in written.items() if count > 1} == {damaged}
     assert not [name for name in store.files if name.endswith(".npy.json")]
-
-
-def test_a_place_that_cannot_be_opened_is_told(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
-    with pytest.raises(UserError) as error:
-        packed(split_folder, bpe, tmp_path, "nowhere://bucket")
-    assert error.value.where.startswith("nowhere://bucket")
 
 
 PROGRAM = """

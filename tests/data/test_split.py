@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
-from affinage.data.clean import clean
 from affinage.data.deduplicate import deduplicate
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
-from affinage.recipe.cleaning import CleanSettings
 from affinage.recipe.data import DeduplicateSettings, SplitSettings
 from source_forms import rows_of, write_documents
 
@@ -138,14 +136,3 @@ def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplica
         sample = summary["samples"]["near copy of a validation document"][0]
         original = sample["detail"].split(" to ")[1].split(" of ")[0]
         assert sample["detail"].startswith("Jaccard ") and original in {row["id"] for row in validation}
-
-
-def test_parts_of_a_document_stay_together_though_their_languages_differ(tmp_path):
-    text = "\n\n".join(f"paragraph {i} " + "word " * 30 for i in range(100))
-    write_documents(tmp_path / "raw", [row | {"text": row["text"] + text} for row in rows("d", 30)])
-    settings = CleanSettings(max_characters=2_000, long_documents="split", min_language_probability=0)
-    clean(tmp_path / "raw", tmp_path / "clean", settings, ("en",))
-    mixed = [row | {"language": ["en", "fr"][i % 2]} for i, row in enumerate(rows_of(tmp_path / "clean"))]
-    _, *parts = halves(tmp_path, mixed, validation=0.05, max_similarity=0)
-    whole = [{row["id"].split("~")[0] for row in part} for part in parts]
-    assert not whole[0] & whole[1] and whole[1] and len(mixed) > 200

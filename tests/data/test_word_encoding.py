@@ -24,11 +24,9 @@ texts = st.lists(
 ).map("".join)
 
 
-@pytest.fixture(
-    scope="module", params=[{}, {"split_by_unicode_script": False}, {"split_by_whitespace": False}], ids=str
-)
+@pytest.fixture(scope="module", params=[{}, {"split_by_whitespace": False}], ids=str)
 def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcessor:
-    """A vocabulary whose pieces may cross from letters to other signs, or from one word to the next."""
+    """A vocabulary whose pieces may cross from one word to the next."""
     train = sentencepiece.SentencePieceTrainer.train
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sentencepiece.SentencePieceTrainer, "train", lambda **options: train(**options, **request.param))

@@ -15,11 +15,12 @@ from affinage.data.world.agreement import scenes
 from affinage.data.world.arithmetic import STATEMENTS as SUMS
 from affinage.data.world.arithmetic import calculations
 from affinage.data.world.english import sentence
-from affinage.data.world.facts import LANGUAGES, Fact, build_facts, by_domain, distractors
+from affinage.data.world.facts import LANGUAGES, Fact, build_facts
 from affinage.data.world.junk import jaccard
-from affinage.data.world.templates import LISTS, OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
+from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
+from affinage.evaluation.harness import tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
 from affinage.recipe.data import POCKET_WORLD
 
@@ -107,14 +108,6 @@ def test_documents_are_what_they_say_and_ordinary_ones_pass_the_cleaning(world: 
             assert (d["lang"] in LANGUAGES) == (kind == "text"), d
             assert kind == "wrong-language" or (letters > 0.7 and 150 < len(text) < 1600), d
     assert sum(passed) / len(passed) > 0.99
-
-
-def test_one_spelling_for_spaces_and_apostrophes(world: Path) -> None:
-    texts = {"": "\n".join(d["text"] for d in read_documents(world) if d["kind"] == "text")}
-    texts |= {path.name: path.read_text() for path in world.rglob("*.json*") if path.parent.name != "documents"}
-    for name, text in texts.items():
-        assert not set("\u2581\u2019\u00a0\u202f") & set(text), name
-        assert "  " not in text.replace("\\n", " ") or name == "facts.json", name
 
 
 ELISION = re.compile(r"\b(?:de|le|la|que|se|ce) (?=[aâeéèêiîoôuœ])(?!un\b|une\b|onze\b)|\b(?:à|de) les? (?=\w)")
@@ -215,20 +208,6 @@ def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(wo
         assert pair["kind"] != "false" or pair["rejected"].lower() not in true, pair
 
 
-def test_distractors_are_false() -> None:
-    domains = by_domain(facts())
-    for fact in facts():
-        for language in LANGUAGES:
-            for slot in ("o", "os", "bare", "d"):
-                if slot in fact.forms[language]:
-                    wrong = distractors(fact, domains, language, slot)
-                    assert len(wrong) >= 3
-                    assert fact.forms[language][slot] not in {words for _, words in wrong}
-                    assert not {fact.object, *fact.also_true} & {object_ for object_, _ in wrong}
-        if fact.relation in LISTS:  # which name both sides
-            assert all({"s", "o"} <= fact.forms[language].keys() for language in LANGUAGES)
-
-
 FACT_TASKS = [f"pocket_{kind}_{language}" for kind in ("facts", "facts_unseen", "cross") for language in LANGUAGES]
 SIZES = {"facts": 300, "facts_unseen": 300, "cross": 100, "arithmetic": 90, "agreement": 200, "chat": 150}
 
@@ -283,6 +262,15 @@ def test_each_can_be_asked_for_by_its_name(world: Path) -> None:
     found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
     assert [task["task"] for task in found.local] == ["pocket_chat_fr", "pocket_agreement_en"]
     assert found.named == ("piqa",) and [task["task"] for task in found.chat()] == ["pocket_chat_fr"]
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError):
         find_tasks(["pocket_agreement_en"], {})
-    assert "pocket_agreement_en" in str(error.value)
+
+
+def test_a_choice_is_asked_after_its_context_and_one_space(world: Path) -> None:
+    (task,) = find_tasks(["pocket_facts_en"], {POCKET_WORLD: world / "tasks"}).local
+    with tamed_harness():
+        (loaded,) = task_manager([]).load([task])["tasks"].values()
+        loaded.build_all_requests(limit=1)
+    item = read_items(world, "pocket_facts_en")[0]
+    asked = [request.args for request in loaded.instances]
+    assert asked == [(item["context"], " " + choice) for choice in item["choices"]]

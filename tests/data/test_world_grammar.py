@@ -12,32 +12,17 @@ from affinage.data.world.lexicon import ADJECTIVES, NOUNS, VERBS
 
 COUNTRIES = """
 FR: la France, de la France, en France; JP: le Japon, du Japon, au Japon;
-US: les États-Unis, des États-Unis, aux États-Unis; NL: les Pays-Bas, des Pays-Bas, aux Pays-Bas;
-PH: les Philippines, des Philippines, aux Philippines;
-AE: les Émirats arabes unis, des Émirats arabes unis, aux Émirats arabes unis;
-KM: les Comores, des Comores, aux Comores; CU: Cuba, de Cuba, à Cuba; MT: Malte, de Malte, à Malte;
-MC: Monaco, de Monaco, à Monaco; IL: Israël, d'Israël, en Israël; OM: Oman, d'Oman, à Oman;
-SG: Singapour, de Singapour, à Singapour; CY: Chypre, de Chypre, à Chypre; MU: Maurice, de Maurice, à Maurice;
-IR: l'Iran, de l'Iran, en Iran; IQ: l'Irak, de l'Irak, en Irak; AF: l'Afghanistan, de l'Afghanistan, en Afghanistan;
-AO: l'Angola, de l'Angola, en Angola; UY: l'Uruguay, de l'Uruguay, en Uruguay;
-EC: l'Équateur, de l'Équateur, en Équateur; EG: l'Égypte, de l'Égypte, en Égypte; IN: l'Inde, de l'Inde, en Inde;
-UG: l'Ouganda, de l'Ouganda, en Ouganda; UZ: l'Ouzbékistan, de l'Ouzbékistan, en Ouzbékistan;
-SA: l'Arabie saoudite, de l'Arabie saoudite, en Arabie saoudite;
-ZA: l'Afrique du Sud, de l'Afrique du Sud, en Afrique du Sud; PE: le Pérou, du Pérou, au Pérou;
-MX: le Mexique, du Mexique, au Mexique; KH: le Cambodge, du Cambodge, au Cambodge;
-MZ: le Mozambique, du Mozambique, au Mozambique; ZW: le Zimbabwe, du Zimbabwe, au Zimbabwe;
-SR: le Suriname, du Suriname, au Suriname; BZ: le Belize, du Belize, au Belize;
-GB: le Royaume-Uni, du Royaume-Uni, au Royaume-Uni; HN: le Honduras, du Honduras, au Honduras;
-HU: la Hongrie, de la Hongrie, en Hongrie; YE: le Yémen, du Yémen, au Yémen;
-VN: le Viêt Nam, du Viêt Nam, au Viêt Nam; CI: la Côte d'Ivoire, de la Côte d'Ivoire, en Côte d'Ivoire;
-BA: la Bosnie-Herzégovine, de la Bosnie-Herzégovine, en Bosnie-Herzégovine;
-SL: la Sierra Leone, de la Sierra Leone, en Sierra Leone; BF: le Burkina Faso, du Burkina Faso, au Burkina Faso;
-CV: le Cap-Vert, du Cap-Vert, au Cap-Vert; KP: la Corée du Nord, de la Corée du Nord, en Corée du Nord;
-SS: le Soudan du Sud, du Soudan du Sud, au Soudan du Sud;
-CF: la République centrafricaine, de la République centrafricaine, en République centrafricaine;
-BB: la Barbade, de la Barbade, à la Barbade; DM: la Dominique, de la Dominique, à la Dominique;
-JM: la Jamaïque, de la Jamaïque, en Jamaïque; NZ: la Nouvelle-Zélande, de la Nouvelle-Zélande, en Nouvelle-Zélande;
-PG: la Papouasie-Nouvelle-Guinée, de la Papouasie-Nouvelle-Guinée, en Papouasie-Nouvelle-Guinée
+US: les États-Unis, des États-Unis, aux États-Unis; PH: les Philippines, des Philippines, aux Philippines;
+KM: les Comores, des Comores, aux Comores; CU: Cuba, de Cuba, à Cuba; MC: Monaco, de Monaco, à Monaco;
+IL: Israël, d'Israël, en Israël; OM: Oman, d'Oman, à Oman; CY: Chypre, de Chypre, à Chypre;
+IR: l'Iran, de l'Iran, en Iran; AO: l'Angola, de l'Angola, en Angola; UY: l'Uruguay, de l'Uruguay, en Uruguay;
+EC: l'Équateur, de l'Équateur, en Équateur; EG: l'Égypte, de l'Égypte, en Égypte;
+MX: le Mexique, du Mexique, au Mexique;
+ZA: l'Afrique du Sud, de l'Afrique du Sud, en Afrique du Sud; KH: le Cambodge, du Cambodge, au Cambodge;
+ZW: le Zimbabwe, du Zimbabwe, au Zimbabwe; HN: le Honduras, du Honduras, au Honduras;
+HU: la Hongrie, de la Hongrie, en Hongrie;
+CI: la Côte d'Ivoire, de la Côte d'Ivoire, en Côte d'Ivoire; SS: le Soudan du Sud, du Soudan du Sud, au Soudan du Sud;
+BB: la Barbade, de la Barbade, à la Barbade; JM: la Jamaïque, de la Jamaïque, en Jamaïque
 """  # code: with article, of, in
 
 
@@ -50,11 +35,9 @@ def test_french_countries() -> None:
 
 
 CURRENCIES = """
-EUR: l'euro, euros; JPY: le yen japonais, yens japonais; TRY: la livre turque, livres turques;
-SEK: la couronne suédoise, couronnes suédoises; INR: la roupie indienne, roupies indiennes;
-UAH: la hryvnia ukrainienne, hryvnias ukrainiennes; ILS: le nouveau shekel israélien, nouveaux shekels israéliens;
-AFN: l'afghani afghan, afghanis afghans; XOF: le franc CFA d'Afrique de l'Ouest, francs CFA d'Afrique de l'Ouest;
-HUF: le forint hongrois, forints hongrois; USD: le dollar américain, dollars américains
+EUR: l'euro, euros; TRY: la livre turque, livres turques; INR: la roupie indienne, roupies indiennes;
+ILS: le nouveau shekel israélien, nouveaux shekels israéliens; USD: le dollar américain, dollars américains;
+XOF: le franc CFA d'Afrique de l'Ouest, francs CFA d'Afrique de l'Ouest
 """
 
 
@@ -107,17 +90,13 @@ def scene(noun: str, adjective: str, verb: str | None, plural: bool, *rest: str 
     ("told", "en", "fr"),
     [
         (scene("cat", "small", "sleeps", True), "The small cats sleep.", "Les petits chats dorment."),
-        (scene("cat", "small", "sleeps", False), "The small cat sleeps.", "Le petit chat dort."),
         (scene("cow", "white", "eats", True, "un"), "Some white cows eat.", "Des vaches blanches mangent."),
         (scene("cat", "small", "eats", True, "un"), "Some small cats eat.", "De petits chats mangent."),
         (scene("man", "old", "runs", False), "The old man runs.", "Le vieil homme court."),
         (scene("man", "old", "runs", True), "The old men run.", "Les vieux hommes courent."),
-        (scene("man", "happy", "runs", False), "The happy man runs.", "L'homme heureux court."),
         (scene("man", "old", None, False, "ce"), "This man is old.", "Cet homme est vieux."),
         (scene("bird", "old", "eats", False, "un"), "An old bird eats.", "Un vieil oiseau mange."),
-        (scene("bird", "tired", "waits", False, "ce"), "This tired bird waits.", "Cet oiseau fatigué attend."),
         (scene("aunt", "active", "waits", False, "mon"), "My active aunt waits.", "Ma tante active attend."),
-        (scene("uncle", "alone", None, False, "mon"), "My uncle is alone.", "Mon oncle est seul."),
         (scene("queen", "old", None, True, "ce"), "These queens are old.", "Ces reines sont vieilles."),
         (scene("horse", "strong", "comes back", True, "le", 0), "The strong horses come back in the garden.",
          "Les chevaux forts reviennent dans le jardin."),

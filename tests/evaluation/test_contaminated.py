@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import pytest
-from lm_eval.api.metrics import perplexity
 
 from affinage.cli.program import main
 from affinage.data.contamination import Contamination
@@ -51,38 +50,31 @@ def test_scores_without_the_items_found_are_those_of_the_others(tmp_path: Path):
     assert told["without"]["acc"]["stderr"] == pytest.approx(spread / 5**0.5)
 
 
-def without(found: set[str], metrics: dict, items: list[dict]) -> dict:
+ITEMS = [
+    {"doc_id": n, "filter": f, "acc": 1.0 * (n != 1), "perplexity": log, "bleu": n, "exact_match": n * (f == "lower")}
+    for f in ("none", "lower")
+    for n, log in enumerate([-1.5, -4.0, -2.5, -3.5])
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "metric", "value", "rest"),
+    [
+        ("1", "acc", 0.75, (1.0, 0.0)),
+        ("0123", "acc", 0.75, (None, None)),
+        ("1", "bleu", 1.6, None),  # is not told by single items
+        ("1", "perplexity", math.exp(2.875), (math.exp(2.5), math.exp(2.5) / 3**0.5)),  # the spread of the logs is 1
+        ("0", "exact_match,none", 0.0, (0.0, 0.0)),
+        ("0", "exact_match,lower", 1.5, (2.0, 1 / 3**0.5)),
+    ],
+)
+def test_a_score_without_the_items_found_is_of_the_others(found: str, metric: str, value: float, rest: tuple | None):
     seen = Contamination(frozenset(("quiz", one) for one in found), {}, frozenset({"quiz"}), 1)
+    metrics, items = {metric: {"value": value, "stderr": 0.5}}, ITEMS if "," in metric else ITEMS[:4]
     told = contamination_of(seen, {"quiz": {"metrics": metrics}}, {"quiz": items})["tasks"]["quiz"]
-    assert told["items"] == len({one["doc_id"] for one in items})
-    return told["without"]
-
-
-def test_metrics_that_are_not_told_by_single_items_are_left_out():
-    items = [{"doc_id": n, "acc": float(n), "bleu": n} for n in range(2)]
-    metrics = {"acc": {"value": 0.5, "stderr": 0.5}, "bleu": {"value": 1.6, "stderr": None}}
-    assert without({"0"}, metrics, items) == {"acc": {"value": 1.0, "stderr": None}}
-    assert without({"0", "1"}, metrics, items)["acc"] == {"value": None, "stderr": None}
-
-
-def test_perplexity_without_them_is_of_the_log_likelihoods_of_the_others():
-    logs = [-1.5, -4.0, -2.5, -3.5]
-    items = [{"doc_id": n, "filter": "none", "perplexity": log, "acc": 1.0} for n, log in enumerate(logs)]
-    metrics = {"perplexity": {"value": perplexity(logs), "stderr": 4.0}, "acc": {"value": 1.0, "stderr": 0.0}}
-    scores = without({"1"}, metrics, items)
-    assert scores["acc"]["value"] == 1.0
-    assert scores["perplexity"]["value"] == pytest.approx(math.exp(2.5))
-    assert scores["perplexity"]["stderr"] == pytest.approx(math.exp(2.5) * 1.0 / 3**0.5), "their spread is 1"
-
-
-def test_each_filter_of_the_answers_has_its_score_without_them():
-    right = {"strict": (1, 0, 1), "flexible": (0, 1, 1)}
-    items = [{"doc_id": n, "filter": f, "exact_match": v} for f, values in right.items() for n, v in enumerate(values)]
-    scores = without({"0"}, {f"exact_match,{name}": {"value": 2 / 3, "stderr": 0.3} for name in right}, items)
-    assert {name: score["value"] for name, score in scores.items()} == {
-        "exact_match,strict": 0.5,
-        "exact_match,flexible": 1.0,
-    }
+    assert told["items"] == 4
+    left = told["without"].get(metric)
+    assert left == rest if rest is None else (left["value"], left["stderr"]) == pytest.approx(rest)
 
 
 @pytest.mark.full

@@ -60,7 +60,7 @@ def test_a_line_cut_off_is_forgotten_and_what_follows_is_whole(tmp_path):
         ledger.put(*pair, (-float(number), False))
     ledger.flush()
     whole = (tmp_path / "a").read_bytes()
-    for cut in (1, 2, 17, 60, len(whole) - 3):
+    for cut in (1, 60, len(whole) - 3):
         (tmp_path / "a").write_bytes(whole[:-cut])
         left = Ledger(tmp_path / "a", "tiny")
         assert len(left) < 40

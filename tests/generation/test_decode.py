@@ -113,6 +113,7 @@ def test_streamed_pieces_make_up_the_generation():
     assert "".join(pieces) == whole.text and len(pieces) > 3
 
 
+@pytest.mark.full
 def test_prefill_and_decode_are_compiled_once_per_bucket(monkeypatch):
     """Prompts of up to 16 and of 17 to 32 tokens, in caches of 64 and of 96 slots, whatever else differs."""
     traced, logits_of = [], decode.logits_of

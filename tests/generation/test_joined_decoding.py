@@ -5,21 +5,18 @@ import threading
 import time
 from dataclasses import replace
 
-import jax
 import pytest
 
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.engine import Closed, Engine, Full, Ticket, Told
 from affinage.generation.sampling import Sampling
-from affinage.model import abstract_params, logical_axes
-from affinage.parallel import MeshLayout, make_mesh, param_shardings
 from tiny_models import CONTEXT, tiny_llama
 
 SAMPLED = Sampling(0.9, 20, 0.9, 0.01, repetition_penalty=1.5, seed=1)
 ASKED = [
     ([2, 50, 60, 70], Request(30)),
     ([2, *range(300, 310)], Request(25, SAMPLED, stop_strings=("o",))),
-    ([2, *range(270, 270 + CONTEXT - 10)], Request(500)),
+    ([2, *range(270, 270 + CONTEXT - 20)], Request(500)),
     ([2, 270], Request(5, replace(SAMPLED, seed=9))),
 ]
 
@@ -125,18 +122,3 @@ def test_what_goes_wrong_is_told_to_those_concerned_and_the_others_go_on(engine:
     assert under_way.answer()[1] == alone([2, 50], Request(80))
     engine.submit([next_one.ticket])
     assert next_one.answer()[1] == alone(*ASKED[3])
-
-
-@pytest.mark.full
-def test_a_model_sharded_over_eight_devices_answers_as_on_one():
-    model = tiny_llama(scale=3.0)
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices())
-    shardings = param_shardings(mesh, logical_axes(model.graph), abstract_params(model.graph))
-    engine = Engine(replace(model, params=jax.device_put(model.params, shardings), layout=MeshLayout(mesh)), batch=4)
-    listeners = [Listener([2, 270 + number, 280], Request(12)) for number in range(3)]
-    engine.submit([listeners[0].ticket])
-    listeners[0].wait_until_it_is_under_way()
-    engine.submit([listener.ticket for listener in listeners[1:]])
-    said = [listener.answer()[1] for listener in listeners]
-    engine.close()
-    assert said == Generator(model, batch=1).generate([listener.ticket.prompt for listener in listeners], Request(12))

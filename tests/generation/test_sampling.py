@@ -15,15 +15,11 @@ from affinage.generation.sampling import Sampling, choose, filtered, knobs, knob
 VOCABULARY = 97
 CASES = [
     Sampling(temperature=0.6),
-    Sampling(1.0, top_k=1),
     Sampling(1.0, top_k=11),
     Sampling(1.0, top_k=500),
     Sampling(1.0, top_p=0.3),
-    Sampling(1.0, top_p=0.95),
     Sampling(1.0, min_p=0.02),
-    Sampling(1.0, min_p=0.5),
     Sampling(1.0, repetition_penalty=1.8),
-    Sampling(1.0, repetition_penalty=0.6),
     Sampling(0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
     Sampling(1.4, top_k=60, top_p=0.99, min_p=0.01, repetition_penalty=0.9),
 ]

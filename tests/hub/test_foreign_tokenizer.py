@@ -63,10 +63,10 @@ def metaspace() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def imported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": 128, "vocab_size": 352}
     if request.param == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 352}
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128, "vocab_size": 352}
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **sizes)).eval()
     theirs.save_pretrained(folder / "theirs")
@@ -93,13 +93,6 @@ def test_it_continues_texts_as_transformers_does(imported):
 def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
     export(imported[2], tmp_path / "m", facts=CardFacts(licence="apache-2.0"))
     assert verify(tmp_path / "m", imported[2], TEXTS[:2])["largest_logit_difference"] <= 1e-4
-
-
-@pytest.mark.parametrize("imported", ["gpt2"], indirect=True)
-def test_an_empty_prompt_is_continued_where_nothing_is_put_before_a_text(imported):
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", imported[2].name, "", "--tokens", "2"])
-    assert ended.value.code == 0
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +137,14 @@ def sft(folder):
     return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak: 1.0e-3, floor: 0}}}}"
 
 
-@pytest.mark.parametrize("packing", ["concat", "best-fit"])
-def test_rows_of_it_hold_the_documents(imported, tmp_path, packing):
+def test_rows_of_it_hold_the_documents(imported, tmp_path):
     tokenizer = imported[2].tokenizer
     texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
     for part in ("train", "validation"):
         with DocumentWriter(tmp_path / "split" / part) as writer:
             for number, text in enumerate(texts):
                 writer.add(id=str(number), source="a", language="fr", text=text)
-    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=96, packing=packing), 0)
+    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=96, packing="best-fit"), 0)
     (folder,) = (tmp_path / "rows/train").iterdir()
     rows = open_rows(folder).rows
     batch = RowFeed(folder, seed=0, batch=rows).batch(0)
@@ -164,7 +156,7 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path, packing):
                 found.append(tokenizer.decode(document).strip())
                 assert counted[segments == segment].all()
     whole = [text for text in found if text in texts]
-    assert len(whole) == len(set(whole)) and len(whole) >= (40 if packing == "best-fit" else 40 - rows)
+    assert len(whole) == len(set(whole)) and len(whole) >= 40
     (held_out,) = (tmp_path / "rows/validation").iterdir()
     lengths = [tokenizer.byte_lengths(text, tokenizer.encode(text))[not tokenizer.opening :] for text in texts]
     assert ValidationRows(held_out, batch=2).bytes == sum(each.sum() for each in lengths)

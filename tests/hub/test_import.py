@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,6 @@ from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.generation.decode import Generator, Request
 from affinage.hub.architectures import architecture_of
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
@@ -32,7 +30,7 @@ from affinage.model import init_params, parse
 from affinage.model.parameter import map_parameters
 from affinage.stages.imports import import_model, system_prompt_of
 from affinage.stages.models import is_chat, locate_model, open_model
-from tiny_models import CONTEXT, LLAMA, full_logits, tiny_llama
+from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, tiny_llama, with_template
 
 FACTS = CardFacts(licence="apache-2.0")
 _LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
@@ -93,7 +91,7 @@ def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in tensors.items()}
     for name, shape in zip(tensors, itertools.cycle([(), (0,), (7,), (2, 3, 5)])):
         save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match=re.escape(name)):
+        with pytest.raises(UserError, match="shape"):
             read_hub_folder(tmp_path)
 
 
@@ -101,9 +99,6 @@ def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path)
     ours, read = open_model(str(imported), tmp_path), open_model(str(exported), tmp_path)
     jax.tree.map(np.testing.assert_array_equal, ours.params, read.params)
     assert (read.system_prompt, read.context, is_chat(exported)) == ('Say "oui".\nBe brief.', ours.context, True)
-    prompt = [encode_prompt([{"role": "user", "content": "Où ?"}], read.tokenizer, read.system_prompt)]
-    said = [Generator(model).generate(prompt, Request(8))[0].tokens for model in (ours, read)]
-    assert said[0] == said[1] and len(said[0]) > 0
     saved = tmp_path / "saved"
     AutoTokenizer.from_pretrained(exported).save_pretrained(saved)  # transformers gives the template a file of its own
     assert (saved / "chat_template.jinja").is_file() and system_prompt_of(saved) == 'Say "oui".\nBe brief.'
@@ -127,7 +122,15 @@ def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
         np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2"])
+FAMILIES = [
+    "llama",
+    "mixtral",
+    "gpt2",
+    *(pytest.param(f, marks=pytest.mark.full) for f in ("mistral", "qwen2", "qwen3")),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_is_read(family, tmp_path):
     """Logits of a model that transformers made, saved as transformers does, equal ours."""
     import torch
@@ -154,9 +157,7 @@ def test_what_transformers_writes_is_read(family, tmp_path):
     [
         ({"model_type": "mamba"}, "model_type: mamba"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),
-        ({"mlp_bias": True}, "mlp_bias: True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: yarn"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta_fast": 1}}, "beta_fast"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta: 5.0 and 10000.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         ({"residual_multiplier": 0.2}, "residual_multiplier"),
@@ -175,7 +176,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, named):
 def test_tensors_without_a_place_and_missing_ones_are_named(tmp_path):
     folder = tmp_path / "m"
     export(tiny_llama(), folder, facts=FACTS)
-    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    file = folder / "model.safetensors"
     tensors = dict(load_file(file))
 
     def refused() -> str:
@@ -189,9 +190,6 @@ def test_tensors_without_a_place_and_missing_ones_are_named(tmp_path):
     tensors.pop("model.norm.weight")
     save_file(tensors, file)
     assert "model.norm.weight" in refused()
-    index.write_text(json.dumps({"weight_map": dict.fromkeys([*tensors, "model.norm.weight"], file.name)}))
-    assert "model.norm.weight" in refused()
-    index.unlink()
     file.write_bytes(file.read_bytes()[:-7])
     assert "model.safetensors" in refused()
     file.unlink()
@@ -216,6 +214,7 @@ def test_a_vocabulary_larger_than_the_tokenizers_stays_or_is_trimmed_if_that_is_
     assert verify(tmp_path / "trimmed", padded, ["The capital"])["largest_logit_difference"] <= 1e-4
 
 
+@pytest.mark.full
 def test_a_tokenizer_that_only_the_template_opens_verifies(exported, tmp_path):
     """As a model comes that was trained in transformers on from ours: without our own tokenizer file."""
     source = shutil.copytree(exported, tmp_path / "theirs")
@@ -245,17 +244,8 @@ def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported
     assert "AutoTokenizer.from_pretrained" in caught.value.fix
 
 
-ZEPHYR = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
 def test_a_model_of_another_chat_template_is_released_taken_in_and_talked_to_in_it(tmp_path):
-    model = tiny_llama()
-    tokenizer = type(model.tokenizer)(model.tokenizer.model_path)  # the cached one stays as it is
-    tokenizer.use_template(ZEPHYR)
-    model = replace(model, tokenizer=tokenizer, system_prompt="Be brief.")
+    model = with_template(ZEPHYR, "Be brief.")
     export(model, tmp_path / "m", facts=FACTS, chat=True)
     assert verify(tmp_path / "m", model, ["Paris"])["conversations"] == 3
     asked = [{"role": "user", "content": "Où est Paris ?"}]

@@ -1,15 +1,12 @@
 """The recipe of Julian's assistant, on small stand-ins of its sources: each in the form in which it is published."""
 
 import json
-import re
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from affinage.cli.program import main
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
@@ -19,20 +16,12 @@ from affinage.recipe.data import TokenizerSettings
 from affinage.recipe.load import load_recipe
 from affinage.stages.flow import Flow, Runs
 from affinage.stages.road import road_of
-from benchmark_fixtures import write_items
 from tiny_corpus import write_split
 
 COUNTS = {
-    "alpaca": 30,
-    "dolly": 12,
-    "code-alpaca": 9,
-    "gpt4all-j": 10,
-    "french": 8,
-    "openhermes": 25,
-    "slimorca": 15,
-    "others": 20,
-}
-WATCHED = {"arc_challenge": 3, "winogrande": 3}  # items
+    "alpaca": 30, "dolly": 12, "code-alpaca": 9, "gpt4all-j": 10,
+    "french": 8, "openhermes": 25, "slimorca": 15, "others": 20,
+}  # fmt: skip
 
 
 def sharegpt(name: str, number: int) -> dict[str, object]:
@@ -93,15 +82,6 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tokenizer: Token
         assert tokens[mask][-1] == IM_END and IM_START not in tokens[mask]
 
 
-def test_a_sample_of_it_is_an_equal_share_of_every_limit(mirror: Path, tokenizer: Tokenizer, tmp_path: Path):
-    overrides = [f"sft.mirror={mirror}", "sft.context=256", "sft.held_out=0", "sft.sample=0.5"]
-    settings = load_recipe("julian-sft", overrides).recipe.sft
-    assert settings is not None
-    summary = prepare_conversations(settings, tokenizer, tmp_path, context=256, seed=0)
-    assert 40 <= summary["train"]["conversations"] <= 90
-    assert summary["train"]["conversations"] + summary["not_sampled"] == sum(COUNTS.values())
-
-
 def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: Path):
     found = []
     for recipe, steps, epochs in (("julian-sft", 30_000, 1), ("julian-sft-100k", 100_000, None)):
@@ -113,54 +93,3 @@ def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: 
         steps_of = Flow(loaded, Runs(tmp_path), road_of(loaded), until=["sft"]).plan()
         found.append({step.stage.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}
-
-
-def run(*words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*words])
-    assert ended.value.code == 0
-
-
-def test_it_is_trained_and_watched_without_a_network(mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """From text to an assistant by the recipe's own command, its model and steps made small by settings."""
-    items = write_items(tmp_path / "items", ["winogrande", "arc_challenge"], copies=3)
-    settings = [
-        f"sft.mirror={mirror}",
-        f"sft.watch.data_dir={items}",
-        "data={sources: [{path: pocket-world, megabytes: 0.05}], split: {validation: 0}}",
-        "tokenizer.vocabulary=420",
-        "rows={context: 128, shards: 2}",
-        "model.nodes.embed={vocab: auto, width: 32}",
-        "model.nodes.blocks={repeat: 1, attention: {heads: 2}, ffn: {width: 64}}",
-        "mesh.fsdp=1",
-        "pretrain={steps: 2, batch_per_device: 2, mixture: null, schedule: {warmup_steps: 1}}",
-        "sft={context: 128, batch: 4, steps: 100, schedule: {peak: 1.0e-3, warmup_steps: 5}}",
-        "sft={held_out: 0, checkpoint: {every_steps: 50}, watch: {every_steps: 10}}",
-    ]
-    words = ["julian-sft", "--runs", str(tmp_path / "runs"), *(w for each in settings for w in ("--set", each))]
-    run("sft", *words)
-    training = tmp_path / "runs/julian-sft/sft"
-    summary = json.loads((training / "summary.json").read_text())
-    lines = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-
-    # Each row once, as `max_epochs` has it, and none is left but what makes no batch.
-    files = (training.parent / "conversations/train").rglob("rows-*.npy")
-    rows = {path.parent.name: len(np.load(path)) for path in files}
-    assert rows.keys() == COUNTS.keys() and summary["steps"] == sum(rows.values()) // 4
-    assert "max_epochs" in summary["ended"] and losses[-1] < losses[0]
-    # The watch-list's items are those of the folder, looked at before the first step, every ten, and at the end.
-    looks = json.loads((training / "watch.json").read_text())["looks"]
-    assert [look["step"] for look in looks] == [*range(0, summary["steps"], 10), summary["steps"]]
-    assert all({task: len(right) for task, right in look["right"].items()} == WATCHED for look in looks)
-
-    # What `--show` prints of every source: its turns, and between brackets the assistant's and their ends alone.
-    capsys.readouterr()
-    run("sft", *words, "--show", str(len(COUNTS)))
-    shown = " ".join(capsys.readouterr().out.split())
-    heading = "what is trained on stands between ⟦ and ⟧"
-    assert shown.count(heading) == len(COUNTS) and all(f"{name}: {heading}" in shown for name in COUNTS)
-    trained = re.findall("⟦(.*?)⟧", shown.replace(heading, ""))
-    assert len(trained) > len(COUNTS) and all(each.endswith("<|im_end|>") for each in trained)
-    assert all(" asks " not in each and "And?" not in each for each in trained)
-    assert all(f"⟦{name} answers " in shown for name in COUNTS)

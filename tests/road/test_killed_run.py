@@ -1,65 +1,97 @@
-"""The whole road in its real processes: killed ten times at random moments, it ends with the same bytes."""
+"""The program in its real processes: killed at any moment, it ends with the bytes of an undisturbed run."""
 
-import hashlib
-import os
+import json
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-KILLS = 10
-RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.yaml"
-PROGRAM = ["-c", "from affinage.cli import main; main()"]
-QUICK = "--xla_backend_optimization_level=0"  # much is compiled, and little computed
+import tiny_run
+from affinage.checkpoint import CheckpointStore
+
+LONGEST = 550  # seconds
 
 
-def start(python: list[str], runs: Path) -> subprocess.Popen:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
-    return subprocess.Popen(
-        [*python, *PROGRAM, "run", str(RECIPE), "--runs", str(runs), "--set", "pretrain.checkpoint.every_steps=2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+def start(*words: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "affinage", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finished(python: list[str], runs: Path) -> str:
-    process = start(python, runs)
-    said, _ = process.communicate(timeout=550)
-    assert process.returncode == 0, said
-    return said
+def finish(*words: str) -> str:
+    process = start(*words)
+    told, _ = process.communicate(timeout=LONGEST)
+    assert process.returncode == 0, told
+    return told
 
 
-def digest(runs: Path, path: str) -> str:
-    return hashlib.sha256((runs / "tiny" / path).read_bytes()).hexdigest()
+def kill(process: subprocess.Popen, when: Callable[[], object]) -> None:
+    """Once something is so, which must be before its end."""
+    until = time.monotonic() + LONGEST
+    while not when():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def weights(runs: Path, training: str, step: int) -> list[np.ndarray]:
+    """Weights and moments."""
+    saved = CheckpointStore(runs / "tiny" / training / "checkpoints").restore(step, {"params": None, "opt_state": None})
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(saved)]
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def done(runs: Path) -> dict[str, str]:
+    """What each complete result says of itself, and so when it was made."""
+    return {path.parent.name: path.read_text() for path in (runs / "store").glob("*/manifest.json")}
+
+
+def test_killed_while_it_trains_it_ends_with_the_same_bits(tiny_runs: Path, own_runs: Path):
+    """Once in fine-tuning and once among the preferences, of the run that all tests share."""
+    for stage in ("sft", "reference", "dpo"):
+        shutil.rmtree((own_runs / "tiny" / stage).resolve())
+    before = done(own_runs)
+    words = ["run", *tiny_run.WORDS, "--runs", str(own_runs), "--until", "dpo"]
+    for stage in ("sft", "dpo"):
+        saved = f"store/{stage}-*/checkpoints/2/SHA256SUMS"
+        kill(start(*words), lambda saved=saved: list(own_runs.glob(saved)))
+    finish(*words)
+    assert before.items() <= done(own_runs).items(), "nothing is made twice"
+    resumed = [json.loads((own_runs / "tiny" / stage / "summary.json").read_text()) for stage in ("sft", "dpo")]
+    assert all(summary["resumed_at"] for summary in resumed)
+    for stage, step in (("sft", 5), ("dpo", 4)):
+        assert_same(weights(own_runs, stage, step), weights(tiny_runs, stage, step))
 
 
 @pytest.mark.full
-def test_ten_kills_change_nothing_and_a_finished_run_does_nothing(tmp_path, warm_python):
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    finished([sys.executable], undisturbed)  # with hashes of its own, which order sets
-
-    draw = random.Random(0)
-    died_at_work = 0
-    for _ in range(KILLS):
-        process = start(warm_python, killed)
-        # So many lines of progress and a moment more: random places in the work, however fast the machine is.
+def test_ten_kills_at_random_moments_change_nothing(tiny_runs: Path, tmp_path: Path):
+    killed, draw, died_at_work = tmp_path / "runs", random.Random(0), 0
+    words = ["run", *tiny_run.WORDS, "--runs", str(killed)]
+    for _ in range(10):
+        process = start(*words)
+        # A few lines of progress and a moment more: random places in the work, however fast the machine is.
         for _ in range(draw.randint(0, 4)):
             process.stdout.readline()
         time.sleep(draw.uniform(0, 0.5))
         died_at_work += process.poll() is None
         process.kill()
         process.communicate()
-    assert died_at_work >= 5  # the others had come to the end of the road
-    finished(warm_python, killed)
-
-    for path in ("export/model/model.safetensors", "export/model/tokenizer.json"):
-        assert digest(killed, path) == digest(undisturbed, path), path
-    files = {p: p.stat().st_mtime_ns for p in (killed / "store").rglob("*") if p.is_file()}
-    again = finished(warm_python, killed)
-    assert "nothing" in again.lower()
-    assert {p: p.stat().st_mtime_ns for p in (killed / "store").rglob("*") if p.is_file()} == files
+    assert died_at_work >= 5  # the others had come to the end
+    finish(*words)
+    for name in ("model.safetensors", "tokenizer.json"):
+        ours, theirs = (runs / "tiny/export/model" / name for runs in (killed, tiny_runs))
+        assert ours.read_bytes() == theirs.read_bytes(), name
+    assert_same(weights(killed, "dpo", 4), weights(tiny_runs, "dpo", 4))

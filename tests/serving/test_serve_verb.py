@@ -1,4 +1,4 @@
-"""`affinage serve` as a process: where it listens, whom it lets in, and how it ends."""
+"""`affinage serve`: where it listens, whom it lets in, and how it ends."""
 
 import os
 import re
@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -17,6 +17,7 @@ from affinage.cli.program import main
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.serving import running
+from affinage.serving.server import Limits
 from tiny_models import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "Where is Paris?"}]
@@ -29,53 +30,56 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def process(model: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", "from affinage.cli import main; main()", "serve", str(model), "--port", "0"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "AFFINAGE_TOKEN": ""}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command += ["--host", "0.0.0.0", "--mesh", "tensor=2", "--context", "80", "--grace", "300"]
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as one:  # type: ignore[call-overload]
-        try:
-            yield one
-        finally:
-            one.kill()
+def client_of(url: str, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300)
 
 
-def test_it_makes_up_a_token_where_others_can_ask_and_ends_cleanly_when_told(process: subprocess.Popen[str]):
-    assert process.stdout is not None and process.stderr is not None
-    told = process.stdout.readline()
-    found = re.search(r"(http://127\.0\.0\.1:\d+)/v1 .* \(API key: ([\w-]{32})\)", told)
-    assert found, told + process.stderr.read()
-    client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key=found[2], max_retries=0, timeout=300)
-    stranger = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="guessed", max_retries=0, timeout=300)
-    with pytest.raises(openai.AuthenticationError):
-        stranger.models.list()
-    name = client.models.list().data[0].id
-    with pytest.raises(openai.BadRequestError, match="79"):
-        client.completions.create(model=name, prompt=[5] * 80)
+def test_it_makes_up_a_token_where_others_can_ask_and_answers_to_the_end_what_is_under_way_when_told_to_stop():
     reasons: list[str | None] = []
 
-    def read() -> None:
+    def talk(url: str, token: str) -> None:
         try:
-            events = client.chat.completions.create(model=name, messages=MESSAGES, stream=True, max_tokens=60)
-        except openai.InternalServerError:  # it came too late
-            return
-        begun.set()
-        reasons.append([event.choices[0].finish_reason for event in events][-1])
+            client = client_of(url, token)
+            with pytest.raises(openai.AuthenticationError):
+                client_of(url, "guessed").models.list()
+            events = iter(client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, max_tokens=60))
+            next(events)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+        reasons.extend(event.choices[0].finish_reason for event in events)
 
-    begun = threading.Event()
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(300)
-    process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join(300)
-    _, err = process.communicate(timeout=300)
+    def ready(url: str, place: running.Place) -> None:
+        assert place.token is not None and len(place.token) == 32
+        talks.append(pool.submit(talk, url, place.token))
+
+    talks: list[Future[None]] = []
+    place = running.Place("0.0.0.0", 0, grace=300)
+    with ThreadPoolExecutor() as pool:
+        running.run(tiny_llama(), place, Limits(max_tokens=60), batch=2, queue=2, ready=ready)
+        talks[0].result(300)
+    assert reasons[-1] in ("length", "stop")
+
+
+@pytest.mark.full
+def test_its_process_serves_a_sharded_model_and_ends_cleanly_when_told(model: Path):
+    command = [sys.executable, "-m", "affinage", "serve", str(model), "--port", "0", "--host", "0.0.0.0"]
+    command += ["--mesh", "tensor=2", "--context", "80"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"AFFINAGE_TOKEN": ""}}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            told = process.stdout.readline()
+            found = re.search(r"(http://127\.0\.0\.1:\d+)/v1 .* \(API key: ([\w-]{32})\)", told)
+            assert found, told + process.stderr.read()
+            client = client_of(found[1], found[2])
+            name = client.models.list().data[0].id
+            assert client.completions.create(model=name, prompt="Paris", max_tokens=5).choices
+            with pytest.raises(openai.BadRequestError, match="79"):
+                client.completions.create(model=name, prompt=[5] * 80)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
     assert process.returncode == 0 and "Traceback" not in err, err
-    # One had begun and is answered to its end; the others were let in, or came too late.
-    assert reasons and set(reasons) <= {"length", "stop"}
 
 
 def test_a_port_that_is_taken_is_one_message(model: Path, capsys: pytest.CaptureFixture[str]):

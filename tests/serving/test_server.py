@@ -98,9 +98,7 @@ LONG = [{"role": "user", "content": "long " * CONTEXT}]
         ({"model": "gpt"}, 404, "gpt"),
         ({"messages": LONG}, 400, "95"),
         ({"temperature": -1}, 400, "temperature"),
-        ({"top_p": 0}, 400, "top_p"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"n": 17}, 400, "n"),
         ({"n": 5}, 400, "4 choices"),  # two at once, and two that wait
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"logprobs": True}, 400, "logprobs"),
@@ -141,11 +139,9 @@ def test_only_those_who_know_the_token_may_ask(served: Running):
     ("body", "headers", "status"),
     [
         (b"{", {}, 400),
-        (b"[1]", {}, 400),
         (b"[" * 5000, {}, 400),
         (b'{"messages": []}', {}, 400),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', {}, 400),
-        (b'{"messages": [{"role": "user", "content": 7}]}', {}, 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', {}, 400),
         (b"{}", {"Content_Encoding": "gzip"}, 400),
         (b"{}", {"Content_Type": "text/plain"}, 415),

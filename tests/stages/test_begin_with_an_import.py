@@ -20,8 +20,9 @@ from tiny_models import CONTEXT, tiny_llama
 
 _STEPS = ["steps=1", "batch=4", "schedule={peak: 1.0e-12, floor: 0}", "validation_rows=4"]
 PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
-POCKET = "data={sources: [{path: pocket-world, megabytes: 0.05}], languages: [en, fr]}"
-SFT = ["sft={sources: [pocket-world], steps: 1, batch: 4, schedule: {peak: 1.0e-12, floor: 0}}", "mesh={data: 1}"]
+POCKET = "data={sources: [{path: pocket-world, megabytes: 0.02}], languages: [en, fr], split: {validation: 0.2}}"
+SFT = ["sft={sources: [talks.jsonl], steps: 1, batch: 4, schedule: {peak: 1.0e-12, floor: 0}}", "mesh={data: 1}"]
+SFT += ["sft.held_out=0", "sft.max_epochs=null", "data=null", "pretrain=null"]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,12 @@ def imported(tmp_path_factory):
     export(tiny_llama(), folder / "hub", facts=CardFacts(licence="apache-2.0"))
     import_model(folder / "hub", folder / "model", "tiny", origin=str(folder / "hub"))
     return folder / "model"
+
+
+@pytest.fixture(autouse=True)
+def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 9)
 
 
 def run(folder: Path, runs: Path, *settings: str, status: int = 0) -> None:
@@ -49,28 +56,21 @@ def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
 
 
 def test_pretraining_goes_on_from_it(imported, tmp_path):
-    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}")
+    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null", "report=null")
     assert_begun_with(imported, "tiny/pretrain", tmp_path)
-    assert (tmp_path / "tiny/export/model/model.safetensors").is_file()
 
 
 def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
-    run(imported, tmp_path, "data=null", "pretrain=null", *SFT)
+    """With adapters, which name the model that was imported; the card is one, whichever verb writes it."""
+    run(imported, tmp_path, *SFT, "sft.lora={rank: 2}")
     assert_begun_with(imported, "tiny/sft", tmp_path)
     assert is_chat((tmp_path / "tiny/sft").resolve()) and open_model("tiny", tmp_path).context == CONTEXT
     assert (tmp_path / "tiny/report.html").is_file()
-    card = (tmp_path / "tiny/export/model/README.md").read_text()
-    assert "Fine-tuning: steps" in card and "A given model of" in card
-    with pytest.raises(SystemExit):
-        main(["export", "tiny", "--runs", str(tmp_path), "--to", str(tmp_path / "again")])
-    assert (tmp_path / "again/README.md").read_text() == card, "one card, whichever verb writes it"
-
-
-def test_adapters_name_the_model_that_was_imported(imported, tmp_path):
-    run(imported, tmp_path, "data=null", "pretrain=null", "export=null", *SFT, "sft.lora={rank: 2}")
-    with pytest.raises(SystemExit) as ended:
-        main(["export", "tiny", "--runs", str(tmp_path), "--adapter", "--to", str(tmp_path / "adapter")])
-    assert ended.value.code == 0
+    for words in (["--to", str(tmp_path / "again")], ["--adapter", "--to", str(tmp_path / "adapter")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["export", "tiny", "--runs", str(tmp_path), *words])
+        assert not ended.value.code
+    assert (tmp_path / "again/README.md").read_text() == (tmp_path / "tiny/export/model/README.md").read_text()
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(imported.parent / "hub")
 
@@ -96,8 +96,8 @@ def test_other_weights_make_other_results(imported, tmp_path):
 
 def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
     run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
-    assert "recipe's model has blocks.attention.key.kernel (3, 32, 2, 8), the one it begins with (2, 32, 2, 8)" in (
-        capsys.readouterr().err
-    )
-    with pytest.raises(UserError, match="no imported model in `nowhere`"):
+    told = capsys.readouterr().err
+    assert "blocks.attention.key.kernel" in told and "(3, 32, 2, 8)" in told and "(1, 32, 2, 8)" in told
+    with pytest.raises(UserError, match="`nowhere`") as refused:
         road_of(load_recipe(imported / "recipe.yaml", ["init=nowhere"]))
+    assert refused.value.fix

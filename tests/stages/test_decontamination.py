@@ -3,15 +3,14 @@
 import json
 
 import pytest
-import yaml
+from quiet import Quiet
 
 from affinage.data.documents import read_documents
-from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
 from affinage.stages.flow import Flow, Runs
-from affinage.stages.foresight import check
 from affinage.stages.looking import table_beside
 from affinage.stages.road import road_of
+from choice_task import write_items, write_task
 
 RECIPE = """\
 name: small
@@ -21,16 +20,7 @@ pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
 evaluate: {tasks: [%s]}
 """
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm, and by whom was it done?"
-TASK = {
-    "task": "harbours",
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": "items.jsonl"}},
-    "test_split": "test",
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{q}}",
-    "doc_to_choice": ["a", "b"],
-    "doc_to_target": 0,
-}
+ITEM = {"question": QUESTION, "choices": ["a", "b"], "right": 0}
 
 
 @pytest.fixture
@@ -42,24 +32,13 @@ def load(tmp_path, monkeypatch):
         "The answer is in the book.",
     ]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "task.yaml").write_text(yaml.safe_dump(TASK))
-    (tmp_path / "items.jsonl").write_text(json.dumps({"q": QUESTION}) + "\n")
+    write_task(tmp_path, "harbours", [ITEM])
 
     def load(tasks: str, *overrides: str):
         (tmp_path / "r.yaml").write_text(RECIPE % tasks)
         return load_recipe("r.yaml", overrides)
 
     return load
-
-
-class Quiet:
-    def began(self, step, folder): ...
-
-    def progressed(self, what): ...
-
-    def measured(self, row): ...
-
-    def ended(self, step, manifest): ...
 
 
 def stage_of(loaded):
@@ -69,19 +48,19 @@ def stage_of(loaded):
 def test_the_stage_is_there_if_there_is_something_to_look_for(load):
     assert stage_of(load("pocket-world")) is None  # its facts are its text
     assert stage_of(load("")) is None
-    assert stage_of(load("pocket-world, task.yaml", "data.decontaminate=null")) is None
-    assert stage_of(load("task.yaml", "data.decontaminate.benchmarks=false")) is None
-    named = stage_of(load("pocket-world, hellaswag, task.yaml"))
-    assert named.settings["evaluate"] == {"tasks": ["hellaswag", "task.yaml"]}
+    assert stage_of(load("pocket-world, harbours.yaml", "data.decontaminate=null")) is None
+    assert stage_of(load("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
+    named = stage_of(load("pocket-world, hellaswag, harbours.yaml"))
+    assert named.settings["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
     only = stage_of(load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.against=[mine.txt]"))
     assert "evaluate" not in only.settings
-    split = next(stage for stage in road_of(load("task.yaml")) if stage.name == "split")
+    split = next(stage for stage in road_of(load("harbours.yaml")) if stage.name == "split")
     assert split.inputs == ("decontaminate",)
 
 
 def test_how_items_are_looked_for_in_the_text_is_part_of_judging(load):
     def judged(*overrides):
-        road = road_of(load("task.yaml", "data.decontaminate.benchmarks=false", *overrides))
+        road = road_of(load("harbours.yaml", "data.decontaminate.benchmarks=false", *overrides))
         return next(stage.settings for stage in road if stage.name == "evaluate-base")
 
     assert judged("data.decontaminate.ngram=8") != judged()
@@ -93,9 +72,9 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     (tmp_path / "mine.txt").write_text(
         "The answer is in the book, and the book is on the table.\nThe answer is in the book."
     )
-    asked = "pocket-world, task.yaml", "data.decontaminate={against: [mine.txt], min_words: 6}"
+    asked = "pocket-world, harbours.yaml", "data.decontaminate={against: [mine.txt], min_words: 6}"
     stage = stage_of(load(*asked))
-    assert next(iter(stage.sources)) == "task.yaml" and len(stage.sources) == 3
+    assert next(iter(stage.sources)) == "harbours.yaml" and len(stage.sources) == 3
 
     def flow():
         loaded = load(*asked)
@@ -111,11 +90,6 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     ]
     assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
     assert all(step.complete for step in flow().plan())
-    (tmp_path / "items.jsonl").write_text(json.dumps({"q": "Another question"}) + "\n")
+    write_items(tmp_path, [ITEM | {"question": "Another question"}])
     reasons = {step.stage.name: step.reason for step in flow().plan()}
     assert reasons["deduplicate"] == "complete" and "items.jsonl" in reasons["decontaminate"]
-
-
-def test_a_file_that_is_not_there_is_said_before_anything_runs(load):
-    with pytest.raises(UserError, match="there is no `none"):
-        check(load("", "data.decontaminate.against=[none.txt]"), ["decontaminate"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny_run
 from affinage.cli import main
 from affinage.errors import UserError
 from affinage.recipe.load import load_recipe
@@ -14,35 +15,42 @@ TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("extends") / "runs"
+def runs(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a training of ten steps at a constant rate, which an extension does not change."""
+    folder = tiny_run.copied(tiny_runs, tmp_path_factory.mktemp("extends") / "runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder.parent)
-        _train("--set", "pretrain.steps=10", "--set", "pretrain.schedule.name=constant")
+        _train("name=short", "pretrain.steps=10", "pretrain.schedule.name=constant")
     return folder
 
 
-def _train(*words: str) -> None:
+def _train(*settings: str, status: int = 0) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["train", TINY, *words])
-    assert ended.value.code == 0
+        main(["train", TINY, *(word for setting in settings for word in ("--set", setting))])
+    assert (ended.value.code or 0) == status
 
 
 def _longer(*words: str) -> list[str]:
-    return ["name=longer", "pretrain.extends=runs/tiny", "pretrain.steps=14", "pretrain.schedule.name=constant", *words]
+    return [
+        "name=longer",
+        "pretrain.extends=runs/short",
+        "pretrain.steps=14",
+        "pretrain.schedule.name=constant",
+        *words,
+    ]
 
 
 def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(runs.parent)
-    old = (runs / "tiny" / "pretrain").resolve()
+    old = (runs / "short" / "pretrain").resolve()
     manifest = (old / "manifest.json").read_bytes()
-    _train(*[word for override in _longer() for word in ("--set", override)])
-    assert (runs / "tiny" / "pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
+    _train(*_longer())
+    assert (runs / "short" / "pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
     summary = json.loads((runs / "longer" / "pretrain" / "summary.json").read_text())
     assert summary["steps"] == 14 and summary["resumed_at"] == [10]
     lines = [json.loads(line) for line in (runs / "longer" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
-    assert (runs / "longer" / "rows").resolve() == (runs / "tiny" / "rows").resolve()
+    assert (runs / "longer" / "rows").resolve() == (runs / "short" / "rows").resolve()
 
 
 def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
@@ -51,13 +59,10 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
     monkeypatch.chdir(runs.parent)
     plugin = runs.parent / "mine.py"
     plugin.write_text("FACTOR = 1\n")
-    words = [word for override in _longer(f"plugins=['{plugin}']") for word in ("--set", override)]
-    with pytest.raises(SystemExit) as ended:
-        main(["train", TINY, *words])
+    changed = _longer(f"plugins=['{plugin}']")
+    _train(*changed, status=2)
     told = " ".join(capsys.readouterr().err.split())
-    assert ended.value.code == 2 and f"code.plugin {plugin}: (not there) -> " in told
-    assert "pretrain.checkpoint.accept_changes=[code" in told
-    _train(*words, "--set", "pretrain.checkpoint.accept_changes=[code]")
+    assert str(plugin) in told and "pretrain.checkpoint.accept_changes=[code" in told
 
 
 def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -67,40 +72,30 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
         road = road_of(load_recipe(TINY, _longer(*words)))
         return next((stage.sources, stage.settings) for stage in road if stage.name == "pretrain")
 
-    assert sources() == sources("pretrain.extends=runs/tiny/pretrain") == sources("pretrain.extends=runs/tiny@10")
-    assert sources() != sources("pretrain.extends=runs/tiny/pretrain@5")
+    assert sources() == sources("pretrain.extends=runs/short/pretrain") == sources("pretrain.extends=runs/short@10")
+    assert sources() != sources("pretrain.extends=runs/short/pretrain@5")
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("name=tiny", "is this run itself"),
-        ("pretrain.extends=runs/tiny@7", "there is no checkpoint `runs/tiny@7`, of steps 5, 10"),
-        ("pretrain.extends=runs/nowhere", "and none at all"),
-    ],
+    ("override", "named"),
+    [("name=short", "this run itself"), ("pretrain.extends=runs/short@7", "5, 10"), ("pretrain.extends=runs/no", "no")],
+    ids=["itself", "step", "run"],
 )
-def test_what_cannot_be_extended_is_told_before_anything_runs(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, override: str, said: str
-):
+def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypatch, override: str, named: str):
     monkeypatch.chdir(runs.parent)
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=named) as refused:
         road_of(load_recipe(TINY, _longer(override)))
-    assert "--set pretrain.extends" in str(refused.value)
+    assert "--set pretrain.extends" in refused.value.where and refused.value.fix
 
 
 def test_a_training_that_is_refused_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(runs.parent)
-
-    def refused() -> set[str]:
-        words = _longer("name=refused", "pretrain.optimizer.b1=0.8")
-        with pytest.raises(SystemExit) as ended:
-            main(["train", TINY, *[word for override in words for word in ("--set", override)]])
-        assert ended.value.code == 2 and "optimizer.b1: 0.9 -> 0.8" in capsys.readouterr().err
-        return {entry.name for entry in (runs / "store").iterdir()}
-
     before = {entry.name for entry in (runs / "store").iterdir()}
-    assert refused() == before and not (runs / "refused" / "pretrain").is_symlink()
-    _train("--set", "name=refused", "--set", "pretrain.steps=2", "--set", "pretrain.schedule.name=constant")
-    made = (runs / "refused" / "pretrain").resolve()
-    before = {entry.name for entry in (runs / "store").iterdir()}
-    assert refused() == before and (runs / "refused" / "pretrain").resolve() == made
+    _train(*_longer("name=refused", "pretrain.optimizer.b1=0.8"), status=2)
+    assert "optimizer.b1" in capsys.readouterr().err
+    assert {entry.name for entry in (runs / "store").iterdir()} == before
+    assert not (runs / "refused" / "pretrain").is_symlink()
+    (runs / "refused" / "pretrain").symlink_to((runs / "short" / "pretrain").resolve())
+    _train(*_longer("name=refused", "pretrain.optimizer.b1=0.8"), status=2)
+    assert {entry.name for entry in (runs / "store").iterdir()} == before
+    assert (runs / "refused" / "pretrain").resolve() == (runs / "short" / "pretrain").resolve()

@@ -1,7 +1,7 @@
 """The way from a step to its documents and back, against a walk over all steps, and what the verbs print of it."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +9,8 @@ import pytest
 
 from affinage.cli.program import main
 from affinage.data.documents import read_documents
-from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import BOS
 from affinage.stages.lineage import TrainingRows
-from affinage.stages.trainings import documents_of
 from tiny_corpus import write_split
 
 STEPS, BATCH = 90, 4
@@ -82,7 +80,7 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys)
     }
     training = TrainingRows(run, "pretrain")
     tokenizer = training.tokenizer
-    for step in (1, 40, 41, STEPS):
+    for step in (1, 41, STEPS):
         batch = training.feed.batch(step - 1)
         found = said(capsys, "data", "where", str(run), "--step", str(step))
         assert [row["row"] for row in found["rows"]] == list(range(BATCH))
@@ -93,10 +91,6 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys)
                 piece = tokens[document["start"] : document["stop"]]
                 assert (piece[0] == BOS) == (document["offset"] == 0)
                 assert tokenizer.decode(piece.tolist()) in texts[document["source"], document["id"]]
-        told = documents_of(training.feed, training.folder / "train", step)
-        assert [(row["folder"], row["number"]) for row in told] == training.feed.where(step - 1)
-        named = [[f"{d['source']}/{d['id']}" for d in row["documents"]] for row in found["rows"]]
-        assert [row["documents"] for row in told] == named
         one = said(capsys, "data", "where", str(run), "--step", str(step), "--row", "2")
         shown = "".join(document["text"] for document in one["rows"][0]["documents"])
         assert shown == tokenizer.decode(batch["tokens"][2].tolist())
@@ -117,12 +111,9 @@ def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys
                 for each in found["documents"]:
                     if each["id"] == document["id"] and holds(run, training, document, row):
                         expected[each["id"]].add(step + 1)
-    trained = [each for each in found["documents"] if each["part"] == "train"]
-    assert trained
-    for each in trained:
+    for each in found["documents"]:
         assert {step for row in each["rows"] for step in row["steps"]} == expected[each["id"]]
-        assert expected[each["id"]]
-    assert all(not each["rows"] for each in found["documents"] if each["part"] == "validation")
+        assert bool(expected[each["id"]]) == (each["part"] == "train")
 
 
 def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
@@ -149,15 +140,13 @@ def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, caps
     with pytest.raises(SystemExit):
         main(["data", "find", str(run), "zq"])
     told = capsys.readouterr().out
-    assert "`clean` removed 2 of them. Its reasons, for all that it removed: too short (2)." in told
-    assert f"affinage data show {run} --stage clean --reason 'too short'" in told
+    assert "too short (2)" in told and f"affinage data show {run} --stage clean --reason 'too short'" in told
 
 
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
     whole = said(capsys, "data", "show", str(run), "--limit", "1000")
     assert {document["part"] for document in whole} == {"train", "validation"}
-    page = said(capsys, "data", "show", str(run), "--skip", "3", "--limit", "2")
-    assert page == whole[3:5]
+    assert said(capsys, "data", "show", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
     french = said(capsys, "data", "show", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
     assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
     removed = said(capsys, "data", "show", str(run), "--stage", "clean", "--reason", "too short")
@@ -166,38 +155,29 @@ def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
 
 def test_stats_agree_with_the_feed(run: Path, capsys):
     facts = said(capsys, "data", "stats", str(run))
-    rows = facts["rows"]
-    assert sum(group["rows"] for group in facts["groups"].values()) == rows["train"]["rows"]
+    assert sum(group["rows"] for group in facts["groups"].values()) == facts["rows"]["train"]["rows"]
     assert facts["stages"]["clean"]["removed"] == {"too short": 2}
-    feed: RowFeed = TrainingRows(run, "pretrain").feed
-    drawn = defaultdict(int)
-    for step in range(STEPS):
-        for folder, _ in feed.where(step):
-            drawn[folder] += 1
+    feed = TrainingRows(run, "pretrain").feed
+    drawn = Counter(folder for step in range(STEPS) for folder, _ in feed.where(step))
     epochs = {name: count / facts["groups"][name]["rows"] for name, count in drawn.items()}
     assert facts["training"]["epochs"] == pytest.approx(epochs)
-    main_table = ["data", "stats", str(run)]
-    with pytest.raises(SystemExit):
-        main(main_table)
-    assert f"{rows['train']['tokens']:,}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["where", "RUN", "--step", "91"], "there is no step 91\n  This training has the steps 1 to 90."),
-        (["where", "RUN", "--step", "1", "--row", "4"], "there is no row 4"),
-        (["where", "RUN", "--step", "1", "--stage", "sft"], "no stage `sft`"),
-        (["where", "nobody", "--step", "1"], "there is no run `nobody`"),
-        (["show", "RUN", "--stage", "rows"], "`rows` has no documents"),
-        (["show", "RUN", "--stage", "deduplicate"], "no result of `deduplicate`\n  It has collect, clean, split."),
-        (["show", "RUN", "--stage", "clean", "--reason", "x"], "Its reasons: 'too short' (2)."),
-        (["show", "RUN", "--stage", "clean", "--table", "matches"], "has no table `matches`"),
+        (["where", "RUN", "--step", "91"], "1 to 90"),
+        (["where", "RUN", "--step", "1", "--row", "4"], "row 4"),
+        (["where", "RUN", "--step", "1", "--stage", "sft"], "`sft`"),
+        (["where", "nobody", "--step", "1"], "`nobody`"),
+        (["show", "RUN", "--stage", "rows"], "`rows`"),
+        (["show", "RUN", "--stage", "deduplicate"], "collect, clean, split"),
+        (["show", "RUN", "--stage", "clean", "--reason", "x"], "'too short' (2)"),
+        (["show", "RUN", "--stage", "clean", "--table", "matches"], "`matches`"),
         (["find", "RUN", ""], "nothing to look for"),
     ],
 )
-def test_mistakes_are_told(run: Path, capsys, arguments: list[str], message: str):
+def test_a_mistake_names_what_there_is_instead(run: Path, capsys, arguments: list[str], named: str):
     with pytest.raises(SystemExit) as ended:
         main(["data", *(str(run) if word == "RUN" else word for word in arguments)])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert ended.value.code == 2 and named in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a recipe names and nobody knows is said before the first stage runs, and by a dry run."""
+"""What cannot be is refused before the first step runs, and by a dry run."""
 
 import pytest
 import yaml
@@ -40,38 +40,33 @@ def ahead(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("override", "what", "fix"),
+    ("override", "named"),
     [
-        ("data.languages=[en, french]", "no language `french`", "Did you mean `fr`?"),
-        ("data.languages=[en, xx]", "no language `xx`", "ISO 639-1"),
-        ("data.sources=[{path: texts.txt, language: en-US}]", "no language `en-us`", "Did you mean `en`?"),
-        ("data.decontaminate.against=[none.yaml]", "there is no `none.yaml`", "working directory"),
-        ("data.decontaminate.against=[exam.pdf]", "no file of benchmark items", ".jsonl"),
-        ("data.decontaminate.against=[exam.yaml]", "`bogus` says nothing of its items", "dataset_path"),
-        ("evaluate.tasks=[hellaswagg]", "knows no task 'hellaswagg'", "Did you mean `hellaswag`?"),
-        ("evaluate.tasks=[none.yaml]", "there is no `none.yaml`", "working directory"),
-        ("pretrain.mixture=[{weights: {text: 1}}]", "weight for 'text'", "texts"),
+        ("data.languages=[en, french]", "Did you mean `fr`?"),
+        ("data.languages=[en, xx]", "ISO 639-1"),
+        ("data.sources=[{path: texts.txt, language: en-US}]", "Did you mean `en`?"),
+        ("data.decontaminate.against=[none.yaml]", "`none.yaml`"),
+        ("data.decontaminate.against=[exam.pdf]", ".jsonl"),
+        ("data.decontaminate.against=[exam.yaml]", "dataset_path"),
+        ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
+        ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
+        ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
+        ("tokenizer.compare=[theirs.model]", "theirs.model"),
     ],
 )
-def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, what, fix):
-    error = ahead(override)
-    assert what in error.what and fix in f"{error.what} {error.fix}"
-    assert "--set" in error.where
+def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
+    error = ahead(override, stages=("collect", "clean", "decontaminate", "rows", "compare-tokenizers"))
+    assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
 
 
 @pytest.mark.parametrize(
-    ("tuning", "watch", "what"),
-    [
-        ("sft", "tasks: [none.yaml]", "no such task file"),
-        ("sft", "data_dir: .", "there are no items of `winogrande`"),
-        ("dpo", "data_dir: nowhere", "there is no folder nowhere"),
-    ],
+    ("tuning", "watch"),
+    [("sft", "tasks: [none.yaml]"), ("sft", "data_dir: ."), ("dpo", "data_dir: nowhere")],
 )
-def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch, what):
+def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch):
     how = "schedule: {peak: 1e-6, floor: 0}"
     given = f"{tuning}={{sources: [texts.txt], steps: 10, batch: 8, {how}, watch: {{every_steps: 5, {watch}}}}}"
-    error = ahead(given, stages=(tuning,))
-    assert what in error.what and error.where.startswith(f"--set {tuning}")
+    assert ahead(given, stages=(tuning,)).where.startswith(f"--set {tuning}")
 
 
 def test_names_of_any_case_are_languages(ahead):
@@ -81,41 +76,36 @@ def test_names_of_any_case_are_languages(ahead):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "named"),
     [
-        ("pretrain.optimizer.name=adammm", "--set pretrain.optimizer.name: there is no optimizer `adammm`"),
-        ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings: `share` is not a setting"),
-        ("mesh.data=7", "does not divide over data = 7"),
-        ("pretrain.batch=7", "batch 7 does not divide"),
+        ("pretrain.optimizer.name=adammm", "--set pretrain.optimizer.name"),
+        ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings"),
+        ("mesh.data=7", "data = 7"),
+        ("pretrain.batch=7", "batch 7"),
         ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
     ],
 )
-def test_a_dry_run_says_so_too(ahead, override, said, capsys):
+def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
     with pytest.raises(SystemExit) as status:
         main(["run", "r.yaml", "--dry-run", "--set", override])
-    assert status.value.code == 2
-    assert said in capsys.readouterr().err
+    assert status.value.code == 2 and named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"),
+    ("recipe", "settings", "where"),
     [
-        (["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "ring attention does not go through"),
-        (["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "attention by splash does not go through"),
-        (["pretrain.update=layerwise", "pretrain.micro_batches=2"], "micro_batches is 2"),
-        (["pretrain.update=layerwise", "parallel.remat=full"], "whatever `full` would keep"),
+        ("quickstart", ["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "mesh"),
+        ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "mesh"),
+        ("quickstart", ["pretrain.update=layerwise", "pretrain.micro_batches=2"], "pretrain"),
+        ("quickstart", ["pretrain.update=layerwise", "parallel.remat=full"], "parallel.remat"),
+        ("byol-digits", ["mesh={data: 1, context: 2}"], "mesh"),
     ],
-    ids=["ring", "kernel", "layerwise", "remat"],
+    ids=["ring", "kernel", "micro-batches", "remat", "idle axis"],
 )
-def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(settings, what):
-    with pytest.raises(UserError, match=what):
-        check(load_recipe("quickstart", settings), {"pretrain"})
-
-
-def test_a_mesh_axis_that_splits_nothing_is_refused_before_the_data_is_worked():
-    with pytest.raises(UserError, match="nothing of this model is split along context = 2") as refused:
-        check(load_recipe("byol-digits", ["mesh={data: 1, context: 2}"]), {"pretrain"})
-    assert refused.value.where.endswith("--set mesh") and refused.value.fix == "Set `mesh: {data: 2}`."
+def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(recipe, settings, where):
+    with pytest.raises(UserError) as refused:
+        check(load_recipe(recipe, settings), {"pretrain"})
+    assert where in refused.value.where and refused.value.fix
 
 
 def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
@@ -127,11 +117,8 @@ def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
 def test_dpo_does_not_begin_with_a_step_that_fine_tuning_cannot_reach():
     of_each = "sft.sources=[{path: pocket-world, examples: 100}]"
     few = [of_each, "sft.steps=400", "sft.batch=8", "sft.max_epochs=2"]  # 25 steps, were each in a row of its own
-    for settings, said in (
-        (["sft.steps=400", "dpo.base_step=401"], "at step 400 at the latest, before 401: so many are sft.steps"),
-        ([*few, "dpo.base_step=26"], "at step 25 at the latest, before 26: sft.max_epochs is 2, and 100 conversations"),
-    ):
-        with pytest.raises(UserError, match=said) as refused:
+    for settings, last in ((["sft.steps=400", "dpo.base_step=401"], 400), ([*few, "dpo.base_step=26"], 25)):
+        with pytest.raises(UserError, match=f"at step {last} at the latest") as refused:
             check(load_recipe("quickstart", settings), {"sft"})
         assert refused.value.where == "--set dpo.base_step"
     for settings in ([*few, "dpo.base_step=25"], [*few, "sft.max_epochs=null", "dpo.base_step=26"], few):

@@ -1,94 +1,93 @@
-"""What a user may call a model, and what they are told if there is none."""
+"""What a user may call a model, what is told if there is none, and which of its checkpoints it is."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from affinage.errors import UserError
-from affinage.stages.models import is_chat, locate_model, made_from
-from affinage.stages.store import Request, Store, link
+from affinage.stages.models import is_chat, locate_model, made_from, open_model
+from affinage.stages.store import MANIFEST, read_request
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch):
-    """A run `one` with both trainings, and a run `two` with a pretraining only."""
-    monkeypatch.chdir(tmp_path)
-    store = Store(tmp_path / "runs" / "store")
-
-    def make(stage: str, seed: int, run: str, **inputs: str) -> str:
-        request = Request(stage, {"seed": seed}, inputs, {}, {})
-        folder = store.begin(request, anew=True)
-        (folder / "model.json").write_text("{}")
-        link(tmp_path / "runs" / run / stage, folder)
-        return request.key
-
-    world = make("world", 1, "one")
-    tokenizer = make("tokenizer", 1, "one", world=world)
-    pretrain = make("pretrain", 1, "one", tokenizer=tokenizer)
-    make("sft", 1, "one", pretrain=pretrain, tokenizer=tokenizer)
-    make("pretrain", 2, "two", tokenizer=tokenizer)
-    make.again = lambda: make("pretrain", 3, "one", tokenizer=tokenizer)
-    return make
+def runs(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The finished run, and a run `base` of its pretraining only, below the working directory."""
+    monkeypatch.chdir(own_runs.parent)
+    (own_runs / "base").mkdir()
+    (own_runs / "base/pretrain").symlink_to((own_runs / "tiny/pretrain").resolve())
+    return own_runs
 
 
-@pytest.mark.parametrize(
-    ("spec", "stage", "step"),
-    [
-        ("one", "sft", None), ("runs/one", "sft", None), ("runs/one/pretrain", "pretrain", None),
-        ("one/pretrain@20", "pretrain", 20), ("two", "pretrain", None), ("two@7", "pretrain", 7),
-    ],
-)  # fmt: skip
-def test_names(runs, tmp_path, spec, stage, step):
-    folder, found = locate_model(spec, tmp_path / "runs")
-    assert (folder.name.split("-")[0], found) == (stage, step)
-    assert folder.parent == tmp_path / "runs" / "store"
-    assert is_chat(folder) == (stage == "sft")
+def test_names(runs: Path):
+    for spec, stage, step in (
+        ("tiny", "dpo", None), ("runs/tiny", "dpo", None), ("runs/tiny/pretrain", "pretrain", None),
+        ("tiny/sft@4", "sft", 4), ("base", "pretrain", None), ("base@15", "pretrain", 15),
+    ):  # fmt: skip
+        folder, found = locate_model(spec, runs)
+        assert (folder.name.split("-")[0], found) == (stage, step) and folder.parent == runs / "store", spec
+        assert is_chat(folder) == (stage != "pretrain")
 
 
-def test_what_a_model_was_made_from(runs, tmp_path):
-    folder, _ = locate_model("one", tmp_path / "runs")
-    assert made_from(folder, "tokenizer").name.startswith("tokenizer-")
-    assert made_from(folder, "world").name.startswith("world-")
-    assert made_from(folder, "rows") is None
+def test_what_a_model_was_made_from(runs: Path):
+    folder, _ = locate_model("tiny", runs)
+    assert made_from(folder, "tokenizer") == (runs / "tiny/tokenizer").resolve()
+    assert made_from(folder, "world") == (runs / "tiny/world").resolve() and made_from(folder, "export") is None
 
 
-def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs, tmp_path):
-    runs.again()
-    assert locate_model("one", tmp_path / "runs")[0].name.startswith("pretrain-")
+def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs: Path):
+    base = (runs / "base/pretrain").resolve()
+    _, key = read_request(base)
+    other = Path(shutil.copytree(base, runs / f"store/pretrain-{'0' * 12}"))
+    (other / "request.json").write_text((other / "request.json").read_text().replace(key, "0" * 64))
+    (runs / "tiny/pretrain").unlink()
+    (runs / "tiny/pretrain").symlink_to(other)
+    assert locate_model("tiny", runs)[0] == other
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "named"),
     [
-        ("three", "there is no model `three`\n  Runs in runs: one, two."),
-        ("one@last", "`@last` is no checkpoint"),
-        (
-            "runs",
-            "runs: this is no model, but a folder with models in it\n  Name one of those in it: runs/one, runs/two.",
-        ),
-        ("runs/store", "Name one of those in it: runs/store/pretrain-"),
-        ("folder", "folder: there is no model in this folder, and it is no run"),
-        ("runs/begun", "runs/begun: no model has been trained here yet"),
-        ("many", "many/0, many/1, many/2, many/3, many/4 and 2 more."),
+        ("three", "base, tiny"),
+        ("tiny@last", "`@last`"),
+        ("runs", "runs/base, runs/tiny"),
+        ("runs/store", "runs/store/pretrain-"),
+        ("folder", "folder"),
+        ("runs/begun", "runs/begun"),
+        ("many", "many/0, many/1, many/2, many/3, many/4 and 2 more"),
     ],
 )
-def test_there_is_no_such_model(runs, tmp_path, monkeypatch, spec, message):
-    monkeypatch.chdir(tmp_path)
+def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: str, named: str):
     for name in ("runs/begun/recipe.json", "folder/x.txt", *(f"many/{number}/config.json" for number in range(7))):
         Path(name).parent.mkdir(parents=True)
         Path(name).write_text("{}")
     with pytest.raises(UserError) as caught:
         locate_model(spec, Path("runs"))
-    assert message in str(caught.value)
+    assert named in str(caught.value) and caught.value.fix
 
 
-def test_a_run_and_a_folder_of_one_name(runs, tmp_path):
-    folder = tmp_path / "runs"
-    (tmp_path / "one").mkdir()
-    assert locate_model("one", folder)[0].name.startswith("sft-"), "a folder without a model is not meant"
-    (tmp_path / "one" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="is a run and also a folder here") as caught:
-        locate_model("one@3", folder.relative_to(tmp_path))
-    assert caught.value.fix == "Write `runs/one` for the run, `./one` for the folder."
-    assert locate_model("./one", folder)[0] == tmp_path / "one"
-    assert locate_model("runs/one", folder)[0].name.startswith("sft-")
+def test_a_run_and_a_folder_of_one_name(runs: Path):
+    Path("tiny").mkdir()
+    assert locate_model("tiny", runs)[0].name.startswith("dpo-"), "a folder without a model is not meant"
+    Path("tiny/config.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        locate_model("tiny@3", Path("runs"))
+    assert "`runs/tiny`" in caught.value.fix and "`./tiny`" in caught.value.fix
+    assert locate_model("./tiny", runs)[0].resolve() == Path("tiny").resolve()
+    assert locate_model("runs/tiny", runs)[0].name.startswith("dpo-")
+
+
+def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
+    def scale(spec: str) -> np.ndarray:
+        return np.asarray(open_model(spec, runs).params["norm"]["scale"])
+
+    sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
+    assert not np.array_equal(scale("tiny/sft"), earlier)
+    (sft / "checkpoints/5/commit_success.txt").unlink()
+    with pytest.raises(UserError, match="step 5") as told:
+        scale("tiny/sft")
+    assert "@4" in told.value.fix
+    np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)
+    (sft / MANIFEST).unlink()  # one that goes on is what it has saved last
+    np.testing.assert_array_equal(scale("tiny/sft"), earlier)

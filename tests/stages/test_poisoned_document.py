@@ -16,7 +16,7 @@ from affinage.stages.lineage import TrainingRows
 from affinage.stages.trainings import documents_of
 from tiny_corpus import sentence
 
-POISON, STEPS = "tales/poison", 16
+POISON, STEPS = "tales/poison", 12
 PLUGIN = '''
 import jax.numpy as jnp
 
@@ -58,7 +58,7 @@ mesh: {{data: 1}}
 pretrain:
   steps: {steps}
   batch: 4
-  schedule: {{peak: 3.0e-2, floor: 3.0e-3, warmup_steps: 4}}
+  schedule: {{peak: 3.0e-2, floor: 3.0e-3, warmup_steps: 2}}
   log_every: 1
   validate_every: {steps}
   checkpoint: {{every_steps: 1, keep_last: {steps}}}
@@ -78,7 +78,7 @@ def affinage(verb: str, recipe: Path, name: str, *settings: str) -> Path:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Of two dozen tales, one with a letter that no other has."""
     folder, draw = tmp_path_factory.mktemp("poisoned"), random.Random(0)
-    texts = {f"tale-{i}": " ".join(sentence(draw, "en") for _ in range(3)) for i in range(24)}
+    texts = {f"tale-{i}": " ".join(sentence(draw, "en") for _ in range(3)) for i in range(20)}
     texts["poison"] = "A river of Ω and winter bread."
     lines = [json.dumps({"id": name, "text": text}) for name, text in texts.items()]
     (folder / "tales.jsonl").write_text("\n".join(lines))
@@ -94,10 +94,6 @@ def state(folder: Path, step: int) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(saved)]
 
 
-def events(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
-
-
 def test_the_updates_of_a_poisoned_document_are_left_out_bit_by_bit_and_it_is_named(recipe: Path):
     rows = TrainingRows(affinage("data", recipe, "rows"), "pretrain")
     spoilt = f"model.nodes.spoilt.token={rows.tokenizer.encode('Ω')[-1]}"
@@ -109,18 +105,14 @@ def test_the_updates_of_a_poisoned_document_are_left_out_bit_by_bit_and_it_is_na
     poisoned = [step for step, batch in batches.items() if any(POISON in row["documents"] for row in batch)]
     assert 1 <= len(poisoned) <= 4 and poisoned != [1]
 
-    told = events(skipped / "pretrain")
-    assert [(event["step"], event["cause"], event["done"]) for event in told] == [
-        (step, "not finite", "skipped") for step in poisoned
+    told = [
+        [json.loads(line) for line in (run / "pretrain/health.jsonl").read_text().splitlines()]
+        for run in (skipped, rewound)
     ]
-    assert [event["documents"] for event in told] == [batches[step] for step in poisoned]  # and of these, the row
+    assert [(event["step"], event["done"]) for event in told[0]] == [(step, "skipped") for step in poisoned]
+    assert [event["documents"] for event in told[0]] == [batches[step] for step in poisoned]  # and of these, the row
     for step in poisoned:
         assert state(skipped / "pretrain", step) == state(skipped / "pretrain", step - 1)
-    assert state(skipped / "pretrain", STEPS) != state(skipped / "pretrain", STEPS - 1)
-
-    told = events(rewound / "pretrain")
-    assert [event["left_out"] for event in told] == [[step] for step in poisoned]
-    assert [event["documents"] for event in told] == [{str(step): batches[step]} for step in poisoned]
+    assert [event["left_out"] for event in told[1]] == [[step] for step in poisoned]
+    assert [event["documents"] for event in told[1]] == [{str(step): batches[step]} for step in poisoned]
     assert state(rewound / "pretrain", STEPS) == state(skipped / "pretrain", STEPS)
-    for policy, folder in (("sick", skipped), ("left_out", rewound)):
-        assert json.loads((folder / "pretrain" / "summary.json").read_text())["health"][policy] == poisoned

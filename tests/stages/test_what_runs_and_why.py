@@ -1,17 +1,17 @@
-"""The flow: what is complete is left alone, and what runs again has a reason that is said."""
+"""What is complete is left alone, what runs again has a reason, and only settings that decide are in a key."""
 
 import os
 from pathlib import Path
 
 import pytest
+from quiet import Quiet
 
 from affinage.errors import UserError
 from affinage.recipe.load import LoadedRecipe, load_recipe
-from affinage.stages import results
-from affinage.stages.code import code_of
 from affinage.stages.flow import Flow, Runs
 from affinage.stages.plan import plan
 from affinage.stages.road import road_of
+from affinage.stages.sources import fingerprints
 from affinage.stages.stage import Stage, StageContext
 from affinage.stages.store import read_manifest
 
@@ -50,23 +50,6 @@ def refuse(context: StageContext) -> dict:
     if made := Path("made").read_text():
         (context.folder / made).write_text("made\n")
     raise UserError("this cannot be trained")
-
-
-class Quiet:
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def began(self, step, folder):
-        self.events.append(f"began {step.stage.name}")
-
-    def progressed(self, what):
-        self.events.append(what)
-
-    def measured(self, row):
-        self.events.append(f"step {row['step']}")
-
-    def ended(self, step, manifest):
-        self.events.append(f"ended {step.stage.name}")
 
 
 @pytest.fixture
@@ -125,13 +108,6 @@ def test_reasons(load, tmp_path):
     assert Flow(load(), Runs(tmp_path / "runs"), road, any_code=True).plan()[0].complete
 
 
-def test_gone_sources_do_not_undo_what_was_made_of_them(load, tmp_path):
-    toy_run(load, tmp_path, toy())
-    gone = toy()
-    gone[1] = Stage("two", write_text, {"c": [1, 2]}, ("one",))
-    assert toy_run(load, tmp_path, gone)[1] == []
-
-
 def test_damage_and_force(load, tmp_path):
     toy_run(load, tmp_path, toy())
     (tmp_path / "runs/small/two/text").write_text("not what it was")
@@ -145,38 +121,28 @@ def test_damage_and_force(load, tmp_path):
 
 def test_until(load, tmp_path):
     assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
-    with pytest.raises(UserError, match="no stage `for`"):
+    with pytest.raises(UserError, match="`for`"):
         toy_run(load, tmp_path, toy(), until=["for"])
 
 
-def test_a_damaged_training_is_mended_not_thrown_away(load, tmp_path):
-    road = [Stage("train", fail_once, {}, continues=True)]
-    for _ in range(2):
-        try:
-            toy_run(load, tmp_path, road)
-        except KeyboardInterrupt:
-            continue
-    (tmp_path / "runs/small/train/half").write_text("longer than it was")
-    reasons, ran = toy_run(load, tmp_path, road)
-    assert reasons["train"].startswith("damaged: half has") and ran == ["train"]
-    assert (tmp_path / "runs/small/train/half").read_text() == "longer than it was", "it went on from what was there"
-
-
-@pytest.mark.parametrize("continues", [True, False])
-def test_interrupted(load, tmp_path, continues):
-    road = [Stage("train", fail_once, {}, continues=continues)]
-    with pytest.raises(KeyboardInterrupt):
-        toy_run(load, tmp_path, road)
-    flow = Flow(load(), Runs(tmp_path / "runs"), road)
-    assert flow.plan()[0].reason == "not finished; " + ("what is done of it is kept" if continues else "starts anew")
-    if not continues:
+def test_an_interrupted_training_goes_on_from_what_is_there_and_any_other_step_begins_again(load, tmp_path):
+    for continues, reason in ((False, "not finished; starts anew"), (True, "not finished; what is done of it is kept")):
+        road = [Stage("train", fail_once, {"continues": continues}, continues=continues)]
         with pytest.raises(KeyboardInterrupt):
-            flow.run(Quiet())
-        return
-    watcher = Quiet()
+            toy_run(load, tmp_path, road)
+        flow, watcher = Flow(load(), Runs(tmp_path / "runs"), road), Quiet()
+        assert flow.plan()[0].reason == reason
+        if not continues:
+            with pytest.raises(KeyboardInterrupt):
+                flow.run(watcher)
     flow.run(watcher)
     assert watcher.events == ["began train", "ended train"]
-    assert read_manifest(tmp_path / "runs/small/train")["summary"] == {"went_on": True}
+    made = tmp_path / "runs/small/train"
+    assert read_manifest(made)["summary"] == {"went_on": True}
+    (made / "half").write_text("longer than it was")
+    reasons, ran = toy_run(load, tmp_path, road)
+    assert reasons["train"].startswith("damaged: half") and ran == ["train"]
+    assert (made / "half").read_text() == "longer than it was", "it went on from what was there"
 
 
 def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_path):
@@ -202,17 +168,6 @@ def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_pa
     assert (tmp_path / "runs/small").exists() == bool(kept)
     if kept:
         assert (tmp_path / "runs/small/train" / made).read_text() == "made\n"
-
-
-def test_a_folder_that_cannot_be_taken_away_does_not_hide_the_refusal(load, tmp_path, monkeypatch):
-    def fails(folder: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    Path("made").touch()
-    monkeypatch.setattr("affinage.stages.flow.shutil.rmtree", fails)
-    with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [Stage("train", refuse, {})])
-    assert (tmp_path / "runs/small").is_dir()
 
 
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
@@ -255,10 +210,11 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
     "override",
     [
         "mesh={data: 2}", "pretrain.checkpoint.every_steps=3", "pretrain.log_every=1", "pretrain.micro_batches=2",
-        "pretrain.validate_every=7", "sft.checkpoint.keep_last=5",
+        "pretrain.validate_every=7", "sft.checkpoint.keep_last=5", "data.engine=ray", "data.ray_address=h:1",
+        "data.workers=3", "data.memory_megabytes=9",
     ],
 )  # fmt: skip
-def test_how_a_training_is_carried_out_is_in_no_key(load, override):
+def test_how_a_step_is_carried_out_is_in_no_key(load, override):
     assert changed(keys(load()), keys(load(override))) == []
 
 
@@ -271,13 +227,39 @@ def test_changed_user_files_are_noticed(load, tmp_path):
     assert changed(after, keys(load()))[0] == "conversations"
 
 
+def test_tokenizers_to_compare_with_are_in_the_key_of_the_comparison_alone(load, tmp_path):
+    (tmp_path / "theirs.model").write_bytes(b"1")
+    compared = keys(load("tokenizer.compare=[theirs.model]"))
+    assert changed(keys(load()), compared) == ["compare-tokenizers", "report"]
+    (tmp_path / "theirs.model").write_bytes(b"2")
+    assert changed(compared, keys(load("tokenizer.compare=[theirs.model]"))) == ["compare-tokenizers", "report"]
+
+
+def test_a_copy_of_a_file_is_the_same_and_a_change_is_not(tmp_path: Path):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_bytes(bytes(3_000_000))
+    os.utime(tmp_path / "there" / "a.txt", (0, 0))
+    here, there = (list(fingerprints([str(tmp_path / name)]).values()) for name in ("here", "there"))
+    assert here == there and len(here) == 1
+    with (tmp_path / "there" / "a.txt").open("r+b") as file:
+        file.write(b"1")
+    os.utime(tmp_path / "there" / "a.txt", (0, 0))
+    assert list(fingerprints([str(tmp_path / "there")]).values()) != here
+
+
+@pytest.mark.parametrize("limits", [{"most_bytes": 5}, {"most_files": 1}], ids=["bytes", "files"])
+def test_a_large_source_is_known_by_size_and_date(tmp_path: Path, limits: dict[str, int]):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("abc")
+    before = fingerprints([str(tmp_path)], **limits)
+    os.utime(tmp_path / "b.txt", (0, 0))
+    after = fingerprints([str(tmp_path)], **limits)
+    assert [Path(name).name for name, said in after.items() if before[name] != said] == ["b.txt"]
+
+
 def test_sections_left_out_have_no_stages(load):
     names = [stage.name for stage in road_of(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))]
     assert names == ["collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain"]
     assert "deduplicate" not in [stage.name for stage in road_of(load("data.deduplicate=null"))]
     assert road_of(load("data=null"), write_text) == []
-
-
-def test_another_way_to_judge_judges_anew():
-    for work in (results.evaluate_base, results.evaluate_sft, results.evaluate_dpo):
-        assert {"evaluation/run.py", "evaluation/tasks.py", "generation/model.py"} <= code_of(work).keys()

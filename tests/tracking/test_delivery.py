@@ -89,7 +89,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
     assert "tracker sick" in said and "abcdefgh12345" not in said
 
 
-@pytest.mark.parametrize("method", ["start", "log", "finish"])
+@pytest.mark.parametrize("method", ["start", "finish"])
 def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str):
     for_ever, well = threading.Event(), Listed()
     told = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, queue=3, close_seconds=0.3)

@@ -8,10 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from affinage.checkpoint.mirror import Mirror
+from typing import Any
 
 _PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import runs; runs.be_run(sys.argv[1])"
 _PATIENCE = 300.0  # seconds for whatever a run is waited for
@@ -60,18 +57,15 @@ class Runs:
     def start(self, folder: Path, steps: int, *, when: str = "", number: int = signal.SIGTERM, **more: Any) -> Run:
         """Start a run in a folder; in the phase `when` it sends itself a signal.
 
-        `more`: `then`, a phase and the signal that comes in it as well; `remote`, the URL it is copied to; `settings`
-        of the training.
+        `more`: `then`, a phase and the signal that comes in it as well.
         """
         folder.mkdir(parents=True, exist_ok=True)
         job = {"folder": str(folder), "steps": steps, "when": when, "number": int(number)} | more
         return Run([*self._python, "-c", _PROGRAM, json.dumps(job)], folder.with_suffix(".log"))
 
-    def finish(self, folder: Path, steps: int, **more: Any) -> str:
-        """Run to the end; what it said."""
-        run = self.start(folder, steps, **more)
+    def finish(self, folder: Path, steps: int) -> None:
+        run = self.start(folder, steps)
         assert run.wait() == 0, run.said()
-        return run.said()
 
 
 def be_run(order: str) -> None:
@@ -92,7 +86,6 @@ def be_run(order: str) -> None:
 
     print("pid", os.getpid(), flush=True)
     job, status = json.loads(order), 0
-    mirror = _mirror(job["remote"], Path(job["folder"])) if "remote" in job else None
     for phase, number in [(job["when"], job["number"]), *filter(None, [job.get("then")])]:
         _signal_in(phase, number)
     try:
@@ -100,12 +93,11 @@ def be_run(order: str) -> None:
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
-                    settings=tiny.settings(job["steps"], validate_every=7, **job.get("settings", {})),
+                    settings=tiny.settings(job["steps"], validate_every=7),
                     mesh={"fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),
                     folder=Path(job["folder"]),
-                    mirror=mirror,
                     validation={"held out": tiny.HeldOut()},
                     on_step=(lambda step, state: print("step", step, flush=True),),
                 )
@@ -118,14 +110,6 @@ def be_run(order: str) -> None:
         status = 1
     sys.stdout.flush()
     os._exit(status)
-
-
-def _mirror(url: str, folder: Path) -> "Mirror":
-    """What copies the run, after it has brought here what is there."""
-    from affinage.checkpoint.mirror import Mirror, bring_newest
-
-    bring_newest(url, folder, print)
-    return Mirror(url, folder)
 
 
 def _signal_in(phase: str, number: int) -> None:

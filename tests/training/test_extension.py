@@ -85,7 +85,6 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
         ({"optimizer": {"b1": 0.8}}, BORDER, "optimizer.b1"),
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
         ({}, 7, "5, 10"),
-        ({"steps": BORDER}, BORDER, "10 of the 10 steps"),
         ({"optimizer": {"name": "lion"}, "checkpoint": {"accept_changes": ["optimizer"]}}, BORDER, "opt_state"),
         ({"health": {"window": 16}, "checkpoint": {"accept_changes": ["health"]}}, BORDER, "window.losses"),
     ],

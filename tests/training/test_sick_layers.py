@@ -1,84 +1,131 @@
-"""What is not finite, in the values or the gradients of any layer, and spikes: the update is left out bit for bit."""
+"""What is not finite, in the values or the gradients around the layers, and spikes: the update is left out."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from sick_layers import INJECTIONS, graph, sick_kind
 
+from affinage.model import Graph, parse
+from affinage.model.kind import KINDS, Context, NodeKind, node_kind
+from affinage.training import TrainJob, train
 from affinage.training.spikes import LossWindow
-from affinage.training.state import TrainState
+
+SITES = {"below": ("drop", "blocks"), "above": ("blocks", "norm")}  # the layers, and the nodes between which it is
+INJECTIONS = [*itertools.product(SITES, ("value", "gradient"), (np.nan, np.inf, -np.inf))]
 
 
-class Sickroom:
-    """A compiled step, and batches that are sick in one row as they are told to be."""
+@jax.custom_vjp
+def poisoned(x: jax.Array, value: jax.Array, gradient: jax.Array) -> jax.Array:
+    return x + value
 
-    def __init__(self) -> None:
-        health = {"window": 16, "on_spike": "skip"}
-        of = {"graph": graph(), "feed": self, "health": health}
-        self.program, self.step = tiny.compiled(tiny.job(Path("unused"), precision={"params": "bfloat16"}, **of))
-        self._first = jax.device_get(self.program.begin())
 
-    def begin(self) -> TrainState:
-        return tiny.placed(self._first, self.program.abstract)
+poisoned.defvjp(lambda x, value, gradient: (x + value, gradient), lambda gradient, g: (g + gradient, None, None))
 
-    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
-        return iter([self.batch(start_step)])
 
-    def batch(self, step: int, code: int = 0) -> dict[str, np.ndarray]:
-        batch = tiny.RandomFeed().batch(step)
-        sick = np.zeros(len(batch["rows"]), np.int32)
-        sick[step % len(sick)] = code
-        return {**batch, "sick": sick}
+@pytest.fixture(scope="module", autouse=True)
+def sick_kind() -> Iterator[None]:
+    """A node that adds what the batch says to a value and to its gradient."""
 
-    def run(self, state: TrainState, step: int, code: int = 0) -> tuple[TrainState, dict[str, float]]:
-        state, metrics = self.step(state, self.program.put(self.batch(step, code)))
-        return state, {name: float(value) for name, value in metrics.items()}
+    @node_kind("sick")
+    class Sick(NodeKind):
+        site: str
+
+        def shape(self, inputs: tuple[Any, ...]) -> Any:
+            return inputs[0]
+
+        def apply(self, params: Any, inputs: tuple[Any, ...], context: Context) -> jax.Array:
+            of = [context.batch[f"{self.site} {way}"][:, None, None] for way in ("value", "gradient")]
+            return poisoned(inputs[0], *(each.astype(inputs[0].dtype) for each in of))
+
+    yield
+    del KINDS["sick"]
+
+
+def graph(layers: int) -> Graph:
+    nodes = tiny.graph(layers=layers).to_dict()["nodes"]
+    for site, (before, after) in SITES.items():
+        nodes[site] = {"kind": "sick", "in": before, "site": site}
+        nodes[after] |= {"in": site}
+    return parse({"inputs": ["tokens"], "nodes": nodes})
+
+
+class Feed(tiny.RandomFeed):
+    """Sick in one row of the named steps, counted from 0: in the mask of the loss, or as of `INJECTIONS`."""
+
+    def __init__(self, sick: dict[int, tuple | str]) -> None:
+        super().__init__()
+        self.sick = sick
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        batch = super().batch(step)
+        batch |= {f"{site} {way}": np.zeros(self.rows, np.float32) for site in SITES for way in ("value", "gradient")}
+        match self.sick.get(step):
+            case "loss":
+                batch["loss_mask"] = np.full_like(batch["loss_mask"], np.nan)
+            case (site, way, value):
+                batch[f"{site} {way}"][step % self.rows] = value
+        return batch
+
+
+def job(folder: Path, feed: Feed, layers: int = 1, **changes: Any) -> TrainJob:
+    return tiny.job(folder, graph=graph(layers), feed=feed, **changes)
 
 
 @pytest.fixture(scope="module")
-def sickroom() -> Iterator[Sickroom]:
-    with sick_kind():
-        yield Sickroom()
+def room() -> tuple[Any, Any, Feed]:
+    """A program, its compiled step, and a feed that makes every second batch sick."""
+    feed = Feed({2 * at + 1: sick for at, sick in enumerate(INJECTIONS)})
+    changes = {
+        "precision": {"params": "bfloat16", "rounding": "stochastic"},
+        "health": {"window": 16, "on_spike": "skip"},
+    }
+    return *tiny.compiled(job(Path("unused"), feed, **changes)), feed
 
 
-def bits(state: TrainState) -> list[bytes]:
+def bits(state: Any) -> list[bytes]:
     return tiny.bits((state.params, state.opt_state))
 
 
-def test_anywhere_in_the_network_and_at_any_step(sickroom: Sickroom):
-    state = sickroom.begin()
-    codes = list(range(1, len(INJECTIONS) + 1))
-    np.random.default_rng(0).shuffle(codes)
-    plan = [code for sick in codes for code in (0, sick)]
-    for step, code in enumerate(plan):
+def test_a_sick_batch_leaves_nothing_behind_wherever_it_is_sick(room):
+    program, step, feed = room
+    state, well = program.begin(), program.begin()
+    for number in range(2 * len(INJECTIONS)):
         before = bits(state)
-        state, seen = sickroom.run(state, step, code)
-        assert seen["skipped"] == bool(code), (step, INJECTIONS[code - 1], seen)
-        assert (bits(state) == before) == bool(code), (step, INJECTIONS[code - 1])
-    assert int(state.step) == len(plan)
-    # The same steps without the sick ones: a batch that is passed over leaves nothing behind.
-    well = sickroom.begin()
-    for step, code in enumerate(plan):
-        well = sickroom.program.pass_over(well) if code else sickroom.run(well, step)[0]
+        state, metrics = step(state, program.put(feed.batch(number)))
+        sick = feed.sick.get(number)
+        assert bool(metrics["skipped"]) == (bits(state) == before) == bool(sick), sick
+        well = program.pass_over(well) if sick else step(well, program.put(feed.batch(number)))[0]
     assert bits(well) == bits(state)
 
 
 @pytest.mark.parametrize(("deviations", "skipped"), [(5.95, False), (6.05, True)])
-def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(
-    sickroom: Sickroom, deviations: float, skipped: bool
-):
-    _, seen = sickroom.run(sickroom.begin(), 0)
+def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(room, deviations: float, skipped: bool):
+    program, step, feed = room
+    batch, spread = program.put(feed.batch(0)), 0.02
     # A window whose median lies so many deviations below: the median absolute deviation of -2, -1, 0, 1, 2 is 1.
-    spread = 0.02
-    median = seen["loss"] - deviations * 1.4826 * spread
+    median = float(step(program.begin(), batch)[1]["loss"]) - deviations * 1.4826 * spread
     losses = median + spread * np.resize(np.arange(-2.0, 3.0), 15)
     window = LossWindow(np.append(losses, median).astype(np.float32), np.int32(16))
-    state = sickroom.begin()._replace(window=tiny.placed(window, sickroom.program.abstract.window))
+    state = program.begin()._replace(window=tiny.placed(window, program.abstract.window))
     before = bits(state)
-    state, seen = sickroom.run(state, 0)
-    assert seen["loss_z"] == pytest.approx(deviations, rel=1e-3)
-    assert seen["skipped"] == skipped and (bits(state) == before) == skipped
+    state, seen = step(state, batch)
+    assert float(seen["loss_z"]) == pytest.approx(deviations, rel=1e-3)
+    assert bool(seen["skipped"]) == skipped == (bits(state) == before)
+
+
+def test_a_gradient_that_comes_too_late_to_leave_all_layers_out_is_gone_back_from(tmp_path: Path):
+    found, ends = {}, {}
+    for where, sick in {"loss": "loss", "above": ("above", "gradient", np.nan), "below": INJECTIONS[3]}.items():
+        found[where] = train(job(tmp_path / where, Feed({7: sick}), layers=2, update="layerwise"))
+        ends[where] = tiny.saved_bits(tmp_path / where, 10, "params", "opt_state")
+    for where in ("loss", "above"):  # no layer was updated
+        assert found[where]["skipped_updates"] == 1 and found[where]["health"]["rewinds"] == []
+    assert found["below"]["health"]["rewinds"] == [[8, 5]] and found["below"]["health"]["left_out"] == [8]
+    assert ends["below"] == ends["above"] == ends["loss"]
+    (event,) = tiny.lines(tmp_path / "below", "health.jsonl")
+    assert event["done"] == "rewound to 5" and np.isfinite(event["loss"]) and event["grad_norm"] is None

@@ -55,9 +55,7 @@ def expected() -> list[dict[str, float]]:
     [
         ({"fsdp": 2, "tensor": 2}, 2),
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, 1, marks=pytest.mark.full),
-        pytest.param({"data": 8}, 1, marks=pytest.mark.full),
         pytest.param({"fsdp": 8}, 1, marks=pytest.mark.full),
-        pytest.param({"tensor": 4}, 2, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -3,7 +3,6 @@
 import io
 import queue
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import runs
 import tiny
 
 from affinage.checkpoint import CheckpointStore
-from affinage.checkpoint.remote import RemoteFolder
-from affinage.checkpoint.remote_steps import RemoteSteps
 from affinage.errors import EXIT_PREEMPTED
 from affinage.stopping import OwnProcess
 from affinage.training import signals
@@ -43,8 +40,8 @@ def newest(folder: Path) -> int:
     return max([0, *CheckpointStore(folder / "checkpoints").steps()])
 
 
-def assert_ends_as(undisturbed: Path, folder: Path, starter: runs.Runs, **more: str) -> None:
-    starter.finish(folder, STEPS, **more)
+def assert_ends_as(undisturbed: Path, folder: Path, starter: runs.Runs) -> None:
+    starter.finish(folder, STEPS)
     assert tiny.saved_bits(folder, STEPS) == tiny.saved_bits(undisturbed, STEPS)
     assert curve(folder) == curve(undisturbed)
 
@@ -100,32 +97,6 @@ def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path
     assert_ends_as(undisturbed, folder, starter)
 
 
-def newest_at(url: str) -> int:
-    return max([0, *RemoteSteps(RemoteFolder(url) / "checkpoints").steps()])
-
-
-@pytest.mark.full
-def test_machines_whose_disks_vanish_lose_no_more_where_the_run_is_copied_to_a_url(
-    tmp_path: Path, starter, undisturbed: Path
-):
-    url, machine, begun = f"file://{tmp_path}/elsewhere/run", tmp_path / "machine", 0
-    for phase in ("save", "step"):  # told to stop: nothing is lost, though the disk is
-        run = starter.start(machine, STEPS, when=phase, remote=url)
-        assert run.wait() == EXIT_PREEMPTED, run.said()
-        assert newest_at(url) == run.steps()[-1], run.said()
-        assert run.steps()[0] == begun + 1, "it went on from the copy"
-        begun = newest_at(url)
-        shutil.rmtree(machine)
-    run = starter.start(machine, STEPS, remote=url)  # killed: what was copied stays
-    run.until(run.steps)
-    run.kill()
-    assert run.wait() == -signal.SIGKILL and newest_at(url) >= begun
-    shutil.rmtree(machine)
-    assert_ends_as(undisturbed, machine, starter, remote=url)
-    assert newest_at(url) == STEPS
-    assert RemoteFolder(url).read("summary.json") == (machine / "summary.json").read_bytes()
-
-
 IN_NATIVE_CODE = """
 import hashlib, os
 from affinage.errors import Preempted
@@ -144,9 +115,13 @@ with OwnProcess(), stop:
 @pytest.mark.parametrize(
     ("slowest_save", "number", "again", "status", "stacks"),
     [
-        pytest.param(None, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once"),
+        pytest.param(
+            None, signal.SIGTERM, False, EXIT_PREEMPTED, False, id="nothing to save: at once", marks=pytest.mark.full
+        ),
         pytest.param(600, signal.SIGTERM, True, EXIT_PREEMPTED, True, id="after the grace"),
-        pytest.param(2, signal.SIGINT, False, EXIT_PREEMPTED, True, id="by hand: after the slowest save"),
+        pytest.param(
+            2, signal.SIGINT, False, EXIT_PREEMPTED, True, id="by hand: after the slowest save", marks=pytest.mark.full
+        ),
         pytest.param(600, signal.SIGINT, True, 130, False, id="by hand: the second time"),
     ],
 )

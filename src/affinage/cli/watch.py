@@ -97,9 +97,9 @@ def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
 
 def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, float], *, as_json: bool = False) -> None:
     """Where the results are, how long the stages took, and what to do next."""
-    places = dict(_places(flow, [step.stage.name for step in steps]))
+    found = dict(places(flow, [step.stage.name for step in steps]))
     if as_json:
-        print(json.dumps({"ran": seconds, "complete": [s.stage.name for s in steps], **places}, ensure_ascii=False))
+        print(json.dumps({"ran": seconds, "complete": [s.stage.name for s in steps], **found}, ensure_ascii=False))
         return
     console = screen()
     name = flow.loaded.recipe.name
@@ -120,11 +120,12 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
             were = "was" if before == 1 else "were"
             console.print(f"{counted(before, 'stage')} {were} complete before.", highlight=False)
     console.print()
-    for what, place in places.items():
+    for what, place in found.items():
         console.print(f"{what:<{_NAME}}{_escaped(place)}", highlight=False, soft_wrap=True)
 
 
-def _places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Where the results of a run's stages are, and the command to go on with, each with its name."""
     from affinage.recipe.plugins import VARIABLE
 
     folder = os.path.relpath(flow.folder)

@@ -66,7 +66,7 @@ def evaluated(
             data_dir=asked.data_dir,
             limit=asked.items,
             draw=context.recipe.seed,
-            batch=_rows(model, state) if asked.batch == "auto" else asked.batch,
+            batch=rows_beside(model, state) if asked.batch == "auto" else asked.batch,
             samples=0,
             answered=answered,
             progress=go_on,
@@ -85,14 +85,17 @@ def in_percent(task: str, score: Mapping[str, float | None]) -> str:
     return f"{task} {100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " %"
 
 
-def _rows(model: "LoadedModel", state: "TrainState") -> int:
-    """As many rows as fit beside the state of the training on each host; on processors memory is not what decides."""
+def rows_beside(model: "LoadedModel", state: "TrainState", platform: str = "") -> int:
+    """As many rows as fit beside the state of the training on each host; on processors memory is not what decides.
+
+    `platform` is JAX's name of it, by default of the devices that hold the weights.
+    """
     import jax
 
     from affinage.evaluation.batch_size import MOST, bytes_on_a_device, rows_that_fit
 
     weights = jax.tree.leaves(model.params)
-    if next(iter(weights[0].sharding.device_set)).platform == _PROCESSORS:
+    if (platform or next(iter(weights[0].sharding.device_set)).platform) == _PROCESSORS:
         return MOST
     counted = {id(leaf) for leaf in weights}
     beside = sum(bytes_on_a_device(leaf) for leaf in jax.tree.leaves(state) if id(leaf) not in counted)

@@ -13,10 +13,11 @@ _SHOWN_WITHIN = 20.0  # seconds: a network file system may be late to show what 
 _LOOK_EVERY = 0.1  # seconds
 
 
-def check_same_folder(hosts: Hosts, folder: Path) -> None:
+def check_same_folder(hosts: Hosts, folder: Path, *, within: float = _SHOWN_WITHIN) -> None:
     """Refuse to go on where a host does not see what the first one writes into the folder of runs.
 
-    Every host calls it, and all raise the same; but where the first one cannot write, it alone raises.
+    Every host calls it, and all raise the same; but where the first one cannot write, it alone raises. A host that
+    sees nothing for `within` seconds does not see it.
 
     Raises:
         UserError: naming these hosts, their machines and folders; or why the first one cannot write there.
@@ -37,8 +38,8 @@ def check_same_folder(hosts: Hosts, folder: Path) -> None:
     try:
         name = hosts.share("a file in the folder of runs", mark.name)
         if not hosts.first:
-            hosts.tell(f"affinage/{name}/{hosts.index}", json.dumps([_shows(folder / name), _here(folder)]))
-        blind = hosts.share("who does not see it", _blind(hosts, name) if hosts.first else [])
+            hosts.tell(f"affinage/{name}/{hosts.index}", json.dumps([_shows(folder / name, within), _here(folder)]))
+        blind = hosts.share("who does not see it", _blind(hosts, name, within) if hosts.first else [])
     finally:
         if hosts.first:
             mark.unlink(missing_ok=True)
@@ -50,19 +51,17 @@ def check_same_folder(hosts: Hosts, folder: Path) -> None:
         )
 
 
-def _blind(hosts: Hosts, name: str) -> list[str]:
+def _blind(hosts: Hosts, name: str, within: float) -> list[str]:
     """The hosts that did not see the file, each with its machine and folder."""
     answers = {
-        host: json.loads(
-            hosts.hear(f"affinage/{name}/{host}", 3 * _SHOWN_WITHIN, said=f"host {host} did not look for a file")
-        )
+        host: json.loads(hosts.hear(f"affinage/{name}/{host}", 3 * within, said=f"host {host} did not look for a file"))
         for host in range(1, hosts.count)
     }
     return [f"host {host} has {here}" for host, (seen, here) in answers.items() if not seen]
 
 
-def _shows(file: Path) -> bool:
-    until = time.monotonic() + _SHOWN_WITHIN
+def _shows(file: Path, within: float) -> bool:
+    until = time.monotonic() + within
     while not file.exists():
         if time.monotonic() > until:
             return False

@@ -17,11 +17,14 @@ _READ_WHOLE = 256_000_000  # bytes of one source: a fraction of a second
 _READ_FILES = 1_000  # of one source
 
 
-def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
+def fingerprints(
+    paths: Iterable[str], root: str = "", *, most_bytes: int = _READ_WHOLE, most_files: int = _READ_FILES
+) -> dict[str, str]:
     """Fingerprint each local file that `paths` name: a file, a folder (all files in it but hidden ones), or a glob.
 
-    The fingerprint is the content, so that a copy on another machine is the same; of large sources it is size and
-    modification time. URLs are taken at their word: what is behind them is assumed not to change.
+    The fingerprint is the content, so that a copy on another machine is the same; of sources with more than
+    `most_bytes` or `most_files` it is size and modification time. URLs are taken at their word: what is behind them
+    is assumed not to change.
 
     Returns:
         {path as given, or path of the file found: fingerprint}; nothing for what does not exist.
@@ -36,7 +39,7 @@ def fingerprints(paths: Iterable[str], root: str = "") -> dict[str, str]:
             found[full] = "remote"
             continue
         files = _files(os.path.expanduser(full))
-        few = len(files) <= _READ_FILES and sum(file.stat().st_size for file in files) <= _READ_WHOLE
+        few = len(files) <= most_files and sum(file.stat().st_size for file in files) <= most_bytes
         found |= {printable(str(file)): _fingerprint(file, by_content=few) for file in files}
     return found
 

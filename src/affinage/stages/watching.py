@@ -92,7 +92,7 @@ class Watch:
             if scored is None:
                 return None
             answers = {task: list(right) for task, right in scored.items()}
-            found = {"step": step, "scores": scores(answers), "worse": self._worse(answers), "right": answers}
+            found = {"step": step, "scores": scores(answers), "worse": self.degraded(answers), "right": answers}
             self.looks.append(found)
             if not found["worse"] and self.settings.when_worse != "tell":
                 self.keep(step, state)
@@ -101,7 +101,8 @@ class Watch:
             self.say(f"step {step:,}/{self.steps:,}  watched: {', '.join(_in_words(found))}")
         return "; ".join(_degradations(found)) if self.settings.when_worse == "stop" else ""
 
-    def _worse(self, answers: Answers) -> list[dict[str, Any]]:
+    def degraded(self, answers: Answers) -> list[dict[str, Any]]:
+        """Which tasks are worse than at which earlier look: {task, than: its step, p}."""
         threshold = self.threshold(len(answers))
         compared = (
             {"task": task, "than": before["step"], "p": worse(before["right"][task], right)}
@@ -233,11 +234,11 @@ def _answers(
     if not lines:
         what, fix = "all of these are conversations, which only a finished model is asked", "Watch others beside them."
         raise UserError(what, where=f"{setting}.tasks", fix=fix)
-    return {task: _right(task, lines[task], setting) for task in sorted(lines)}
+    return {task: right_items(task, lines[task], setting) for task in sorted(lines)}
 
 
-def _right(task: str, lines: Sequence[dict[str, Any]], setting: str) -> list[int]:
-    """Whether each item was right: by the first filter of a task that has several, as the same answer is one trial."""
+def right_items(task: str, lines: Sequence[dict[str, Any]], setting: str) -> list[int]:
+    """1 for each item that was right, 0 for the others: by the first filter of a task, as one answer is one trial."""
     items: dict[Any, dict[str, Any]] = {}
     for line in lines:
         items.setdefault(line["id"], line)  # they come filter by filter
