@@ -102,7 +102,6 @@ READ = [
     (["data", "stats", "tiny"], "bytes/token"),
     (["checkpoint", "show", "tiny", "--arrays"], "fingerprint"),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4", "--arrays"], "lora"),
-    (["compare", "tiny/evaluate-base", "tiny/evaluate-sft"], "95 % interval"),
     (["export", "tiny", "--to", "out"], "The model is in out."),
     (["export", "tiny", "--to", "adapter", "--adapter"], "The adapter is in adapter"),
     (["chat", "tiny", ASK, "--tokens", "4"], "\n"),

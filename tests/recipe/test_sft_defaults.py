@@ -5,7 +5,7 @@ import pytest
 from affinage.planning.plan import training_settings
 from affinage.recipe.load import load_recipe
 from affinage.recipe.recipe import Recipe
-from affinage.recipe.tuning import DpoSettings, SftSettings, TuningSettings
+from affinage.recipe.tuning import SftSettings
 
 LEAST = {"sources": ["chats.jsonl"], "steps": 20}
 
@@ -34,11 +34,3 @@ def test_what_is_said_counts_and_short_runs_warm_up_for_a_tenth(told: dict, expe
     schedule, decay = settings.schedule, settings.optimizer.weight_decay
     assert (settings.batch, schedule.warmup(settings.steps), schedule.peak, decay) == expected
     assert SftSettings.model_validate_json(settings.model_dump_json()) == settings
-
-
-@pytest.mark.parametrize("kind", [SftSettings, DpoSettings])
-def test_one_epoch_is_the_most_and_two_benchmarks_are_watched_if_asked(kind: type[TuningSettings]):
-    words = LEAST | {"batch": 8, "schedule": {"peak": 1e-6, "floor": 0}}
-    settings, watch = kind.model_validate(words), kind.model_validate(words | {"watch": {}}).watch
-    assert settings.max_epochs == 1 and settings.watch is None
-    assert watch is not None and len(watch.tasks) == 2 and watch.when_worse == "stop"

@@ -47,14 +47,6 @@ def test_every_point_is_inside_and_higher_values_are_higher(ys: list[float], wid
     assert all(a >= b - 0.11 for a, b in itertools.pairwise(heights))  # pixels grow downwards; a tenth is rounding
 
 
-def test_grid_lines_agree_with_the_curve():
-    drawing = line_chart([Series("loss", [(0.0, 0.0), (100.0, 10.0)])], AXIS, AXIS, "a chart", 920.0, 340.0)
-    (x0, y0), (x1, y1) = path(elements(drawing, "path", "curve")[0])
-    assert {"0", "2", "10", "20", "100"} <= {one.text for one in elements(drawing, "text", "tick")}
-    lines = [at(one, "y1") for one in elements(drawing, "line", "grid")]
-    assert max(lines) == near(y0, abs=0.1) and min(lines) == near(y1, abs=0.1) and x0 < x1
-
-
 def test_error_bars_reach_one_standard_error_each_way_and_chance_has_its_place():
     row = Row("task", [Interval(0.5, 0.1, 0, "50 ± 10 %"), Interval(0.9, 0.2, 1, "90 ± 20 %")], 0.25, "chance 25%")
     drawing = interval_chart([row], SHARE, "scores", 920.0)

@@ -45,7 +45,6 @@ def test_a_whole_run_is_read(facts):
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
     assert facts.thresholds.shown == (0, 1) and facts.thresholds.costs[0].documents_kept == (799 / 800, 0.8)
     assert facts.contamination.benchmarks[0].found == 1 and facts.contamination.boilerplate == 42
-    assert facts.tokenizer.vocabulary == 3072
     assert [(row.name, row.bytes_per_token) for row in facts.tokenizer.sources] == [("pocket-world", 4.26)]
     assert [(each.name, each.round_trip_exact) for each in facts.compared_tokenizers] == [("gpt2_vocab.bpe", 10_689)]
     pretrain = facts.training("pretrain")
@@ -54,7 +53,6 @@ def test_a_whole_run_is_read(facts):
     assert {one.quantity for one in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
     assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
-    assert facts.finished.year == 2026
     assert facts.seconds == pytest.approx(sum(stage.seconds or 0 for stage in facts.stages))
 
 
@@ -126,16 +124,6 @@ def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory,
     assert render(collect_facts(run)).encode("utf-8")
 
 
-def test_scores_of_published_tasks_know_their_chance(tmp_path: Path):
-    metrics = {"acc": {"value": 0.3, "stderr": 0.01}, "acc_norm": {"value": 0.35, "stderr": 0.01}}
-    of_one_stage(tmp_path, "evaluate-base", {})
-    tasks = {"hellaswag": {"metrics": metrics, "items": 10_042}}
-    write_json(tmp_path / "evaluate-base" / "results.json", {"tasks": tasks})
-    (evaluation,) = collect_facts(tmp_path).evaluations
-    assert {score.metric: score.headline for score in evaluation.scores} == {"acc": False, "acc_norm": True}
-    assert evaluation.scores[0].chance == 0.25
-
-
 def test_no_bar_of_the_funnel_is_longer_than_its_place_though_long_documents_are_split(tmp_path: Path):
     removed = {"documents_in": 10, "documents_out": 12, "removed": {"too short": 8}}
     summary = {**removed, "bytes_in": 90, "bytes_out": 72, "validation_documents": 1, "validation_bytes": 9}
@@ -153,11 +141,9 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
         {"path": "of another version", "unknown": 1, "name": "old", "licence": "mit"},
     ]
     recipe = {"data": {"sources": sources, "languages": ["en", "fr"]}}
-    by_source = {
-        name: {"documents": 1, "bytes": 9 - k} for k, name in enumerate(("novels", "novels-2", "pages", "old"))
-    }
+    by_source = {name: {"documents": 1, "bytes": 9} for name in ("novels", "novels-2", "pages", "old")}
     told = card_facts(collect_facts(of_one_stage(tmp_path, "split", {"by_source": by_source}, recipe)), "mit")
-    assert [one["licence"] for one in told.sources] == ["cc0-1.0", "cc-by-4.0", "odc-by", "mit"]
+    assert [one["licence"] for one in told.sources] == ["cc0-1.0", "cc-by-4.0", "mit", "odc-by"]
     assert told.languages == ("en", "fr"), "until somebody has looked"
     shares = {"fr": 5000, "de": 900, "code": 3000, "und": 700, "en": 3}
     summary = {"by_language": {name: {"documents": 1, "bytes": size} for name, size in shares.items()}}
