@@ -65,6 +65,8 @@ MISTAKES = [
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
     ("batch: 8", "batch: 8\n  micro_batches: 3", 9, "batch 8 | 3 micro_batches"),
+    (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
+    (ONE, ONE + "report: {language: de}\n", 2, "report.language | en, fr"),
     (ONE, ONE + "name: large\n", 2, "`name` | line 1"),
     (ONE, ONE + "rows: 3\n", 2, "`rows` | rows: {context: 2048}"),
     (ONE, ONE + "base: none.yaml\n", 2, "`none.yaml`"),
@@ -95,10 +97,8 @@ OVERRIDES = [
     ("pretrain.stesp=7", "--set pretrain.stesp: | `pretrain.steps`"),
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
-    ("data.sources.0.language=x", "`data.sources.0` | `language`"),
     ("data.sources=[{path: jl, langage: en}]", "langage"),
     # A setting in the wrong place is told by its whole name, and of several kinds of value one mistake is one.
-    ("fsdp=8", "Did you mean `mesh.fsdp`?"),
     ("fdsp=8", "Did you mean `mesh.fsdp`?"),
     ("micro_batches=2", "Did you mean `pretrain.micro_batches`?\n"),  # the others are of sections left out
     ("context=64", "Did you mean `rows.context`? Or `mesh.context`, `sft.context`?"),
