@@ -13,18 +13,8 @@ from pathlib import Path
 from typing import Any
 
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
-)
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+FLAGS += " --disable-component-update --disable-sync --hide-scrollbars --remote-debugging-pipe"
 
 
 class Browser:
@@ -111,9 +101,6 @@ class Browser:
         """A PNG of the page."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
-    def pdf(self) -> bytes:
-        return base64.b64decode(self.ask("Page.printToPDF", preferCSSPageSize=True, printBackground=False)["data"])
-
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
@@ -122,14 +109,9 @@ def browser() -> Iterator[Browser]:
     from_us, to_browser = os.pipe()
     from_browser, to_us = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = " ".join([*FLAGS, f"--user-data-dir={profile}"])
-        command = f"exec {EXECUTABLE} {flags} 3<&{from_us} 4>&{to_us}"  # the pipe is at descriptors 3 and 4
-        process = subprocess.Popen(
-            ["/bin/bash", "-c", command],
-            pass_fds=(from_us, to_us),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        flags = f"{FLAGS} --user-data-dir={profile}"
+        command = f"exec {EXECUTABLE} {flags} 3<&{from_us} 4>&{to_us} >/dev/null 2>&1"  # pipes at 3 and 4
+        process = subprocess.Popen(["/bin/bash", "-c", command], pass_fds=(from_us, to_us))
         os.close(from_us)
         os.close(to_us)
         one = Browser(to_browser, from_browser)

@@ -43,10 +43,7 @@ THEIRS = {"name": "gpt2_vocab.bpe", "languages": {"en": {"bytes_per_token": 4.04
             {"tokenizers": [{"name": "", "languages": {"en": {"bytes_per_token": 3.5}}}, THEIRS]},
             ["ours 3.50 en bytes a token", "gpt2_vocab.bpe 4.04 en 2.70 fr bytes a token"],
         ),
-        (
-            {"train": {"rows": 1}, "context": 64, "tasks": {"sums": 0.5}, "images": 2},
-            ["2 images", "1 row of 64 tokens", "1 task"],
-        ),
+        ({"train": {"rows": 1}, "context": 64, "images": 2}, ["2 images", "1 row of 64 tokens"]),
         ({"tasks": JUDGED}, ["2 benchmarks: arc_easy 45.0 ± 11.4, hellaswag 30.0 ± 1.0"]),
     ],
 )

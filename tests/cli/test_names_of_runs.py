@@ -1,7 +1,6 @@
 """A word that is both a run and a recipe that comes along is the run, as it was made."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +28,10 @@ def test_a_recipe_is_meant_by_a_file_or_where_no_run_is_called_so(tmp_path: Path
 
 def test_export_writes_the_model_of_the_run_and_runs_nothing(affinage):
     stages = sorted(Path("runs/store").iterdir())
-    linked = os.readlink(RUN / "pretrain")
     assert affinage("export", "quickstart/pretrain", "--to", "out")[0] == 0
     weights = open_model("quickstart/pretrain", Path("runs")).params["norm"]["scale"]
     np.testing.assert_array_equal(load_file("out/model.safetensors")["model.norm.weight"], weights)
-    assert os.readlink(RUN / "pretrain") == linked and sorted(Path("runs/store").iterdir()) == stages
+    assert sorted(Path("runs/store").iterdir()) == stages
 
 
 @pytest.mark.full

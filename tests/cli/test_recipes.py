@@ -82,9 +82,8 @@ def test_a_run_is_shown_as_it_was_made(tmp_path: Path, monkeypatch, affinage):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     made = load_recipe("quickstart", ["name=mine", "pretrain.steps=7", "mesh.data=2"]).recipe.model_dump(mode="json")
     (tmp_path / "runs" / "mine" / "recipe.json").write_text(json.dumps(made))
-    for run in ("mine", "runs/mine"):
-        status, out, _ = affinage("explain", run, "pretrain.steps")
-        assert status == 0 and "steps: 7 " in out and "runs/mine/recipe.json:" in out
+    status, out, _ = affinage("explain", "mine", "pretrain.steps")
+    assert status == 0 and "steps: 7 " in out and "runs/mine/recipe.json:" in out
     assert affinage("graph", "mine")[1] == affinage("graph", "quickstart")[1]
     status, _, said = affinage("plan", "mime")
     assert status == 2 and "`mine`" in said

@@ -10,7 +10,6 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "gpt2_on_tpu.ipynb"
-DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 def test_it_is_stored_without_outputs():
@@ -28,15 +27,8 @@ def executed(folder: Path, mesh: str | None) -> tuple[str, list[tuple[int, float
     if mesh is not None:
         line.source = f"MESH = {mesh}"
     folder.mkdir()
-    client = NotebookClient(
-        notebook,
-        timeout=500,
-        startup_timeout=300,
-        iopub_timeout=120,  # what a cell has printed may come late
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
-    )
-    client.execute()
+    waits = {"timeout": 500, "startup_timeout": 300, "iopub_timeout": 120}
+    NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}}, **waits).execute()
     said = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", ()))
     (metrics,) = folder.glob("runs-*/gpt2/pretrain/metrics.jsonl")
     rows = map(json.loads, metrics.read_text().splitlines())
@@ -47,7 +39,7 @@ def executed(folder: Path, mesh: str | None) -> tuple[str, list[tuple[int, float
 def test_it_trains_saves_restores_and_speaks_and_another_mesh_gives_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("XLA_FLAGS", DEVICES)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in sys.path if entry))
     said, losses = executed(tmp_path / "as it is", None)
     assert "8 x cpu: a tiny GPT-2" in said

@@ -12,10 +12,8 @@ from typer.main import get_command
 from affinage.cli.program import app
 from affinage.model.kind import KINDS
 from affinage.recipe.layers import packaged_recipes
-from browser import EXECUTABLE, browser
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "affinage"
 WRITTEN = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {*(ROOT / "docs" / "reference").rglob("*.md")})
 
 
@@ -40,11 +38,8 @@ def test_every_page_is_in_the_navigation_and_every_picture_on_a_page():
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in WRITTEN if page.name != "README.md"}
     told = set(re.findall(r'= "([^"]+\.md)"', (ROOT / "zensical.toml").read_text()))
     assert pages == {page for page in told if not page.startswith("reference/")}
-    start = (ROOT / "docs/index.md").read_text()
-    assert all(f"]({page})" in start for page in pages if page.startswith("tutorials/"))
     shown = {name for page in WRITTEN for name in re.findall(r"images/([\w-]+\.png)", page.read_text())}
-    sizes = {file.name: file.stat().st_size for file in (ROOT / "docs" / "images").glob("*.png")}
-    assert shown == set(sizes) and sum(sizes.values()) < 600_000
+    assert shown == {file.name for file in (ROOT / "docs" / "images").glob("*.png")}
 
 
 def test_every_command_is_one_of_the_program():
@@ -62,20 +57,9 @@ def test_every_command_is_one_of_the_program():
         while (inside := getattr(command, "commands", None)) is not None:
             assert words and (words[0] in inside or "run" in inside), line  # `affinage data RECIPE` is `data run`
             command = inside[words.pop(0)] if words[0] in inside else inside["run"]
-        options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {
-            "--help",
-            "--debug",
-        }
-        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, line
-
-
-def test_what_the_architecture_names_is_there():
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    named = re.findall(r"`([a-z_]+/[a-z_/]*\.py)`", text)
-    assert len(named) > 20 and not [name for name in named if not any((at / name).exists() for at in (SOURCE, ROOT))]
-    layers = (ROOT / "pyproject.toml").read_text("utf-8")
-    packages = {folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}
-    assert not [name for name in packages if f"affinage.{name}" not in layers], "each has its layer: see lint-imports"
+        options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= options | {"--help", "--debug"}, line
 
 
 def reference(folder: Path) -> None:
@@ -93,49 +77,22 @@ def test_the_reference_has_every_setting_verb_recipe_and_kind(tmp_path: Path):
     assert all(f"## {name}\n" in kinds for name in KINDS)
 
 
-# ---- the site
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the documentation, built strictly: a link to nowhere ends it."""
-    here = tmp_path_factory.mktemp("docs")
-    shutil.copytree(ROOT / "docs", here / "docs", ignore=shutil.ignore_patterns("reference"))
-    shutil.copy(ROOT / "zensical.toml", here)
-    (here / "src").symlink_to(ROOT / "src")
-    reference(here / "docs/reference")
-    built = build(here)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return here / "site"
-
-
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).with_name("zensical"), "build", "--strict"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.full
-def test_the_site_has_docstrings_and_loads_nothing_from_elsewhere_and_a_link_to_nowhere_ends_its_build(site: Path):
-    assert "Union-find" in (site / "LOG.html").read_text()
-    assert "refuse_changes" in (site / "reference/api/checkpoint.html").read_text()
-    start = (site / "index.html").read_text()
-    assert 'src="http' not in start and 'rel="stylesheet" href="http' not in start
-    broken = shutil.copytree(site.parent, site.parent.parent / "broken", symlinks=True)
-    page = broken / "docs/index.md"
+def test_the_site_has_docstrings_and_a_link_to_nowhere_ends_its_build(tmp_path: Path):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("reference"))
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    reference(tmp_path / "docs/reference")
+    built = build(tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "Union-find" in (tmp_path / "site/LOG.html").read_text()
+    assert "refuse_changes" in (tmp_path / "site/reference/api/checkpoint.html").read_text()
+    page = tmp_path / "docs/index.md"
     page.write_text(page.read_text() + "\n[nowhere](nowhere.md)\n")
-    built = build(broken)
+    built = build(tmp_path)
     assert built.returncode != 0 and "page does not exist" in built.stderr
-
-
-@pytest.mark.full
-@pytest.mark.skipif(EXECUTABLE is None, reason="needs Chromium (Debian: apt-get install chromium)")
-def test_the_search_works_from_a_disk_without_a_network(site: Path):
-    with browser() as page:
-        page.open(site / "tutorials/plan.html", 1200)
-        page.wait_for("document.querySelector('.md-search__button') !== null")
-        page.evaluate("document.querySelector('.md-search__button').click()")
-        found = "[...document.querySelectorAll('*')].map(e => e.shadowRoot?.textContent ?? '').join('')"
-        page.wait_for(f"{found} !== ''")
-        page.ask("Input.insertText", text="preemption")
-        page.wait_for(f"{found}.includes('results') && {found}.includes('Survive preemption')")
-        assert not page.troubles and all(url.startswith(("file:", "data:")) for url in page.requests)

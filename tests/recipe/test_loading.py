@@ -56,38 +56,25 @@ def test_a_good_recipe_and_its_places(write: Write):
 
 
 ONE = "name: small\n"
-SOURCES = "sources: [pocket-world, {path: novels/, language: fr}]"
 # What is replaced by what, the line that the message names, and what of the setting and its cure it holds.
 MISTAKES = [
     ("batch: 8", "bacth: 8", 11, "`pretrain.bacth` | `pretrain.batch`"),
-    ("floor: 1e-4", "flor: 1e-4", 12, "`pretrain.schedule.floor` | Add `floor:`"),
     ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | a whole number"),
-    ("steps: 1_000", "steps: 1.5", 10, "`pretrain.steps` | `1.5`"),
-    ("steps: 1_000", "steps: 0", 10, "`pretrain.steps` | at least 1"),
-    ("steps: 1_000", "steps: true", 10, "`pretrain.steps` | `true`"),
     ("peak: 1e-3", "peak: -1", 13, "`pretrain.schedule.peak` | more than 0"),
     ("jaccard: 0.9", "jaccard: [1]", 8, "`data.deduplicate.jaccard` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
-    (ONE, "name: a/b\n", 1, "`name` | `a/b`"),
     (ONE, "seed: 1\n", 1, "`name`"),
     ("batch: 8", "batch: 8\n  micro_batches: 3", 9, "batch 8 | 3 micro_batches"),
-    ("batch: 8", "log_every: 8", 9, "`batch`"),
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
-    (ONE, ONE + "mesh: {data: all}\n", 2, "mesh.data | auto"),
     (ONE, ONE + "report: {language: de}\n", 2, "report.language | en, fr"),
     (ONE, ONE + "name: large\n", 2, "`name` | line 1"),
     (ONE, ONE + "rows: 3\n", 2, "`rows` | rows: {context: 2048}"),
-    (ONE, ONE + "dpo: {lora: true}\n", 2, "`dpo.lora` | lora: {rank: 16}"),
-    (ONE, ONE + "fsdp: 8\n", 2, "`fsdp` | `mesh.fsdp`"),
     (ONE, ONE + "base: none.yaml\n", 2, "`none.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "its own base"),
     (ONE, "name: !!python/name:os.system x\n", 1, "is not allowed"),
-    (ONE, "name: &a [*a]\n", 1, "contains itself"),
     ("  schedule:\n    peak: 1e-3\n    floor: 1e-4", "  schedule: x", 12, "pretrain.schedule | `x` | name, peak"),
     ("  batch: 8", "\tbatch: 8", 11, "not valid YAML | Indent with spaces"),
     ("batch: 8", "batch: [8", 12, "not valid YAML | brackets"),
-    (SOURCES, "sources: a", 7, "`data.sources` | a list"),
-    (SOURCES, "sources: []", 7, "`data.sources` | at least 1"),
 ]
 
 
@@ -110,31 +97,15 @@ OVERRIDES = [
     ("pretrain.stesp=7", "--set pretrain.stesp: | `pretrain.steps`"),
     ("pretrain.steps=[", "--set pretrain.steps:1:"),
     ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
-    ("pretrain.steps=x", "--set pretrain.steps: | `x`"),
-    ("data.sources.9=x", "`data.sources` | `9`"),
-    ("data.sources.0.language=x", "`data.sources.0` | `language`"),
     ("data.sources=[{path: jl, langage: en}]", "langage"),
-    ("base=other", "`base`"),
     # A setting in the wrong place is told by its whole name, and of several kinds of value one mistake is one.
-    ("fsdp=8", "Did you mean `mesh.fsdp`?"),
-    ("parallel.fsdp=8", "Did you mean `mesh.fsdp`?"),
     ("fdsp=8", "Did you mean `mesh.fsdp`?"),
-    ("mesh.seed=1", "Did you mean `seed`?"),
     ("micro_batches=2", "Did you mean `pretrain.micro_batches`?\n"),  # the others are of sections left out
-    ("pretrain.optimizer.peak=1", "Did you mean `pretrain.schedule.peak`?\n"),
     ("context=64", "Did you mean `rows.context`? Or `mesh.context`, `sft.context`?"),
-    ("steps=7", "Did you mean `pretrain.steps`?\n"),  # and not `sweep`
-    ("tokenizer.vocab=300", "Did you mean `tokenizer.vocabulary`?\n"),  # and not `parallel.sharding.vocab`
-    ("data.lang=[en]", "Did you mean `data.languages`?\n"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | a number, or a mapping"),
-    ("hardware.price={v4: free}", "`hardware.price.v4`"),
-    ("hardware.price={v4: -1}", "`hardware.price.v4` | at least 0.0"),
-    ("evaluate.batch=many", "`evaluate.batch` | auto"),
     ("pretrain.mixture={en: -1}", "pretrain.mixture | at least 0"),
-    ("pretrain.mixture={en: 0}", "pretrain.mixture | above zero"),
     ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
-    ("pretrain.mixture=[{weights: {en: 1}}, {weights: {fr: 1}}]", "pretrain.mixture | later"),
     ("pretrain.mixture=[{form_step: 0, weights: {en: 1}}]", "`pretrain.mixture.0.from_step`"),
 ]
 
@@ -155,7 +126,6 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
     inside = load_recipe(path, ["data.sources.1.language=en"])
     assert inside.recipe.data.sources[1].language == "en"
-    assert inside.locate(("data", "sources", 1, "language")) == "--set data.sources.1.language"
     assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
     assert inside.locate(("data", "sources", 1)) == "r.yaml:7, with --set data.sources.1.language=en"
     merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak: 2.0e-3}}"])
@@ -173,7 +143,6 @@ def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write: 
     assert loaded.locate(("rows",)) == "--set rows.context=64"
     given = "--set model.nodes.other.kind=x"
     assert loaded.locate(("model", "nodes", "embed")) == f"r.yaml:5, with {given}", "a node takes what others give"
-    assert loaded.locate(("model", "nodes", "other")) == given
 
 
 def test_a_base_is_merged_and_null_takes_away(write: Write):
@@ -203,11 +172,9 @@ def test_a_base_does_not_describe_another_recipe_nor_ask_about_another_text(writ
     assert said_with() == (True, True, True)
     assert said_with("data.sources=[mine/]") == (False, False, True), "its chats are still the pocket world's"
     assert said_with("data.sources=[mine/]", "sft.sources=[chats.jsonl]") == (False, False, False)
-    assert said_with("data.sources.0.path=mine/") == (False, False, True)
     assert said_with("data.sources.0.megabytes=1") == (True, True, True), "less of the same text"
     own = ("report.prompts=[Hello]", "description=mine")
     assert said_with("data.sources=[mine/]", *own) == said_with(*own, "data.sources=[mine/]") == (True, True, True)
-    assert load_recipe(write("base: quickstart\nname: mine\n")).recipe.description == ""
     mine = write("base: quickstart\nname: mine\ndescription: mine\ndata: {sources: [mine/]}\n")
     assert said_with(recipe=mine) == (True, False, True)
 

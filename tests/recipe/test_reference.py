@@ -13,10 +13,9 @@ from affinage.recipe.layers import packaged_recipes
 from affinage.recipe.load import load_recipe
 from affinage.recipe.marked_yaml import parse
 from affinage.recipe.recipe import Recipe
-from affinage.recipe.reference import comments, sections
+from affinage.recipe.reference import sections
 from affinage.recipe.schema import json_schema
 from affinage.recipe.settings import Settings
-from affinage.recipe.training import CheckpointSettings, PretrainSettings
 
 KEYS = {setting.key for section in sections(Recipe) for setting in section.settings}
 
@@ -45,13 +44,6 @@ def test_each_value_has_its_origin_and_what_the_base_says(tmp_path):
     assert {("name",), steps.path, batch.path} <= {path for path, value in found.items() if value.differs}
     # What a base had and the recipe takes away is not in effect.
     assert not any(path[0] in ("sft", "dpo") for path in found) and found["data", "deduplicate"].value is None
-
-
-def test_comments_are_read_beside_and_above_a_field_and_from_the_class_it_is_inherited_from():
-    assert comments(CheckpointSettings)["every_minutes"] == "also when the last save is so long ago"
-    above = comments(CheckpointSettings)["accept_changes"]
-    assert above.startswith("Facts, such as") and above.endswith("when it goes on.")
-    assert comments(PretrainSettings)["validate_every"] == "steps"
 
 
 @pytest.mark.parametrize("model", [Recipe, *KINDS.values()], ids=lambda model: model.__name__)

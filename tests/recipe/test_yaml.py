@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.recipe import marked_yaml
-from affinage.recipe.training import ScheduleSettings
 from affinage.recipe.yaml_text import as_yaml
 
 words = st.text("ab:- #'\"\n,é{}[]&*!%@`|>?~0123456789.e", max_size=12)
@@ -46,8 +45,3 @@ ODD += ["é#b", "line\nline", 'say "no"', "back\\slash", [1, [], {}], {"a": {"b 
 def test_what_is_printed_is_read_back(value: object):
     read = yaml.safe_load(as_yaml(value))
     assert read == value and type(read) is type(value)
-
-
-def test_settings_are_printed_as_mappings():
-    settings = ScheduleSettings(name="cosine", peak=1e-4, floor=0.1)
-    assert ScheduleSettings.model_validate(yaml.safe_load(as_yaml(settings))) == settings

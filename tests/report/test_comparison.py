@@ -1,14 +1,12 @@
 """Runs beside each other: what is said of them is in their folders, and only that; scores are compared in pairs."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from html_page import Page
 from synthetic_run import build_run, write_json
 
-from affinage.errors import UserError
 from affinage.recipe.yaml_text import brief
 from affinage.report.comparison import comparison, differing_settings, entrant
 from affinage.report.comparison_page import render_comparison, setting_values
@@ -41,28 +39,21 @@ def test_only_what_differs_is_listed_by_its_key_and_in_short():
     theirs = {"name": "b", "x": {"y": 2, "z": [1, 2]}, "report": {"language": "fr"}, "more": {}, "none": None}
     found = [(one.key, one.values) for one in differing_settings([ours, theirs])]
     assert found == [("x.y", (1, 2)), ("more", (None, {}))]
-    common = {"kind": "text", "name": "", "where": {}, "split": "train", "megabytes": None}
-    ours = {"data": {"sources": [{"path": "a", **common}, {"path": "b", **common}]}, "sft": {"steps": 9, "root": ""}}
-    theirs = {"data": {"sources": [{"path": "c", **common}]}, "sft": None}
-    assert [(one.key, *setting_values(one)) for one in differing_settings([ours, theirs])] == [
-        ("data.sources.0.path", "a", "c"),
-        ("data.sources.1", "{path: b, kind: text, split: train}", "–"),
-        ("sft", "{steps: 9}", "–"),
-    ]
+    ours, theirs = {"data": [{"path": "a"}], "sft": {"steps": 9, "root": ""}}, {"data": [{"path": "c"}], "sft": None}
+    found = [(one.key, *setting_values(one)) for one in differing_settings([ours, theirs])]
+    assert found == [("data.0.path", "a", "c"), ("sft", "{steps: 9}", "–")]
     assert len(brief({"tasks": ["a long name of a task"] * 9})) == 60
 
 
 def test_the_page_says_what_the_runs_say_in_both_languages(runs: Path):
     found = compared(runs, "small", "wide")
-    page = Page(text := render_comparison(found))
+    page = Page(render_comparison(found))
     for expected in ("pretrain.steps", "60", "120", "quiz", "25.0%", "75.0%", "+50.0 pts", "1,443,968", "Loss in"):
         assert expected in page.shown, expected
     assert "this is wide" not in page.shown, "a description is no setting that matters"
     sections = {"#runs", "#differing", "#losses", "#judged", "#differences"}
     assert {link["href"] for link in page.all("a")} == sections
-    assert len(page.all("script")) == 1 and not page.all("img") and "{{" not in re.sub(r"<script>.*", "", text)
     french = Page(render_comparison(found, "fr"))
-    assert french.all("html")[0]["lang"] == "fr"
     assert "Réglages qui diffèrent" in french.shown and "75,0 %" in french.shown and "Settings" not in french.shown
 
 
@@ -91,11 +82,3 @@ def test_what_was_not_asked_alike_and_what_a_metric_is_are_said(tmp_path: Path, 
     assert status == 0 and "perplexity " not in said.replace("higher is better; perplexity is", "")
     assert "higher is better" in said and "log_likelihood" in said
     assert "Not asked alike" in said and "lambada_openai (items with another prompt or right answer: 3)" in said
-
-
-def test_results_of_no_run_must_have_items_in_common(runs: Path, tmp_path: Path):
-    (tmp_path / "items").mkdir()
-    (tmp_path / "items" / "other.jsonl").write_text('{"id": 0, "hash": "x", "acc": 1}\n')
-    with pytest.raises(UserError) as refused:
-        comparison([entrant("mine", None, tmp_path), entrant("small", runs / "small", runs / "small/evaluate-sft")])
-    assert refused.value.fix

@@ -13,15 +13,13 @@ from affinage.report.charts import Axis, Interval, Row, Series, bar_chart, inter
 from affinage.report.curves import smoothed, thinned
 from affinage.report.differences import differences
 from affinage.report.quantities import Quantities
-from affinage.report.scales import Scale, fitted, linear_ticks, log_ticks, nice_step
+from affinage.report.scales import Scale, fitted, linear_ticks, nice_step
 
 EN, FR = Quantities("en"), Quantities("fr")
 AXIS, SHARE = Axis("steps", EN.ticks), Axis("score", EN.percent_ticks)
 values = st.floats(-1e12, 1e12, allow_nan=False)
 positive = st.floats(1e-9, 1e9)
 near = pytest.approx
-
-# ---- charts
 
 
 def elements(drawing: str, tag: str, class_: str = "") -> list[ElementTree.Element]:
@@ -47,22 +45,6 @@ def test_every_point_is_inside_and_higher_values_are_higher(ys: list[float], wid
     assert [x for x, _ in placed] == sorted(x for x, _ in placed)
     heights = [placed[i][1] for i in sorted(range(len(ys)), key=lambda i: ys[i])]
     assert all(a >= b - 0.11 for a, b in itertools.pairwise(heights))  # pixels grow downwards; a tenth is rounding
-
-
-def test_grid_lines_agree_with_the_curve():
-    drawing = line_chart([Series("loss", [(0.0, 0.0), (100.0, 10.0)])], AXIS, AXIS, "a chart", 920.0, 340.0)
-    (x0, y0), (x1, y1) = path(elements(drawing, "path", "curve")[0])
-    assert {"0", "2", "10", "20", "100"} <= {one.text for one in elements(drawing, "text", "tick")}
-    lines = [at(one, "y1") for one in elements(drawing, "line", "grid")]
-    assert max(lines) == near(y0, abs=0.1) and min(lines) == near(y1, abs=0.1) and x0 < x1
-
-
-def test_what_cannot_be_shown_is_left_out_and_an_empty_chart_is_a_chart():
-    points = [(0.0, 1.0), (1.0, math.nan), (2.0, 0.0), (3.0, 5.0)]
-    drawing = line_chart([Series("loss", points)], AXIS, Axis("loss", EN.ticks, log=True), "a chart", 920.0, 340.0)
-    assert len(path(elements(drawing, "path", "curve")[0])) == 2
-    assert elements(line_chart([Series("loss", [])], AXIS, AXIS, "a chart", 350.0, 200.0), "text", "axis")
-    assert elements(line_chart([Series("loss", [(1.0, 2.0)])], AXIS, AXIS, "a chart", 350.0, 200.0), "circle")
 
 
 def test_error_bars_reach_one_standard_error_each_way_and_chance_has_its_place():
@@ -100,9 +82,6 @@ def test_drawings_have_a_text_and_escape_it():
     assert drawing.count('role="img" aria-label="scores &amp; &lt;more&gt;"') == 2
 
 
-# ---- scales
-
-
 @given(low=values, span=st.floats(1e-3, 1e12), target=st.integers(2, 10))
 def test_linear_ticks_are_round_even_and_within(low: float, span: float, target: int):
     step, ticks = nice_step(span, target), linear_ticks(low, low + span, target)
@@ -111,13 +90,6 @@ def test_linear_ticks_are_round_even_and_within(low: float, span: float, target:
     slack = 1e-6 * step + 1e-9 * abs(low)
     assert all(low - slack <= tick <= low + span + slack for tick in ticks) and len(ticks) <= target + 2
     assert all(b - a == near(step, rel=1e-3, abs=1e-9 * abs(low)) for a, b in itertools.pairwise(ticks))
-
-
-@given(low=positive, factor=st.floats(1.5, 1e6))
-def test_log_ticks_lie_within(low: float, factor: float):
-    ticks = log_ticks(low, low * factor)
-    assert ticks == sorted(ticks) and all(low * 0.999 <= tick <= low * factor * 1.001 for tick in ticks)
-    assert factor < 10 or len(ticks) >= 2
 
 
 @given(data=st.lists(values, min_size=1, max_size=30), other=st.lists(positive, min_size=1, max_size=30))
@@ -134,9 +106,11 @@ def test_points_land_where_they_should():
     assert fitted([3.0, 3.0], 0.0, 1.0)(3.0) == near(0.5)
     for nothing, log in (([], False), ([math.nan, math.inf], False), ([0.0, -3.0], True)):
         assert fitted(nothing, 0.0, 1.0, log=log).ticks()
-
-
-# ---- curves
+    points = [(0.0, 1.0), (1.0, math.nan), (2.0, 0.0), (3.0, 5.0)]
+    drawing = line_chart([Series("loss", points)], AXIS, Axis("loss", EN.ticks, log=True), "a chart", 920.0, 340.0)
+    assert len(path(elements(drawing, "path", "curve")[0])) == 2, "what cannot be shown is left out"
+    assert elements(line_chart([Series("loss", [])], AXIS, AXIS, "a chart", 350.0, 200.0), "text", "axis")
+    assert elements(line_chart([Series("loss", [(1.0, 2.0)])], AXIS, AXIS, "a chart", 350.0, 200.0), "circle")
 
 
 @given(ys=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), limit=st.integers(4, 60))
@@ -169,9 +143,6 @@ def test_smoothing_is_a_line_fit_in_a_window(ys: list[float], span: float):
     assert smoothed(points[:2]) == points[:2] and smoothed([]) == [], "few points are shown as they are"
 
 
-# ---- numbers and texts
-
-
 def plain(text: str | list[str]) -> str | list[str]:
     if isinstance(text, list):
         return [plain(one) for one in text]  # type: ignore[misc]
@@ -183,22 +154,14 @@ def plain(text: str | list[str]) -> str | list[str]:
     [
         ("count", 1443968, "1,443,968", "1 443 968"),
         ("short", 1443968, "1.44M", "1,44 M"),
-        ("short", 999_999, "1.00M", "1,00 M"),
         ("short", 39.3e9, "39.3B", "39,3 Md"),
-        ("short", 412, "412", "412"),
         ("bytes", 3_050_000, "3.05 MB", "3,05 Mo"),
-        ("bytes", 0, "0 B", "0 o"),
         ("flops", 1.4e20, "140 EFLOP", "140 EFLOP"),
-        ("duration", 0.84, "0.8 s", "0,8 s"),
-        ("duration", 59.7, "1 min 00 s", "1 min 00 s"),
         ("duration", 3599.9, "1 h 00 min", "1 h 00 min"),
         ("duration", 21 * 86400 + 7200, "21 d 2 h", "21 j 2 h"),
         ("percent", 0.971, "97.1%", "97,1 %"),
-        ("number", 0.0012, "0.00120", "0,00120"),
         ("number", 0.00012, "1.2 × 10⁻⁴", "1,2 × 10⁻⁴"),
-        ("number", 1e-8, "10⁻⁸", "10⁻⁸"),
         ("ticks", [0, 0.5, 1.0], ["0", "0.5", "1.0"], ["0", "0,5", "1,0"]),
-        ("ticks", [0, 500, 1000], ["0", "500", "1,000"], ["0", "500", "1 000"]),
         ("ticks", [0, 10_000, 20_000], ["0", "10k", "20k"], ["0", "10 k", "20 k"]),
         ("ticks", [0, 0.001, 0.002], ["0", "1 × 10⁻³", "2 × 10⁻³"], ["0", "1 × 10⁻³", "2 × 10⁻³"]),
         ("percent_ticks", [0, 0.2, 1.0], ["0%", "20%", "100%"], ["0 %", "20 %", "100 %"]),
@@ -206,14 +169,7 @@ def plain(text: str | list[str]) -> str | list[str]:
 )
 def test_numbers_are_written_as_readers_of_each_language_expect(write, value, english, french):
     assert (plain(getattr(EN, write)(value)), plain(getattr(FR, write)(value))) == (english, french)
-
-
-def test_a_value_has_its_error_and_what_is_unknown_is_a_dash():
-    assert plain(EN.with_error(0.971, 0.0083, as_percent=True)) == "97.1 ± 0.8%"
-    assert plain(FR.with_error(0.971, 0.0083, as_percent=True)) == "97,1 ± 0,8 %"
-    assert plain(EN.with_error(61.4, 2.91)) == "61.4 ± 2.9"
-    for write in (EN.count, EN.short, EN.bytes, EN.duration, EN.percent, EN.number, EN.flops, EN.decimal):
-        assert [write(value) for value in (None, math.nan, math.inf)] == ["–"] * 3
+    assert write.endswith("ticks") or [getattr(EN, write)(each) for each in (None, math.nan, math.inf)] == ["–"] * 3
 
 
 @given(value=st.floats(1e-6, 1e15))

@@ -11,9 +11,8 @@ from synthetic_run import write_json
 
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
-from affinage.report.cleaning import ThresholdCost, Thresholds
 from affinage.report.comparison import Entrant, comparison
-from affinage.report.sections import epochs, funnel
+from affinage.report.sections import funnel
 from affinage.report.summary import verdict
 
 anything = st.recursive(
@@ -46,7 +45,6 @@ def test_a_whole_run_is_read(facts):
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
     assert facts.thresholds.shown == (0, 1) and facts.thresholds.costs[0].documents_kept == (799 / 800, 0.8)
     assert facts.contamination.benchmarks[0].found == 1 and facts.contamination.boilerplate == 42
-    assert facts.tokenizer.vocabulary == 3072
     assert [(row.name, row.bytes_per_token) for row in facts.tokenizer.sources] == [("pocket-world", 4.26)]
     assert [(each.name, each.round_trip_exact) for each in facts.compared_tokenizers] == [("gpt2_vocab.bpe", 10_689)]
     pretrain = facts.training("pretrain")
@@ -55,7 +53,6 @@ def test_a_whole_run_is_read(facts):
     assert {one.quantity for one in pretrain.compared} >= {"parameters", "flops", "seconds", "flops_per_second"}
     assert [evaluation.model for evaluation in facts.evaluations] == ["base", "sft"]
     assert [score.metric for score in facts.evaluations[0].scores if score.headline] == ["acc"] * 6
-    assert facts.finished.year == 2026
     assert facts.seconds == pytest.approx(sum(stage.seconds or 0 for stage in facts.stages))
 
 
@@ -66,7 +63,6 @@ def test_what_eval_judged_of_the_models_that_the_run_has_is_part_of_it(run: Path
         ("checkpoint", {"key": "aa", "step": 300}, {"piqa": 0.3}),
         ("base", {"key": "aa"}, {"piqa": 0.4, "boolq": 0.5}),
         ("base-again-as-its-last-checkpoint", {"key": "aa", "step": 600}, {"piqa": 0.6}),
-        ("older", None, {"piqa": 0.7}),
         ("broken", {"key": ["aa"], "step": "x"}, {"piqa": 0.8}),
     ]
     for stage, key in (("pretrain", "aa"), ("sft", "bb")):
@@ -76,8 +72,6 @@ def test_what_eval_judged_of_the_models_that_the_run_has_is_part_of_it(run: Path
         file = run.parent / "evaluations" / name / "results.json"
         write_json(file, {"training": training, "tasks": found})
         os.utime(file, (time, time))
-    (run.parent / "evaluations" / "cut").mkdir()
-    (run.parent / "evaluations" / "cut" / "results.json").write_text('{"training": {"key": "aa"')
     facts = collect_facts(run)
     assert [(one.model, one.step, {score.task: score.value for score in one.scores}) for one in facts.by_hand] == [
         ("base", 300, {"piqa": 0.3}),
@@ -130,49 +124,13 @@ def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory,
     assert render(collect_facts(run)).encode("utf-8")
 
 
-def test_scores_of_published_tasks_know_their_chance(tmp_path: Path):
-    metrics = {"acc": {"value": 0.3, "stderr": 0.01}, "acc_norm": {"value": 0.35, "stderr": 0.01}}
-    of_one_stage(tmp_path, "evaluate-base", {})
-    tasks = {"hellaswag": {"metrics": metrics, "items": 10_042}}
-    write_json(tmp_path / "evaluate-base" / "results.json", {"tasks": tasks})
-    (evaluation,) = collect_facts(tmp_path).evaluations
-    assert {score.metric: score.headline for score in evaluation.scores} == {"acc": False, "acc_norm": True}
-    assert evaluation.scores[0].chance == 0.25
-
-
-def test_of_the_thresholds_those_near_the_ones_in_use_are_shown():
-    grid = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-
-    def shown(*asked: float) -> list[float]:
-        costs = tuple(ThresholdCost("web", "fr", 1, grid, grid, one) for one in asked)
-        return [grid[k] for k in Thresholds(grid, costs).shown]
-
-    assert shown(0.8) == [0.7, 0.75, 0.8, 0.85, 0.9] and shown(0.95) == [0.75, 0.8, 0.85, 0.9, 0.95]
-    assert {0.5, 0.9} <= set(shown(0.5, 0.9)) and len(shown(0.5, 0.9)) == 5
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"documents_out": 10, "validation_documents": 10, "bytes_out": 81, "validation_bytes": 9},
-        {"documents_out": 12, "removed": {"too short": 8}, "bytes_out": 80},
-    ],
-    ids=["tails are held out", "long documents are split"],
-)
-def test_no_bar_of_the_funnel_is_longer_than_its_place(tmp_path: Path, more: dict):
-    summary = {"documents_in": 10, "bytes_in": 90, **more}
+def test_no_bar_of_the_funnel_is_longer_than_its_place_though_long_documents_are_split(tmp_path: Path):
+    removed = {"documents_in": 10, "documents_out": 12, "removed": {"too short": 8}}
+    summary = {**removed, "bytes_in": 90, "bytes_out": 72, "validation_documents": 1, "validation_bytes": 9}
     (step,) = funnel(collect_facts(of_one_stage(tmp_path, "split", summary)).flows)
     lost = sum(width for _, width in step.documents_lost)
     assert step.documents_kept + step.documents_held_out + lost == pytest.approx(100)
     assert step.bytes_kept + step.bytes_held_out + step.bytes_lost == pytest.approx(100)
-
-
-def test_rows_that_are_half_padding_are_read_once_in_an_epoch(run: Path, facts, change):
-    with change(run / "rows" / "manifest.json") as manifest:
-        train = manifest["summary"]["train"]
-        train["tokens"] //= 2
-    expected = facts.training("pretrain").tokens / (train["rows"] * 128)
-    assert epochs(collect_facts(run)) == epochs(facts) == pytest.approx(expected)
 
 
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
@@ -183,11 +141,9 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
         {"path": "of another version", "unknown": 1, "name": "old", "licence": "mit"},
     ]
     recipe = {"data": {"sources": sources, "languages": ["en", "fr"]}}
-    by_source = {
-        name: {"documents": 1, "bytes": 9 - k} for k, name in enumerate(("novels", "novels-2", "pages", "old"))
-    }
+    by_source = {name: {"documents": 1, "bytes": 9} for name in ("novels", "novels-2", "pages", "old")}
     told = card_facts(collect_facts(of_one_stage(tmp_path, "split", {"by_source": by_source}, recipe)), "mit")
-    assert [one["licence"] for one in told.sources] == ["cc0-1.0", "cc-by-4.0", "odc-by", "mit"]
+    assert [one["licence"] for one in told.sources] == ["cc0-1.0", "cc-by-4.0", "mit", "odc-by"]
     assert told.languages == ("en", "fr"), "until somebody has looked"
     shares = {"fr": 5000, "de": 900, "code": 3000, "und": 700, "en": 3}
     summary = {"by_language": {name: {"documents": 1, "bytes": size} for name, size in shares.items()}}

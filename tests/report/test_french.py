@@ -5,7 +5,6 @@ import string
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from html_page import Page
 
 from affinage.data import collect, decontaminate, records, repetition, split
@@ -46,24 +45,12 @@ def test_every_word_has_its_french_with_the_same_blanks():
     assert not [text for text in FR.values() if re.search(" [:;?!»]", text)]
 
 
-def test_every_reason_of_the_stages_has_its_french():
+def test_every_reason_of_the_stages_and_its_detail_has_its_french():
+    assert detail_in("Jaccard 0.860 to world/6 of a b", "fr") == "Jaccard 0,860 avec world/6 de a b"
+    assert detail_in("whatever a plug-in says", "fr") == "whatever a plug-in says"
     given = {*records.BROKEN, *repetition.RULES, records.NOT_ASKED_FOR, collect.UNKNOWN_KIND, split.NEAR_COPY, "empty"}
     given |= {repetition.LOREM_IPSUM, repetition.CURLY_BRACKET, decontaminate.CONTAMINATED, "not UTF-8"}
     assert {reason for reason in given if reason_name(reason, "fr") == reason} <= {"lorem ipsum", "licence"}
-
-
-@pytest.mark.parametrize(
-    ("detail", "french"),
-    [
-        ("Jaccard 0.860 to world/6 of a b", "Jaccard 0,860 avec world/6 de a b"),
-        ("0.02 of its characters", "0,02 de ses caractères"),
-        ("12 characters", "12 caractères"),
-        ("en+fr 0.62", "en+fr 0,62"),
-        ("whatever a plug-in says", "whatever a plug-in says"),
-    ],
-)
-def test_details_of_reasons(detail: str, french: str):
-    assert detail_in(detail, "fr") == french and detail_in(detail, "en") == detail
 
 
 def test_why_a_training_ended_is_said_in_french(run: Path, change):

@@ -32,8 +32,7 @@ def chromium() -> Iterator[Browser]:
         yield one
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_shown_without_trouble_at_every_width(chromium: Browser, report: Path, width: int, dark: bool):
     chromium.open(report, width, dark=dark, touch=width < 500)
     chromium.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
@@ -42,17 +41,6 @@ def test_shown_without_trouble_at_every_width(chromium: Browser, report: Path, w
     assert chromium.evaluate("document.title") == "synthetic · affinage", "a document's script ran"
     assert chromium.troubles == []
     assert set(chromium.requests) == {report.resolve().as_uri()}
-
-
-def test_one_of_the_two_drawings_is_shown(chromium: Browser, report: Path):
-    for width, wanted in ((390, "narrow"), (1280, "wide")):
-        chromium.open(report, width)
-        drawings, texts = (f"[...document.querySelectorAll('svg.chart{of}')]" for of in ("", " text"))
-        shown = f"{drawings}.filter(s => s.clientWidth).map(s => s.parentNode.className)"
-        assert set(chromium.evaluate(shown)) == {wanted}
-        heights = f"{texts}.filter(t => t.textContent && t.getClientRects().length)"
-        smallest = f"Math.min(...{heights}.map(t => t.getBoundingClientRect().height))"
-        assert chromium.evaluate(smallest) > 10, "labels too small"
 
 
 def test_pointing_at_a_curve_shows_its_values(chromium: Browser, report: Path):
@@ -68,32 +56,3 @@ def test_pointing_at_a_curve_shows_its_values(chromium: Browser, report: Path):
     first, second = chromium.evaluate(pointed)
     assert first.startswith("pas ") and "entraînement" in first
     assert second.startswith("pas ") and second != first
-
-
-def test_text_stands_out_from_its_ground(chromium: Browser, report: Path):
-    """WCAG 2 contrast of body, muted and chart colours, at least 4.5 for text and 3 for marks."""
-    contrast = """(() => {
-      const style = getComputedStyle(document.documentElement);
-      const probe = document.body.appendChild(document.createElement('i'));
-      const luminance = (name) => {
-        probe.style.color = style.getPropertyValue(name);
-        const parts = getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255);
-        const [r, g, b] = parts.map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-      };
-      const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-      const names = ['--ink', '--muted', '--s0', '--s1', '--s2', '--s3', '--s4', '--s5'];
-      const grounds = ['--paper', '--panel'].map(luminance);
-      return Object.fromEntries(names.map(n => [n, Math.min(...grounds.map(g => ratio(luminance(n), g)))]));
-    })()"""
-    for dark in (False, True):
-        chromium.open(report, 1280, dark=dark)
-        ratios = chromium.evaluate(contrast)
-        assert min(ratios["--ink"], ratios["--muted"]) >= 4.5, ratios
-        assert min(ratios.values()) >= 3, ratios
-
-
-def test_prints_on_a_few_sheets(chromium: Browser, report: Path):
-    chromium.open(report, 1280, dark=True)
-    pdf = chromium.pdf()
-    assert pdf.startswith(b"%PDF") and 3 <= pdf.count(b"/Type /Page\n") <= 18
