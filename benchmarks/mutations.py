@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     Mutation(
         "micro-batches are averaged, not summed",
-        "src/affinage/training/step.py",
+        "src/affinage/training/accumulation.py",
         "return jax.tree.map(jnp.add, total, gradient(part)), None",
         "return jax.tree.map(lambda a, b: (a + b) / 2, total, gradient(part)), None",
         "tests/training",
@@ -125,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "norms and biases decay, too",
         "src/affinage/training/optimizer.py",
-        "optax.add_decayed_weights(settings.weight_decay, weights.decayed)",
-        "optax.add_decayed_weights(settings.weight_decay)",
+        "optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed)",
+        "optax.add_decayed_weights(np.float32(settings.weight_decay))",
         "tests/training",
     ),
     Mutation(

@@ -55,7 +55,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+RARER = "qwen2", "mistral"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in RARER else n for n in MODELS])
 def test_logits_and_gradients_equal_those_of_transformers(name):
     graph = parse(MODELS[name])
     params = tiny_graphs.random_params(graph, seed=3)
@@ -78,6 +81,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     jax.tree.map(np.testing.assert_array_equal, params, family.from_hf(family.to_hf(params, graph), graph))
 
 
+@pytest.mark.full
 def test_transformers_reads_the_files_of_a_mixtral(tmp_path):
     graph = parse(tiny_graphs.moe(layers=1, **PLAIN))
     params, family = tiny_graphs.random_params(graph, seed=3), family_of(graph)
