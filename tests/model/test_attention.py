@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, apply, init_cache, parse
+from affinage.model import Call
 from affinage.model.kind import Context
 from affinage.model.kinds.attention_choice import Need, choose
 from affinage.model.kinds.attention_kernels import splash_attention
@@ -152,10 +151,3 @@ def test_a_named_one_refuses_what_it_cannot_honour(name, change, what):
     with pytest.raises(UserError, match=what) as refused:
         choose(name, dataclasses.replace(NEEDS, **change))
     assert "xla" in refused.value.fix
-
-
-def test_a_model_refuses_it_too():
-    graph = parse(tiny_graphs.llama(layers=1))
-    call = Call(platform="tpu", attention="splash", cache=init_cache(graph, 1, 8, platform="tpu"))
-    with pytest.raises(UserError, match="a KV cache"):
-        apply(graph, tiny_graphs.random_params(graph), {"tokens": jnp.zeros((1, 4), jnp.int32)}, call)

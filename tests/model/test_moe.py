@@ -10,11 +10,8 @@ import pytest
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, abstract_params, apply, logical_axes, parse
+from affinage.model import Call, apply, parse
 from affinage.model.kind import Context
-from affinage.parallel import MeshLayout
-from affinage.parallel.mesh import make_mesh
-from affinage.parallel.sharding import batch_sharding, param_shardings
 
 KEY = jax.random.key(0)
 
@@ -144,29 +141,6 @@ def test_only_training_drops():
     used, free = apply_alone(tight, params, x, "cpu", None)[0], apply_alone(dropless, params, x)[0]
     np.testing.assert_allclose(used, free, atol=1e-5)
     assert np.abs(np.asarray(apply_alone(tight, params, x)[0] - used)).max() > 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2}, {"tensor": 2, "fsdp": 4}], ids=str)
-def test_a_mesh_changes_nothing(sizes):
-    graph = parse(tiny_graphs.moe(capacity_factor=0.8, layers=1))
-    params, batch = tiny_graphs.random_params(graph), {"tokens": tokens_of(8, 12)}
-
-    def value(params, batch, call):
-        outputs = apply(graph, params, batch, call)
-        return outputs.values[graph.loss].sum, outputs.metrics
-
-    call = Call(key=KEY, platform="tpu")
-    expected = jax.jit(jax.value_and_grad(partial(value, call=call), has_aux=True))(params, batch)
-    mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    odd = {"embed": {"embedding": (None, "embed")}, "logits": {"kernel": (None, "embed")}}  # 97 divides over nothing
-    shardings = param_shardings(mesh, logical_axes(graph) | odd, abstract_params(graph))
-    spread = jax.device_put(params, shardings), jax.device_put(batch, batch_sharding(mesh))
-    if "expert" in sizes:
-        assert shardings["blocks"]["ffn"]["up"]["kernel"].spec[1] == "expert"
-    call = Call(key=KEY, platform="tpu", layout=MeshLayout(mesh))
-    found = jax.jit(jax.value_and_grad(partial(value, call=call), has_aux=True))(*spread)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4), found, expected)
 
 
 @pytest.mark.parametrize(

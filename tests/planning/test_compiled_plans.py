@@ -93,6 +93,7 @@ def test_what_cannot_be_compiled_here_is_refused(name, named):
         compile_on(SMALL, [], find_slice(name))
 
 
+@pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     with pytest.raises(UserError, match="batch 6 does not divide"):
         compile_on("quickstart", ["pretrain.batch=6", "pretrain.micro_batches=6", "mesh.data=4"], find_slice("v4-8"))
