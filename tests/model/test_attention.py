@@ -143,6 +143,7 @@ def test_auto_takes_what_can(change, wanted):
         ("splash", {"dropout": 0.1}, "dropout of 0.1"),
         ("splash", {"cached": True}, "a KV cache"),
         ("cudnn", {"softcap": 30.0}, "a soft-cap of 30.0"),
+        ("cudnn", {"length": 511}, "rows of 511 tokens"),
         ("cudnn", {"dtype": jnp.float32, "head_dim": 20}, "float32 .* and heads of 20"),
     ],
     ids=str,

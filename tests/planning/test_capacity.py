@@ -66,5 +66,5 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
 
 def test_the_verb_compares_with_what_fax_reached(capsys, monkeypatch):
     monkeypatch.setattr("affinage.planning.capacity.compile_on", compiler(2.0, 0.22))
-    _, out, err = told(capsys, "capacity", "--on", "v4-16", "--width", "5120", "--tries", "2")
+    _, out, err = told(capsys, "capacity", "--on", "v4-16", "--width", "5120")
     assert "FAX reached 13.7B at 0.87 s" in out and "refused" in err and "--set" in out

@@ -43,16 +43,6 @@ def test_the_estimate_is_within_a_tenth_of_the_compiled_step(name, overrides):
 
 
 @pytest.mark.full
-def test_gradients_of_micro_batches_are_summed_over_data_once():
-    """But where a balance of experts, or what is told of them, is of all rows together."""
-    given = "mesh={data: 4}", "model.nodes.blocks.repeat=4", "pretrain.micro_batches=4"
-    experts = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256, capacity_factor: 1.25}"
-    alone, together = (compiled_for_tpus("v4-8", *given, *more) for more in ((), (experts,)))
-    assert alone.collectives["all-reduce"] and not alone.looped
-    assert together.looped["all-reduce"]
-
-
-@pytest.mark.full
 def test_what_waits_in_the_hosts_memory_is_known_to_the_byte():
     overrides = SIX, "parallel.remat={offload: [block_input]}"
     planned, verdict = plan_of(SMALL, "v4-8", *overrides).memory, compiled_for_tpus("v4-8", *overrides)

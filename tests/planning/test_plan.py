@@ -62,21 +62,6 @@ def test_what_a_run_refuses_is_not_planned(given, named):
         plan_of(SMALL, "v4-8", *given)
 
 
-NOT_BY_CUDNN = [
-    rarer("model.nodes.blocks.attention.head_dim=20", "heads of 20"),
-    rarer("model.nodes.blocks.attention.softcap=30.0", "a soft-cap of 30.0"),
-    rarer("pretrain.precision.compute=float32", "float32"),
-    ("rows.context=511", "rows of 511 tokens"),
-]
-
-
-@pytest.mark.parametrize(("setting", "named"), NOT_BY_CUDNN, ids=str)
-def test_a_kernel_is_proposed_where_it_can_be_taken_and_refused_where_not(setting, named):
-    with pytest.raises(UserError, match=f"cudnn cannot honour {named}"):
-        plan_of(SMALL, "h100x4", CUDNN, setting)
-    assert not any(CUDNN in warning for warning in plan_of(SMALL, "h100x4", setting).warnings)
-
-
 @pytest.mark.parametrize(
     ("name", "given", "word", "warned"),
     [
