@@ -8,7 +8,7 @@ from jax import checkpoint_policies as policies
 
 import tiny_graphs
 from affinage.model import Call, abstract_averages, abstract_params, apply, parse
-from affinage.model.activations import POLICIES, activations
+from affinage.model.activations import activations
 from affinage.recipe.parallel import RematSettings
 
 ROWS, CONTEXT = 2, 16
@@ -63,7 +63,6 @@ AWAY = policies.save_and_offload_only_these_names(
 )
 MODELS = {
     "llama": tiny_graphs.llama(layers=2, scan=True),
-    "grouped queries": tiny_graphs.llama(layers=2, scan=False, attention={"kv_heads": 2}),
     "dropout": tiny_graphs.gpt2(dropout=0.1),
     "experts": tiny_graphs.moe(scan=False),
 }
@@ -78,9 +77,7 @@ REMATS = {
     ),
     "away": (RematSettings(keep=("query",), offload=("block_input", "ffn_hidden")), {"remat": AWAY}),
 }
-
-
-WITH = [("llama", remat) for remat in REMATS] + [(name, remat) for name in MODELS for remat in ("none", "away")][2:]
+WITH = [*(("llama", remat) for remat in REMATS), ("dropout", "none"), ("experts", "away")]
 
 
 @pytest.mark.parametrize(("name", "remat"), WITH)
@@ -104,12 +101,3 @@ def test_a_branch_without_gradient_keeps_nothing(encoder):
     by_name = {node.name: node.kept for node in activations(graph, ROWS, CONTEXT, "none")}
     assert by_name["views"] == by_name["target"] == by_name["constant"] == 0
     assert 0 < sum(by_name.values()) == handed_over(graph)[0]
-
-
-def test_more_recomputation_keeps_less():
-    graph = parse(tiny_graphs.llama(layers=8))
-    none, dots, block, full = (activations(graph, ROWS, CONTEXT, policy)[1] for policy in POLICIES)
-    assert none.kept > 1.5 * dots.kept > 3 * block.kept > 5 * full.kept
-    assert none.recomputed == 0 < dots.recomputed < block.recomputed < full.recomputed
-    inputs = 8 * ROWS * CONTEXT * 32 * 2
-    assert inputs <= block.kept < 1.5 * inputs

@@ -7,16 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, abstract_params, apply, logical_axes, parse
+from affinage.model import Call, apply, parse
 from affinage.model.kind import Context
-from affinage.parallel import MeshLayout
-from affinage.parallel.mesh import make_mesh
-from affinage.parallel.sharding import batch_sharding, param_shardings
 
 KEY = jax.random.key(0)
 
@@ -60,8 +55,8 @@ def block_of(**ffn):
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def apply_alone(moe, params, x, platform="cpu"):
-    result = moe.apply(params, x, Context(Call(platform=platform), {}, key=KEY))
+def apply_alone(moe, params, x, platform="cpu", key=KEY):
+    result = moe.apply(params, x, Context(Call(platform=platform), {}, key=key))
     return result.value, result.losses, result.metrics
 
 
@@ -70,16 +65,14 @@ CASES = [
     ("tpu", {"shared_experts": 1, "normalise_gates": False}),
     ("tpu", {"experts": 5, "top_k": 1, "capacity_factor": 0.4, "shared_experts": 2}),
     ("cpu", {"experts": 3, "capacity_factor": 1.0, "normalise_gates": False}),
-    ("cpu", {"experts": 2, "capacity_factor": 2.5, "shared_experts": 1}),
+    pytest.param("cpu", {"experts": 2, "capacity_factor": 2.5, "shared_experts": 1}, marks=pytest.mark.full),
 ]
 
 
-@settings(max_examples=20)
-@given(case=st.sampled_from(CASES), seed=st.integers(0, 99))
-def test_it_is_the_loop_over_tokens_and_experts(case, seed):
-    platform, ffn = case
+@pytest.mark.parametrize(("platform", "ffn"), CASES, ids=str)
+def test_it_is_the_loop_over_tokens_and_experts(platform, ffn):
     moe, params = block_of(**ffn)
-    x = jnp.asarray(np.random.default_rng(seed).normal(size=(2, 7, 32)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 7, 32)), jnp.float32)
     value, _, metrics = apply_alone(moe, params, x, platform)
     factor = math.inf if moe.capacity_factor is None else moe.capacity_factor
     capacity = math.ceil(min(7, factor * moe.top_k * 7 / moe.experts))
@@ -116,20 +109,17 @@ def objective(graph, params, batch, platform="cpu", key=KEY):
     return outputs.values[graph.loss].sum, outputs.metrics, outputs.values["blocks"]
 
 
-def test_gradients_are_the_same_scanned_unrolled_and_on_every_platform():
-    settings = {"capacity_factor": 0.8, "shared_experts": 1, "layers": 1}
-    graphs = [parse(tiny_graphs.moe(**settings, scan=scan)) for scan in (True, False)]
-    params, batch = tiny_graphs.random_params(graphs[0]), {"tokens": tokens_of(2, 11)}
+def test_gradients_are_the_same_on_every_platform():
+    graph = parse(tiny_graphs.moe(capacity_factor=0.8, shared_experts=1, layers=1))
+    params, batch = tiny_graphs.random_params(graph), {"tokens": tokens_of(2, 11)}
 
-    @partial(jax.jit, static_argnums=(1, 2))
-    def gradient(params, graph, platform):
+    @partial(jax.jit, static_argnums=1)
+    def gradient(params, platform):
         return jax.grad(lambda p: objective(graph, p, batch, platform)[0])(params)
 
-    ways = [(graphs[0], "cpu"), (graphs[1], "cpu"), (graphs[1], "tpu")]
-    first, *others = (gradient(params, graph, platform) for graph, platform in ways)
-    for other in others:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), first, other)
-    assert float(jnp.abs(first["blocks"]["ffn"]["router"]["kernel"]).max()) > 1e-3
+    found, expected = gradient(params, "tpu"), gradient(params, "cpu")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
+    assert float(jnp.abs(expected["blocks"]["ffn"]["router"]["kernel"]).max()) > 1e-3
 
 
 def test_micro_batches_add_up_and_later_tokens_change_nothing_before_them():
@@ -146,39 +136,11 @@ def test_micro_batches_add_up_and_later_tokens_change_nothing_before_them():
 
 
 def test_only_training_drops():
-    dropless, tight = (parse(tiny_graphs.moe(layers=1, capacity_factor=factor)) for factor in (None, 0.5))
-    params, batch = tiny_graphs.random_params(dropless), {"tokens": tokens_of(2, 16)}
-    used, trained, free = (
-        objective(graph, params, batch, key=key)[2] for graph, key in ((tight, None), (tight, KEY), (dropless, None))
-    )
-    np.testing.assert_array_equal(used, free)
-    assert np.abs(np.asarray(trained - used)).max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [{"fsdp": 2, "expert": 2}, pytest.param({"tensor": 2, "fsdp": 4}, marks=pytest.mark.full)],
-    ids=str,
-)
-def test_a_mesh_changes_nothing(sizes):
-    graph = parse(tiny_graphs.moe(capacity_factor=0.8, layers=1))
-    params, batch = tiny_graphs.random_params(graph), {"tokens": tokens_of(8, 12)}
-
-    def value(params, batch, call):
-        outputs = apply(graph, params, batch, call)
-        return outputs.values[graph.loss].sum, outputs.metrics
-
-    call = Call(key=KEY, platform="tpu")
-    expected = jax.jit(jax.value_and_grad(partial(value, call=call), has_aux=True))(params, batch)
-    mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    odd = {"embed": {"embedding": (None, "embed")}, "logits": {"kernel": (None, "embed")}}  # 97 divides over nothing
-    shardings = param_shardings(mesh, logical_axes(graph) | odd, abstract_params(graph))
-    spread = jax.device_put(params, shardings), jax.device_put(batch, batch_sharding(mesh))
-    if "expert" in sizes:
-        assert shardings["blocks"]["ffn"]["up"]["kernel"].spec[1] == "expert"
-    call = Call(key=KEY, platform="tpu", layout=MeshLayout(mesh))
-    found = jax.jit(jax.value_and_grad(partial(value, call=call), has_aux=True))(*spread)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4), found, expected)
+    (tight, params), (dropless, _) = block_of(capacity_factor=0.5), block_of()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 7, 32)), jnp.float32)
+    used, free = apply_alone(tight, params, x, "cpu", None)[0], apply_alone(dropless, params, x)[0]
+    np.testing.assert_allclose(used, free, atol=1e-5)
+    assert np.abs(np.asarray(apply_alone(tight, params, x)[0] - used)).max() > 1e-3
 
 
 @pytest.mark.parametrize(

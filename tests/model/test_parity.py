@@ -1,13 +1,10 @@
 """Logits and gradients against transformers' own implementations, with random weights, in float32."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_graphs
@@ -55,7 +52,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+RARER = "qwen2", "mistral"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in RARER else n for n in MODELS])
 def test_logits_and_gradients_equal_those_of_transformers(name):
     graph = parse(MODELS[name])
     params = tiny_graphs.random_params(graph, seed=3)
@@ -76,14 +76,3 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     for parameter, gradient in fused_experts(family.to_hf(gradients, graph)).items():
         assert relative(gradient, expected[parameter]) < TOLERANCE, parameter
     jax.tree.map(np.testing.assert_array_equal, params, family.from_hf(family.to_hf(params, graph), graph))
-
-
-def test_transformers_reads_the_files_of_a_mixtral(tmp_path):
-    graph = parse(tiny_graphs.moe(layers=1, **PLAIN))
-    params, family = tiny_graphs.random_params(graph, seed=3), family_of(graph)
-    tensors = {name: np.ascontiguousarray(array) for name, array in family.to_hf(params, graph).items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(family.hf_config(graph, context=64)))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    for name, tensor in transformers_model(graph, params, context=64).state_dict().items():
-        np.testing.assert_array_equal(theirs.state_dict()[name], tensor, err_msg=name)

@@ -32,7 +32,7 @@ ON_THE_SEQUENCE = {"batch": ["data"], "sequence": ["fsdp", "context"], "residual
 @pytest.mark.parametrize(
     ("kind", "sizes", "parallel", "sent"),
     [
-        ("dense", {"data": 2}, {}, "all-reduce"),
+        pytest.param("dense", {"data": 2}, {}, "all-reduce", marks=pytest.mark.full),
         ("dense", {"fsdp": 2}, {}, "all-gather all-reduce"),
         ("dense", {"tensor": 2}, {}, "all-reduce"),
         ("dense", {"context": 2}, {}, "all-gather all-reduce"),
@@ -57,7 +57,7 @@ def test_an_axis_of_two_sends_what_it_needs_and_computes_the_same(kind, sizes, p
     ("kind", "sizes", "parallel", "micro_batches"),
     [
         ("dense", {"fsdp": 2, "tensor": 2}, {"sharding": {"residual": ["context", "tensor"]}}, 2),
-        ("moe", {"data": 2, "pipeline": 2}, {"remat": "dots"}, 1),
+        pytest.param("moe", {"data": 2, "pipeline": 2}, {"remat": "dots"}, 1, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -88,10 +88,8 @@ def test_every_axis_alone_and_every_pair(sizes: dict[str, int], kind: str):
         ("window", {"context": 4, "tensor": 2}, RING, {}),
         # One row: weights are split over devices that share no row of the batch.
         ("dense", {"fsdp": 2, "context": 2, "tensor": 2}, {"sharding": ON_THE_SEQUENCE}, {"rows": 1}),
-        ("dense", {"fsdp": 2, "context": 2}, {"sharding": ON_THE_SEQUENCE} | RING, {"rows": 1}),
         ("capacity", {"data": 2, "expert": 2}, {}, {"micro_batches": 4, "rows": ROWS}),
         ("moe", {"pipeline": 4}, {"pipeline_micro_batches": 2}, {}),  # fewer micro-batches than stages
-        ("moe", {"pipeline": 2}, {"pipeline_rounds": 2, "pipeline_micro_batches": 4}, {}),
         ("moe", {"pipeline": 2}, {"pipeline_rounds": 2, "remat": "dots"}, {}),
         ("moe", {"pipeline": 2, "data": 2, "tensor": 2}, {"remat": "block"}, {"micro_batches": 2}),
     ],
@@ -104,12 +102,11 @@ def test_what_is_split_in_other_ways(kind: str, sizes: dict, parallel: dict, mor
 
 
 def test_a_loss_in_parts_on_one_device_is_whole_where_devices_share_the_logits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loss, "WHOLE_BYTES", meshes.ROWS * meshes.CONTEXT * meshes.VOCABULARY * 4 // 2)
+    tokens = meshes.ROWS * meshes.CONTEXT
+    monkeypatch.setattr(loss, "WHOLE_BYTES", tokens * meshes.VOCABULARY * 4 // 2)
     monkeypatch.setattr(loss, "AUTO_CHUNK", 10)
     alone, shared = (meshes.program(SMALL["dense"], on, parallel={}) for on in ({"data": 1}, {"fsdp": 2}))
-    tokens = meshes.ROWS * meshes.CONTEXT
     assert [loss.auto_chunk(tokens, meshes.VOCABULARY, one.layout) for one in (alone, shared)] == [10, 0]
-    meshes.assert_same(meshes.run(alone, 3), meshes.on_one_device(SMALL["dense"], 3), rtol=1e-5)
 
 
 @pytest.mark.full

@@ -27,7 +27,6 @@ DENSE = with_dropout(meshes.graph("dense", layers=2))  # packed documents, masks
         ({"data": 2}, {}, []),
         # Weights are gathered and gradients scattered in every micro-batch, keys and values sent; the rest is not.
         pytest.param({"data": 2, "context": 2, "tensor": 2}, {}, None, marks=pytest.mark.full),
-        pytest.param({"data": 2, "context": 2}, {"context_attention": "ring"}, None, marks=pytest.mark.full),
     ],
     ids=str,
 )

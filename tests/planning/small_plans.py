@@ -37,6 +37,11 @@ def settings(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+def rarer(*row: Any) -> Any:
+    """A row of a table that the quick tier leaves out."""
+    return pytest.param(*row, marks=pytest.mark.full)
+
+
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     """Status, output and errors of `affinage plan`."""
     with pytest.raises(SystemExit) as ended:

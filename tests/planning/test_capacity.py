@@ -1,7 +1,5 @@
 """`affinage plan capacity`: the search for the most layers, with a compiler that is a line."""
 
-import json
-
 import pytest
 from small_plans import plan_of, told
 
@@ -26,8 +24,7 @@ def compiler(fixed, per_layer, room=30.75, silent=False):
     return verdict
 
 
-@pytest.mark.parametrize("silent", [False, True])
-@pytest.mark.parametrize(("fixed", "per_layer"), [(2.0, 0.22), (9.0, 0.3)])
+@pytest.mark.parametrize(("fixed", "per_layer", "silent"), [(2.0, 0.22, False), (9.0, 0.3, True)])
 def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent):
     found = capacity(
         "capacity", shape(5120, WHERE), WHERE, tries=20, compiler=compiler(fixed, per_layer, silent=silent)
@@ -36,11 +33,6 @@ def test_the_search_ends_at_the_largest_model_that_fits(fixed, per_layer, silent
     assert len({one.layers for one in found.attempts}) == len(found.attempts) <= (12 if silent else 5)
     assert found.plan.facts.parameters == found.largest.parameters
     assert found.fax.parameters == 13.7e9
-
-
-def test_it_stops_after_so_many_compilations():
-    found = capacity("capacity", shape(5120, WHERE), WHERE, tries=2, compiler=compiler(2.0, 0.2))
-    assert len(found.attempts) == 2 and found.largest.verdict.fits
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,5 @@ def test_the_real_compiler_holds_no_gradients_of_all_layers():
 
 def test_the_verb_compares_with_what_fax_reached(capsys, monkeypatch):
     monkeypatch.setattr("affinage.planning.capacity.compile_on", compiler(2.0, 0.22))
-    words = ["capacity", "--on", "v4-16", "--width", "5120"]
-    _, out, err = told(capsys, *words)
+    _, out, err = told(capsys, "capacity", "--on", "v4-16", "--width", "5120")
     assert "FAX reached 13.7B at 0.87 s" in out and "refused" in err and "--set" in out
-    assert json.loads(told(capsys, *words, "--json")[1])["fax"]["ratio"] > 2.8

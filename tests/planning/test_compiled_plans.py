@@ -43,16 +43,6 @@ def test_the_estimate_is_within_a_tenth_of_the_compiled_step(name, overrides):
 
 
 @pytest.mark.full
-def test_gradients_of_micro_batches_are_summed_over_data_once():
-    """But where a balance of experts, or what is told of them, is of all rows together."""
-    given = "mesh={data: 4}", "model.nodes.blocks.repeat=4", "pretrain.micro_batches=4"
-    experts = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256, capacity_factor: 1.25}"
-    alone, together = (compiled_for_tpus("v4-8", *given, *more) for more in ((), (experts,)))
-    assert alone.collectives["all-reduce"] and not alone.looped
-    assert together.looped["all-reduce"]
-
-
-@pytest.mark.full
 def test_what_waits_in_the_hosts_memory_is_known_to_the_byte():
     overrides = SIX, "parallel.remat={offload: [block_input]}"
     planned, verdict = plan_of(SMALL, "v4-8", *overrides).memory, compiled_for_tpus("v4-8", *overrides)
@@ -93,6 +83,7 @@ def test_what_cannot_be_compiled_here_is_refused(name, named):
         compile_on(SMALL, [], find_slice(name))
 
 
+@pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     with pytest.raises(UserError, match="batch 6 does not divide"):
         compile_on("quickstart", ["pretrain.batch=6", "pretrain.micro_batches=6", "mesh.data=4"], find_slice("v4-8"))

@@ -1,7 +1,5 @@
 """Experts that lie on several devices are planned as one of these computes them."""
 
-import dataclasses
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -9,14 +7,12 @@ import pytest
 
 import tiny_graphs
 from affinage.hardware.chips import named
-from affinage.hardware.slices import find_slice
 from affinage.model import Call, abstract_params, apply, parse
 from affinage.parallel import MeshLayout, make_mesh
 from affinage.planning.experts import sent
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
 from affinage.planning.part import part_of
-from affinage.planning.roofline import step_time
 from affinage.recipe.training import PretrainSettings
 
 EXPERTS, CHOICES, WIDTH, HIDDEN, ROWS, LENGTH = 4, 2, 32, 64, 8, 32
@@ -71,21 +67,3 @@ def test_slots_of_a_capacity_take_the_same_memory_wherever_the_experts_are():
 def test_between_owners_goes_what_their_buffers_hold(capacity_factor, rows):
     ffn = graph(capacity_factor)["blocks"].kind.ffn
     assert sent(ffn, LENGTH, owners=4) == rows
-
-
-def test_empty_slots_of_a_processor_take_time():
-    """XLA:CPU has every expert multiply a slot for each token, of which the model needs the choices."""
-
-    def seconds(name, capacity_factor):
-        made = graph(capacity_factor, experts=8)
-        split = lay_out(made, SETTINGS, {"data": 1}, LENGTH, 1)
-        where = find_slice(name)
-        if name == "cpu":  # not measured
-            chip = dataclasses.replace(where.chip, float32_flops=1e9, memory_bandwidth=1e9)
-            where = dataclasses.replace(where, chip=chip)
-        time = step_time(split, SETTINGS, where, step_memory(split, SETTINGS, where.chip, where.platform))
-        return next(node.compute for node in time.nodes if node.name == "blocks")
-
-    # A capacity of four times the even share is a slot for each of 32 tokens at each of 8 experts, too.
-    assert seconds("cpu", None) == pytest.approx(seconds("cpu", 4.0))
-    assert seconds("v5e-1", None) < seconds("v5e-1", 4.0)

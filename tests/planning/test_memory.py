@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small_plans import SMALL, plan_of
+from small_plans import SMALL, plan_of, rarer
 
 import tiny_graphs
 from affinage.errors import UserError
@@ -60,9 +60,8 @@ def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -
 @pytest.mark.parametrize(
     ("mesh", "moments"),
     [
-        ({"data": 8}, "bfloat16"),
-        ({"fsdp": 4, "tensor": 2}, "float32"),
-        ({"pipeline": 2, "fsdp": 4}, "bfloat16"),
+        ({"fsdp": 4, "tensor": 2}, "bfloat16"),
+        rarer({"pipeline": 2, "fsdp": 4}, "float32"),
     ],
     ids=str,
 )
@@ -84,10 +83,8 @@ def tuned(stage: str, *changes: str) -> Plan:
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        ("sft", []),
-        ("sft", ["sft.lora={rank: 4}"]),
-        ("dpo", []),
-        ("dpo", ["dpo.reference=held", "dpo.lora={rank: 4}"]),
+        rarer("sft", ["sft.lora={rank: 4}"]),
+        rarer("dpo", ["dpo.reference=held", "dpo.lora={rank: 4}"]),
         ("dpo", ["dpo.lora={rank: 4, targets: [query, up]}", "dpo.optimizer.moments=bfloat16"]),
     ],
     ids=str,
@@ -114,7 +111,7 @@ def test_adapters_need_less_of_everything_and_a_held_reference_more():
     assert low.memory.weight_copies == pytest.approx(whole.memory.weight_copies, rel=0.1)
 
 
-@pytest.mark.parametrize("rest", [{}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("rest", [{}, rarer({"pipeline": 2})], ids=str)
 def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest):
     chosen, length = settings(attention="xla"), 1024
 
@@ -134,7 +131,6 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest)
     ("part", "mesh", "changed", "factor"),
     [
         ("optimizer", {"data": 8}, {"optimizer": {"name": "adafactor"}}, 0.6),
-        ("transient", {"data": 8}, {"batch": 8}, 0.6),
         ("transient", {"data": 8}, {"batch": 32, "micro_batches": 2}, 1.3),
         ("transient", {"data": 4, "tensor": 2}, {"batch": 8}, 1.0),  # the same rows, half of the hidden units
     ],
@@ -145,16 +141,6 @@ def test_what_a_step_needs_by_its_settings(part, mesh, changed, factor):
     assert getattr(changed, part) < factor * getattr(plain, part)
     exact = memory({"data": 8}, settings(precision={"compute": "float32"}))
     assert plain.activations < 0.7 * exact.activations, "a TPU computes in bfloat16"
-
-
-def test_logits_are_whole_where_a_devices_part_of_them_is_small():
-    graph = graph_of(vocabulary=2**16)  # logits of 2 GiB in all, of 256 MiB on each of eight devices
-
-    def logits(mesh, devices=8):
-        return memory(mesh, settings(batch=8), graph=graph, context=1024, devices=devices).logits
-
-    assert logits({"data": 8}) >= 2**28 and logits({"tensor": 4, "context": 2}) >= 2**28
-    assert logits({"data": 1}, devices=1) < 2**30  # 256 positions at a time
 
 
 @pytest.mark.parametrize(
@@ -172,16 +158,6 @@ def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fi
     with pytest.raises(UserError, match=named) as refused:
         memory(mesh, settings(**changed))
     assert fix in refused.value.fix
-
-
-def test_the_weights_of_a_round_are_not_kept_in_every_tick():
-    graph = graph_of(ffn={"kind": "swiglu", "width": 2048})
-
-    def held(rounds, parts):
-        parallel = {"remat": "block", "pipeline_rounds": rounds, "pipeline_micro_batches": parts, "devices": 2}
-        return memory({"pipeline": 2}, settings(batch=parts), graph=graph, context=4, **parallel).transient
-
-    assert held(2, 8) - held(2, 4) < 1.1 * (held(1, 8) - held(1, 4))
 
 
 def test_logits_and_buffers_of_collectives_are_told_apart():

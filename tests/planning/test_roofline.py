@@ -1,7 +1,7 @@
 """Seconds of a step: products, what is sent and by which links, sums of gradients, bubbles."""
 
 import pytest
-from small_plans import EXPERTS, SMALL, blocks_of, links, plan_of
+from small_plans import EXPERTS, SMALL, blocks_of, links, plan_of, rarer
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
@@ -61,14 +61,7 @@ def test_several_slices_are_cut_along_an_axis_that_can_wait():
         links("2xv4-8", tensor=8)
 
 
-def test_no_node_is_faster_than_its_slowest_part():
-    time = plan_of(SMALL, "v5e-16").time
-    for node in time.nodes:
-        assert node.seconds >= max(node.compute, node.memory, node.hidden)
-    assert time.seconds >= sum(node.seconds for node in time.nodes)
-
-
-@pytest.mark.parametrize("mesh", ["{data: 2, pipeline: 2}", "{tensor: 4}"])
+@pytest.mark.parametrize("mesh", ["{data: 2, pipeline: 2}", rarer("{tensor: 4}")])
 def test_the_parts_of_a_step_make_up_the_step(mesh):
     made = plan_of(SMALL, "v4-8", f"mesh={mesh}", "model.nodes.embed.vocab=4096")
     parts = phases(made.time, made.split.graph.loss)
@@ -120,7 +113,9 @@ def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings
 
 
 @pytest.mark.parametrize(
-    ("settings", "times"), [(("mesh={tensor: 4}",), (4, 4, 5)), (("mesh={expert: 4}", EXPERTS), (4, 6, 6))], ids=str
+    ("settings", "times"),
+    [(("mesh={tensor: 4}",), (4, 4, 5)), rarer(("mesh={expert: 4}", EXPERTS), (4, 6, 6))],
+    ids=str,
 )
 def test_what_is_computed_again_is_sent_again(settings, times):
     """The first of a layer's two sums, unless it is kept; both ways of an exchange of experts."""
@@ -136,19 +131,6 @@ def test_products_that_were_kept_are_not_done_again():
     assert 3.5 < 3 * block / none < 4 and full - block == pytest.approx(none / 3, rel=1e-3)
 
 
-def test_layers_updated_one_by_one_are_planned_as_computed_again_whatever_is_said():
-    given = "mesh={tensor: 4}", "pretrain.update=layerwise"
-    unsaid, block, auto = (
-        plan_of(SMALL, "v4-8", *given, *more) for more in ((), ("parallel.remat=block",), ("parallel.remat=auto",))
-    )
-    for other in (unsaid, auto):
-        assert (other.time, other.memory) == (block.time, block.memory)
-        assert other.to_dict()["remat"] == "block"
-    plain, again = blocks_of("mesh={tensor: 4}"), blocks_of(*given)
-    assert again.exposed == pytest.approx(plain.exposed * 5 / 4)
-    assert 3.5 / 3 * plain.compute < again.compute < 4 / 3 * plain.compute
-
-
 def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
     given = "mesh={pipeline: 2, fsdp: 2}", "parallel.pipeline_micro_batches=4"
     once, twice, four = (plan_of(SMALL, "v4-8", *given, f"parallel.pipeline_rounds={rounds}") for rounds in (1, 2, 4))
@@ -162,28 +144,12 @@ def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
     assert sent[1] - 2 * sent[0] == pytest.approx(moved, rel=1e-2)
 
 
-def test_gradients_are_summed_where_weights_are_copied():
-    def one_sum(axis, numbers):
-        return links("v4-8", **{axis: 4})[axis].all_reduce(2 * numbers)
-
-    made = {axis: plan_of(SMALL, "v4-8", f"mesh={{{axis}: 4}}", EXPERTS) for axis in ("data", "context", "expert")}
-    blocks = {axis: next(node for node in plan.time.nodes if node.name == "blocks") for axis, plan in made.items()}
-    parts = parameters_in(made["data"].split.graph.parameters["blocks"])
-    every, dense = sum(p.size for p in parts), sum(p.size for p in parts if "experts" not in p.axes)
-    for axis, numbers in {"data": every, "context": every, "expert": dense}.items():
-        assert blocks[axis].hidden == pytest.approx(one_sum(axis, numbers), rel=5e-3), axis
-    # Of two axes the second one sums what the first one has left of it.
-    both = links("v4-8", data=2, context=2)
-    expected = both["context"].all_reduce(2 * every) + both["data"].all_reduce(every)
-    assert blocks_of("mesh={data: 2, context: 2}", EXPERTS).hidden == pytest.approx(expected)
-
-
 def sums(name, *overrides):
     """Seconds beside the products, by node: without `fsdp` sums of gradients alone."""
     return {node.name: node.hidden for node in plan_of(SMALL, name, *overrides).time.nodes}
 
 
-@pytest.mark.parametrize("name", ["v4-8", "h100x4"])
+@pytest.mark.parametrize("name", ["v4-8", rarer("h100x4")])
 def test_what_replicas_add_up_is_summed_once_in_float32(name):
     whole, parts = (sums(name, DATA, *more) for more in ((), (PARTS,)))
     # The compiler sums the products' dtype, but float32 of looked-up vectors.
@@ -194,7 +160,7 @@ def test_what_replicas_add_up_is_summed_once_in_float32(name):
         assert [found[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])
 
 
-@pytest.mark.parametrize(("axis", "more"), [("data", (EXPERTS,)), ("context", ())])
+@pytest.mark.parametrize(("axis", "more"), [("data", (EXPERTS,)), rarer("context", ())])
 def test_where_devices_go_together_layers_and_vectors_are_summed_in_every_micro_batch(axis, more):
     whole, parts = (sums("v4-8", f"mesh={{{axis}: 4}}", *more, *each) for each in ((), (PARTS,)))
     vectors = links("v4-8", **{axis: 4})[axis].all_reduce(4 * VECTORS)

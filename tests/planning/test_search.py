@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from small_plans import SMALL, plan_of, settings, told
+from small_plans import SMALL, plan_of, rarer, settings, told
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
@@ -19,7 +19,7 @@ from affinage.recipe.load import load_recipe
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
 
-TINY = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=16"]
+TINY = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
 
 
@@ -27,7 +27,7 @@ TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
 def few(monkeypatch):
     """Half of the choices, and slices that a test has time for."""
     monkeypatch.setattr("affinage.planning.search.REMATS", ("none", "block"))
-    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
+    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 1)
     monkeypatch.setattr("affinage.planning.curve.MOST_CHIPS", 8)
 
 
@@ -49,12 +49,13 @@ def divided(name, *overrides, recipe=SMALL):
     [
         ("v4-8", ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"], ("none",)),
         # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
-        ("v5e-1", ["pretrain.batch=512"], ("none", "dots", "block", "full")),
+        rarer("v5e-1", ["pretrain.batch=512"], ("none", "dots", "block", "full")),
     ],
     ids=["all fit", "few fit"],
 )
 def test_the_winners_are_the_fastest_of_all_that_fit(name, overrides, remats, monkeypatch):
     monkeypatch.setattr("affinage.planning.search.REMATS", remats)
+    monkeypatch.setattr("affinage.planning.search.MOST_PARTS", 2)
     loaded, graph, result = found(name, *overrides)
     where, every, fitting = find_slice(name), 0, []
     for tried in candidates(loaded.recipe, graph, where):
@@ -78,7 +79,7 @@ def test_the_winner_is_a_step_that_compiles(tmp_path):
     recipe = load_recipe(SMALL, [*TINY, *chosen]).recipe
     sizes = dict(recipe.mesh)
     assert sizes | winner.sizes == sizes
-    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 16, 32).items()}
+    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, 4, 32).items()}
     given = {"graph": graph, "settings": recipe.pretrain, "mesh": sizes, "seed": 0, "feed": None, "folder": tmp_path}
     program = Program(TrainJob(**given, parallel=recipe.parallel), make_mesh(sizes, jax.devices()), batch)
     _, metrics = program.compile_training()(program.begin(), program.put(batch))
@@ -92,8 +93,8 @@ ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.bloc
     ("name", "overrides", "named"),
     [
         ("v4-8", ["pretrain.batch=3", "rows.context=33", "model.nodes.blocks.repeat=3", *ODD], "no mesh of v4-8"),
-        ("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments"),
-        ("v4-8", ["pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}"], "adafactor"),
+        rarer("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments"),
+        rarer("v4-8", ["pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}"], "adafactor"),
     ],
     ids=["nothing divides", "nothing fits", "settings that forbid all"],
 )
@@ -105,7 +106,7 @@ def test_a_search_that_finds_nothing_names_why(name, overrides, named):
 def test_only_axes_of_which_there_is_something_are_tried():
     assert any("expert" in sizes for sizes in divided("v4-8", "pretrain.batch=16", recipe="moe-small"))
     assert not any("expert" in sizes for sizes in divided("v4-8"))
-    for repeat, stages in ((8, {1, 2, 4}), (6, {1, 2}), (3, {1})):
+    for repeat, stages in ((6, {1, 2}), (3, {1})):
         tried = divided("v4-8", f"model.nodes.blocks.repeat={repeat}")
         assert {sizes.get("pipeline", 1) for sizes in tried} == stages
     # The network between slices is crossed by rows, stages or, last, weights, never by a layer's sums.
@@ -115,12 +116,6 @@ def test_only_axes_of_which_there_is_something_are_tried():
     tried = divided("v4-8", *TINY, "parallel.context_attention=ring")
     assert {"context": 4} in tried and {"pipeline": 2, "data": 2} in tried
     assert not any({"context", "pipeline"} <= sizes.keys() for sizes in tried)
-
-
-def test_layers_updated_one_by_one_leave_one_choice():
-    _, _, result = found("v4-8", *TINY, "pretrain.update=layerwise")
-    assert len(result.best) == 3
-    assert {(one.micro_batches, one.sizes.get("pipeline", 1), one.remat) for one, _ in result.best} == {(1, 1, "block")}
 
 
 def test_the_lines_to_paste_are_the_settings():
@@ -140,6 +135,7 @@ def test_the_verb_prints_a_table_and_json(capsys):
     assert status == 0 and len(best) == 2 and best[0]["plan"]["fits"]
 
 
+@pytest.mark.full
 def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
     loaded = load_recipe(SMALL)
     graph = planned_graph(loaded)
@@ -156,22 +152,12 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
         assert sum(int(part.split()[1][:-1]) for part in point.why.split(", ")) == pytest.approx(100, abs=2)
 
 
-@pytest.mark.parametrize("setting", ["pretrain.micro_batches=2", "parallel.remat=dots"])
-def test_a_curve_names_settings_that_go_with_no_mesh(setting):
-    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", setting])
-    with pytest.raises(UserError, match=r"micro_batches|dots"):
+def test_a_curve_names_settings_that_go_with_no_mesh():
+    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", "pretrain.micro_batches=2"])
+    with pytest.raises(UserError, match="micro_batches"):
         curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
 
 
-@pytest.mark.full
-def test_a_curve_goes_on_over_boxes_of_gpus():
-    loaded = load_recipe(SMALL)
-    points = curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("h100x4"))
-    assert [point.plan.where.name for point in points] == ["h100x4", "h100x8"]
-
-
-def test_the_verb_prints_a_line_for_each_slice_and_where_the_curve_begins(capsys):
+def test_the_verb_says_where_a_curve_begins(capsys):
     words = [SMALL, "--on", "v4-8", "--curve", "strong"]
-    assert len(json.loads(told(capsys, *words, "--json")[1])["curve"]) == 2
-    out = told(capsys, *words, "--set", "pretrain.batch=2048")[1]
-    assert "begins at v4-16" in out
+    assert "begins at v4-16" in told(capsys, *words, *settings("model.nodes.blocks.repeat=1", "pretrain.batch=8192"))[1]
