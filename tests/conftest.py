@@ -63,7 +63,7 @@ MOST_MEMORY = 5 * 2**20  # KiB of one process, of which two run in 24 GiB beside
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """Forget compiled programs after a file, but only in a process that has grown large."""
+    """Forget compiled programs after a file, in a process that has once grown large."""
     yield
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY:
         jax.clear_caches()
@@ -146,9 +146,3 @@ def own_runs(tiny_runs: Path, tmp_path: Path) -> Path:
     import tiny_run
 
     return tiny_run.copied(tiny_runs, tmp_path / "runs")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder for the compilations of the runs of a file."""
-    return tmp_path_factory.mktemp("cache")

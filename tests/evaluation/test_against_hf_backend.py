@@ -66,7 +66,7 @@ def backends(tmp_path_factory):
     import torch
     from lm_eval.models.huggingface import HFLM
 
-    model = tiny_llama(scale=3.0)
+    model = tiny_llama(scale=3.0, layers=2)
     folder = tmp_path_factory.mktemp("hub") / "model"
     export(model, folder, facts=CardFacts(licence="apache-2.0"))
     torch.set_num_threads(1)  # the model is too small to share, and waiting threads cost the other tests their cores

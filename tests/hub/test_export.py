@@ -34,7 +34,7 @@ FACTS = CardFacts(
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "model"
-    model = replace(tiny_llama(scale=3.0), system_prompt="You are a helpful assistant.")
+    model = replace(tiny_llama(scale=3.0, layers=2), system_prompt="You are a helpful assistant.")
     export(model, folder, facts=FACTS, chat=True)
     return model, folder
 

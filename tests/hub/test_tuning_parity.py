@@ -48,7 +48,7 @@ def messages(turns):
 @pytest.fixture(scope="module")
 def llama():
     """(our model, the same weights in transformers)."""
-    ours = tiny_llama()
+    ours = tiny_llama(layers=2)
     theirs = LlamaForCausalLM(LlamaConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager"))
     weights = {name: torch.tensor(array) for name, array in to_hf(jax.device_get(ours.params), ours.graph).items()}
     theirs.load_state_dict(weights)

@@ -14,7 +14,7 @@ from affinage.data.compiled import kernel
 # Classes of characters for cutting texts into words.
 OTHER, LETTER, SPACE, ALONE = 0, 1, 2, 3  # ALONE: newline and tab, tokens of their own that never join
 
-MOST_WORDS = 1 << 18  # of the hash table of words; a power of two
+MOST_WORDS = 1 << 18  # that a thread remembers; a power of two, and half the slots of its hash table
 BYTES_OF_A_WORD = 16  # kept on average, and as many ids
 LONGEST_KEPT = 64  # bytes; a longer word hardly comes again
 _FULL = np.uint64(0x9E3779B97F4A7C15)

@@ -44,7 +44,7 @@ def supervise(
         command: arguments of `affinage`.
         restarts: how often.
         grace: seconds for the hosts to save when this process is told to stop.
-        room_every: seconds between two looks for room for more hosts.
+        room_every: seconds between two looks for room for more hosts, and from a start to the first one.
         say: takes what there is to tell.
 
     Returns:
@@ -58,7 +58,7 @@ def supervise(
     with Told() as stop, contextlib.ExitStack() as cleanup:
         cleanup.callback(launcher.finish)
         while True:
-            end = _run(launcher, command, stop, (grace, room_every), say, first=not spent.begun)
+            end = _run(launcher, command, stop, grace, room_every, say, first=not spent.begun)
             if stop.number and end.status < 0:  # the signal came before the host had begun to listen
                 return EXIT_PREEMPTED
             if end.status in (0, EXIT_USER_ERROR) or stop.number:
@@ -125,7 +125,8 @@ def _run(
     launcher: Launcher,
     command: Sequence[str],
     stop: Told,
-    seconds: tuple[float, float],
+    grace: float,
+    room_every: float,
     say: Callable[[str], None],
     *,
     first: bool,
@@ -142,7 +143,7 @@ def _run(
         return _End(1, masked(f"the hosts could not be started: {what}").partition("\n")[0], None)
     began = time.monotonic()
     try:
-        cause, grows = _watch(gang, launcher, stop, *seconds, say)
+        cause, grows = _watch(gang, launcher, stop, grace, room_every, say)
     finally:
         gang.end()
     return _End(cause.status, str(cause), time.monotonic() - began, grows)

@@ -101,7 +101,7 @@ def capacity(
     tries: int = 6,
     told: Callable[[Attempt], None] = lambda _: None,
     counted: Counted = NOTHING_COUNTED,
-    compiler: Callable[[str, Sequence[str], Slice, Counted], Verdict] | None = None,
+    compiler: Callable[[str, Sequence[str], Slice, Counted], Verdict] = compile_on,
 ) -> Capacity:
     """Search the most layers, a multiple of `step`, that the slice's compiler lets train.
 
@@ -113,18 +113,17 @@ def capacity(
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
         told: called after each compilation.
         counted: see `planned_graph`.
-        compiler: gives the verdicts; None: the slice's own.
+        compiler: gives the verdicts.
 
     Raises:
         UserError: where no model was found that fits.
     """
     attempts: list[Attempt] = []
-    verdict_of = compiler or compile_on
 
     def attempt(layers: int) -> Attempt:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
         count = parameters(planned_graph(load_recipe(recipe, settings), counted)).total
-        one = Attempt(layers, count, verdict_of(recipe, settings, where, counted))
+        one = Attempt(layers, count, compiler(recipe, settings, where, counted))
         attempts.append(one)
         told(one)
         return one
