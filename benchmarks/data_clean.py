@@ -22,13 +22,13 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from affinage.config.cleaning import C4Settings, GopherSettings, MaskSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.language import identify_language
 from affinage.data.mask import mask
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.repair import repair
 from affinage.data.repetition import broken_rules
-from affinage.recipe.cleaning import C4Settings, GopherSettings, MaskSettings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
 from planted_copies import lexicon, random_text, written

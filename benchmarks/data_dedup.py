@@ -25,9 +25,9 @@ from statistics import median
 import numpy as np
 import pyarrow as pa
 
+from affinage.config.data import DeduplicateSettings
 from affinage.data.duplicates import find_duplicates
 from affinage.data.engine import LocalEngine
-from affinage.recipe.data import DeduplicateSettings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, written

@@ -22,13 +22,13 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.documents import DocumentWriter
 from affinage.data.engine import cores
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
 from affinage.data.world import write_world
 from affinage.hub.tokenizer import write_hf_tokenizer
-from affinage.recipe.data import TokenizerSettings
 
 PER_BATCH = 200  # documents
 

@@ -25,10 +25,10 @@ import numpy as np
 from twins import Size, graph_of
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.training import PretrainSettings
 from affinage.hardware.devices import acquire
 from affinage.model import parse
 from affinage.parallel import make_mesh
-from affinage.recipe.training import PretrainSettings
 from affinage.training import TrainJob, train
 from affinage.training.program import Program
 from affinage.training.state import TrainState

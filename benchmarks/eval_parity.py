@@ -107,7 +107,7 @@ def both(folder: Path, data: Path, items: int, batch: int) -> Iterator[dict]:
     from lm_eval.models.huggingface import HFLM
 
     from affinage.evaluation.backend import JaxLM
-    from affinage.stages.models import open_model
+    from affinage.pipeline.models import open_model
 
     torch.set_num_threads(os.cpu_count() or 1)
     ours = JaxLM(open_model(str(folder), Path("runs")), batch=batch)

@@ -140,7 +140,7 @@ def main() -> None:
 
     from affinage.evaluation.backend import JaxLM
     from affinage.hardware.matmul import measured_flops
-    from affinage.stages.models import open_model
+    from affinage.pipeline.models import open_model
 
     peak = options.peak or measured_flops()
     torch.set_num_threads(os.cpu_count() or 1)

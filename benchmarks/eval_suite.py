@@ -44,11 +44,11 @@ def model_like(recipe: str, tokenizer, *, drawn: bool):
     import jax
     import jax.numpy as jnp
 
+    from affinage.config.load import load_recipe
     from affinage.generation.model import LoadedModel
     from affinage.hardware.chips import chip
     from affinage.model import abstract_params, init_params, parse
-    from affinage.recipe.load import load_recipe
-    from affinage.stages.trainings import with_vocabulary
+    from affinage.pipeline.trainings import with_vocabulary
     from affinage.training.program import compute_dtype
 
     settings = load_recipe(recipe).recipe

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from affinage.config.training import HealthSettings, PretrainSettings
 from affinage.model import parse
-from affinage.recipe.training import HealthSettings, PretrainSettings
 from affinage.training import TrainJob
 from affinage.training.health import Health, Incurable
 from affinage.training.program import Program, step_of

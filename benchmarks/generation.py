@@ -49,7 +49,7 @@ def random_model(folder: Path, size: str) -> Path:
 
 def ours(folder: Path, batch: int, prompts: list[list[int]], tokens: int):
     from affinage.generation.decode import Generator, Request
-    from affinage.stages.models import open_model
+    from affinage.pipeline.models import open_model
 
     generator = Generator(open_model(str(folder), Path("runs")), batch=batch)
     request = Request(tokens, stop_ids=())

@@ -159,7 +159,7 @@ def main() -> None:
     if given.worker is not None:
         worker(given.worker, given.steps, given.width)
         return
-    from affinage.recipe.training import CheckpointSettings
+    from affinage.config.training import CheckpointSettings
 
     measured, percent = measure(1 if given.quick else given.kills, 64 if given.quick else given.width)
     own = {name: value for name in ("stall", "durable", "restart") if (value := getattr(given, name)) is not None}

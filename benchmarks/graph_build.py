@@ -11,10 +11,10 @@ import json
 import time
 from statistics import median
 
+from affinage.config.load import load_recipe
 from affinage.model import parse
 from affinage.model.activations import POLICIES, activations
 from affinage.model.analysis import analyse, parameters
-from affinage.recipe.load import load_recipe
 
 LIMIT = 2.0  # seconds
 CONTEXT = 2048

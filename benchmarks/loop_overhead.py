@@ -29,12 +29,12 @@ import jax
 import numpy as np
 from twins import Size, graph_of
 
+from affinage.config.training import PretrainSettings
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import write_facts, write_rows
 from affinage.data.special_tokens import BOS
 from affinage.model import parse
 from affinage.parallel import make_mesh
-from affinage.recipe.training import PretrainSettings
 from affinage.training import TrainJob, train
 from affinage.training.program import Program
 

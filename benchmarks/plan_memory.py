@@ -18,12 +18,12 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
 from affinage.hardware.slices import find_slice
 from affinage.planning.compiled import compile_on
 from affinage.planning.plan import Training, make_plan, only, planned_graph
-from affinage.recipe.load import load_recipe
 
 DROP = "model.nodes.blocks.attention.dropout=0"
 DROPLESS = "model.nodes.blocks.ffn.capacity_factor=null"  # some four minutes of compilation each

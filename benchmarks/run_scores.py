@@ -10,7 +10,7 @@ from typing import Any
 from affinage.data.lineage import spans_of_rows
 from affinage.data.validation_rows import ValidationRows
 from affinage.evaluation.compare import Answers, compare
-from affinage.stages.watching import LOOKS, worse
+from affinage.pipeline.watching import LOOKS, worse
 
 MODELS = ("base", "sft", "dpo")
 

@@ -113,10 +113,10 @@ def begin(loop: str, size: Size, steps: int, folder: Path, hosts: int = 1) -> tu
     """(state, program that moves it on)."""
     import jax
 
+    from affinage.config.training import PretrainSettings
     from affinage.hardware.devices import acquire
     from affinage.model import parse
     from affinage.parallel import make_mesh
-    from affinage.recipe.training import PretrainSettings
     from affinage.training import TrainJob
     from affinage.training.program import Program
 
@@ -226,7 +226,7 @@ def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict
 
 def steps_between_saves(seconds: float) -> float:
     """How many steps of so many seconds there are between two saves by default."""
-    from affinage.recipe.training import CheckpointSettings
+    from affinage.config.training import CheckpointSettings
 
     default = CheckpointSettings()
     by_clock = math.inf if default.every_minutes is None else 60 * default.every_minutes / seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from affinage.stages.stage import StageContext
+from affinage.pipeline.stage import StageContext
 
 RECIPE = Path(__file__).parents[1] / "tests" / "recipes" / "tiny.yaml"
 
@@ -28,13 +28,13 @@ class Job:
 
 def walk(job: dict, host: int) -> int:
     """Walk the road; returns the exit status."""
+    from affinage.config.load import load_recipe
+    from affinage.config.training import SurvivalSettings
     from affinage.hardware import pulse
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
-    from affinage.recipe.load import load_recipe
-    from affinage.recipe.training import SurvivalSettings
-    from affinage.stages.flow import Flow, Runs
-    from affinage.stages.stage import Stage
+    from affinage.pipeline.flow import Flow, Runs
+    from affinage.pipeline.stage import Stage
     from affinage.stopping import OwnProcess
 
     folder = Path(job["folder"])

@@ -77,9 +77,9 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
     import jax
     import jax.extend
 
+    from affinage.config.training import PretrainSettings
     from affinage.model import parse
     from affinage.parallel import make_mesh
-    from affinage.recipe.training import PretrainSettings
     from affinage.training.job import TrainJob
     from affinage.training.program import Program
 

@@ -3,6 +3,7 @@
 Tiers: a test without a mark is part of `make test`; one marked `full` runs in `make test-all` only.
 """
 
+import gc
 import os
 import re
 import resource
@@ -50,6 +51,17 @@ keep_only_what_reads_back_whole()
 # Two slow cores run these tests: a deadline would only measure the machine, and CI must be repeatable.
 settings.register_profile("affinage", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("affinage")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What reads the trained run comes last, so that only one worker waits while it is made."""
+    items.sort(key=lambda item: "tiny_runs" in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
+from affinage.config.data import DataSettings
 from affinage.data.collect import collect
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.engine import LocalEngine
-from affinage.recipe.data import DataSettings
 
 WORDS = {
     "en": "the old bridge crosses a slow river where seven children sing about winter bread and cheese in the evening",

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_bpe
 from affinage.generation.model import LoadedModel, logits_of
 from affinage.model.graph import parse
 from affinage.model.module import init_params
-from affinage.recipe.data import TokenizerSettings
 
 CONTEXT = 96
 VOCABULARY = 420

@@ -13,11 +13,11 @@ from typer.main import get_command
 
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
 from affinage.cli.program import app
+from affinage.config.gallery import head
+from affinage.config.layers import packaged_recipes
+from affinage.config.recipe import Recipe
+from affinage.config.reference import Section, sections
 from affinage.model.kind import KINDS
-from affinage.recipe.gallery import head
-from affinage.recipe.layers import packaged_recipes
-from affinage.recipe.recipe import Recipe
-from affinage.recipe.reference import Section, sections
 
 ROOT = Path(__file__).parents[1]
 EXITS = """\

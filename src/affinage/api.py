@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.durations import duration
 from affinage.errors import UserError
 from affinage.hardware.devices import prepare
 from affinage.hardware.hosts import Hosts
-from affinage.recipe.load import LoadedRecipe, load_recipe
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
-    from affinage.stages.plan import Step
-    from affinage.stages.stage import StageContext, Summary
+    from affinage.pipeline.plan import Step
+    from affinage.pipeline.stage import StageContext, Summary
 
 Row = Mapping[str, Any]
 
@@ -54,9 +54,9 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
         vocabulary: what `vocab: auto` stands for; by default the size that the recipe asks its tokenizer for.
     """
     prepare()
+    from affinage.config.plugins import load_plugins
     from affinage.model import parse
-    from affinage.recipe.plugins import load_plugins
-    from affinage.stages.trainings import with_vocabulary
+    from affinage.pipeline.trainings import with_vocabulary
 
     load_plugins(loaded)
     size = loaded.recipe.tokenizer.vocabulary if vocabulary is None else vocabulary
@@ -95,7 +95,7 @@ class Run:
             UserError: there is no such training or step, or the model does not divide over the mesh.
         """
         prepare()
-        from affinage.stages.models import open_model
+        from affinage.pipeline.models import open_model
 
         place = self.folder / training if training else self.folder
         return open_model(str(place) + ("" if step is None else f"@{step}"), self.runs, mesh=mesh)
@@ -122,9 +122,9 @@ def run(
         UserError: for a mistake in the recipe or its files.
     """
     from affinage.hardware.standstill import Standstill
-    from affinage.stages.flow import Flow, Runs
-    from affinage.stages.foresight import check
-    from affinage.stages.road import road_of
+    from affinage.pipeline.flow import Flow, Runs
+    from affinage.pipeline.foresight import check
+    from affinage.pipeline.road import road_of
 
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
@@ -194,7 +194,7 @@ def write_report(context: "StageContext") -> "Summary":
 
 def prepare_process(loaded: LoadedRecipe) -> None:
     """Set what must be set before anything heavy is imported."""
-    from affinage.stages.road import is_local
+    from affinage.pipeline.road import is_local
 
     prepare()
     if is_local(loaded.recipe):  # else the harness asks Hugging Face about tasks that are files here

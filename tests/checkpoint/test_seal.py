@@ -14,8 +14,8 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.seal import SEAL, damage, parse, seal
 from affinage.cli.program import main
 from affinage.errors import UserError
+from affinage.pipeline.initial import MODEL
 from affinage.signing import KEY_VARIABLE
-from affinage.stages.initial import MODEL
 
 CONTENTS = b"a file of a checkpoint"
 LINE = f"{hashlib.sha256(CONTENTS).hexdigest()}  data/d\n".encode()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from affinage.cli.judge import folder_of
-from affinage.stages.judged import state_of
+from affinage.pipeline.judged import state_of
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from tiny_run import WORDS
@@ -56,6 +56,7 @@ def test_cut_items_and_items_in_the_text_are_told_of_and_published_results_stand
     assert "piqa 2 items (published 1,838)" in flat(out)
 
 
+@pytest.mark.full
 def test_answers_of_a_model_that_was_trained_again_are_told_with_how_to_have_new_ones(here: Path, affinage):
     other = "runs/tiny/evaluate-sft"
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from affinage.cli.options import is_recipe
-from affinage.stages.models import open_model
+from affinage.pipeline.models import open_model
 
 RUN = Path("runs/quickstart")
 

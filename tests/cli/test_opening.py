@@ -12,8 +12,8 @@ from affinage import api
 from affinage.cli.opening import SET_ASIDE, Opening, opened
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.sampling import Sampling
-from affinage.stages.imports import import_model
-from affinage.stages.models import open_model
+from affinage.pipeline.imports import import_model
+from affinage.pipeline.models import open_model
 
 PROMPTS = ["The capital of France", "La monnaie du"]
 LONG = 5000  # tokens, of a context

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from affinage.config.gallery import FACTS, facts
+from affinage.config.layers import packaged_recipes
+from affinage.config.load import load_recipe
 from affinage.durations import duration
-from affinage.recipe.gallery import FACTS, facts
-from affinage.recipe.layers import packaged_recipes
-from affinage.recipe.load import load_recipe
 
 RECIPES = packaged_recipes()
 PLANNED = re.compile(r"planned: (affinage plan \S+ --on \S+(?: --set \S+)*)")

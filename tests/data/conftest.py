@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import write_split
 
 

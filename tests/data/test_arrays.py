@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from affinage.config.data import ArraySettings
 from affinage.data.arrays import HELD_OUT, TRAIN, ArrayFeed, prepare_arrays, read_arrays
 from affinage.errors import UserError
-from affinage.recipe.data import ArraySettings
 
 
 def prepared(folder, **arrays) -> dict:

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from affinage.config.cleaning import CleanSettings
+from affinage.config.data import RowsSettings
 from affinage.data.clean import clean, split_text
 from affinage.data.language import identify_language, known_languages, language_probabilities
 from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, CODE, ENDCODE, EOS, PAD
 from affinage.errors import UserError
-from affinage.recipe.cleaning import CleanSettings
-from affinage.recipe.data import RowsSettings
 from source_forms import collected, prose, rows_of, write_documents
 
 ENGLISH = "The committee met on Thursday to discuss how the harbour should be rebuilt before the winter storms arrive."

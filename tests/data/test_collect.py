@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from affinage.config.data import DataSettings
+from affinage.config.sources import SourceSettings, location
 from affinage.data import collect as collecting
 from affinage.data import records
 from affinage.data.collect import collect
 from affinage.data.sources import resolve
 from affinage.errors import UserError
-from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import SourceSettings, location
-from affinage.stages.sources import fingerprints
+from affinage.pipeline.sources import fingerprints
 from source_forms import collected, rows_of, write_lines
 
 LINES = [{"text": "first text", "id": "x1"}, {"text": "deuxième texte"}]

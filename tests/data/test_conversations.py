@@ -13,6 +13,7 @@ import zstandard
 from template_forms import PLAIN, REASONED, THOUGHTFUL, ours
 from unpacked import documents_in
 
+from affinage.config.tuning import ConversationSettings, SftSettings
 from affinage.data.chat import encode_conversation, encode_documents
 from affinage.data.conversation_files import read_conversations
 from affinage.data.conversation_shapes import Conversation
@@ -21,8 +22,7 @@ from affinage.data.feed import RowFeed
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError, UserWarned
-from affinage.recipe.tuning import ConversationSettings, SftSettings
-from affinage.stages.texts import tell_dropped_reasoning
+from affinage.pipeline.texts import tell_dropped_reasoning
 
 CONTEXT = 160
 

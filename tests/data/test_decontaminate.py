@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
+from affinage.config.cleaning import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.contamination import contamination, look_through, runs_of, texts_of_rows
 from affinage.data.decontaminate import decontaminate
 from affinage.data.overlap import Scanner, index_items
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.errors import UserError
-from affinage.recipe.cleaning import DecontaminateSettings
 from source_forms import rows_of, write_documents
 from tiny_models import tokenizer
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
 
+from affinage.config.data import DeduplicateSettings
 from affinage.data.deduplicate import deduplicate
 from affinage.data.duplicates import Duplicates, find_duplicates
 from affinage.data.engine import LocalEngine
 from affinage.data.minhash import jaccard, sign, write_shingle_sets
-from affinage.recipe.data import DeduplicateSettings
 from source_forms import rows_of, write_documents
 
 SETTINGS = DeduplicateSettings()

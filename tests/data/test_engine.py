@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
+from affinage.config.cleaning import DecontaminateSettings
+from affinage.config.data import CleanSettings, DataSettings, DeduplicateSettings, SplitSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.clean import clean
 from affinage.data.collect import collect
@@ -19,8 +21,6 @@ from affinage.data.engine import Engine, LocalEngine
 from affinage.data.ray_engine import RayEngine
 from affinage.data.split import split
 from affinage.errors import UserError
-from affinage.recipe.cleaning import DecontaminateSettings
-from affinage.recipe.data import CleanSettings, DataSettings, DeduplicateSettings, SplitSettings
 from source_forms import rows_of, write_lines
 
 

@@ -6,11 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import hub_server
+from affinage.config.data import SourceSettings
 from affinage.data import collect as collecting
 from affinage.data import documents
 from affinage.data.hub_datasets import Stream, at_commit
 from affinage.errors import UserError
-from affinage.recipe.data import SourceSettings
 from hub_server import Fault
 from source_forms import collected, write_lines
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from planted_copies import lexicon, random_text, written
 
+from affinage.config.cleaning import CleanSettings, DecontaminateSettings
 from affinage.data.benchmark_items import read_items
 from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
 from affinage.data.engine import LocalEngine
-from affinage.recipe.cleaning import CleanSettings, DecontaminateSettings
 from source_forms import write_documents
 
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from affinage.config.cleaning import MaskSettings
 from affinage.data.mask import mask, mask_one
-from affinage.recipe.cleaning import MaskSettings
 
 NOBODY, NOBODYS_V4, NOBODYS_V6 = MaskSettings().email, MaskSettings().ipv4, MaskSettings().ipv6
 

@@ -8,12 +8,12 @@ import pytest
 from template_forms import PLAIN, THOUGHTFUL, ours
 from unpacked import documents_in
 
+from affinage.config.tuning import ConversationSettings, DpoSettings
 from affinage.data.chat import encode_prompt
 from affinage.data.conversations import show_examples
 from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_pairs
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.recipe.tuning import ConversationSettings, DpoSettings
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "q"},

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from affinage.config.data import RowsSettings
 from affinage.data import row_files
 from affinage.data.feed import RowFeed
 from affinage.data.row_order import BLOCK, WINDOW
@@ -17,7 +18,6 @@ from affinage.data.rows import pack_rows
 from affinage.data.shards import open_url
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.recipe.data import RowsSettings
 
 URL = "memory://bucket/rows"
 
@@ -129,7 +129,7 @@ import os, sys
 from pathlib import Path
 from affinage.data.rows import pack_rows
 from affinage.data.tokenizer import Tokenizer
-from affinage.recipe.data import RowsSettings
+from affinage.config.data import RowsSettings
 split, tokenizer, folder, settings, unfinished = sys.argv[1:]
 files = 0
 def at_the_fourth(doing):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, words_of, written
 
+from affinage.config.cleaning import C4Settings, GopherSettings
 from affinage.data.repetition import RULES, broken_rules
-from affinage.recipe.cleaning import C4Settings, GopherSettings
 
 GOPHER, C4 = GopherSettings(), C4Settings()
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
+from affinage.config.data import RowsSettings
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.row_files import file_safe, open_rows, write_rows
 from affinage.data.rows import pack_rows
@@ -20,7 +21,6 @@ from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import ValidationRows
 from affinage.errors import UserError
-from affinage.recipe.data import RowsSettings
 from tiny_corpus import write_split
 
 CONTEXT = 32

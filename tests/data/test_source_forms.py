@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import zstandard
 
+from affinage.config.data import SourceSettings
 from affinage.data import wikipedia
 from affinage.data.gutenberg import split_chapters, strip_licence
 from affinage.data.opening import SourceFile
 from affinage.data.readers import read_records
 from affinage.data.records import BadRecord, DamagedFile
 from affinage.data.wikitext import wikitext_to_text
-from affinage.recipe.data import SourceSettings
 from source_forms import book, collected, dump_streams, html, page, prose, web_archive, write_lines
 
 

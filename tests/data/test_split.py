@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
+from affinage.config.data import DeduplicateSettings, SplitSettings
 from affinage.data.deduplicate import deduplicate
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
-from affinage.recipe.data import DeduplicateSettings, SplitSettings
 from source_forms import rows_of, write_documents
 
 GROUPS = [("news", "en", 200), ("news", "fr", 40), ("books", "en", 25), ("books", "fr", 10)]

@@ -10,12 +10,12 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.documents import DocumentWriter
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import balanced_sample, fair_shares, train_tokenizer
 from affinage.errors import UserError
-from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import TRICKY, write_split
 
 # Single characters as often as pieces that the vocabulary, the control tokens or white space are made of.

@@ -10,10 +10,10 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.special_tokens import FIXED_PIECES
 from affinage.data.tokenizer_training import train_bpe
 from affinage.data.word_encoding import WordEncoder
-from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import TRICKY
 
 TRAINING = ["it's l'été: (a  b) -- of the, of the. aaaa aaaa == == x1 y22 naïve ça; où? 漢字漢字 " * 5]

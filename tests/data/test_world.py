@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from affinage.config.data import POCKET_WORLD
 from affinage.data.language import identify_language
 from affinage.data.world import french, write_world
 from affinage.data.world.agreement import scenes
@@ -22,7 +23,6 @@ from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.harness import tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
-from affinage.recipe.data import POCKET_WORLD
 
 SEED = 3
 

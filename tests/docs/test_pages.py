@@ -10,8 +10,8 @@ import pytest
 from typer.main import get_command
 
 from affinage.cli.program import app
+from affinage.config.layers import packaged_recipes
 from affinage.model.kind import KINDS
-from affinage.recipe.layers import packaged_recipes
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - {*(ROOT / "docs" / "reference").rglob("*.md")})

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import requests
 
+from affinage.config.claims import CloudSettings
 from affinage.errors import UserError
 from affinage.hardware.cloud import CloudSlice
 from affinage.hardware.slices import find_slice
-from affinage.recipe.claims import CloudSettings
 from tpu_api import Cloud, serving
 
 SETTINGS = CloudSettings(project="lab", zone="us-central2-b", spot=True, wait_hours=0.1)

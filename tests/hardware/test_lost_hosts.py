@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from affinage.config.load import load_recipe
+from affinage.config.training import SurvivalSettings
 from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.hardware import links, silence
 from affinage.hardware.beats import Beats, Doing
@@ -22,8 +24,6 @@ from affinage.hardware.links import Links
 from affinage.hardware.movement import Movement, waits_for_others
 from affinage.hardware.silence import Ear, Since
 from affinage.hardware.standstill import Standstill, looks_on
-from affinage.recipe.load import load_recipe
-from affinage.recipe.training import SurvivalSettings
 from hosts_in_memory import Coordinator, HostInMemory
 
 LOOPBACK = "127.0.0.1"
@@ -81,6 +81,7 @@ def test_all_hear_of_who_died_or_has_found_a_mistake_and_nobody_of_who_said_good
     assert all(heard.empty() for heard in group.lost)
 
 
+@pytest.mark.full
 def test_the_others_hear_of_the_first_host_that_died_and_of_whom_it_names():
     coordinator, heard = Coordinator(), queue.SimpleQueue()
     with socket.create_server((LOOPBACK, 0)) as first:
@@ -95,6 +96,7 @@ def test_the_others_hear_of_the_first_host_that_died_and_of_whom_it_names():
     made.say_goodbye()
 
 
+@pytest.mark.full
 def test_a_machine_that_does_not_answer_is_named_and_lost_to_all(monkeypatch: pytest.MonkeyPatch):
     began, silent = time.monotonic(), []
 
@@ -167,6 +169,7 @@ def test_the_most_patient_training_of_a_recipe_decides():
         load_recipe("quickstart", ["sft.survival.silence_seconds=50"])  # JAX would end all hosts before
 
 
+@pytest.mark.full
 def test_of_hosts_that_wait_for_each_other_the_one_that_is_behind_or_silent_or_mute_is_named():
     coordinator = Coordinator()
     doing = [Doing(5, "step 5", late=host == 1) for host in range(3)]
@@ -189,6 +192,7 @@ def test_of_hosts_that_wait_for_each_other_the_one_that_is_behind_or_silent_or_m
             each.close()
 
 
+@pytest.mark.full
 def test_a_process_that_stands_still_writes_down_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     told = tmp_path / "run" / "stuck.txt"
     with Standstill("run", told.parent, SurvivalSettings(stuck_seconds=1.0)):
@@ -204,7 +208,7 @@ ENDS = """
 import os, signal, sys, threading
 from pathlib import Path
 from affinage.hardware import pulse, standstill
-from affinage.recipe.training import SurvivalSettings
+from affinage.config.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 
 standstill.ELSEWHERE, pulse.SILENT_FOR_LONG = 2.0, 2.0
@@ -218,6 +222,7 @@ with OwnProcess(), pulse.guarded("run", settings):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [("waits", EXIT_PREEMPTED, "Stopped: run: nothing has moved"), ("stopped", -signal.SIGKILL, "no sign of life")],
@@ -244,6 +249,7 @@ def test_what_computes_or_waits_for_others_moves():
         until(lambda: still(lambda: time.sleep(0.11)) < 0.9)
 
 
+@pytest.mark.full
 def test_a_watch_that_cannot_look_says_so_once_and_looks_again(capfd: pytest.CaptureFixture[str]):
     class Ended:
         looks = 0

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from affinage.cli.program import main
+from affinage.config.data import RowsSettings
 from affinage.data.documents import DocumentWriter
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import open_rows
@@ -25,9 +26,8 @@ from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.verify import verify
 from affinage.hub.vocabulary import with_ids
-from affinage.recipe.data import RowsSettings
-from affinage.stages.imports import import_model
-from affinage.stages.models import is_chat, locate_model, made_from, open_model
+from affinage.pipeline.imports import import_model
+from affinage.pipeline.models import is_chat, locate_model, made_from, open_model
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
 

@@ -21,13 +21,13 @@ import choice_task
 import hub_server
 import warm_python
 from affinage.cli.program import main
+from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.repository import local_copy, push
-from affinage.recipe.load import load_recipe
-from affinage.stages.road import is_local
+from affinage.pipeline.road import is_local
 from hub_server import Fault, Hub
 from tiny_models import tiny_llama
 

@@ -7,10 +7,10 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from affinage.config.tuning import LoraSettings, SftSettings
 from affinage.hub.adapter import adapter_tensors, write_adapter
 from affinage.hub.llama import hf_config, to_hf
 from affinage.model import Adapters, Call, apply, decayed, init_params, matrices
-from affinage.recipe.tuning import LoraSettings, SftSettings
 from affinage.training.frozen import frozen_of
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.program import step_of

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.chat import encode_conversation, encode_prompt
 from affinage.data.documents import read_documents
 from affinage.data.special_tokens import BOS, CONTROL_PIECES, EOS, IM_END, IM_START, PAD, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
 from affinage.hub.tokenizer import write_hf_tokenizer
-from affinage.recipe.data import TokenizerSettings
 from tiny_corpus import TRICKY, write_split
 
 SYSTEM = 'Be "kind".\nSoyez gentil.'

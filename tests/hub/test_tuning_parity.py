@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
+from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.preference_feed import REFERENCE, PreferenceFeed
@@ -23,7 +24,6 @@ from affinage.hub.llama import hf_config, to_hf
 from affinage.hub.tokenizer import write_hf_tokenizer
 from affinage.model import Call, apply
 from affinage.model.preferred import preference_graph
-from affinage.recipe.tuning import DpoSettings, SftSettings
 from affinage.training.frozen import frozen_of
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 

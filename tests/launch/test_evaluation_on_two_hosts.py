@@ -11,7 +11,7 @@ import yaml
 from affinage.evaluation.run import evaluate
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.stages.models import open_model
+from affinage.pipeline.models import open_model
 from choice_task import sums, write_items, write_task
 from tiny_models import CONTEXT, tiny_llama
 

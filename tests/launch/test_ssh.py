@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import requests
 
+from affinage.config.claims import CloudSettings
 from affinage.errors import UserError
 from affinage.hardware.cloud import CloudSlice
 from affinage.hardware.slices import find_slice
 from affinage.launch import Ending, Gang, Restarts, supervise
 from affinage.launch.rented import RentedLauncher
 from affinage.launch.ssh import SshLauncher
-from affinage.recipe.claims import CloudSettings
 from tpu_api import serving
 
 HOST = Path(__file__).with_name("fake_host.py")

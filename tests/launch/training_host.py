@@ -128,10 +128,10 @@ class Feed:
 def main(job: dict) -> None:
     """Train as one of the hosts that the environment names."""
     import tiny_graphs
+    from affinage.config.training import PretrainSettings
     from affinage.hardware.joining import joined
     from affinage.hardware.pulse import guarded
     from affinage.model import parse
-    from affinage.recipe.training import PretrainSettings
     from affinage.stopping import OwnProcess
     from affinage.training import TrainJob, train
 

@@ -7,9 +7,9 @@ import pytest
 from jax import checkpoint_policies as policies
 
 import tiny_graphs
+from affinage.config.parallel import RematSettings
 from affinage.model import Call, abstract_averages, abstract_params, apply, parse
 from affinage.model.activations import activations
-from affinage.recipe.parallel import RematSettings
 
 ROWS, CONTEXT = 2, 16
 CUTTING = ("split", "squeeze", "slice")  # a layer's weights from those of all layers

@@ -12,13 +12,13 @@ import pytest
 from pydantic import Field
 
 import tiny_graphs
+from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.model import Call, apply, logical_axes, parse
 from affinage.model.kind import KINDS, NodeKind, node_kind
 from affinage.model.parameter import Parameter
 from affinage.model.picture import BOX, HEIGHT, svg
 from affinage.model.shape import expect_sequence, sequence_of
-from affinage.recipe.load import load_recipe
 
 
 def lined(path):

@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from affinage.config.load import load_recipe
 from affinage.model import abstract_params, parse
 from affinage.model.activations import activations
 from affinage.model.analysis import analyse, parameters
-from affinage.recipe.load import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 VOCABULARY = 3072  # what `vocab: auto` is in the quickstart

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 import tiny_graphs
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import PretrainSettings
 from affinage.model import Graph, parse
 from affinage.parallel import make_mesh
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import PretrainSettings
 from affinage.training import TrainJob
 from affinage.training.program import Program
 

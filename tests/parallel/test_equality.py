@@ -13,10 +13,10 @@ import jax
 import meshes
 import pytest
 
+from affinage.config.training import PrecisionSettings
 from affinage.errors import UserError
 from affinage.model.kinds import loss
 from affinage.planning.compiled import collectives_in
-from affinage.recipe.training import PrecisionSettings
 from affinage.training.program import Program
 
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline")

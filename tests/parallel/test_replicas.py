@@ -5,10 +5,10 @@ import dataclasses
 import meshes
 import pytest
 
+from affinage.config.parallel import ParallelSettings
 from affinage.model import parse
 from affinage.parallel.choice import call_on
 from affinage.planning.compiled import collectives_in, loops_of
-from affinage.recipe.parallel import ParallelSettings
 from affinage.training.step import replicas_of
 
 

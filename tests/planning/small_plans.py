@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from affinage.cli import main
+from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
 from affinage.parallel.mesh import AXES
 from affinage.planning.plan import Plan, make_plan, planned_graph
 from affinage.planning.wires import wires
-from affinage.recipe.load import load_recipe
 
 SMALL = str(Path(__file__).with_name("small.yaml"))
 EXPERTS = "model.nodes.blocks.ffn={kind: moe, experts: 4, top_k: 2, width: 256}"

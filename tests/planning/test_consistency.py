@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
+from affinage.config.claims import Claims
+from affinage.config.load import load_recipe
 from affinage.planning.consistency import contradictions, facts_of
 from affinage.planning.plan import planned_graph
-from affinage.recipe.claims import Claims
-from affinage.recipe.load import load_recipe
 
 
 @cache

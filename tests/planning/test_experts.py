@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import tiny_graphs
+from affinage.config.training import PretrainSettings
 from affinage.hardware.chips import named
 from affinage.model import Call, abstract_params, apply, parse
 from affinage.parallel import MeshLayout, make_mesh
@@ -13,7 +14,6 @@ from affinage.planning.experts import sent
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
 from affinage.planning.part import part_of
-from affinage.recipe.training import PretrainSettings
 
 EXPERTS, CHOICES, WIDTH, HIDDEN, ROWS, LENGTH = 4, 2, 32, 64, 8, 32
 SETTINGS = PretrainSettings.model_validate(

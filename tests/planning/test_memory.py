@@ -8,6 +8,9 @@ import pytest
 from small_plans import SMALL, plan_of, rarer
 
 import tiny_graphs
+from affinage.config.load import load_recipe
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import PretrainSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import named
 from affinage.model import Graph, parse
@@ -16,9 +19,6 @@ from affinage.parallel import make_mesh
 from affinage.planning.local import lay_out
 from affinage.planning.memory import step_memory
 from affinage.planning.plan import Plan, only
-from affinage.recipe.load import load_recipe
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import PretrainSettings
 from affinage.training.frozen import frozen_of
 from affinage.training.job import TrainJob
 from affinage.training.program import Program

@@ -10,6 +10,7 @@ import pytest
 from small_plans import EXPERTS, SMALL, blocks_of, plan_of, rarer, settings, told
 
 from affinage.cli.plan_tables import show_comparison
+from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.matmul import measured_flops
 from affinage.hardware.slices import find_slice
@@ -19,7 +20,6 @@ from affinage.model.remat import with_remat
 from affinage.planning.plan import compare, make_plan, planned_graph
 from affinage.planning.remedy import NOTHING
 from affinage.planning.settle import LADDER, ROOM, present
-from affinage.recipe.load import load_recipe
 
 CUDNN = "pretrain.attention=cudnn"
 

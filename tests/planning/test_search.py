@@ -8,6 +8,7 @@ import pytest
 import yaml
 from small_plans import SMALL, plan_of, rarer, settings, told
 
+from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.model.activations import batch_shapes
@@ -15,7 +16,6 @@ from affinage.parallel import make_mesh
 from affinage.planning.curve import Point, curve
 from affinage.planning.plan import NEARLY_FULL, make_plan, planned_graph
 from affinage.planning.search import Candidate, candidates, order, search
-from affinage.recipe.load import load_recipe
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
 
@@ -158,6 +158,7 @@ def test_a_curve_names_settings_that_go_with_no_mesh():
         curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
 
 
+@pytest.mark.full
 def test_the_verb_says_where_a_curve_begins(capsys):
     words = [SMALL, "--on", "v4-8", "--curve", "strong"]
     assert "begins at v4-16" in told(capsys, *words, *settings("model.nodes.blocks.repeat=1", "pretrain.batch=8192"))[1]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from html_page import Page
 
 from affinage.data import collect, decontaminate, records, repetition, split
+from affinage.pipeline.watching import seen_enough
 from affinage.report import collect_facts, render
 from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import strings
 from affinage.report.summary import verdict
-from affinage.stages.watching import seen_enough
 
 ENGLISH = r"\b(the|of|and|with|is|are|was|were|from|that|this|which|per|by|for|in)\b"
 EN, FR = strings("en"), strings("fr")

@@ -14,6 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from affinage.checkpoint.seal import SEAL, damage
+from affinage.config.data import ArraySettings, DataSettings
+from affinage.config.load import load_recipe
+from affinage.config.marked_yaml import parse
+from affinage.config.sources import default_name, safe_name
 from affinage.data.arrays import prepare_arrays
 from affinage.data.collect import collect
 from affinage.data.hub_tokenizer import HubTokenizer, template_in
@@ -21,13 +25,9 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
 from affinage.hub.read import read_hub_folder
 from affinage.hub.weights import INDEX, HubWeights
-from affinage.recipe.data import ArraySettings, DataSettings
-from affinage.recipe.load import load_recipe
-from affinage.recipe.marked_yaml import parse
-from affinage.recipe.sources import default_name, safe_name
-from affinage.stages.imports import fitting_tokenizer, system_prompt_of
-from affinage.stages.models import made_from
-from affinage.stages.store import read_request
+from affinage.pipeline.imports import fitting_tokenizer, system_prompt_of
+from affinage.pipeline.models import made_from
+from affinage.pipeline.store import read_request
 
 DEEP = "[" * 100_000
 LLAMA: dict[str, Any] = {

@@ -10,10 +10,10 @@ import pytest
 import zstandard
 
 from affinage.cli.program import main
+from affinage.config.load import load_recipe
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
 from affinage.data.special_tokens import CODE, ENDCODE, EOS
-from affinage.recipe.load import load_recipe
 from source_forms import book, dump_streams, page, prose
 
 COUNTS = {"wikipedia-en": 30, "wikipedia-fr": 20, "oscar-en": 40, "oscar-fr": 36, "fineweb-edu": 50, "the-stack": 15}

@@ -7,15 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from affinage.config.data import TokenizerSettings
+from affinage.config.load import load_recipe
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.recipe.data import TokenizerSettings
-from affinage.recipe.load import load_recipe
-from affinage.stages.flow import Flow, Runs
-from affinage.stages.road import road_of
+from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.road import road_of
 from tiny_corpus import write_split
 
 COUNTS = {

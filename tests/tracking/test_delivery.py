@@ -11,10 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
+from affinage.config.load import load_recipe
+from affinage.config.tracking import TrackersSettings
 from affinage.errors import UserError
-from affinage.recipe.load import load_recipe
-from affinage.recipe.tracking import TrackersSettings
-from affinage.stages.road import road_of
+from affinage.pipeline.road import road_of
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.child import Child
 from affinage.tracking.tracker import metrics_of

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.recipe.tracking import TrackersSettings
+from affinage.config.tracking import TrackersSettings
 from affinage.tracking import trackers_of
 from affinage.tracking.tracker import TrackedRun
 from affinage.training import train

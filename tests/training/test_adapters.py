@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore
+from affinage.config.tuning import LoraSettings, SftSettings
 from affinage.errors import UserError
 from affinage.model import Adapters, Call, Graph, abstract_params, apply, init_params, parse
-from affinage.recipe.tuning import LoraSettings, SftSettings
 from affinage.training import train
 from affinage.training.frozen import FROZEN
 

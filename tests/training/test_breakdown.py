@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 import tiny_graphs
+from affinage.config.parallel import ParallelSettings
 from affinage.model import apply, parse
-from affinage.recipe.parallel import ParallelSettings
 from affinage.training.breakdown import PARTS, STEP, differentiated, measure, program_of, synthetic_batch
 from affinage.training.state import Purpose, random_key
 

@@ -39,6 +39,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
+@pytest.mark.full
 def test_the_accounts_are_the_wall_clock_over_a_failure_a_preemption_and_pauses(tmp_path: Path, looked_at: list[float]):
     summary = None
     for hook in (tiny.fails_at(8), tiny.stops_at(12), None):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.config.training import ScheduleSettings
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import write_facts, write_rows
 from affinage.errors import UserError
-from affinage.recipe.training import ScheduleSettings
 from affinage.training import TrainJob, train
 from affinage.training.extension import begin_extended
 from affinage.training.job import Extension
@@ -64,6 +64,7 @@ def first(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: Path, tmp_path: Path):
     before = files_of(first)
     train(job(tmp_path / "one", rows, STEPS, FIRST, MIXTURE))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.config.training import HealthSettings
 from affinage.errors import UserError
 from affinage.model import Call, init_params
-from affinage.recipe.training import HealthSettings
 from affinage.training import TrainJob, train
 from affinage.training.diagnosis import diagnose
 from affinage.training.health import Health, Incurable
@@ -106,7 +106,8 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
     assert found["learning_rate"] > 0 and set(found["gradient_norms"]) >= {"embed", "blocks"}
 
 
-@pytest.mark.parametrize("policy", ["rewind", pytest.param("note", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["rewind", "note"])
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy))
     (event,) = events(tmp_path)

@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("at", [2, LAST])
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.full), LAST])
 def test_stopped_in_a_look_it_saves_at_that_step_and_ends_as_if_it_was_not(at: int, whole: Path, tmp_path: Path):
     judge = EndsAt(interrupted_at=at)
     with pytest.raises(Preempted):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny
 
+from affinage.config.parallel import ParallelSettings
 from affinage.errors import UserError
 from affinage.model import parse
-from affinage.recipe.parallel import ParallelSettings
 
 STEPS = 3
 SPLIT_SEQUENCE = {"sharding": {"batch": ["data"], "sequence": ["fsdp"], "residual": ["fsdp", "tensor"]}}

@@ -7,8 +7,8 @@ import optax
 import pytest
 import torch
 
+from affinage.config.training import OptimizerSettings, ScheduleSettings
 from affinage.errors import UserError
-from affinage.recipe.training import OptimizerSettings, ScheduleSettings
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 

@@ -31,9 +31,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "mesh", [{"fsdp": 2}, *(pytest.param(m, marks=pytest.mark.full) for m in ({"data": 1}, {"fsdp": 2, "tensor": 4}))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"data": 1}, {"fsdp": 2, "tensor": 4}])
 def test_a_run_goes_on_where_there_are_other_devices(undisturbed: Path, tmp_path: Path, mesh: dict[str, int]):
     shutil.copytree(undisturbed / "checkpoints" / str(SAVED), tmp_path / "checkpoints" / str(SAVED))
     here = job(tmp_path, mesh)

@@ -15,11 +15,11 @@ import yaml
 import tiny_graphs
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.facts import IDENTITY, refuse_changes
+from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.errors import Preempted, UserError
 from affinage.model import parse
 from affinage.model.preferred import preference_graph
 from affinage.parallel import make_mesh
-from affinage.recipe.tuning import DpoSettings, SftSettings
 from affinage.training import TrainJob, train
 from affinage.training.metrics import curve
 from affinage.training.program import Program
@@ -140,6 +140,7 @@ def test_a_name_to_accept_that_is_no_plain_word_is_what_stands_before_it():
     refuse_changes(saved, {"seed": 1}, hinted, where="here", setting="accept_changes")
 
 
+@pytest.mark.full
 def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
     for minutes, count in ((1e-9, 10), (600, 1)):
         folder, rhythm = tmp_path / str(minutes), {"every_steps": 1000, "every_minutes": minutes, "keep_last": 99}

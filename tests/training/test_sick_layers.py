@@ -118,6 +118,7 @@ def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(room, deviat
     assert bool(seen["skipped"]) == skipped == (bits(state) == before)
 
 
+@pytest.mark.full
 def test_a_gradient_that_comes_too_late_to_leave_all_layers_out_is_gone_back_from(tmp_path: Path):
     found, ends = {}, {}
     for where, sick in {"loss": "loss", "above": ("above", "gradient", np.nan), "below": INJECTIONS[3]}.items():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from affinage.recipe.training import HealthSettings
+from affinage.config.training import HealthSettings
 from affinage.training.spikes import LossWindow, judged
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import tiny
 
+from affinage.config.training import SurvivalSettings
 from affinage.hardware import beats, standstill
 from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.missed import missed_by
-from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 from affinage.training import train, watchdog
 from affinage.training.ledger import LifeSign
@@ -165,7 +165,7 @@ TRAINING = """
 import sys, time
 from pathlib import Path
 from affinage.hardware import stops
-from affinage.recipe.training import SurvivalSettings
+from affinage.config.training import SurvivalSettings
 from affinage.stopping import OwnProcess
 from affinage.training.ledger import LifeSign
 from affinage.training.watchdog import Watchdog

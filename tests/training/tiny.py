@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import Call, Graph, init_params, parse
 from affinage.parallel import make_mesh
 from affinage.parallel.strategy import Spmd
-from affinage.recipe.training import PretrainSettings, TrainSettings
 from affinage.training import TrainJob
 from affinage.training.job import Hook
 from affinage.training.program import Program

@@ -137,7 +137,7 @@ def diff(
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
     from affinage.checkpoint.looking import compare
-    from affinage.recipe.yaml_text import brief
+    from affinage.config.yaml_text import brief
 
     with (
         Working("reading checkpoints"),
@@ -243,7 +243,7 @@ def sign(checkpoint: OneArgument, runs: RunsOption = RUNS) -> None:
 
 def _say_which(spec: str, runs: Path) -> None:
     """Where a run of several trainings is named: which of them follows."""
-    from affinage.stages.models import trainings_of
+    from affinage.pipeline.models import trainings_of
 
     name = spec.partition("@")[0]
     trainings = [] if "://" in spec else trainings_of(name, runs)
@@ -252,7 +252,7 @@ def _say_which(spec: str, runs: Path) -> None:
 
 
 def _store(spec: str, runs: Path) -> "tuple[CheckpointStore, int | None]":
-    from affinage.stages.models import is_hub_folder, locate_model
+    from affinage.pipeline.models import is_hub_folder, locate_model
 
     folder, step = locate_model(spec, runs)
     if is_hub_folder(folder):

@@ -71,8 +71,8 @@ def compare(
 
 def _entrant(name: str, names: Sequence[str], runs: Path) -> "Entrant":
     """What is known of what is called so; raises UserError if there is neither a run nor a model that was judged."""
+    from affinage.pipeline.judged import judged
     from affinage.report.comparison import entrant
-    from affinage.stages.judged import judged
 
     found = judged(name, runs, folder_of(name, runs))
     run = next((place for place in (Path(name), runs / name) if (place / "recipe.json").is_file()), None)
@@ -85,7 +85,7 @@ def _judging(name: str, names: Sequence[str], runs: Path) -> str:
     """The command that judges a model on what its run's recipe evaluates, or else on what others here answered."""
     from affinage.evaluation.benchmarks import BENCHMARKS
     from affinage.evaluation.result_folder import ITEMS
-    from affinage.stages.judged import judged
+    from affinage.pipeline.judged import judged
 
     if _asked_by_recipe(name, runs).get("tasks"):
         return f"affinage eval {name}"

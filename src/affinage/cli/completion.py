@@ -9,7 +9,7 @@ import typer
 
 def recipes(incomplete: str) -> list[str]:
     """Names of the recipes that come along; where none fits, the shell goes on with files."""
-    from affinage.recipe.layers import packaged_recipes
+    from affinage.config.layers import packaged_recipes
 
     return _beginning(incomplete, packaged_recipes())
 

@@ -16,7 +16,7 @@ from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
-    from affinage.stages.lineage import TrainingRows
+    from affinage.pipeline.lineage import TrainingRows
 
 DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the last of the data stages
 _SHOWN = 200  # characters of a text in a list
@@ -115,7 +115,7 @@ def find(
 
     Example: affinage data find quickstart "the currency of Japan"
     """
-    from affinage.stages.lineage import last_seen, lost_at, reasons_of
+    from affinage.pipeline.lineage import last_seen, lost_at, reasons_of
 
     if not text:
         raise UserError("there is nothing to look for", fix="Give a text of at least one character.")
@@ -169,8 +169,8 @@ def show(
 
     Example: affinage data show quickstart --stage clean --reason "too short"
     """
-    from affinage.stages.lineage import locate_run
-    from affinage.stages.looking import documents, removed, table_beside
+    from affinage.pipeline.lineage import locate_run
+    from affinage.pipeline.looking import documents, removed, table_beside
 
     folder = locate_run(run, runs)
     chosen: Iterator[dict[str, Any]]
@@ -199,8 +199,8 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
     Example: affinage data stats quickstart
     """
     from affinage.cli.data_tables import show_facts
-    from affinage.stages.data_facts import data_facts
-    from affinage.stages.lineage import locate_run
+    from affinage.pipeline.data_facts import data_facts
+    from affinage.pipeline.lineage import locate_run
 
     facts = data_facts(locate_run(run, runs))
     if as_json:
@@ -210,7 +210,7 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
 
 
 def _training(run: str, runs: Path, stage: str) -> "TrainingRows":
-    from affinage.stages.lineage import TrainingRows, locate_run
+    from affinage.pipeline.lineage import TrainingRows, locate_run
 
     if stage not in ("pretrain", "sft", "dpo"):
         raise UserError(f"`{stage}` is no training", fix="Trainings are pretrain and sft.")

@@ -19,10 +19,10 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from affinage.config.load import LoadedRecipe
+    from affinage.config.parallel import Remat, RematChoice
+    from affinage.config.recipe import Recipe
     from affinage.model.graph import Graph
-    from affinage.recipe.load import LoadedRecipe
-    from affinage.recipe.parallel import Remat, RematChoice
-    from affinage.recipe.recipe import Recipe
 
 _WITH_INPUTS = 100  # columns from which on there is room for what a node reads
 _UNKNOWN_CHARACTERS = 256  # what `vocab: auto` is taken as before the characters of the text have been counted
@@ -52,11 +52,11 @@ def graph(
     affinage graph gpt2-124m --svg gpt2.svg
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: no accelerator is taken, or looked for
+    from affinage.config.plugins import load_plugins
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
-    from affinage.recipe.plugins import load_plugins
-    from affinage.stages.trainings import with_vocabulary
+    from affinage.pipeline.trainings import with_vocabulary
 
     if as_json + as_mermaid + (as_svg is not None) > 1:
         raise UserError("--json, --mermaid and --svg are three outputs", fix="Ask for one at a time.")
@@ -178,7 +178,7 @@ def _rows_per_step(recipe: "Recipe") -> int:
 
 def _vocabulary(recipe: "Recipe", runs: Path) -> int:
     """What `vocab: auto` stands for."""
-    from affinage.stages.store import read_manifest
+    from affinage.pipeline.store import read_manifest
 
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocabulary

@@ -108,10 +108,10 @@ def evaluate(
         raise UserError("no task was named", fix="For example: --tasks julian, or --task my_task.yaml")
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
+    from affinage.config.training import SurvivalSettings
     from affinage.evaluation.tasks import check_names
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
-    from affinage.recipe.training import SurvivalSettings
     from affinage.stopping import OwnProcess
 
     worlds = _world_of(target, runs)
@@ -133,8 +133,8 @@ def evaluate(
 
 def _world_of(target: str, runs: Path) -> dict[str, Path]:
     """The benchmarks of the pocket world that a model was trained on, by its name; {} of a model of no such world."""
-    from affinage.recipe.data import POCKET_WORLD
-    from affinage.stages.models import locate_model, made_from
+    from affinage.config.data import POCKET_WORLD
+    from affinage.pipeline.models import locate_model, made_from
 
     world = made_from(locate_model(target, runs)[0], "world")
     return {POCKET_WORLD: world / "tasks"} if world else {}
@@ -145,9 +145,9 @@ def _evaluate_model(
 ) -> dict[str, Any]:
     from affinage.evaluation.run import evaluate
     from affinage.hardware.hosts import Hosts
-    from affinage.stages.judged import state_of, training_of
-    from affinage.stages.models import is_chat, locate_model
-    from affinage.stages.seen import seen_by
+    from affinage.pipeline.judged import state_of, training_of
+    from affinage.pipeline.models import is_chat, locate_model
+    from affinage.pipeline.seen import seen_by
 
     training, _ = locate_model(target, opening.runs)
     folder = folder_of(target, opening.runs)
@@ -179,7 +179,7 @@ def folder_of(target: str, runs: Path) -> Path:
 
     It is called as the run or, of any other model, as its folder, with a hash of the path.
     """
-    from affinage.stages.models import meant
+    from affinage.pipeline.models import meant
 
     name, at, step = target.partition("@")
     place, root = Path(os.path.abspath(meant(name, runs) or name)), Path(os.path.abspath(runs))

@@ -15,9 +15,9 @@ from affinage.cli.terminal import counted
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
+    from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.launch import Launcher
-    from affinage.recipe.load import LoadedRecipe
 
 HostsOption = Annotated[
     int | None, typer.Option("--hosts", min=1, metavar="N", help="How many processes compute together.")
@@ -121,7 +121,7 @@ def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, hosts: int,
     trainings = loaded.recipe.trainings
     if devices is None or not trainings or (until and not set(until) & set(trainings)):
         return
-    from affinage.recipe.mesh import axis_sizes
+    from affinage.config.mesh import axis_sizes
 
     try:
         axis_sizes({str(axis): size for axis, size in loaded.recipe.mesh.items()}, hosts * devices, hosts)
@@ -222,7 +222,7 @@ def _rented(loaded: "LoadedRecipe", where: "Slice", how: _BySsh, keep: bool) -> 
 
 def files_of(loaded: "LoadedRecipe") -> dict[str, bytes]:
     """The recipe's file, those that it is based on, and its plug-ins, by their paths here."""
-    from affinage.recipe.load import load_recipe
+    from affinage.config.load import load_recipe
 
     plugins = [loaded.beside(plugin, ("plugins", at)) for at, plugin in enumerate(loaded.recipe.plugins)]
     chain, base = [loaded.path], loaded.base

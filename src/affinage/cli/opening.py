@@ -70,7 +70,7 @@ def opened(spec: str, how: Opening, *, sets_aside: bool = False) -> "LoadedModel
         UserError: as `open_model`, and for a context that is longer than the model's.
     """
     from affinage.hardware.hosts import Hosts
-    from affinage.stages.models import is_from_elsewhere, locate_model, open_model
+    from affinage.pipeline.models import is_from_elsewhere, locate_model, open_model
 
     with Working(f"opening {spec}"):
         loaded = open_model(spec, how.runs, mesh=how.mesh)

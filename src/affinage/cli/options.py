@@ -15,7 +15,7 @@ from affinage.cli import completion
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from affinage.recipe.load import LoadedRecipe
+    from affinage.config.load import LoadedRecipe
 
 RecipeArgument = Annotated[
     str,
@@ -144,7 +144,7 @@ walks = sharing(how=Walking)
 
 def load(recipe: str, overrides: list[str] | None) -> "LoadedRecipe":
     """The recipe that a verb is given."""
-    from affinage.recipe.load import load_recipe
+    from affinage.config.load import load_recipe
 
     return load_recipe(recipe, overrides or ())
 
@@ -154,7 +154,7 @@ def recipe_or_run(word: str, runs: Path) -> str:
 
     Raises UserError for a name that is neither.
     """
-    from affinage.recipe.layers import packaged_recipes
+    from affinage.config.layers import packaged_recipes
 
     packaged, run = packaged_recipes(), run_folder(word, runs)
     if word in packaged or Path(word).is_file():
@@ -175,7 +175,7 @@ def is_recipe(word: str, runs: Path) -> bool:
 
     Says which one is meant where the word could be both.
     """
-    from affinage.recipe.layers import packaged_recipes
+    from affinage.config.layers import packaged_recipes
 
     if Path(word).suffix in (".yaml", ".yml", ".json"):
         return True

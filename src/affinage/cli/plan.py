@@ -15,11 +15,11 @@ from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
+    from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
     from affinage.planning.compiled import Verdict
     from affinage.planning.plan import Counted, Plan, Training
-    from affinage.recipe.load import LoadedRecipe
 
 _ROWS = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the stages that make a training's rows
 
@@ -149,8 +149,8 @@ class _Asked(NamedTuple):
 
 def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
     loaded = load(recipe, overrides)  # before the imports of JAX, so that a mistake in it is told at once
+    from affinage.config.plugins import load_plugins
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
-    from affinage.recipe.plugins import load_plugins
     from affinage.training.choices import check_choices
 
     trainings = loaded.recipe.trainings
@@ -223,7 +223,7 @@ def _verdict(asked: _Asked, made: "Plan") -> "Verdict":
 
 def _summary(runs: Path, loaded: "LoadedRecipe", stage: str) -> dict[str, Any]:
     """What a data stage of this recipe's run found out, if it has run."""
-    from affinage.stages.store import read_manifest
+    from affinage.pipeline.store import read_manifest
 
     found: dict[str, Any] = (read_manifest(runs / loaded.recipe.name / stage) or {}).get("summary", {})
     return found

@@ -16,8 +16,8 @@ def capacity_and_show(
     recipe: str, overrides: list[str], where: "Slice", width: int, tries: int, counted: "Counted", as_json: bool
 ) -> None:
     """Print every attempt as it comes, and the largest with its settings and its predicted step."""
+    from affinage.config.load import load_recipe
     from affinage.planning.capacity import capacity, shape
-    from affinage.recipe.load import load_recipe
 
     given = [*shape(width, where), *overrides]
     if "blocks" not in load_recipe(recipe, []).recipe.model["nodes"]:

@@ -8,12 +8,12 @@ from affinage.cli.terminal import screen
 from affinage.cli.working import Working
 
 if TYPE_CHECKING:
+    from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
     from affinage.planning.compiled import Verdict
     from affinage.planning.plan import Counted, Plan
     from affinage.planning.search import Candidate
-    from affinage.recipe.load import LoadedRecipe
 
 Row = tuple["Candidate", "Plan", "Verdict | None"]
 

@@ -14,7 +14,7 @@ from affinage.cli.terminal import screen
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from affinage.recipe.effective import Value
+    from affinage.config.effective import Value
 
 _SCHEMA_FILE = "recipe.schema.json"
 _NEW = """\
@@ -47,8 +47,8 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.recipe.gallery import facts, head
-    from affinage.recipe.layers import packaged_recipes, read_file
+    from affinage.config.gallery import facts, head
+    from affinage.config.layers import packaged_recipes, read_file
 
     found = []
     for name, path in packaged_recipes().items():
@@ -83,7 +83,7 @@ def new(
 
     Example: affinage new my-run --like novels
     """
-    from affinage.recipe.layers import find_recipe, packaged_recipes
+    from affinage.config.layers import find_recipe, packaged_recipes
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise UserError(f"a run cannot be called `{name}`", fix="Use letters, digits, dots and dashes.")
@@ -115,7 +115,7 @@ def explain(
 
     Example: affinage explain novels-chat pretrain
     """
-    from affinage.recipe.effective import as_text, effective
+    from affinage.config.effective import as_text, effective
 
     loaded = load(recipe_or_run(recipe, runs), overrides)
     values = effective(loaded)
@@ -144,8 +144,8 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     if found:
         return found
     # It may be one that is left out: then what it means is all there is to say.
-    from affinage.recipe.recipe import Recipe
-    from affinage.recipe.reference import sections
+    from affinage.config.recipe import Recipe
+    from affinage.config.reference import sections
 
     plain = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     settings = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
@@ -167,8 +167,8 @@ def schema() -> None:
 
 def _schema_text() -> str:
     import affinage.model.kinds  # noqa: F401  the kinds register themselves
+    from affinage.config.schema import json_schema
     from affinage.model.kind import KINDS
-    from affinage.recipe.schema import json_schema
 
     written: dict[str, Any] = json_schema(KINDS)
     return json.dumps(written, indent=1, ensure_ascii=False) + "\n"

@@ -52,7 +52,7 @@ def import_(
         raise UserError(what, fix="Say where to with --to, for example --to my_model.")
     _must_be_new(folder)
     from affinage.hub.repository import local_copy
-    from affinage.stages.imports import import_model
+    from affinage.pipeline.imports import import_model
 
     with Working(f"taking in {source}"):
         at = from_home(source)
@@ -137,7 +137,7 @@ def export(
 def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licence: str) -> None:
     _must_be_new(to)
     from affinage.hub.export import DTYPES, export
-    from affinage.stages.models import is_chat, locate_model, open_model
+    from affinage.pipeline.models import is_chat, locate_model, open_model
 
     if written["dtype"] not in DTYPES:
         raise UserError(f"`{written['dtype']}` is not a dtype of weights", fix=f"Choose one of: {', '.join(DTYPES)}.")
@@ -149,9 +149,9 @@ def _write(target: str, runs: Path, to: Path, written: dict[str, Any], *, licenc
 def _card(target: str, runs: Path, licence: str) -> "CardFacts":
     """What the card says of a model: all that its run knows, of a checkpoint and of a folder from elsewhere nothing."""
     from affinage.hub.card import CardFacts
+    from affinage.pipeline.models import locate_model, results_of
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
-    from affinage.stages.models import locate_model, results_of
 
     training, step = locate_model(target, runs)
     named = run_folder(target, runs)
@@ -168,8 +168,8 @@ def _write_adapter(target: str, runs: Path, to: Path | None, base: str | None, m
         raise UserError("--adapter goes with a MODEL and --to alone", where=target, fix=fix)
     _must_be_new(to)
     from affinage.hub.adapter import write_adapter
-    from affinage.stages.adapter_base import adapter_base
-    from affinage.stages.models import open_adapters
+    from affinage.pipeline.adapter_base import adapter_base
+    from affinage.pipeline.models import open_adapters
 
     found = adapter_base(target, runs)
     place = base or found.place
@@ -187,7 +187,7 @@ def _write_adapter(target: str, runs: Path, to: Path | None, base: str | None, m
 
 def _exported(target: str, runs: Path, *, anew: bool) -> Path:
     """The folder that the run itself wrote of the model."""
-    from affinage.stages.models import export_of, locate_model
+    from affinage.pipeline.models import export_of, locate_model
 
     training, step = locate_model(target, runs)
     run = run_folder(target, runs)
@@ -201,7 +201,7 @@ def _exported(target: str, runs: Path, *, anew: bool) -> Path:
 def _verify(target: str, runs: Path, folder: Path) -> None:
     from affinage.cli.watch import verified_in_words
     from affinage.hub.verify import verify
-    from affinage.stages.models import open_model
+    from affinage.pipeline.models import open_model
 
     with Working("comparing with transformers"):
         told = verified_in_words(verify(folder, open_model(target, runs), _PROBES))

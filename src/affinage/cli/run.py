@@ -17,7 +17,7 @@ from affinage.hardware.joining import joined
 from affinage.stopping import OwnProcess
 
 if TYPE_CHECKING:
-    from affinage.recipe.load import LoadedRecipe
+    from affinage.config.load import LoadedRecipe
 
 
 def add_to(app: typer.Typer) -> None:
@@ -102,7 +102,7 @@ def dpo(
 def _show_conversations(rows: Path, count: int, documents: int = 1) -> None:
     from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
-    from affinage.stages.models import made_from
+    from affinage.pipeline.models import made_from
 
     tokenizer = made_from(rows.resolve(), "tokenizer")
     if tokenizer is None:
@@ -163,9 +163,9 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.hardware.standstill import Standstill
-    from affinage.stages.flow import Flow, Runs
-    from affinage.stages.foresight import check, doubts
-    from affinage.stages.road import road_of
+    from affinage.pipeline.flow import Flow, Runs
+    from affinage.pipeline.foresight import check, doubts
+    from affinage.pipeline.road import road_of
 
     road = road_of(loaded, write_report)
     if not road:

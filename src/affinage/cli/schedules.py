@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from affinage.recipe.load import LoadedRecipe
-from affinage.recipe.training import TrainSettings
+from affinage.config.load import LoadedRecipe
+from affinage.config.training import TrainSettings
 
 _LINES = 24  # at most, for one training
 _WIDTH = 48  # characters of the longest bar

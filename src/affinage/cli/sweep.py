@@ -10,8 +10,8 @@ from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument,
 from affinage.cli.terminal import only_data_on_stdout, screen
 
 if TYPE_CHECKING:
-    from affinage.stages.flow import Flow, Runs
-    from affinage.stages.sweep import Point
+    from affinage.pipeline.flow import Flow, Runs
+    from affinage.pipeline.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
 _OF_A_SCORE = ("metric", "value", "stderr", "chance", "chat_template")
@@ -38,9 +38,9 @@ def sweep(
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
     from affinage.errors import UserError
-    from affinage.stages.flow import Runs
-    from affinage.stages.foresight import check
-    from affinage.stages.sweep import points
+    from affinage.pipeline.flow import Runs
+    from affinage.pipeline.foresight import check
+    from affinage.pipeline.sweep import points
     from affinage.stopping import OwnProcess
 
     found = points(recipe, overrides or ())
@@ -91,8 +91,8 @@ def _run(point: "Point", runs: "Runs") -> None:
 
 def _flow(point: "Point", runs: "Runs") -> "Flow":
     from affinage.api import write_report
-    from affinage.stages.flow import Flow
-    from affinage.stages.road import road_of
+    from affinage.pipeline.flow import Flow
+    from affinage.pipeline.road import road_of
 
     return Flow(point.loaded, runs, road_of(point.loaded, write_report))
 
@@ -124,8 +124,8 @@ def _show_plan(found: "list[Point]", runs: "Runs", *, as_json: bool) -> None:
 
 def losses_of(run: Path) -> dict[str, float | None]:
     """Of the last training of a run, by what it is of: on each validation set, or on its batches where it has none."""
-    from affinage.stages.models import TRAININGS
-    from affinage.stages.store import read_manifest
+    from affinage.pipeline.models import TRAININGS
+    from affinage.pipeline.store import read_manifest
 
     for stage in TRAININGS:
         manifest = read_manifest(run / stage)
@@ -142,9 +142,9 @@ def scores_of(run: Path) -> dict[str, dict[str, Any]]:
 
     {metric, value, stderr, chance, chat_template: whether it was asked in that}
     """
+    from affinage.pipeline.models import JUDGED, TRAININGS
+    from affinage.pipeline.store import read_manifest
     from affinage.report.evaluations import read_evaluation
-    from affinage.stages.models import JUDGED, TRAININGS
-    from affinage.stages.store import read_manifest
 
     for stage in (JUDGED[training] for training in TRAININGS):
         manifest = read_manifest(run / stage)

@@ -163,7 +163,7 @@ def chat(
 
 def _warn_of_a_base_model(spec: str, runs: Path, language: "Language") -> None:
     from affinage.generation.chat import base_model_warning
-    from affinage.stages.models import is_chat, locate_model
+    from affinage.pipeline.models import is_chat, locate_model
 
     training, _ = locate_model(spec, runs)
     if not is_chat(training):

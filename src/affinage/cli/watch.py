@@ -15,8 +15,8 @@ from affinage.cli.working import Working
 from affinage.durations import duration
 
 if TYPE_CHECKING:
-    from affinage.stages.flow import Flow
-    from affinage.stages.plan import Step
+    from affinage.pipeline.flow import Flow
+    from affinage.pipeline.plan import Step
 
 _NAME = 14  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
@@ -126,7 +126,7 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
 
 def places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Where the results of a run's stages are, and the command to go on with, each with its name."""
-    from affinage.recipe.plugins import VARIABLE
+    from affinage.config.plugins import VARIABLE
 
     folder = os.path.relpath(flow.folder)
     runs = "" if flow.runs.folder == Path("runs") else f" --runs {os.path.relpath(flow.runs.folder)}"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from affinage.config.data import DIGITS, ArraySettings
 from affinage.data.permutation import permuted
 from affinage.errors import UserError
 from affinage.paths import from_home
-from affinage.recipe.data import DIGITS, ArraySettings
 
 Batch = dict[str, np.ndarray]
 Images = Float[np.ndarray, "N H W C"]

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.config.cleaning import CleanSettings
 from affinage.data import code_rules
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, part_id, row_groups, text_bytes
 from affinage.data.engine import LOCAL, Engine, Progress
@@ -23,7 +24,6 @@ from affinage.data.repetition import broken_rules
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.thresholds import GRID, Probabilities
 from affinage.errors import UserError
-from affinage.recipe.cleaning import CleanSettings
 
 Verdicts = dict[int, tuple[str, str]]  # row: (reason, detail)
 

@@ -1,6 +1,6 @@
 """What source code must be to stay: the rules of StarCoder (Li et al. 2023, arXiv 2305.06161, section 3.1)."""
 
-from affinage.recipe.cleaning import CodeSettings
+from affinage.config.cleaning import CodeSettings
 
 
 def broken_rule(text: str, settings: CodeSettings) -> tuple[str, str] | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from affinage.config.data import DataSettings, SourceSettings
+from affinage.config.sources import is_on_hub, safe_name
 from affinage.data.documents import DocumentWriter, clear_documents
 from affinage.data.engine import LOCAL, POOL_BYTES, Engine, Progress
 from affinage.data.file_kinds import compression_of, kind_of
@@ -25,8 +27,6 @@ from affinage.data.repeated_ids import rename_repeated
 from affinage.data.sources import ResolvedSource, resolve
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
-from affinage.recipe.data import DataSettings, SourceSettings
-from affinage.recipe.sources import is_on_hub, safe_name
 
 TASK_BYTES = 32_000_000  # of files, as stored: small files are read together, a large one is a task of its own
 UNKNOWN_KIND = "unknown kind of file"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from affinage.config.cleaning import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import document_files, row_groups
 from affinage.data.overlap import Items, Scanner, index_items
 from affinage.data.repair import repair
 from affinage.data.row_files import blocks_of_rows, find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
-from affinage.recipe.cleaning import DecontaminateSettings
 
 _TEXTS = 1000  # that are looked through at once
 

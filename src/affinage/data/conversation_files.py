@@ -8,6 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from affinage.config.sources import POCKET_WORLD, SourceSettings, is_on_hub, location, unique
+from affinage.config.tuning import ConversationSettings, TuningSettings
 from affinage.data.conversation_shapes import Conversation, conversation
 from affinage.data.file_kinds import kind_of
 from affinage.data.foreign_json import of_a_line
@@ -17,8 +19,6 @@ from affinage.data.records import DamagedFile
 from affinage.data.sources import find
 from affinage.data.table_rows import rows_of_batch
 from affinage.errors import UserError
-from affinage.recipe.sources import POCKET_WORLD, SourceSettings, is_on_hub, location, unique
-from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 READABLE = ".jsonl, .ndjson (each also .gz, .zst, .bz2, .xz) and .parquet"
 

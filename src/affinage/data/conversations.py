@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Integer
 from rich.text import Text
 
+from affinage.config.tuning import ConversationSettings, SftSettings
 from affinage.data.batch import segments
 from affinage.data.chat import conversation_marks, cut_document, drops_reasoning, encode_documents
 from affinage.data.chat_template import Message
@@ -21,7 +22,6 @@ from affinage.data.special_tokens import Marks
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows
 from affinage.errors import UserError
-from affinage.recipe.tuning import ConversationSettings, SftSettings
 
 WORLD_FILE = "chat.jsonl"
 

@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from affinage.config.cleaning import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.finished import Finished
 from affinage.data.funnel import SAMPLE_CHARACTERS, Funnel
 from affinage.data.overlap import Hits, Items, Scanner, index_items
-from affinage.recipe.cleaning import DecontaminateSettings
 
 CONTAMINATED = "in a benchmark"  # the reason in the funnel
 MATCHES = "matches.parquet"  # in the folder `matches`, for it holds no documents

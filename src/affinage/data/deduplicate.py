@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from affinage.config.data import DeduplicateSettings
 from affinage.data.clusters import write_clusters
 from affinage.data.documents import (
     DocumentWriter,
@@ -22,7 +23,6 @@ from affinage.data.duplicates import MEMORY, find_duplicates
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.funnel import SAMPLE_CHARACTERS, SAMPLES_PER_REASON, Funnel
 from affinage.data.signatures import NAMES, Corpus
-from affinage.recipe.data import DeduplicateSettings
 
 _SCRATCH = "scratch"
 

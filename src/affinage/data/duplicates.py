@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.config.data import DeduplicateSettings
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.exchange import read_part, write_parts
 from affinage.data.near_duplicates import find_near_duplicates
@@ -28,7 +29,6 @@ from affinage.data.signatures import (
     ranges,
     sign_corpus,
 )
-from affinage.recipe.data import DeduplicateSettings
 
 MEMORY = 512_000_000  # bytes
 

@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
+from affinage.config.data import DataSettings
 from affinage.errors import UserError
-from affinage.recipe.data import DataSettings
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from affinage.config.sources import SourceSettings, is_folder
 from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
-from affinage.recipe.sources import SourceSettings, is_folder
 
 MAX_PARTS = 64  # that a dataset is read in, side by side; each asks the Hub anew
 _SECONDS = 15.0  # that the Hub may take to answer

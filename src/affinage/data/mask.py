@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.config.cleaning import MaskSettings
 from affinage.data.code_points import text_buffers
 from affinage.data.compiled import kernel
-from affinage.recipe.cleaning import MaskSettings
 
 _EMAIL_BIT, _IPV4_BIT, _IPV6_BIT = 1, 2, 4
 # The local part and domain that people write (RFC 5322 without quoted strings and comments).

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from affinage.config.data import DeduplicateSettings
 from affinage.data.comparison import COPIES_IN_MEMORY, Batch, candidates_path, compare
 from affinage.data.compiled import kernel
 from affinage.data.engine import Engine
 from affinage.data.exchange import write_parts
 from affinage.data.minhash import write_shingle_sets
 from affinage.data.signatures import BYTES, CHUNK, CONTENT, FIRST_BAND, SHINGLES, Corpus, in_range, ranges
-from affinage.recipe.data import DeduplicateSettings
 
 
 @dataclass(frozen=True)

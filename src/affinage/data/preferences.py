@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.config.tuning import ConversationSettings, DpoSettings
 from affinage.data.chat import check_messages, conversation_marks, cut_document, drops_reasoning, encode_documents
 from affinage.data.chat_template import Message
 from affinage.data.conversation_files import read_lines
@@ -17,7 +18,6 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.data.trained_turns import Encoded
 from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows
 from affinage.errors import UserError
-from affinage.recipe.tuning import ConversationSettings, DpoSettings
 
 WORLD_FILE = "preferences.jsonl"
 _SHAPES = (

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pyarrow.parquet as pq
 
+from affinage.config.sources import SourceSettings
 from affinage.data import records
 from affinage.data.file_kinds import kind_of
 from affinage.data.foreign_json import of_a_line
@@ -19,7 +20,6 @@ from affinage.data.table_rows import rows_of_batch
 from affinage.data.warc import read_warc
 from affinage.data.wikipedia import read_dump
 from affinage.errors import UserError
-from affinage.recipe.sources import SourceSettings
 
 Records = Iterator[Record | BadRecord]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.recipe.sources import SourceSettings
+from affinage.config.sources import SourceSettings
 
 MAX_RECORD_BYTES = 128_000_000  # of one document; a longer one is skipped, so that memory stays bounded
 _FIELD = re.compile(r"\{([^{}]+)\}")

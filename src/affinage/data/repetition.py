@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.config.cleaning import C4Settings, GopherSettings
 from affinage.data.code_points import BLANK, SINGLE, WORD, decode, text_buffers, word_table
 from affinage.data.compiled import kernel
 from affinage.data.minhash import mix
-from affinage.recipe.cleaning import C4Settings, GopherSettings
 
 TOP, DUPLICATE = (2, 3, 4), (5, 6, 7, 8, 9, 10)  # words of the n-grams of table A1
 RULES = (

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from affinage.config.data import RowsSettings
 from affinage.data.atomic import write_array, write_json
 from affinage.data.documents import document_files
 from affinage.data.encoded import EncodeTask, encode_file, encoded_groups, group_tokens, read_group
@@ -28,7 +29,6 @@ from affinage.data.shards import ShardFolder
 from affinage.data.spool import EXTRA, Stream
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.recipe.data import RowsSettings
 
 _COUNTS = ("rows", "tokens", "documents", "bytes")
 _SUMMARY = "packed.json"  # what was counted, once all is written

@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from affinage.config.data import DeduplicateSettings
 from affinage.data.code_points import text_buffers
 from affinage.data.engine import Engine, Progress
 from affinage.data.minhash import sign
-from affinage.recipe.data import DeduplicateSettings
 
 NAMES = ("id", "source")  # what ranks texts of equal length, in this order
 CONTENT, CONTENT_2, SHINGLES, BYTES, FIRST_BAND = range(5)  # rows of a signature file, uint64 [4 + bands, documents]

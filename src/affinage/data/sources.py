@@ -9,15 +9,8 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from affinage.data.downloads import cached_path
-from affinage.data.file_kinds import READABLE, kind_of
-from affinage.data.hub_answers import dataset_of, refusal_of
-from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of
-from affinage.data.opening import SourceFile
-from affinage.data.order import shuffle_keys
-from affinage.errors import UserError, first_line
-from affinage.recipe.data import DataSettings
-from affinage.recipe.sources import (
+from affinage.config.data import DataSettings
+from affinage.config.sources import (
     POCKET_WORLD,
     SourceSettings,
     is_folder,
@@ -27,6 +20,13 @@ from affinage.recipe.sources import (
     printable,
     unique,
 )
+from affinage.data.downloads import cached_path
+from affinage.data.file_kinds import READABLE, kind_of
+from affinage.data.hub_answers import dataset_of, refusal_of
+from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of
+from affinage.data.opening import SourceFile
+from affinage.data.order import shuffle_keys
+from affinage.errors import UserError, first_line
 
 _IN_PLACE = ("file", "memory", "local")  # protocols of what is on this machine
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # protocol: what affinage calls the packages for it

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from affinage.config.data import SplitSettings
 from affinage.data.copies import NearCopies, ShingleSets, joined, shingle_sets
 from affinage.data.documents import (
     DocumentWriter,
@@ -25,7 +26,6 @@ from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.funnel import Funnel
 from affinage.data.order import document_keys
 from affinage.errors import UserError
-from affinage.recipe.data import SplitSettings
 
 A_FEW = 4  # documents, or groups of them; of so many in a source and language, one goes to validation at least
 NEAR_COPY = "near copy of a validation document"  # the reason in the funnel

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import sentencepiece
 
+from affinage.config.data import TokenizerSettings
 from affinage.data.atomic import write_atomically
 from affinage.data.character_tokenizer import CharacterTokenizer
 from affinage.data.documents import read_documents
@@ -21,7 +22,6 @@ from affinage.data.order import document_keys
 from affinage.data.special_tokens import CONTROL_PIECES, FIXED_PIECES
 from affinage.data.tokenizer import MODEL, Tokenizer
 from affinage.errors import UserError
-from affinage.recipe.data import TokenizerSettings
 
 _OTHER = "other"  # the group of documents in none of the recipe's languages, such as code
 # SentencePiece stores the number of threads in the model file: a constant keeps the file the same on every machine.

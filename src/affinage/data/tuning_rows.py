@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from affinage.config.sources import is_on_hub
+from affinage.config.tuning import ConversationSettings, TuningSettings
 from affinage.data.atomic import write_array
 from affinage.data.chat import conversation_marks
 from affinage.data.conversation_files import located
@@ -24,8 +26,6 @@ from affinage.data.special_tokens import Marks
 from affinage.data.spool import EXTRA, Spool, Stream
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError, UserWarned
-from affinage.recipe.sources import is_on_hub
-from affinage.recipe.tuning import ConversationSettings, TuningSettings
 
 
 @dataclass(frozen=True)

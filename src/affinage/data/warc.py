@@ -8,11 +8,11 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
+from affinage.config.sources import SourceSettings
 from affinage.data import records
 from affinage.data.http_body import UnknownCoding, plain_body
 from affinage.data.opening import SourceFile, open_plain
 from affinage.data.records import BadRecord, DamagedFile, Record, encodable
-from affinage.recipe.sources import SourceSettings
 
 _HTML = ("text/html", "application/xhtml+xml")
 _READ = WarcRecordType.response | WarcRecordType.conversion

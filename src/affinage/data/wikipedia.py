@@ -14,12 +14,12 @@ from xml.sax.saxutils import unescape
 
 from mwparserfromhell.parser import ParserError
 
+from affinage.config.sources import SourceSettings
 from affinage.data import records
 from affinage.data.file_kinds import compression_of
 from affinage.data.opening import CHUNK_BYTES, SourceFile, open_plain, open_stored
 from affinage.data.records import BadRecord, DamagedFile, Record
 from affinage.data.wikitext import wikitext_to_text
-from affinage.recipe.sources import SourceSettings
 
 LICENCE = "cc-by-sa-4.0"
 _STREAM = re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59")  # how a bzip2 stream begins: 10 bytes, at a whole byte

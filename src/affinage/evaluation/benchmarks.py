@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.config.data import POCKET_WORLD
 from affinage.errors import UserError
 from affinage.paths import from_home
-from affinage.recipe.data import POCKET_WORLD
 
 Item = dict[str, Any]
 

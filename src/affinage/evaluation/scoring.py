@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from affinage.config.training import AttentionImplementation
 from affinage.data.special_tokens import PAD
 from affinage.evaluation.families import Family, find_families
 from affinage.evaluation.ledger import Ledger
@@ -18,7 +19,6 @@ from affinage.model.call import multiply_out
 from affinage.model.graph import Graph
 from affinage.model.parameter import Tree
 from affinage.parallel import MeshLayout
-from affinage.recipe.training import AttentionImplementation
 
 LOGITS_AT_ONCE = 2**24  # elements of a float32 block of logits: 64 MB, whatever batch and vocabulary are
 # What a compilation costs, in floating point operations that the machine could have done meanwhile.

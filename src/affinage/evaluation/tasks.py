@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import yaml
 
+from affinage.config.data import POCKET_WORLD
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.evaluation.known import harness_names, unknown_task
 from affinage.paths import from_home
-from affinage.recipe.data import POCKET_WORLD
 
 ChatTemplateUse = Literal["auto", "always", "never"]
 CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
+from affinage.config.training import AttentionImplementation
 from affinage.data.tokenizer import Tokenizer
 from affinage.model.call import Call, Logits
 from affinage.model.graph import Graph
@@ -18,7 +19,6 @@ from affinage.model.module import apply
 from affinage.model.parameter import Tree
 from affinage.parallel import MeshLayout
 from affinage.parallel.sharding import batch_sharding, replicated, rows_split
-from affinage.recipe.training import AttentionImplementation
 
 
 @dataclass(frozen=True)

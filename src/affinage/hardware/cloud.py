@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from affinage.config.claims import CloudSettings
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice
-from affinage.recipe.claims import CloudSettings
 
 API = "https://tpu.googleapis.com"
 _GONE = ("FAILED", "SUSPENDING", "SUSPENDED", "DELETING")  # states of the queue from which no slice comes any more

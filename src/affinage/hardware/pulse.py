@@ -20,7 +20,7 @@ from affinage.hardware.standstill import ELSEWHERE, patience_of, stays_when_stuc
 from affinage.stopping import PARENT, OwnProcess
 
 if TYPE_CHECKING:
-    from affinage.recipe.training import SurvivalSettings
+    from affinage.config.training import SurvivalSettings
 
 _EVERY = 1.0  # seconds
 _TO_SPEAK = 4.0  # seconds in which other hosts, which see no sign either, tell their stacks and leave

@@ -16,7 +16,7 @@ from affinage.hardware.stacks import Stacks, needs_no_telling, say, told_without
 from affinage.stopping import PARENT, OwnProcess, leave
 
 if TYPE_CHECKING:
-    from affinage.recipe.training import SurvivalSettings
+    from affinage.config.training import SurvivalSettings
 
 ELSEWHERE = 20.0  # times stuck_seconds without a movement until a process is left
 _ALONE = 3600.0  # seconds, at least, until one is left that nobody is known to start again

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 
+from affinage.config.parallel import Remat, RematPreset
 from affinage.model.call import Call
 from affinage.model.graph import Graph
 from affinage.model.kinds.preference import REFERENCE, PreferenceLoss
@@ -34,7 +35,6 @@ from affinage.model.parameter import Tree
 from affinage.model.remat import with_remat
 from affinage.model.scans import parts_of_scan
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.recipe.parallel import Remat, RematPreset
 
 POLICIES: tuple[RematPreset, ...] = ("none", "dots", "block", "full")
 _CUTS = frozenset({"split", "squeeze", "slice"})  # take a layer's weights from those of all layers

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from affinage.config.tuning import LoraSettings
 from affinage.errors import UserError
 from affinage.model.parameter import Parameter, Tree, map_parameters
-from affinage.recipe.tuning import LoraSettings
 
 if TYPE_CHECKING:
     from affinage.model.graph import Graph

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from affinage.config.training import AttentionImplementation
 from affinage.model.layout import Layout
 from affinage.model.parameter import Axes, Tree
 from affinage.model.product import product
-from affinage.recipe.training import AttentionImplementation
 
 
 @jax.tree_util.register_dataclass

@@ -1,8 +1,8 @@
 """The graph of a language model with the loss of preference pairs in place of that of the next token."""
 
+from affinage.config.tuning import DpoSettings
 from affinage.errors import UserError
 from affinage.model.graph import Graph, parse
-from affinage.recipe.tuning import DpoSettings
 
 ANSWERS = "answer_log_probabilities"  # the node
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from jax import checkpoint_policies as policies
 
+from affinage.config.parallel import RematChoice
 from affinage.errors import UserError
 from affinage.model.call import Call
-from affinage.recipe.parallel import RematChoice
 
 
 def with_remat(call: Call, remat: RematChoice) -> Call:

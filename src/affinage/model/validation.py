@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 
 import affinage.model.kinds  # noqa: F401  registers the kinds of the package
+from affinage.config.mistakes import explain
 from affinage.errors import UserError, meant
 from affinage.model.kind import KINDS, NodeKind
 from affinage.model.node import Node, ancestors
 from affinage.model.shape import BATCH, TOKENS, Shape, ShapeMismatch
-from affinage.recipe.mistakes import explain
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from affinage.config.parallel import LogicalAxis, MeshAxis, ParallelSettings
+from affinage.config.training import AttentionImplementation
 from affinage.errors import UserError
 from affinage.hardware.xla_flags import flags_for
 from affinage.model.call import Call
@@ -14,8 +16,6 @@ from affinage.parallel.mesh import make_mesh
 from affinage.parallel.pipeline import AXIS, Pipeline
 from affinage.parallel.sharding import Table, param_shardings, table_with
 from affinage.parallel.strategy import Spmd, Strategy
-from affinage.recipe.parallel import LogicalAxis, MeshAxis, ParallelSettings
-from affinage.recipe.training import AttentionImplementation
 
 
 def call_on(layout: MeshLayout, attention: AttentionImplementation, settings: ParallelSettings) -> Call:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError
-from affinage.recipe.parallel import LogicalAxis, MeshAxis
 
 PyTree = Any
 LogicalAxes = tuple[str | None, ...]

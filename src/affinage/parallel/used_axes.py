@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import jax
 
+from affinage.config.mesh import AXES
 from affinage.errors import UserError
 from affinage.model.graph import Graph
 from affinage.model.module import logical_axes
 from affinage.model.shape import SEQUENCE
 from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.parallel.sharding import Table
-from affinage.recipe.mesh import AXES
 
 _OF_SEQUENCES = frozenset({"sequence", "residual", "keys", "width"})  # logical axes of activations alone
 

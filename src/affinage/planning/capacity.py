@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice
 from affinage.model.analysis import parameters
@@ -11,7 +12,6 @@ from affinage.planning.compiled import Verdict, compile_on
 from affinage.planning.local import lay_out
 from affinage.planning.plan import NOTHING_COUNTED, Counted, Plan, make_plan, planned_graph, training_settings
 from affinage.planning.search import state_of
-from affinage.recipe.load import load_recipe
 
 HEAD = 128  # of attention
 _FFN, _FFN_MULTIPLE = 8 / 3, 512  # times the width, rounded up to it: a gated layer with the parameters of 4 x width
@@ -101,7 +101,7 @@ def capacity(
     tries: int = 6,
     told: Callable[[Attempt], None] = lambda _: None,
     counted: Counted = NOTHING_COUNTED,
-    compiler: Callable[[str, Sequence[str], Slice, Counted], Verdict] = compile_on,
+    compiler: Callable[[str, Sequence[str], Slice, Counted], Verdict] | None = None,
 ) -> Capacity:
     """Search the most layers, a multiple of `step`, that the slice's compiler lets train.
 
@@ -113,17 +113,18 @@ def capacity(
         tries: compilations at most; the search ends when the next larger model was refused, or with these.
         told: called after each compilation.
         counted: see `planned_graph`.
-        compiler: gives the verdicts.
+        compiler: gives the verdicts; None: the slice's own.
 
     Raises:
         UserError: where no model was found that fits.
     """
     attempts: list[Attempt] = []
+    verdict_of = compiler or compile_on
 
     def attempt(layers: int) -> Attempt:
         settings = [*overrides, f"model.nodes.blocks.repeat={layers}"]
         count = parameters(planned_graph(load_recipe(recipe, settings), counted)).total
-        one = Attempt(layers, count, compiler(recipe, settings, where, counted))
+        one = Attempt(layers, count, verdict_of(recipe, settings, where, counted))
         attempts.append(one)
         told(one)
         return one

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from affinage.config.training import TrainSettings
 from affinage.model import Call
 from affinage.model.kinds.embedding import Embedding, LearnedPositions
 from affinage.model.kinds.moe import MoeSettings
@@ -18,7 +19,6 @@ from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.experts import sent
 from affinage.planning.local import Split
 from affinage.planning.wires import Wires
-from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen
 from affinage.training.step import replicas_of
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from affinage.config.claims import Claims
+from affinage.config.training import TrainSettings
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
 from affinage.model.analysis import parameters
-from affinage.recipe.claims import Claims
-from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
 
 COMPUTE_OPTIMAL = 20  # tokens a parameter (Hoffmann et al., 2022)

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice, find_slice
 from affinage.model import Graph
 from affinage.planning.local import lay_out
 from affinage.planning.plan import Plan, make_plan, training_settings
 from affinage.planning.roofline import least_time
-from affinage.recipe.recipe import Recipe
 from affinage.training.frozen import frozen_of
 from affinage.training.layerwise import check_remat, check_update
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.slices import slice_of
 from affinage.model import Graph
@@ -12,8 +14,6 @@ from affinage.planning.memory import Memory, step_memory
 from affinage.planning.phases import phases
 from affinage.planning.plan import measured
 from affinage.planning.roofline import StepTime, step_time
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import TrainSettings
 
 
 @dataclass(frozen=True)

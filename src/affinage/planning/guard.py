@@ -1,7 +1,7 @@
 """What `max_epochs` does to the steps of a tuning, as far as it can be said before conversations are packed."""
 
-from affinage.recipe.training import TrainSettings
-from affinage.recipe.tuning import TuningSettings
+from affinage.config.training import TrainSettings
+from affinage.config.tuning import TuningSettings
 
 
 def epoch_guard(settings: TrainSettings, rows: int, context: int, found: int | None) -> str:

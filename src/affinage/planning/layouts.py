@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from affinage.config.load import load_recipe
 from affinage.hardware.slices import Slice
 from affinage.planning.plan import Plan, make_plan, planned_graph
-from affinage.recipe.load import load_recipe
 
 Mesh = Mapping[str, int]
 DEVICES = 8  # forced on the CPU

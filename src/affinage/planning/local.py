@@ -10,6 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from affinage.config.mesh import axis_to_free
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import AttentionImplementation, TrainSettings
 from affinage.errors import UserError
 from affinage.model import Graph, parse
 from affinage.model.analysis import Analysis, analyse
@@ -22,9 +25,6 @@ from affinage.parallel.pipeline import Pipeline
 from affinage.parallel.sharding import Table, check_positions_divide, check_rows_divide, partition_spec, table_with
 from affinage.parallel.used_axes import check_axes_used
 from affinage.planning.experts import of_one_owner
-from affinage.recipe.mesh import axis_to_free
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import AttentionImplementation, TrainSettings
 from affinage.training.frozen import frozen_of
 from affinage.training.job import rows_per_step
 from affinage.training.layerwise import as_it_is_done, check_remat, check_update

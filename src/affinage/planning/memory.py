@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import TrainSettings
 from affinage.hardware.chips import Chip
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
@@ -14,8 +16,6 @@ from affinage.parallel import Pipeline
 from affinage.planning.liveness import Peak, Traced, measure, trace
 from affinage.planning.local import Split, state_bytes
 from affinage.planning.part import Part, part_of
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
 from affinage.training.program import optimizer_of, step_of
 from affinage.training.state import TrainState, abstract_state

@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import TrainSettings
 from affinage.hardware.chips import Chip
 from affinage.model import Graph, parse
 from affinage.parallel.mesh import AXES
@@ -14,8 +16,6 @@ from affinage.parallel.pipeline import AXIS as STAGES
 from affinage.planning.device import DeviceLayout
 from affinage.planning.experts import of_one_owner
 from affinage.planning.local import Split
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import TrainSettings
 from affinage.training.program import compute_dtype
 
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from affinage.config.load import LoadedRecipe
+from affinage.config.recipe import Recipe
+from affinage.config.training import TrainSettings
+from affinage.config.tuning import DpoSettings
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
@@ -24,10 +28,6 @@ from affinage.planning.memory import Memory, step_memory
 from affinage.planning.remedy import remedy
 from affinage.planning.roofline import StepTime, step_time
 from affinage.planning.settle import Choice, choose_remat
-from affinage.recipe.load import LoadedRecipe
-from affinage.recipe.recipe import Recipe
-from affinage.recipe.training import TrainSettings
-from affinage.recipe.tuning import DpoSettings
 from affinage.training.program import compute_dtype
 
 Training = Literal["pretrain", "sft", "dpo"]

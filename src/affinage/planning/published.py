@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from affinage.config.load import load_recipe
 from affinage.hardware.slices import find_slice
 from affinage.planning.phases import phases
 from affinage.planning.plan import Plan, make_plan, planned_graph
-from affinage.recipe.load import load_recipe
 
 # "Scalable Training of Language Models using JAX pjit and TPUv4" (Yoo et al., 2022), figure 4: how many times faster
 # one step of a 124M model is on TPU v4 than on v3, 32 rows of 2,048 tokens. Taken are 4 chips of each.

@@ -16,6 +16,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from affinage.config.training import TrainSettings
 from affinage.hardware.slices import Slice
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
@@ -34,7 +35,6 @@ from affinage.planning.local import Split
 from affinage.planning.memory import Memory, call_of
 from affinage.planning.part import Part, part_of
 from affinage.planning.wires import wires
-from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.program import compute_dtype
 

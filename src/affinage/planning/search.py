@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import yaml
 
+from affinage.config.recipe import Recipe
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.slices import Slice
 from affinage.model import Graph
@@ -21,8 +23,6 @@ from affinage.planning.local import Split, lay_out, state_bytes
 from affinage.planning.plan import NEARLY_FULL, Plan, make_plan, measured, training_settings
 from affinage.planning.roofline import least_time, time_of_nodes
 from affinage.planning.wires import wires
-from affinage.recipe.recipe import Recipe
-from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import frozen_of
 from affinage.training.layerwise import LAYERWISE_REMAT, check_update
 from affinage.training.program import optimizer_of

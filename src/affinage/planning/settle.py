@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from affinage.config.parallel import Remat, RematSettings
+from affinage.config.training import TrainSettings
 from affinage.hardware.chips import Chip, GiB, chip
 from affinage.hardware.slices import cpu
 from affinage.model import Graph
 from affinage.planning.local import Split
 from affinage.planning.memory import step_memory
-from affinage.recipe.parallel import Remat, RematSettings
-from affinage.recipe.training import TrainSettings
 from affinage.training.layerwise import LAYERWISE_REMAT
 
 if TYPE_CHECKING:
     import jax
 
+    from affinage.config.parallel import ParallelSettings
     from affinage.parallel import MeshLayout
-    from affinage.recipe.parallel import ParallelSettings
 
 ROOM = 0.9  # of a device's memory that the estimate may take
 # What is computed again, from nothing to most; inputs of blocks can wait in the host's memory where there is another.

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from affinage.config.sources import SourceSettings, unique
 from affinage.hub.card import CardFacts
-from affinage.recipe.sources import SourceSettings, unique
 from affinage.report.evaluations import Evaluation
 from affinage.report.facts import Facts, Flow
 from affinage.report.reading import listing, mapping, mappings, string

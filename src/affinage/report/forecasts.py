@@ -20,10 +20,10 @@ def predicted(name: str, folder: Path, summary: Mapping[str, Any], recipe: Mappi
     devices = mapping(summary.get("devices"))
     if name not in ("pretrain", "sft", "dpo") or not (steps and tokens and context and mapping(written.get("graph"))):
         return {}
+    from affinage.config.recipe import Recipe
     from affinage.model import parse
     from affinage.planning.forecast import forecast
     from affinage.planning.plan import preferring
-    from affinage.recipe.recipe import Recipe
 
     try:
         read = Recipe.model_validate(dict(recipe))

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from affinage.errors import UserError, did_you_mean
-from affinage.recipe.tracking import (
+from affinage.config.tracking import (
     MlflowSettings,
     TensorBoardSettings,
     TrackersSettings,
     TrackioSettings,
     WandbSettings,
 )
+from affinage.errors import UserError, did_you_mean
 from affinage.tracking.child import Child
 from affinage.tracking.tracker import Tracker
 

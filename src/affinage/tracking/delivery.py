@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from affinage.config.tracking import TrackersSettings
 from affinage.errors import Preempted
-from affinage.recipe.tracking import TrackersSettings
 from affinage.secrets import masked
 from affinage.tracking.tracker import Ending, TrackedRun, Tracker, metrics_of
 

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from affinage.config.parallel import ParallelSettings
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.devices import acquire
 from affinage.model.activations import batch_shapes
 from affinage.model.graph import Graph
 from affinage.model.module import apply_part
 from affinage.parallel import make_mesh
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.training import TrainSettings
 from affinage.training.job import HostBatch, TrainJob
 from affinage.training.program import Program
 from affinage.training.schedule import learning_rate

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.training import TrainSettings
+from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.model import Adapters, Call, Declared, Graph, Node, apply
 from affinage.model.analysis import analyse
 from affinage.model.kinds.preference import REFERENCE
 from affinage.model.parameter import parameters_in
 from affinage.model.shape import BATCH, SEQUENCE
-from affinage.recipe.training import TrainSettings
-from affinage.recipe.tuning import DpoSettings, TuningSettings
 
 PyTree = Any
 FROZEN = "frozen"  # the folder of their one checkpoint, beside those of a training

@@ -17,12 +17,12 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import Call, Graph, Loss, abstract_params, apply_part, decayed, init_params, logical_axes
 from affinage.model import matrices as matrices_of
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import batch_sharding, check_rows_divide, param_shardings, replicated
-from affinage.recipe.training import TrainSettings
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, TrainState, random_key

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from affinage.config.training import HealthSettings
 from affinage.errors import UserError
-from affinage.recipe.training import HealthSettings
 from affinage.training.metrics import finite
 
 FILE = "health.jsonl"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from affinage.checkpoint.mirror import Mirror
+from affinage.config.parallel import ParallelSettings
+from affinage.config.tracking import TrackersSettings
+from affinage.config.training import TrainSettings
 from affinage.hardware.acquisition import Hardware
 from affinage.hardware.devices import Present
 from affinage.model import Graph
 from affinage.parallel import Strategy
-from affinage.recipe.parallel import ParallelSettings
-from affinage.recipe.tracking import TrackersSettings
-from affinage.recipe.training import TrainSettings
 from affinage.tracking import Tracker
 from affinage.training.state import TrainState
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from affinage.config.parallel import ParallelSettings, RematChoice, RematPreset
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.model import Call, Graph, apply, decayed, logical_axes, matrices
 from affinage.model.kind import Result
 from affinage.model.module import context_of
 from affinage.model.node import Node
-from affinage.recipe.parallel import ParallelSettings, RematChoice, RematPreset
-from affinage.recipe.training import TrainSettings
 from affinage.training.frozen import Frozen
 from affinage.training.optimizer import Weights, make_optimizer
 from affinage.training.rounding import stored_like

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from affinage.config.training import PrecisionSettings, TrainSettings
 from affinage.hardware.allocator import close_holes
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Declared, apply, decayed, init_params, matrices
@@ -21,7 +22,6 @@ from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, strategy_for, table_with
 from affinage.parallel.sharding import check_positions_divide, check_rows_divide
 from affinage.parallel.used_axes import check_axes_used
-from affinage.recipe.training import PrecisionSettings, TrainSettings
 from affinage.training.frozen import Frozen, frozen_of
 from affinage.training.job import DivisibleFeed, HostBatch, TrainJob, rows_per_step
 from affinage.training.layerwise import check_remat, make_layerwise_step

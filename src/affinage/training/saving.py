@@ -2,8 +2,8 @@
 
 import time
 
+from affinage.config.training import CheckpointSettings
 from affinage.hardware.hosts import Hosts
-from affinage.recipe.training import CheckpointSettings
 
 _STEPS_BETWEEN_QUESTIONS = 10  # many hosts must agree on what the clock says, which costs a message
 

@@ -8,9 +8,9 @@ import optax
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from affinage.recipe.registry import Registry, build
-from affinage.recipe.settings import Settings
-from affinage.recipe.training import ScheduleSettings
+from affinage.config.registry import Registry, build
+from affinage.config.settings import Settings
+from affinage.config.training import ScheduleSettings
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 

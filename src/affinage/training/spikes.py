@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from affinage.recipe.training import HealthSettings
+from affinage.config.training import HealthSettings
 
 _NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 _LEAST = 16  # losses that tell what is usual; of 16 the deviation is known to a third, of 64 to a sixth

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from affinage.config.training import HealthSettings
 from affinage.model import Call, Graph, apply, moved_averages
 from affinage.parallel import MeshLayout
 from affinage.parallel.pipeline import AXIS as STAGES
-from affinage.recipe.training import HealthSettings
 from affinage.training.accumulation import Batch, Sums, accumulate
 from affinage.training.frozen import Frozen
 from affinage.training.rounding import stored_like

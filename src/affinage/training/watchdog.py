@@ -10,6 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
+from affinage.config.training import SurvivalSettings
 from affinage.hardware.beats import AHEAD, Beats, Doing
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import Movement
@@ -25,7 +26,6 @@ from affinage.hardware.standstill import (
     stays_when_stuck,
 )
 from affinage.hardware.stops import Stops
-from affinage.recipe.training import SurvivalSettings
 from affinage.stopping import OwnProcess, leave
 from affinage.training.ledger import LifeSign
 

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 from pydantic import Field, model_validator
 
+from affinage.config.settings import Settings
 from affinage.errors import UserError
 from affinage.model.kind import Context, Cost
 from affinage.model.kinds.attention_products import attend, of_whole_rows
@@ -20,7 +21,6 @@ from affinage.model.kinds.ring_attention import ring_attention
 from affinage.model.kinds.rotary import RopeSettings, rotary_tables, rotate
 from affinage.model.parameter import Tree
 from affinage.model.shape import ShapeMismatch
-from affinage.recipe.settings import Settings
 
 
 class AttentionSettings(Settings):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field, model_validator
 
+from affinage.config.settings import Settings
 from affinage.model.adapters import LORA_A, LORA_B
 from affinage.model.kind import Context, Result
 from affinage.model.kinds.dense import dense_flops
@@ -29,7 +30,6 @@ from affinage.model.kinds.routing import (
 )
 from affinage.model.layout import Layout
 from affinage.model.parameter import Parameter, Tree
-from affinage.recipe.settings import Settings
 
 
 class MoeSettings(Settings):

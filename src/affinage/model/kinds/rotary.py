@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from affinage.recipe.settings import Settings
+from affinage.config.settings import Settings
 
 
 class RopeScaling(Settings):

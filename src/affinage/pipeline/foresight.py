@@ -1,0 +1,338 @@
+"""What can be known to fail before the first stage runs, so that nobody learns of it after days of training."""
+
+import contextlib
+import importlib.util
+from collections.abc import Collection, Iterator
+
+from affinage.config.data import DIGITS, POCKET_WORLD
+from affinage.config.layers import packaged_recipes, shown_path
+from affinage.config.load import LoadedRecipe
+from affinage.config.plugins import load_plugins
+from affinage.config.training import TrainSettings
+from affinage.config.tuning import SftSettings, TuningSettings
+from affinage.errors import UserError
+from affinage.evaluation.benchmarks import names_of, of_pocket_world
+from affinage.paths import from_home
+from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
+from affinage.pipeline.names import check_against, check_languages, check_tasks, check_tasks_in_loop
+from affinage.pipeline.road import local_tasks
+from affinage.pipeline.trainings import with_vocabulary
+from affinage.signing import signing_key
+from affinage.tracking.choice import check_trackers
+
+_VERIFY = ("transformers", "torch")  # packages
+
+
+def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
+    """Look ahead at what the stages that must run will need.
+
+    Raises:
+        UserError: for files, keys and packages that are not there, a model, mesh and batch that do not fit together.
+    """
+    recipe = loaded.recipe
+    load_plugins(loaded)
+    arrays = recipe.data.arrays if recipe.data is not None else None
+    if arrays is not None and arrays.path != DIGITS and "arrays" in stages:
+        _exists(loaded, arrays.path, ("data", "arrays"))
+    if "collect" in stages:
+        check_sources(loaded)
+    if recipe.sft is not None and "conversations" in stages:
+        _check_tuning_sources(loaded, recipe.sft, "sft")
+    if recipe.dpo is not None and "preferences" in stages:
+        _check_tuning_sources(loaded, recipe.dpo, "dpo")
+    if {"conversations", "preferences"} & set(stages):
+        begun = initial_folder(loaded)
+        chat_template_of(loaded, None if begun is None else begun / TOKENIZER)
+    if "clean" in stages:
+        check_languages(loaded)
+    if "decontaminate" in stages:
+        check_against(loaded)
+    if "compare-tokenizers" in stages:
+        for index, path in enumerate(recipe.tokenizer.compare):
+            _exists(loaded, path, ("tokenizer", "compare", index))
+    if recipe.data is not None and recipe.data.engine == "ray" and importlib.util.find_spec("ray") is None:
+        fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.engine=local"
+        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "engine")), fix=fix)
+    if _asks_for_tasks(loaded, stages):
+        _check_tasks(loaded)
+    if recipe.export is not None and recipe.export.verify and "export" in stages:
+        for package in _VERIFY:
+            if importlib.util.find_spec(package) is None:
+                where = loaded.locate(("export", "verify"))
+                fix = "Install it: pip install 'affinage[verify]'"
+                raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
+    if recipe.export is not None and "export" in stages:
+        _check_export(loaded)
+    if recipe.rows.url and "rows" in stages:
+        from affinage.data.shards import check_url
+
+        with _written(loaded, "rows", "url"):
+            check_url(recipe.rows.url)
+    if {"pretrain", "sft", "dpo"} & set(stages):
+        signing_key()
+        with _written(loaded, "trackers"):
+            check_trackers(recipe.trackers)
+    if recipe.pretrain is not None and "pretrain" in stages:
+        check_tasks_in_loop(loaded, "pretrain")
+        _check_training(loaded, recipe.pretrain, "pretrain")
+        _check_first_of_tunings(loaded, recipe.pretrain)
+    if "rows" in stages:  # those that are packed tell by themselves what they are of
+        _check_mixture(loaded)
+    if recipe.sft is not None and "sft" in stages:
+        check_tasks_in_loop(loaded, "sft")
+        _check_training(loaded, recipe.sft, "sft")
+        _check_base_of_dpo(loaded, recipe.sft)
+    if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
+        check_tasks_in_loop(loaded, "dpo")
+        _check_training(loaded, recipe.dpo, "dpo")
+
+
+def doubts(loaded: LoadedRecipe) -> list[str]:
+    """What can be meant so, but hardly ever is."""
+    return [*_left_of_the_base(loaded), *_asked_by_nobody(loaded), *_without_experts(loaded)]
+
+
+def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
+    """The text is one's own, and what comes after it is still about the pocket world."""
+    recipe = loaded.recipe
+    if recipe.data is None or not recipe.data.sources or any(s.path == POCKET_WORLD for s in recipe.data.sources):
+        return
+    tunings = (("sft", recipe.sft), ("dpo", recipe.dpo))
+    for section, tuning in tunings:
+        if tuning is not None and any(source.path == POCKET_WORLD for source in tuning.sources):
+            yield (
+                f"the text is yours, but {section} teaches what the pocket world says: set {section}.sources to files "
+                f"of yours, or leave it out with --set {section}=null"
+            )
+    asked = [("evaluate", recipe.evaluate.tasks if recipe.evaluate else ())]
+    asked += [(f"{name}.watch", tuning.watch.tasks) for name, tuning in tunings if tuning and tuning.watch]
+    for key, tasks in asked:
+        if any(map(of_pocket_world, tasks)):
+            yield f"the benchmarks are those of the pocket world, which your text does not speak of: {key}.tasks"
+
+
+def _asked_by_nobody(loaded: LoadedRecipe) -> Iterator[str]:
+    """Prompts that somebody wrote for the report, where no evaluation is there to answer them."""
+    report = loaded.recipe.report
+    if loaded.recipe.evaluate is not None or not (report.prompts or report.questions):
+        return
+    written = loaded.locate(("report", "prompts"))
+    own = written.startswith("--set") or (
+        written.rpartition(":")[0] == shown_path(loaded.path) and loaded.path not in packaged_recipes().values()
+    )
+    if own:
+        yield "report.prompts and report.questions are answered with the benchmarks: evaluate is null, so nobody asks"
+
+
+def _without_experts(loaded: LoadedRecipe) -> Iterator[str]:
+    """A mesh has an axis for experts, and the model has none."""
+    recipe = loaded.recipe
+    if recipe.mesh.get("expert", 1) == 1:
+        return
+    from affinage.model import parse
+    from affinage.parallel import table_with
+    from affinage.parallel.used_axes import without_experts
+
+    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocabulary), loaded.locate)
+    said = without_experts(graph, table_with(recipe.parallel.sharding))
+    if said:
+        yield said
+
+
+def _check_export(loaded: LoadedRecipe) -> None:
+    from affinage.hub.families import family_of
+    from affinage.model import parse
+
+    recipe = loaded.recipe
+    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocabulary), loaded.locate)
+    try:
+        family_of(graph).hf_config(graph, context=recipe.rows.context)
+    except UserError as error:
+        fix = "Set `export: null`: everything else works with it, as a MODEL too."
+        raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
+
+
+def check_sources(loaded: LoadedRecipe) -> None:
+    """See that the text is there that the recipe reads, without reading it. Raises UserError if it is not."""
+    from affinage.data.sources import check as check_source
+
+    data = loaded.recipe.data
+    if data is None:
+        return
+    for index, source in enumerate(data.sources):
+        with _written(loaded, "data", "sources", index):
+            check_source(source, data)
+
+
+def _asks_for_tasks(loaded: LoadedRecipe, stages: Collection[str]) -> bool:
+    data = loaded.recipe.data
+    evaluates = bool({"evaluate-base", "evaluate-sft", "evaluate-dpo"} & set(stages))
+    cleared = data is not None and data.decontaminate is not None and data.decontaminate.benchmarks
+    return evaluates or ("decontaminate" in stages and cleared)
+
+
+def _check_tasks(loaded: LoadedRecipe) -> None:
+    evaluate = loaded.recipe.evaluate
+    if evaluate is None:
+        return
+    for task in local_tasks(loaded.recipe):
+        _exists(loaded, task, ("evaluate", "tasks", evaluate.tasks.index(task)))
+    if evaluate.data_dir is not None:
+        _exists(loaded, evaluate.data_dir, ("evaluate", "data_dir"))
+        with _written(loaded, "evaluate", "tasks"):
+            names_of(evaluate.tasks, from_home(evaluate.data_dir))
+    check_tasks(loaded)
+
+
+def _check_tuning_sources(loaded: LoadedRecipe, tuning: TuningSettings, section: str) -> None:
+    from affinage.data.conversation_files import check as check_source
+    from affinage.data.mixture import ALL, refuse_unknown
+
+    for index in range(len(tuning.sources)):
+        with _written(loaded, section, "sources", index):
+            check_source(tuning, index)
+    titles = {source.title for source in tuning.sources}
+    with _written(loaded, section, "mixture"):
+        for name in {name for stage in tuning.mixture or () for name in stage.weights}:
+            if name not in {*titles, ALL}:
+                refuse_unknown(name, titles)
+
+
+def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) -> None:
+    from affinage.hardware.devices import acquire
+    from affinage.model import abstract_params, logical_axes, parse
+    from affinage.parallel import MeshLayout, call_on, make_mesh, param_shardings, strategy_for, table_with
+    from affinage.parallel.sharding import check_positions_divide, check_rows_divide
+    from affinage.parallel.used_axes import check_axes_used
+    from affinage.training import rows_per_step
+    from affinage.training.choices import check_choices
+    from affinage.training.frozen import frozen_of
+    from affinage.training.layerwise import check_remat, check_update
+
+    recipe = loaded.recipe
+    wanted = recipe.tokenizer.vocabulary
+    graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
+    is_text = recipe.data is None or recipe.data.arrays is None
+    folder = initial_folder(loaded)
+    if folder is not None:
+        from affinage.data.tokenizer import Tokenizer
+
+        with _written(loaded, "init"):
+            initial_params(folder, graph)
+            given = Tokenizer.load(folder / TOKENIZER)
+            if recipe.sft is not None or recipe.dpo is not None:
+                given.use_template(chat_template_of(loaded, folder / TOKENIZER))
+                _ = given.chat_ids if given.template is None else given.template.marks(given)
+    elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
+        raise UserError(
+            f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
+            where=loaded.locate(("tokenizer", "vocabulary")),
+            fix=f"Set `vocab: auto`, or at least {wanted}, where the model says {graph.vocabulary}.",
+        )
+    with _written(loaded, "mesh"):
+        mesh = make_mesh(dict(recipe.mesh.items()), acquire())
+    with _written(loaded, name, "lora"):
+        held = frozen_of(graph, settings)
+    with _written(loaded, name, "update"):
+        check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
+    with _written(loaded, "parallel", "remat"):
+        check_remat(settings, recipe.parallel.remat)
+    check_choices(settings, lambda path: loaded.locate((name, *path)))
+    with _written(loaded, "parallel", "sharding"):
+        table = table_with(recipe.parallel.sharding)
+    with _written(loaded, "mesh"):
+        check_axes_used(graph, mesh.shape, table)
+    with _written(loaded, name, "batch"):
+        check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
+    with _written(loaded, "mesh"):
+        rows = rows_per_step(settings, mesh.size) // settings.micro_batches
+        call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
+        strategy_for(mesh, recipe.parallel).check(graph, rows, call)
+        param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
+    if is_text:
+        with _written(loaded, "rows", "context"):
+            check_positions_divide(recipe.rows.context, mesh, table)
+
+
+def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> None:
+    """What follows a pretraining that is still to be made begins with a step that this will save and keep."""
+    from affinage.checkpoint.steps import kept_steps
+
+    tunings = [name for name in loaded.recipe.trainings if name != "pretrain"]
+    step = getattr(loaded.recipe, tunings[0]).base_step if tunings else None
+    if step is None or step == pretrain.steps:
+        return
+    keep = pretrain.checkpoint
+    saved = range(keep.every_steps, pretrain.steps, keep.every_steps)
+    if step not in saved or step not in kept_steps([*saved, pretrain.steps], keep.keep_last, keep.keep_every):
+        raise UserError(
+            f"pretrain will keep no checkpoint of step {step}: of its {pretrain.steps} steps it saves every "
+            f"{keep.every_steps} and keeps the last {keep.keep_last}"
+            + (f" and multiples of {keep.keep_every}" if keep.keep_every else ""),
+            where=loaded.locate((tunings[0], "base_step")),
+            fix=f"Set pretrain.checkpoint.every_steps and keep_every to numbers that divide {step}.",
+        )
+
+
+def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
+    """What follows a fine-tuning that is still to be made begins with no step that this cannot reach.
+
+    Where it ends by `max_epochs` is known once its conversations are packed; before, at most one is in a row.
+    """
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import make_mesh
+    from affinage.training import rows_per_step
+
+    step = loaded.recipe.dpo.base_step if loaded.recipe.dpo is not None else None
+    if step is None:
+        return
+    last, why = sft.steps, "so many are sft.steps"
+    given = [source.examples for source in sft.sources if source.examples is not None]
+    if sft.max_epochs is not None and sft.mixture is None and len(given) == len(sft.sources):
+        rows = rows_per_step(sft, make_mesh(dict(loaded.recipe.mesh.items()), acquire()).size)
+        seen = max(1, int(sum(given) * sft.max_epochs / rows))
+        if seen < last:
+            last = seen
+            why = f"sft.max_epochs is {sft.max_epochs:g}, and {sum(given):,} conversations are at most as many rows"
+    if step > last:
+        where = loaded.locate(("dpo", "base_step"))
+        fix = "Set a step that sft saves and keeps, or leave it out for its last one."
+        raise UserError(f"sft ends at step {last:,} at the latest, before {step:,}: {why}", where=where, fix=fix)
+
+
+def _check_mixture(loaded: LoadedRecipe) -> None:
+    from affinage.data.encoded import UNDETERMINED, group_name
+    from affinage.data.mixture import ALL, refuse_unknown
+    from affinage.data.special_tokens import CODE_LANGUAGE
+
+    data, pretrain = loaded.recipe.data, loaded.recipe.pretrain
+    if data is None or pretrain is None or pretrain.mixture is None:
+        return
+    sources = [source.title for source in data.sources]
+    if len(set(sources)) < len(sources):
+        return  # they get numbers
+    stated = {source.language for source in data.sources if source.language}
+    languages = {*data.languages, *stated, CODE_LANGUAGE, UNDETERMINED}
+    likely = {*sources, *data.languages, *stated}
+    known = {ALL, *sources, *languages, *(group_name(source, language) for source in sources for language in languages)}
+    for stage in pretrain.mixture:
+        for name in stage.weights:
+            if name not in known:
+                with _written(loaded, "pretrain", "mixture"):
+                    refuse_unknown(name, likely)
+
+
+@contextlib.contextmanager
+def _written(loaded: LoadedRecipe, *key: str | int) -> Iterator[None]:
+    """Say of an error which line of the recipe asked for it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.what, where=loaded.locate(key), fix=error.fix) from error
+
+
+def _exists(loaded: LoadedRecipe, path: str, key: tuple[str | int, ...]) -> None:
+    if path != POCKET_WORLD and "://" not in path and not from_home(path).exists():
+        raise UserError(
+            f"there is no `{path}`", where=loaded.locate(key), fix="Paths start from the working directory."
+        )

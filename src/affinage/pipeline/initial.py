@@ -1,0 +1,185 @@
+"""The model that a recipe begins with, where it names one with `init`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from affinage.config.load import LoadedRecipe
+from affinage.errors import UserError
+from affinage.pipeline.store import read_manifest
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+
+    from affinage.model import Adapters, Graph
+
+MODEL = "model.json"  # beside the checkpoints: what one must know to load them
+BEGUN_WITH = "begun_with"  # in it: where Hugging Face's libraries find the imported model that a training began with
+KEPT = "kept"  # checkpoints in place of the training's own
+TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is a result of its own
+
+
+def initial_folder(loaded: LoadedRecipe) -> Path | None:
+    """The folder that `init` names, relative to the file that says so; None if the recipe begins with random weights.
+
+    Raises:
+        UserError: there is no imported model.
+    """
+    if loaded.recipe.init is None:
+        return None
+    folder = loaded.beside(loaded.recipe.init, ("init",))
+    if "imported" not in _facts(folder):
+        raise UserError(
+            f"there is no imported model in `{loaded.recipe.init}`",
+            where=loaded.locate(("init",)),
+            fix="Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER",
+        )
+    return folder
+
+
+def origin_of(imported: Path) -> str:
+    """Where Hugging Face's libraries find the model that was imported: a repository, or a folder; "" if unknown."""
+    return str(_facts(imported)["imported"].get("from", ""))
+
+
+def begun_with(training: Path) -> str:
+    """The same of the imported model that a training began with; "" also for a folder that is there no more."""
+    origin = str(_facts(training).get(BEGUN_WITH, ""))
+    return "" if Path(origin).is_absolute() and not Path(origin).is_dir() else origin
+
+
+def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None:
+    """The Jinja template that the recipe's conversations are written in; None for ChatML.
+
+    `tokenizer` is the folder of the tokenizer in use. Raises UserError if there is no such template.
+    """
+    chosen = loaded.recipe.chat_template
+    if chosen == "chatml":
+        return None
+    where = loaded.locate(("chat_template",))
+    if chosen == "tokenizer":
+        from affinage.data.hub_tokenizer import template_in
+
+        found = None if tokenizer is None else template_in(tokenizer)
+        fix = "Name a Jinja file, or write `chat_template: chatml`."
+        if not found:
+            raise UserError("the tokenizer has no chat template of its own", where=where, fix=fix)
+        return found
+    path = loaded.beside(chosen, ("chat_template",))
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)["chat_template"] if path.suffix == ".json" else text
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
+        raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
+    return str(found)
+
+
+def checkpoints_of(training: Path, step: int | None = None) -> Path:
+    """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
+
+    That is the one kept from before a benchmark became worse, where there is one; see `stages.watching`.
+    """
+    kept = training / KEPT
+    return kept if step is None and kept.is_dir() else training / "checkpoints"
+
+
+def trained_params(training: Path, graph: "Graph", step: int | None, abstract: Any) -> Any:
+    """The weights of a training's model, with its adapters merged into them where it trained such.
+
+    Args:
+        training: its folder.
+        graph: the model.
+        step: of the checkpoint; the one that stands for the training if None.
+        abstract: of the graph's parameters, with shardings.
+    """
+    import jax
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.parallel.sharding import replicated
+    from affinage.training.frozen import kept_frozen
+
+    found = trained_adapters(training, graph, step, replicated(jax.tree.leaves(abstract)[0].sharding.mesh))
+    if found is None:
+        return CheckpointStore(checkpoints_of(training, step)).restore_params(_wanted(training, step), abstract)
+    adapters, trained = found
+    frozen = kept_frozen(training, abstract)
+    merge = jax.jit(adapters.merged, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract), donate_argnums=0)
+    return merge(frozen, trained)
+
+
+def trained_adapters(
+    training: Path, graph: "Graph", step: int | None, sharding: "Sharding"
+) -> "tuple[Adapters, Any] | None":
+    """The adapters that a training trained, and their A and B; None if it trained the weights themselves."""
+    import jax
+    import jax.numpy as jnp
+
+    from affinage.checkpoint import CheckpointStore
+    from affinage.config.tuning import LoraSettings
+    from affinage.model import Adapters, abstract_params
+
+    facts = _facts(training)
+    if facts.get("lora") is None:
+        return None
+    adapters = Adapters(graph, LoraSettings(**facts["lora"]))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_params(adapters, jnp.dtype(facts["precision"]["params"])),
+    )
+    return adapters, CheckpointStore(checkpoints_of(training, step)).restore_params(_wanted(training, step), abstract)
+
+
+def _wanted(training: Path, step: int | None) -> int | None:
+    """The checkpoint that must be read; None for the newest that is there, as long as the training goes on."""
+    summary = training / "summary.json"
+    if step is not None or checkpoints_of(training).name == KEPT or read_manifest(training) is None:
+        return step
+    return int(json.loads(summary.read_text(encoding="utf-8"))["steps"]) if summary.is_file() else None
+
+
+def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
+    """What the keys of stages hold of it: hashes of its weights and tokenizer, wherever its folder is."""
+    folder = initial_folder(loaded)
+    return (
+        {}
+        if folder is None
+        else {f"init {part}": digest for part, digest in _facts(folder)["imported"]["sha256"].items()}
+    )
+
+
+def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
+    """A function that loads its weights as the parameters of `graph`, given as abstract ones with shardings.
+
+    Raises:
+        UserError: the graph has other parameters than the model.
+    """
+    from affinage.checkpoint import CheckpointStore
+    from affinage.model import parse
+    from affinage.model.parameter import map_parameters
+
+    def shapes(graph: "Graph") -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        map_parameters(lambda path, parameter: found.update({".".join(path): parameter.shape}), graph.parameters)
+        return found
+
+    own, given = shapes(graph), shapes(parse(_facts(folder)["graph"]))
+    for name in sorted(own.keys() | given.keys()):
+        if own.get(name) != given.get(name):
+            raise UserError(
+                f"the recipe's model has {name} {own.get(name, 'not at all')}, "
+                f"the one it begins with {given.get(name, 'not at all')}",
+                where="init",
+                fix="Let `model:` be what the imported model's recipe.yaml says.",
+            )
+    store = CheckpointStore(folder / "checkpoints")
+    return lambda abstract: store.restore_params(0, abstract)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts

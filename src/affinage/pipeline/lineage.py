@@ -1,0 +1,218 @@
+"""From a training step to the documents it read, and from a text to the steps that read it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from affinage.errors import UserError
+from affinage.pipeline.models import made_from
+from affinage.pipeline.store import read_manifest
+from affinage.pipeline.trainings import FEED
+
+if TYPE_CHECKING:
+    from affinage.data.feed import RowFeed
+    from affinage.data.tokenizer import Tokenizer
+
+_ROWS = {
+    "pretrain": "rows",
+    "sft": "conversations",
+    "dpo": "preferences",
+}  # the stage that makes the rows of a training
+DOCUMENT_STAGES = ("collect", "clean", "deduplicate", "decontaminate", "split")  # in their order
+
+
+def locate_run(spec: str, runs: Path) -> Path:
+    """The folder of a run: given by its name, its folder, or its recipe.
+
+    Raises:
+        UserError: there is none; the message says which there are.
+    """
+    for folder in (Path(spec), runs / spec):
+        if (folder / "recipe.json").is_file():
+            return folder
+    if Path(spec).suffix in (".yaml", ".yml", ".json"):
+        from affinage.config.load import load_recipe
+
+        name = load_recipe(spec).recipe.name
+        if (runs / name / "recipe.json").is_file():
+            return runs / name
+    known = sorted(found.parent.name for found in runs.glob("*/recipe.json"))
+    listed = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no runs in {runs}."
+    raise UserError(f"there is no run `{spec}`", fix=f"{listed} `affinage data RECIPE` makes one.")
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of one training of a run, and the order it reads them in."""
+
+    run: Path
+    stage: str  # pretrain or sft
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        """What the training wrote down of its feed, or would: rows (a folder's name), seed, batch, mixture, steps."""
+        try:
+            found: dict[str, Any] = json.loads((self.run / self.stage / FEED).read_text(encoding="utf-8"))
+            return found
+        except FileNotFoundError:
+            return self._foretold()
+
+    def _foretold(self) -> dict[str, Any]:
+        recipe = json.loads((self.run / "recipe.json").read_text(encoding="utf-8"))
+        settings, made = recipe.get(self.stage), self.run / _ROWS[self.stage]
+        if settings is None:
+            raise UserError(f"this run has no stage `{self.stage}`", where=str(self.run))
+        if read_manifest(made) is None:
+            fix = f"Pack them: affinage data {recipe['name']}"
+            raise UserError(f"the rows of `{self.stage}` are not packed yet", where=str(self.run), fix=fix)
+        if settings["batch"] is None:
+            raise UserError(
+                "how many rows a step has depends on the devices, and this training has not begun",
+                where=str(self.run),
+                fix=f"Begin it, or give --set {self.stage}.batch=ROWS.",
+            )
+        mixture = [(stage["from_step"], stage["weights"]) for stage in settings.get("mixture") or ()]
+        facts = {"rows": made.resolve().name, "seed": recipe["seed"], "batch": settings["batch"]}
+        return facts | {"mixture": mixture or None, "steps": settings["steps"]}
+
+    @property
+    def steps(self) -> int:
+        """Steps that the training has when it is done."""
+        return int(self.told["steps"])
+
+    @cached_property
+    def folder(self) -> Path:
+        """The result that holds the rows."""
+        store = (self.run / _ROWS[self.stage]).resolve().parent
+        if not (store / self.told["rows"]).is_dir():
+            raise UserError("the rows of this training are gone", where=str(store), fix="Run its recipe again.")
+        return store / str(self.told["rows"])
+
+    def made_from(self, stage: str) -> Path:
+        """The result of `stage` that went into the rows."""
+        found = made_from(self.folder, stage)
+        if found is None:
+            raise UserError(f"the result of `{stage}` is gone", where=str(self.folder), fix="Run the recipe again.")
+        return found
+
+    @cached_property
+    def feed(self) -> "RowFeed":
+        """The batches of the training."""
+        from affinage.data.feed import RowFeed
+
+        told = self.told
+        return RowFeed(self.folder / "train", seed=told["seed"], batch=told["batch"], mixture=told["mixture"])
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the rows."""
+        from affinage.data.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.made_from("tokenizer"))
+
+    @cached_property
+    def folders(self) -> dict[str, Path]:
+        """Folders of training rows by name."""
+        from affinage.data.row_files import find_row_folders
+
+        return find_row_folders(self.folder / "train")
+
+    def where(self, step: int, row: int | None = None) -> list[dict[str, Any]]:
+        """What lies in the batch of a step, counted from 1 as metrics.jsonl does, or in one row of it.
+
+        Gives {row, folder, number, documents: [{id, source, url, start, stop, offset}]} for each row; for one row its
+        documents also have `text`. Raises UserError for steps and rows that there are not.
+        """
+        from affinage.data.lineage import spans_of_rows
+
+        if not 1 <= step <= self.steps:
+            raise UserError(f"there is no step {step}", fix=f"This training has the steps 1 to {self.steps}.")
+        if row is not None and not 0 <= row < self.feed.batch_size:
+            raise UserError(f"there is no row {row}", fix=f"A batch has the rows 0 to {self.feed.batch_size - 1}.")
+        places = list(enumerate(self.feed.where(step - 1)))
+        chosen = places if row is None else [places[row]]
+        spans = {
+            folder: spans_of_rows(self.folders[folder], [number for _, (name, number) in chosen if name == folder])
+            for folder in {folder for _, (folder, _) in chosen}
+        }
+        found = []
+        for index, (folder, number) in chosen:
+            documents = [{k: v for k, v in span.items() if k != "row"} for span in spans[folder][number]]
+            found.append({"row": index, "folder": folder, "number": number, "documents": documents})
+        if row is not None:
+            self._add_text(found[0])
+        return found
+
+    def _add_text(self, row: dict[str, Any]) -> None:
+        from affinage.data.batch import read_rows
+        from affinage.data.row_files import open_rows
+
+        tokens, _ = read_rows(open_rows(self.folders[row["folder"]]), np.array([row["number"]]))
+        for document in row["documents"]:
+            document["text"] = self.tokenizer.decode(tokens[0, document["start"] : document["stop"]].tolist())
+
+    def find(self, text: str) -> Iterator[dict[str, Any]]:
+        """The documents that hold `text`, those of validation too, and the steps (from 1) that train on it.
+
+        Gives {id, source, language, url, part, occurrences, rows: [{folder, number, steps}]} for each document.
+        """
+        from affinage.data.encoded import UNDETERMINED, group_name
+        from affinage.data.lineage import spans_of_document
+        from affinage.data.occurrences import occurrences, rows_of, token_ranges
+
+        split = self.made_from("split")
+        for part in ("train", "validation"):
+            for document in occurrences(split / part, text):
+                facts = {name: getattr(document, name) for name in ("id", "source", "language", "url")}
+                told = {**facts, "part": part, "occurrences": len(document.at), "rows": []}
+                if part == "train":
+                    folder = group_name(document.source, document.language or UNDETERMINED)
+                    spans = spans_of_document(self.folders[folder], document.id, document.source)
+                    ranges = token_ranges(document, len(text), self.tokenizer)
+                    numbers = sorted({row for tokens in ranges for row in rows_of(spans, tokens)})
+                    told["rows"] = [
+                        {"folder": folder, "number": n, "steps": [step + 1 for step in self._steps_of(folder, n)]}
+                        for n in numbers
+                    ]
+                yield told
+
+    def _steps_of(self, folder: str, number: int) -> list[int]:
+        return self.feed.steps_of(folder, number, self.steps)
+
+
+def documents_of(run: Path, stage: str) -> dict[str, Path]:
+    """The folders of documents that a stage of a run left, by part: "" or, of `split`, train and validation."""
+    result = run / stage
+    if stage not in DOCUMENT_STAGES:
+        raise UserError(f"`{stage}` has no documents", fix=f"Stages with documents: {', '.join(DOCUMENT_STAGES)}.")
+    if read_manifest(result) is None:
+        there = [name for name in DOCUMENT_STAGES if read_manifest(run / name) is not None]
+        raise UserError(f"this run has no result of `{stage}`", where=str(run), fix=f"It has {', '.join(there)}.")
+    return {part: result / part for part in ("train", "validation")} if stage == "split" else {"": result}
+
+
+def last_seen(run: Path, text: str) -> dict[str, int]:
+    """In how many documents of each stage before the split a text occurs."""
+    from affinage.data.occurrences import occurrences
+
+    done = [stage for stage in DOCUMENT_STAGES[:-1] if read_manifest(run / stage) is not None]
+    return {stage: sum(1 for _ in occurrences(run / stage, text)) for stage in done}
+
+
+def lost_at(seen: Mapping[str, int]) -> dict[str, int]:
+    """How many of the documents that `last_seen` counts each stage removed, the split too, if it removed any."""
+    stages = [*seen, DOCUMENT_STAGES[-1]]
+    found = {after: seen[before] - seen.get(after, 0) for before, after in pairwise(stages)}
+    return {stage: count for stage, count in found.items() if count > 0}
+
+
+def reasons_of(run: Path, stage: str) -> dict[str, int]:
+    """What a stage of documents removed some for, and how many."""
+    manifest = read_manifest(run / stage)
+    return dict(manifest["summary"].get("removed", {})) if manifest else {}

@@ -1,0 +1,134 @@
+"""The work of the stages that judge and release what was trained."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from affinage.config.data import POCKET_WORLD
+from affinage.hardware.hosts import Hosts
+from affinage.pipeline.models import CHAT, TRAININGS, load_trained
+from affinage.pipeline.seen import seen_by
+from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.store import write_json
+
+if TYPE_CHECKING:
+    from affinage.generation.model import LoadedModel
+
+_ANSWERS = "answers.jsonl"  # of an evaluation that is not complete yet
+_VERIFIED = 10  # validation documents of each source and language that `verify` compares
+
+
+def evaluate_base(context: StageContext) -> Summary:
+    """Judge the pretrained model."""
+    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
+
+    return _evaluate(context, "pretrain", evaluate)
+
+
+def evaluate_sft(context: StageContext) -> Summary:
+    """Judge the chat model."""
+    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
+
+    return _evaluate(context, "sft", evaluate)
+
+
+def evaluate_dpo(context: StageContext) -> Summary:
+    """Judge the chat model after it has learned from preferences."""
+    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
+
+    return _evaluate(context, "dpo", evaluate)
+
+
+def export(context: StageContext) -> Summary:
+    """Write the Hugging Face folder of the last model into `model/`."""
+    from affinage.hub.export import export
+    from affinage.report.card import card_facts
+    from affinage.report.facts import collect_facts
+
+    recipe, inputs = context.recipe, context.inputs
+    assert recipe.export is not None
+    training = next(name for name in TRAININGS if name in inputs)
+    model = _trained(context, training, recipe.name)
+    folder = context.folder / "model"
+    facts = collect_facts(context.run_folder, inputs)
+    summary = export(
+        model,
+        folder,
+        facts=card_facts(facts, recipe.export.licence),
+        dtype=recipe.export.dtype,
+        chat=training in CHAT,
+        shard_gigabytes=recipe.export.shard_gigabytes,
+        trim_vocabulary=recipe.export.trim_vocabulary,
+    )
+    if recipe.export.verify:
+        from affinage.hub.verify import verify
+
+        context.progress("comparing with transformers")
+        texts = [text for some in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in some]
+        summary["verified"] = verify(folder, model, texts)
+    return summary
+
+
+def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":
+    """The model of a training, split over the recipe's mesh by the recipe's table."""
+    recipe, inputs = context.recipe, context.inputs
+    sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
+    # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
+    mesh = sizes if Hosts.current.together else None
+    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding)
+
+
+def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summary]) -> Summary:
+    from affinage.evaluation.run import has_chat_template
+    from affinage.pipeline.samples import answers, continuations
+
+    recipe, inputs = context.recipe, context.inputs
+    settings = recipe.evaluate
+    assert settings is not None
+    model = _trained(context, training, f"{recipe.name}/{training}")
+    chat = training in CHAT
+    unlearned = settings.chat_template == "always" and not has_chat_template(model, chat)
+    results = evaluate(
+        replace(model, attention=settings.attention),
+        settings.tasks,
+        folder=context.folder if Hosts.current.first else None,
+        keep=context.folder / _ANSWERS,
+        task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},
+        data_dir=settings.data_dir,
+        chat=chat,
+        limit=settings.limit,
+        shots=settings.shots,
+        chat_template="auto" if unlearned else settings.chat_template,
+        batch=settings.batch,
+        max_new_tokens=settings.max_new_tokens,
+        texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
+        compressors=settings.compressors,
+        seen=seen_by(inputs[training], recipe.data.decontaminate if recipe.data else None)
+        if settings.contamination
+        else None,
+        progress=context.progress,
+    )
+    said = answers(model, recipe.report.questions) if chat else continuations(model, recipe.report.prompts)
+    results["samples"] |= said
+    if Hosts.current.first:
+        (context.folder / _ANSWERS).unlink()  # the results are there now
+        write_json(context.folder / "results.json", results)
+    return results
+
+
+def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:
+    """Documents that were never trained on, per source and language, at most `most`; none where there is no text."""
+    from affinage.data.documents import read_documents
+
+    if split is None:
+        return {}
+    texts: dict[str, list[str]] = defaultdict(list)
+    for batch in read_documents(split / "validation"):
+        columns = [batch.column(name).to_pylist() for name in ("source", "language", "text")]
+        for source, language, text in zip(*columns):
+            some = texts[f"{source}.{language}"]
+            if most is None or len(some) < most:
+                some.append(text)
+    return dict(texts)

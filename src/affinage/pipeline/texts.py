@@ -1,0 +1,198 @@
+"""The work of the data stages: from sources to rows of tokens."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import rich
+
+from affinage.config.data import POCKET_WORLD, DataSettings
+from affinage.config.recipe import Recipe
+from affinage.config.sources import POCKET_MEGABYTES
+from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder
+from affinage.pipeline.stage import StageContext, Summary
+
+if TYPE_CHECKING:
+    from affinage.data.tokenizer import Tokenizer
+
+
+def world(context: StageContext) -> Summary:
+    """Generate the pocket world: documents, conversations, preferences and benchmarks."""
+    from affinage.data.world import write_world
+
+    return write_world(context.folder, megabytes=pocket_megabytes(context.recipe), seed=context.recipe.seed)
+
+
+def collect(context: StageContext) -> Summary:
+    """Read every source into one form."""
+    from affinage.data.collect import collect
+    from affinage.data.engine import open_engine
+
+    settings = _data(context)
+    with open_engine(settings) as engine:
+        return collect(settings, context.folder, context.inputs.get("world"), engine=engine, progress=_share(context))
+
+
+def clean(context: StageContext) -> Summary:
+    """Remove what is no document in one of the recipe's languages."""
+    from affinage.data.clean import clean
+    from affinage.data.engine import open_engine
+
+    settings = _data(context)
+    with open_engine(settings) as engine:
+        return clean(
+            context.inputs["collect"],
+            context.folder,
+            settings.clean,
+            settings.languages,
+            engine=engine,
+            progress=_share(context),
+        )
+
+
+def deduplicate(context: StageContext) -> Summary:
+    """Keep one of each group of equal or nearly equal documents."""
+    from affinage.data.deduplicate import deduplicate
+    from affinage.data.engine import open_engine
+
+    settings = _data(context)
+    assert settings.deduplicate is not None
+    with open_engine(settings) as engine:
+        return deduplicate(
+            context.inputs["clean"],
+            context.folder,
+            settings.deduplicate,
+            memory=round(settings.memory_megabytes * 1e6),
+            engine=engine,
+            progress=_share(context),
+        )
+
+
+def decontaminate(context: StageContext) -> Summary:
+    """Remove documents that hold an item of a benchmark."""
+    from affinage.data.benchmark_items import read_items
+    from affinage.data.decontaminate import decontaminate
+    from affinage.data.engine import open_engine
+    from affinage.evaluation.benchmarks import of_pocket_world
+    from affinage.evaluation.items import benchmark_items
+
+    data = _data(context)
+    settings, evaluated = data.decontaminate, context.recipe.evaluate
+    assert settings is not None
+    tasks = [name for name in settings.against if name.endswith((".yaml", ".yml"))]
+    if settings.benchmarks and evaluated is not None:
+        tasks += [task for task in evaluated.tasks if not of_pocket_world(task)]
+    items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
+    for path in settings.against:
+        items += read_items(path) if path not in tasks else ()
+    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
+    with open_engine(data) as engine:
+        return decontaminate(documents, context.folder, settings, items, engine=engine, progress=_share(context))
+
+
+def split(context: StageContext) -> Summary:
+    """Set aside the documents that are never trained on."""
+    from affinage.data.engine import open_engine
+    from affinage.data.split import split
+
+    inputs = context.inputs
+    documents = inputs.get("decontaminate") or inputs.get("deduplicate") or inputs["clean"]
+    settings = _data(context)
+    with open_engine(settings) as engine:
+        return split(documents, context.folder, settings.split, context.recipe.seed, engine=engine)
+
+
+def tokenizer(context: StageContext) -> Summary:
+    """Train the tokenizer on the training documents."""
+    from affinage.data.tokenizer_training import train_tokenizer
+
+    recipe = context.recipe
+    languages = _data(context).languages
+    return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
+
+
+def given_tokenizer(context: StageContext) -> Summary:
+    """Take the tokenizer of the model that the recipe begins with."""
+    from affinage.data.fertility import measure
+    from affinage.data.tokenizer import Tokenizer
+
+    folder = initial_folder(context.loaded)
+    assert folder is not None
+    given = Tokenizer.load(folder / TOKENIZER)
+    given.write(context.folder)
+    facts = {"kind": given.kind, "vocabulary": given.vocabulary}
+    return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
+
+
+def compare_tokenizers(context: StageContext) -> Summary:
+    """Measure published tokenizers beside the recipe's own."""
+    from affinage.data.fertility import compare
+    from affinage.data.tokenizer import Tokenizer
+
+    ours = Tokenizer.load(context.inputs["tokenizer"])
+    return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
+
+
+def rows(context: StageContext) -> Summary:
+    """Pack the documents' tokens into rows."""
+    from affinage.data.engine import open_engine
+    from affinage.data.rows import pack_rows
+    from affinage.data.tokenizer import Tokenizer
+
+    recipe, progress = context.recipe, context.progress
+    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["tokenizer"])
+    with open_engine(_data(context)) as engine:
+        return pack_rows(split, trained, context.folder, recipe.rows, recipe.seed, engine=engine, progress=progress)
+
+
+def conversations(context: StageContext) -> Summary:
+    """Turn conversations into rows that say which tokens are trained on."""
+    from affinage.data.conversations import prepare_conversations
+
+    recipe = context.recipe
+    assert recipe.sft is not None
+    summary = prepare_conversations(
+        recipe.sft,
+        chat_tokenizer(context),
+        context.folder,
+        context=recipe.sft.context or recipe.rows.context,
+        seed=recipe.seed,
+        world_folder=context.inputs.get("world"),
+        progress=context.progress,
+    )
+    if unrolled := summary.get("unrolled"):
+        rich.print(
+            f"conversations: {unrolled:,} were unrolled, one example for each answer that the chat template writes "
+            "otherwise once more follows"
+        )
+    tell_dropped_reasoning(summary, "conversations")
+    return summary
+
+
+def tell_dropped_reasoning(summary: Summary, what: str) -> None:
+    """Say how many conversations (or pairs) have reasoning that the chat template does not write."""
+    if dropped := summary.get("reasoning_dropped"):
+        rich.print(f"{what}: {dropped:,} have reasoning that the chat template does not write; it is not trained on")
+
+
+def chat_tokenizer(context: StageContext) -> "Tokenizer":
+    """The stage's tokenizer, that writes conversations in the recipe's template."""
+    from affinage.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
+    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["tokenizer"]))
+    return tokenizer
+
+
+def pocket_megabytes(recipe: Recipe) -> float:
+    """How much text of the pocket world the recipe asks for, in 1e6 bytes."""
+    worlds = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
+    return max((source.megabytes or POCKET_MEGABYTES for source in worlds), default=POCKET_MEGABYTES)
+
+
+def _share(context: StageContext) -> Callable[[float], None]:
+    return lambda share: context.progress(f"{share:.0%}")
+
+
+def _data(context: StageContext) -> DataSettings:
+    assert context.recipe.data is not None
+    return context.recipe.data

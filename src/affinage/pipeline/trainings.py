@@ -1,0 +1,346 @@
+"""The work of the training stages."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich
+
+from affinage.config.plugins import plugin_fingerprints
+from affinage.config.training import PretrainSettings, TrainSettings
+from affinage.config.tuning import TuningSettings
+from affinage.errors import UserError
+from affinage.hardware.hosts import Hosts
+from affinage.pipeline.extension import extended
+from affinage.pipeline.in_loop import InLoop
+from affinage.pipeline.initial import (
+    BEGUN_WITH,
+    MODEL,
+    chat_template_of,
+    checkpoints_of,
+    initial_folder,
+    initial_params,
+    origin_of,
+    trained_params,
+)
+from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.store import content_hash, write_json
+from affinage.pipeline.watching import judge_of, within_epochs
+
+if TYPE_CHECKING:
+    from affinage.config.parallel import ParallelSettings
+    from affinage.data.feed import RowFeed
+    from affinage.data.tokenizer import Tokenizer
+    from affinage.data.validation_rows import ValidationRows
+    from affinage.model import Graph
+    from affinage.training import Feed, TrainJob, ValidationSet
+    from affinage.training.job import Benchmarks, Judge
+
+FEED = "feed.json"
+
+
+def pretrain(context: StageContext) -> Summary:
+    """Train the model, from random weights or those that `init` names, on rows of documents."""
+    from affinage.data.tokenizer import Tokenizer
+
+    settings = context.recipe.pretrain
+    assert settings is not None
+    graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
+    feed, validation = token_rows(context, settings, context.inputs["rows"])
+    summary = _train(
+        context,
+        graph,
+        settings,
+        feed,
+        validation,
+        data={"rows": content_hash(context.inputs["rows"], "train")},
+        documents=partial(documents_of, feed, context.inputs["rows"] / "train"),
+        facts={"context": feed.context, "system_prompt": ""},
+        initial_params=_imported(context, graph),
+        benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.evaluate else None,
+    )
+    return summary | {"epochs": feed.epochs(settings.steps)}
+
+
+def pretrain_on_arrays(context: StageContext) -> Summary:
+    """Train the model from random weights on images."""
+    from affinage.data.arrays import TRAIN, ArrayFeed
+    from affinage.model import parse
+
+    settings, recipe = context.recipe.pretrain, context.recipe
+    assert settings is not None
+    graph = parse(recipe.model, context.loaded.locate)
+    feed = ArrayFeed(context.inputs["arrays"] / TRAIN, seed=recipe.seed, batch=_rows_per_step(context, settings))
+    for name, shape in graph.inputs:
+        if name != "images" or shape.dims[1:] != feed.shape:
+            raise UserError(
+                f"the model takes `{name}` {shape}, the data are `images` [B, {', '.join(map(str, feed.shape))}]",
+                where=context.loaded.locate(("model", "inputs")),
+                fix=f"Write `inputs: {{images: {list(feed.shape)}}}`.",
+            )
+    data = {"arrays": content_hash(context.inputs["arrays"], TRAIN)}
+    return _train(context, graph, settings, feed, {}, data=data)
+
+
+def sft(context: StageContext) -> Summary:
+    """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
+    from affinage.data.conversations import show_examples
+    from affinage.data.tokenizer import Tokenizer
+
+    asked = context.recipe.sft
+    assert asked is not None
+    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
+    graph = graph_of(context, tokenizer)
+    if Hosts.current.first:
+        rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
+        for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
+            rich.get_console().print(example, markup=False, highlight=False)
+    feed, validation = token_rows(context, asked, context.inputs["conversations"])
+    settings = within_epochs(asked, feed, "sft")
+    return _train(
+        context,
+        graph,
+        settings,
+        feed,
+        validation,
+        data={"rows": content_hash(context.inputs["conversations"], "train")},
+        documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
+        facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
+        initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
+        judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
+    )
+
+
+def chat_facts(context: StageContext) -> dict[str, str]:
+    """The chat template, for whoever talks with the model; nothing for ChatML."""
+    source = chat_template_of(context.loaded, context.inputs["tokenizer"])
+    return {} if source is None else {"chat_template": source}
+
+
+def begin_with(
+    context: StageContext, graph: "Graph", trainings: Sequence[str], step: int | None = None
+) -> Callable[[Any], Any] | None:
+    """The weights of the first of `trainings` that the stage reads, or those that the recipe begins with.
+
+    `step` is of the checkpoint, the last one by default. Raises UserError if it was not kept.
+    """
+    from affinage.checkpoint import CheckpointStore
+
+    for name in trainings:
+        if name in context.inputs:
+            store = CheckpointStore(checkpoints_of(context.inputs[name], step))
+            if step is not None and step not in store.steps():
+                kept = ", ".join(map(str, store.steps()))
+                raise UserError(
+                    f"{name} has kept no checkpoint of step {step}, but of {kept}",
+                    where=f"{context.folder.name.rpartition('-')[0]}.base_step",
+                    fix=f"Keep them with {name}.checkpoint.keep_every, and make it anew: --force {name}",
+                )
+            return partial(trained_params, context.inputs[name], graph, step)
+    return _imported(context, graph)
+
+
+def _imported(context: StageContext, graph: "Graph") -> Callable[[Any], Any] | None:
+    """The weights that the recipe begins with; None for random ones."""
+    folder = initial_folder(context.loaded)
+    return None if folder is None else initial_params(folder, graph)
+
+
+def _begun_with(context: StageContext) -> dict[str, str]:
+    """Where others find the imported model that a training begins with, as far as that is known."""
+    first = not {"pretrain", "sft"} & context.inputs.keys()
+    folder = initial_folder(context.loaded) if first else None
+    origin = "" if folder is None else origin_of(folder)
+    return {BEGUN_WITH: origin} if origin else {}
+
+
+def graph_of(context: StageContext, tokenizer: "Tokenizer") -> "Graph":
+    """The recipe's model, with the tokenizer's vocabulary where it says `vocab: auto`.
+
+    Raises:
+        UserError: also if the tokenizer has ids that the model does not know.
+    """
+    from affinage.model import parse
+
+    recipe, locate = context.recipe, context.loaded.locate
+    graph = parse(with_vocabulary(recipe.model, tokenizer.vocabulary), locate)
+    if tokenizer.vocabulary > graph.vocabulary:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary} pieces, the model's vocabulary is {graph.vocabulary}",
+            where=locate(("model", "nodes")),
+            fix=f"Set `vocab: auto`, or at least {tokenizer.vocabulary}, where the model says {graph.vocabulary}.",
+        )
+    return graph
+
+
+def with_vocabulary(model: Any, vocabulary: int) -> Any:
+    """A copy of a `model:` mapping with every `vocab: auto` replaced."""
+    if isinstance(model, dict):
+        return {
+            key: vocabulary if (key, value) == ("vocab", "auto") else with_vocabulary(value, vocabulary)
+            for key, value in model.items()
+        }
+    return [with_vocabulary(entry, vocabulary) for entry in model] if isinstance(model, list) else model
+
+
+def token_rows(
+    context: StageContext, settings: PretrainSettings | TuningSettings, rows: Path
+) -> "tuple[RowFeed, dict[str, ValidationRows]]":
+    """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
+    from affinage.data.feed import RowFeed
+    from affinage.data.validation_rows import validation_sets
+
+    batch = _rows_per_step(context, settings)
+    mixture = None if settings.mixture is None else [(each.from_step, each.weights) for each in settings.mixture]
+    feed = RowFeed(rows / "train", seed=context.recipe.seed, batch=batch, mixture=mixture)
+    # How to find the rows of a step again; the number of devices may have a part in the batch.
+    told = {"rows": rows.name, "seed": context.recipe.seed, "batch": batch, "mixture": mixture, "steps": settings.steps}
+    if Hosts.current.first:
+        write_json(context.folder / FEED, told)
+    # A micro-batch is what fits in memory.
+    held_out = validation_sets(
+        rows / "validation", batch=batch // settings.micro_batches, limit=settings.validation_rows
+    )
+    return feed, held_out
+
+
+def _rows_per_step(context: StageContext, settings: TrainSettings) -> int:
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import make_mesh
+    from affinage.training import rows_per_step
+
+    return rows_per_step(settings, make_mesh(mesh_of(context), acquire()).size)
+
+
+def mesh_of(context: StageContext) -> dict[str, int | str]:
+    """The recipe's mesh."""
+    return {str(axis): size for axis, size in context.recipe.mesh.items()}
+
+
+def parallel_of(context: StageContext, graph: "Graph", settings: TrainSettings, tokens: int) -> "ParallelSettings":
+    """How the work is split, with `remat: auto` chosen for the devices that are here and rows of so many tokens."""
+    parallel = context.recipe.parallel
+    if parallel.remat != "auto":
+        return parallel
+    from affinage.hardware.devices import acquire
+    from affinage.parallel import MeshLayout, make_mesh, table_with
+    from affinage.planning.settle import remat_for_devices
+    from affinage.training import rows_per_step
+
+    mesh = make_mesh(mesh_of(context), acquire())
+    layout = MeshLayout(mesh, table_with(parallel.sharding))
+    choice = remat_for_devices(graph, settings, parallel, layout, rows_per_step(settings, mesh.size), tokens)
+    print(f"{context.folder.name.rpartition('-')[0]}: {choice}", flush=True)
+    return parallel.model_copy(update={"remat": choice.remat})
+
+
+def documents_of(feed: "RowFeed", rows: Path, step: int) -> list[dict[str, Any]]:
+    """{row, folder, number, documents} of every row of the batch of a step, counted from 1."""
+    from affinage.data.lineage import DOCUMENTS, spans_of_rows
+    from affinage.data.row_files import find_row_folders
+
+    folders, places = find_row_folders(rows), feed.where(step - 1)
+    spans = {
+        name: spans_of_rows(folders[name], [number for folder, number in places if folder == name])
+        for name in {folder for folder, _ in places}
+        if (folders[name] / DOCUMENTS).is_file()
+    }
+    named = [[f"{span['source']}/{span['id']}" for span in spans.get(name, {}).get(n, [])] for name, n in places]
+    return [
+        {"row": row, "folder": folder, "number": number, "documents": documents}
+        for row, ((folder, number), documents) in enumerate(zip(places, named, strict=True))
+    ]
+
+
+def _train(
+    context: StageContext,
+    graph: "Graph",
+    settings: TrainSettings,
+    feed: "Feed",
+    validation: "Mapping[str, ValidationSet]",
+    *,
+    data: dict[str, str],
+    documents: Callable[[int], Any] | None = None,
+    facts: dict[str, Any] | None = None,
+    initial_params: Callable[[Any], Any] | None = None,
+    judge: "Judge | None" = None,
+    benchmarks: "Benchmarks | None" = None,
+) -> Summary:
+    from affinage.training import TrainJob
+
+    tokens = (facts or {}).get("context", 1)
+    job = TrainJob(
+        graph=graph,
+        settings=settings,
+        mesh=mesh_of(context),
+        parallel=parallel_of(context, graph, settings, tokens),
+        seed=context.recipe.seed,
+        feed=feed,
+        data=data,
+        code=plugin_fingerprints(context.loaded),
+        documents=documents,
+        validation=validation,
+        folder=context.folder,
+        initial_params=initial_params,
+        judge=judge,
+        benchmarks=benchmarks,
+        name=context.folder.name.rpartition("-")[0],
+    )
+    return run_training(context, job, graph=graph, facts=facts or {})
+
+
+def remote_of(context: StageContext) -> str | None:
+    """Where a training is copied to: a folder that is called like its own; None if nowhere."""
+    remote = context.recipe.remote
+    return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
+
+
+def bring_from_remote(context: StageContext, *, anew: bool) -> None:
+    """Begin with the newest checkpoint that is at the recipe's `remote`, where it is newer than what is here.
+
+    If the training is made `anew`, what is there is removed in place of that.
+
+    Raises:
+        UserError: nobody answers there.
+    """
+    url = remote_of(context)
+    if url is not None:
+        from affinage.checkpoint.mirror import bring_newest, forget
+
+        if anew:
+            forget(url)
+            return
+        name = context.folder.name.rpartition("-")[0]
+        tell = partial(rich.get_console().print, markup=False, highlight=False, soft_wrap=True)
+        bring_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
+
+
+def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
+    """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
+    from affinage.checkpoint.mirror import Mirror
+    from affinage.checkpoint.remote_steps import CHECKPOINTS
+    from affinage.checkpoint.steps import drop_remains
+    from affinage.tracking import trackers_of
+    from affinage.training import train
+    from affinage.training.job import Extension
+
+    settings, recipe = context.recipe.trackers, context.recipe.name
+    makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
+    extension = extended(context.loaded, job.name)
+    keep, url = job.settings.checkpoint, remote_of(context)
+    if url is not None:
+        mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        job = replace(job, mirror=mirror)
+    begun = None if extension is None else Extension(*extension)
+    job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.measured)
+    lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
+    told = {"graph": graph.to_dict(), **facts, **_begun_with(context)}
+    told |= {"lora": lora.model_dump(mode="json")} if lora else {}
+    if Hosts.current.first:
+        write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
+    summary = train(job)
+    if Hosts.current.first:
+        drop_remains(context.folder / CHECKPOINTS)  # they are no part of the result
+    return summary

@@ -1,0 +1,230 @@
+"""Recipes: what is merged from where, which mistakes are named at which line, and what YAML words mean."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from affinage.config.load import load_recipe
+from affinage.errors import UserError
+from affinage.pipeline.road import road_of
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+GOOD = """\
+name: small
+model:
+  inputs: [tokens]
+  nodes:
+    embed: {kind: embedding, in: tokens}
+data:
+  sources: [pocket-world, {path: novels/, language: fr}]
+  deduplicate: {jaccard: 0.9}
+pretrain:
+  steps: 1_000
+  batch: 8
+  schedule:
+    peak: 1e-3
+    floor: 1e-4
+"""
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "r.yaml") -> Path:
+        (tmp_path / name).write_text(text)
+        return Path(name)
+
+    return write
+
+
+def refused(recipe: str | Path, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe, overrides)
+    return caught.value
+
+
+def test_a_good_recipe_and_its_places(write: Write):
+    loaded = load_recipe(write(GOOD))
+    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.schedule.peak) == (1000, 1e-3)
+    assert loaded.recipe.data.sources[0].path == "pocket-world"
+    assert loaded.locate(("pretrain", "schedule", "floor")) == "r.yaml:14"
+    assert loaded.locate(("data", "sources", 1, "language")) == "r.yaml:7"
+    assert loaded.locate(("pretrain", "optimizer", "b1")) == "r.yaml:9", "unwritten: the nearest thing around it"
+
+
+ONE = "name: small\n"
+# What is replaced by what, the line that the message names, and what of the setting and its cure it holds.
+MISTAKES = [
+    ("batch: 8", "bacth: 8", 11, "`pretrain.bacth` | `pretrain.batch`"),
+    ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | a whole number"),
+    ("peak: 1e-3", "peak: -1", 13, "`pretrain.schedule.peak` | more than 0"),
+    ("jaccard: 0.9", "jaccard: [1]", 8, "`data.deduplicate.jaccard` | a list"),
+    ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
+    (ONE, "seed: 1\n", 1, "`name`"),
+    ("batch: 8", "batch: 8\n  micro_batches: 3", 9, "batch 8 | 3 micro_batches"),
+    (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
+    (ONE, ONE + "report: {language: de}\n", 2, "report.language | en, fr"),
+    (ONE, ONE + "name: large\n", 2, "`name` | line 1"),
+    (ONE, ONE + "rows: 3\n", 2, "`rows` | rows: {context: 2048}"),
+    (ONE, ONE + "base: none.yaml\n", 2, "`none.yaml`"),
+    (ONE, ONE + "base: r.yaml\n", 2, "its own base"),
+    (ONE, "name: !!python/name:os.system x\n", 1, "is not allowed"),
+    ("  schedule:\n    peak: 1e-3\n    floor: 1e-4", "  schedule: x", 12, "pretrain.schedule | `x` | name, peak"),
+    ("  batch: 8", "\tbatch: 8", 11, "not valid YAML | Indent with spaces"),
+    ("batch: 8", "batch: [8", 12, "not valid YAML | brackets"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "line", "held"), MISTAKES, ids=[bad.strip() for _, bad, *_ in MISTAKES])
+def test_each_mistake_names_its_line_its_setting_and_its_cure(write: Write, good: str, bad: str, line: int, held: str):
+    assert good in GOOD
+    message = str(refused(write(GOOD.replace(good, bad))))
+    assert f"r.yaml:{line}: " in message
+    assert [each for each in held.split(" | ") if each not in message] == [], message
+
+
+def test_all_mistakes_are_told_at_once_in_reading_order(write: Write):
+    bad = GOOD.replace("batch: 8", "batch: x").replace("jaccard: 0.9", "jacard: 1").replace("name: small", "name: 3.5")
+    lines = [line for line in str(refused(write(bad))).splitlines() if line.startswith("r.yaml:")]
+    assert [line.split(":")[1] for line in lines] == ["1", "8", "11"]
+
+
+# What is given by `--set`, and what the message names.
+OVERRIDES = [
+    ("pretrain.stesp=7", "--set pretrain.stesp: | `pretrain.steps`"),
+    ("pretrain.steps=[", "--set pretrain.steps:1:"),
+    ("pretrain.steps", "--set pretrain.steps: | `key=value`"),
+    ("data.sources=[{path: jl, langage: en}]", "langage"),
+    # A setting in the wrong place is told by its whole name, and of several kinds of value one mistake is one.
+    ("fdsp=8", "Did you mean `mesh.fsdp`?"),
+    ("micro_batches=2", "Did you mean `pretrain.micro_batches`?\n"),  # the others are of sections left out
+    ("context=64", "Did you mean `rows.context`? Or `mesh.context`, `sft.context`?"),
+    ("xyzzy=1", "name, description"),
+    ("hardware.price=free", "`hardware.price` | `free` | a number, or a mapping"),
+    ("pretrain.mixture={en: -1}", "pretrain.mixture | at least 0"),
+    ("pretrain.mixture=[{from_step: 5, weights: {en: 1}}]", "pretrain.mixture | [5]"),
+    ("pretrain.mixture=[{form_step: 0, weights: {en: 1}}]", "`pretrain.mixture.0.from_step`"),
+]
+
+
+@pytest.mark.parametrize(("override", "held"), OVERRIDES, ids=[override for override, _ in OVERRIDES])
+def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: str, held: str):
+    message = f"{refused(write(GOOD), override)}\n"
+    assert [each for each in held.split(" | ") if each not in message] == [], message
+    assert "mistakes" not in message, "it is one, not several"
+
+
+def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
+    path = write(GOOD)
+    loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation=0.5"])
+    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch) == (7, 8), "the rest of the section stays"
+    assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
+    assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
+    assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
+    inside = load_recipe(path, ["data.sources.1.language=en"])
+    assert inside.recipe.data.sources[1].language == "en"
+    assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
+    assert inside.locate(("data", "sources", 1)) == "r.yaml:7, with --set data.sources.1.language=en"
+    merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak: 2.0e-3}}"])
+    assert (merged.recipe.pretrain.batch, merged.recipe.pretrain.schedule.floor) == (8, 1e-4), "mappings merge"
+    assert merged.locate(("pretrain", "schedule", "peak")) == "--set pretrain"
+    assert merged.locate(("pretrain", "schedule", "floor")) == "r.yaml:14"
+
+
+def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write: Write):
+    path = write(GOOD)
+    where = refused(path, "pretrain.micro_batches=3", "data.split.validation=0.5").where
+    assert where == "r.yaml:9, with --set pretrain.micro_batches=3"
+    loaded = load_recipe(path, ["pretrain.steps=5", "model.nodes.other.kind=x", "rows.context=64"])
+    assert loaded.locate(("pretrain", "batch")) == "r.yaml:11", "a value has a place of its own"
+    assert loaded.locate(("rows",)) == "--set rows.context=64"
+    given = "--set model.nodes.other.kind=x"
+    assert loaded.locate(("model", "nodes", "embed")) == f"r.yaml:5, with {given}", "a node takes what others give"
+
+
+def test_a_base_is_merged_and_null_takes_away(write: Write):
+    write(GOOD, "base.yaml")
+    child = write(
+        "base: base.yaml\nname: child\npretrain: {steps: 9}\n"
+        "data: {sources: [a], deduplicate: null}\nmodel: {nodes: {embed: null, other: {kind: x}}}\nreport: null\n"
+    )
+    loaded = load_recipe(child)
+    recipe = loaded.recipe
+    assert (recipe.name, recipe.pretrain.steps, recipe.pretrain.batch) == ("child", 9, 8)
+    assert len(recipe.data.sources) == 1, "lists are replaced"
+    assert recipe.data.deduplicate is None, "null is a value where the setting has one"
+    assert recipe.model["nodes"] == {"other": {"kind": "x"}}
+    assert recipe.report.language == "en", "null is the default where it cannot be left out"
+    assert loaded.locate(("pretrain", "batch")) == "base.yaml:11" and loaded.locate(("pretrain", "steps")) == "r.yaml:3"
+    assert load_recipe(child, ["pretrain=null"]).recipe.pretrain is None
+    write(GOOD.replace("batch: 8", "batch: no"), "base.yaml")
+    assert refused(child).where == "base.yaml:11"
+
+
+def test_a_base_does_not_describe_another_recipe_nor_ask_about_another_text(write: Write):
+    def said_with(*overrides: str, recipe: str | Path = "quickstart") -> tuple[bool, bool, bool]:
+        found = load_recipe(recipe, overrides).recipe
+        return bool(found.description), bool(found.report.prompts), bool(found.report.questions)
+
+    assert said_with() == (True, True, True)
+    assert said_with("data.sources=[mine/]") == (False, False, True), "its chats are still the pocket world's"
+    assert said_with("data.sources=[mine/]", "sft.sources=[chats.jsonl]") == (False, False, False)
+    assert said_with("data.sources.0.megabytes=1") == (True, True, True), "less of the same text"
+    own = ("report.prompts=[Hello]", "description=mine")
+    assert said_with("data.sources=[mine/]", *own) == said_with(*own, "data.sources=[mine/]") == (True, True, True)
+    mine = write("base: quickstart\nname: mine\ndescription: mine\ndata: {sources: [mine/]}\n")
+    assert said_with(recipe=mine) == (True, False, True)
+
+
+def test_a_name_finds_a_recipe_that_comes_along_and_a_wrong_one_is_corrected(write: Write):
+    assert load_recipe("quickstart").recipe.name == "quickstart"
+    assert "`quickstart`" in refused("quickstrat").fix
+    write(GOOD)
+    assert "`r.yaml`" in refused("q.yaml").fix
+
+
+def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(write: Write, tmp_path: Path):
+    path = write(GOOD)
+    loaded = load_recipe(path, ["data.sources=[a b]"])
+    (tmp_path / "recipe.json").write_text(loaded.recipe.model_dump_json())
+    assert load_recipe("recipe.json").recipe == loaded.recipe
+    assert loaded.command == "affinage run r.yaml --set 'data.sources=[a b]'"
+    assert load_recipe(tmp_path / path).command == "affinage run r.yaml"
+
+
+def test_a_path_is_relative_to_the_file_that_says_it(write: Write, tmp_path: Path):
+    for folder in ("base", "here", "plugins"):
+        (tmp_path / folder).mkdir()
+    write(GOOD + "init: .\nplugins: [mine.py]\n", "base/recipe.yaml")
+    (tmp_path / "base/mine.py").touch()
+    derived = load_recipe(write("base: ../base/recipe.yaml\nname: derived\n", "here/r.yaml"))
+    assert derived.beside(derived.recipe.init, ("init",)).resolve() == tmp_path / "base"
+    assert derived.beside("mine.py", ("plugins", 0)).resolve() == tmp_path / "base/mine.py"
+    own = load_recipe(write("base: ../base/recipe.yaml\ninit: .\n", "here/own.yaml"))
+    assert own.beside(".", ("init",)).resolve() == tmp_path / "here"
+    told = load_recipe("here/r.yaml", ["init=base"])
+    assert told.beside("base", ("init",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"
+
+
+def test_a_mixture_is_one_or_of_several_stages_and_in_the_key_of_the_training():
+    def mixture(written: str) -> list[tuple[int, dict[str, float]]]:
+        found = load_recipe(TINY, [f"pretrain.mixture={written}"]).recipe.pretrain.mixture
+        return [(stage.from_step, stage.weights) for stage in found]
+
+    def settings(*overrides: str) -> dict[str, dict]:
+        return {stage.name: stage.settings for stage in road_of(load_recipe(TINY, overrides))}
+
+    assert mixture("{en: 7, fr: 3}") == [(0, {"en": 7, "fr": 3})]
+    staged = "[{weights: {en: 1}}, {from_step: 10, weights: {en: 1, fr: 0.5}}]"
+    assert mixture(staged) == [(0, {"en": 1}), (10, {"en": 1, "fr": 0.5})]
+    plain = settings()
+    for override, changed in [
+        ("pretrain.mixture={en: 1}", {"pretrain"}),
+        ("rows.packing=best-fit", {"rows"}),
+        ("rows.url=file:///elsewhere", {"rows"}),
+    ]:
+        other = settings(override)
+        assert {name for name in plain if plain[name] != other[name]} == changed

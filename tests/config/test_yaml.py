@@ -1,0 +1,47 @@
+"""The YAML of recipes: what words and numbers mean, as pyyaml reads them too, and what is printed is read back."""
+
+import math
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from affinage.config import marked_yaml
+from affinage.config.yaml_text import as_yaml
+
+words = st.text("ab:- #'\"\n,é{}[]&*!%@`|>?~0123456789.e", max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words,
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(words, inside, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"), ("on", "on"), ("true", True), ("~", None), ("", None), ("1e-3", 1e-3), ("1.5e3", 1500.0),
+        ("010", 10), ("50_000", 50000), ("12:30", "12:30"), ("2026-01-02", "2026-01-02"), ("'1'", "1"), (".5", 0.5),
+        ("-.inf", float("-inf")), ("[a, 1]", ["a", 1]), ("1.", 1.0), ("1-2", "1-2"), ("_1", "_1"),
+    ],
+)  # fmt: skip
+def test_words_and_numbers_are_what_a_person_means(text: str, value: object):
+    assert marked_yaml.parse(text, "t").value == value
+
+
+@given(values)
+def test_what_pyyaml_writes_is_read_as_what_it_was(value: object):
+    assert marked_yaml.parse(yaml.dump(value, allow_unicode=True), "t").value == value
+    if isinstance(value, float):
+        assert marked_yaml.parse(repr(value).replace("inf", ".inf"), "t").value == value
+
+
+ODD = [1e-5, 2.5e300, -0.0, 1.0, 7, True, None, math.inf, -math.inf, "", "yes", "~", "null", "1e-5", "a: b", "- a"]
+ODD += ["é#b", "line\nline", 'say "no"', "back\\slash", [1, [], {}], {"a": {"b c": [None, "x, y"]}, "on": "{}"}, {}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_what_is_printed_is_read_back(value: object):
+    read = yaml.safe_load(as_yaml(value))
+    assert read == value and type(read) is type(value)

@@ -1,0 +1,104 @@
+"""A recipe with `init` begins with the weights and the tokenizer of an imported model."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from affinage.cli.program import main
+from affinage.config.load import load_recipe
+from affinage.errors import UserError
+from affinage.hub.card import CardFacts
+from affinage.hub.export import export
+from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.imports import import_model
+from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.road import road_of
+from tiny_models import CONTEXT, tiny_llama
+
+_STEPS = ["steps=1", "batch=4", "schedule={peak: 1.0e-12, floor: 0}", "validation_rows=4"]
+PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
+POCKET = "data={sources: [{path: pocket-world, megabytes: 0.02}], languages: [en, fr], split: {validation: 0.2}}"
+SFT = ["sft={sources: [talks.jsonl], steps: 1, batch: 4, schedule: {peak: 1.0e-12, floor: 0}}", "mesh={data: 1}"]
+SFT += ["sft.held_out=0", "sft.max_epochs=null", "data=null", "pretrain=null"]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("init")
+    export(tiny_llama(), folder / "hub", facts=CardFacts(licence="apache-2.0"))
+    import_model(folder / "hub", folder / "model", "tiny", origin=str(folder / "hub"))
+    return folder / "model"
+
+
+@pytest.fixture(autouse=True)
+def talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.jsonl").write_text('{"prompt": "Où ?", "completion": "Ici."}\n' * 9)
+
+
+def run(folder: Path, runs: Path, *settings: str, status: int = 0) -> None:
+    words = [word for setting in settings for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(folder / "recipe.yaml"), "--runs", str(runs), *words])
+    assert ended.value.code == status
+
+
+def assert_begun_with(imported: Path, spec: str, runs: Path) -> None:
+    """A learning rate of 1e-12 leaves the weights where they were."""
+    before, after = open_model(str(imported), runs), open_model(spec, runs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), before.params, after.params)
+    assert [after.tokenizer.encode(text) for text in ("Où ?", "The")] == [
+        [*before.tokenizer.encode(text)] for text in ("Où ?", "The")
+    ]
+
+
+@pytest.mark.full
+def test_pretraining_goes_on_from_it(imported, tmp_path):
+    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "export=null", "report=null")
+    assert_begun_with(imported, "tiny/pretrain", tmp_path)
+
+
+def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
+    """With adapters, which name the model that was imported; the card is one, whichever verb writes it."""
+    run(imported, tmp_path, *SFT, "sft.lora={rank: 2}")
+    assert_begun_with(imported, "tiny/sft", tmp_path)
+    assert is_chat((tmp_path / "tiny/sft").resolve()) and open_model("tiny", tmp_path).context == CONTEXT
+    assert (tmp_path / "tiny/report.html").is_file()
+    for words in (["--to", str(tmp_path / "again")], ["--adapter", "--to", str(tmp_path / "adapter")]):
+        with pytest.raises(SystemExit) as ended:
+            main(["export", "tiny", "--runs", str(tmp_path), *words])
+        assert not ended.value.code
+    assert (tmp_path / "again/README.md").read_text() == (tmp_path / "tiny/export/model/README.md").read_text()
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(imported.parent / "hub")
+
+
+def requests(recipe: Path, runs: Path) -> dict[str, str]:
+    loaded = load_recipe(recipe, [*PRETRAIN, POCKET])
+    return {step.stage.name: step.request.key for step in Flow(loaded, Runs(runs), road_of(loaded)).plan()}
+
+
+def test_other_weights_make_other_results(imported, tmp_path):
+    before = requests(imported / "recipe.yaml", tmp_path)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    for name in ("recipe.yaml", "model.json"):
+        (other / name).write_bytes((imported / name).read_bytes())
+    assert requests(other / "recipe.yaml", tmp_path) == before, "the folder's name does not count"
+    facts = json.loads((other / "model.json").read_text())
+    facts["imported"]["sha256"]["weights"] = "0" * 64
+    (other / "model.json").write_text(json.dumps(facts))
+    after = requests(other / "recipe.yaml", tmp_path)
+    assert after["pretrain"] != before["pretrain"] and after["split"] == before["split"]
+
+
+def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_path, capsys):
+    run(imported, tmp_path, *PRETRAIN, POCKET, "mesh={data: 1}", "model.nodes.blocks.repeat=3", status=2)
+    told = capsys.readouterr().err
+    assert "blocks.attention.key.kernel" in told and "(3, 32, 2, 8)" in told and "(1, 32, 2, 8)" in told
+    with pytest.raises(UserError, match="`nowhere`") as refused:
+        road_of(load_recipe(imported / "recipe.yaml", ["init=nowhere"]))
+    assert refused.value.fix

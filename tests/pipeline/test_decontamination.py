@@ -1,0 +1,95 @@
+"""When documents are cleared of benchmarks, of which, and what makes the stage run again."""
+
+import json
+
+import pytest
+from quiet import Quiet
+
+from affinage.config.load import load_recipe
+from affinage.data.documents import read_documents
+from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.looking import table_beside
+from affinage.pipeline.road import road_of
+from choice_task import write_items, write_task
+
+RECIPE = """\
+name: small
+model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
+data: {sources: [texts.jsonl], clean: {min_characters: 3, min_language_probability: 0}}
+pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+evaluate: {tasks: [%s]}
+"""
+QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm, and by whom was it done?"
+ITEM = {"question": QUESTION, "choices": ["a", "b"], "right": 0}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [
+        f"I was asked: {QUESTION.lower()} I did not know.",
+        "Something else entirely.",
+        "The answer is in the book.",
+    ]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_task(tmp_path, "harbours", [ITEM])
+
+    def load(tasks: str, *overrides: str):
+        (tmp_path / "r.yaml").write_text(RECIPE % tasks)
+        return load_recipe("r.yaml", overrides)
+
+    return load
+
+
+def stage_of(loaded):
+    return next((stage for stage in road_of(loaded) if stage.name == "decontaminate"), None)
+
+
+def test_the_stage_is_there_if_there_is_something_to_look_for(load):
+    assert stage_of(load("pocket-world")) is None  # its facts are its text
+    assert stage_of(load("")) is None
+    assert stage_of(load("pocket-world, harbours.yaml", "data.decontaminate=null")) is None
+    assert stage_of(load("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
+    named = stage_of(load("pocket-world, hellaswag, harbours.yaml"))
+    assert named.settings["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
+    only = stage_of(load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.against=[mine.txt]"))
+    assert "evaluate" not in only.settings
+    split = next(stage for stage in road_of(load("harbours.yaml")) if stage.name == "split")
+    assert split.inputs == ("decontaminate",)
+
+
+def test_how_items_are_looked_for_in_the_text_is_part_of_judging(load):
+    def judged(*overrides):
+        road = road_of(load("harbours.yaml", "data.decontaminate.benchmarks=false", *overrides))
+        return next(stage.settings for stage in road if stage.name == "evaluate-base")
+
+    assert judged("data.decontaminate.ngram=8") != judged()
+    unasked = judged("evaluate.contamination=false", "data.decontaminate.ngram=8")
+    assert unasked == judged("evaluate.contamination=false")
+
+
+def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
+    (tmp_path / "mine.txt").write_text(
+        "The answer is in the book, and the book is on the table.\nThe answer is in the book."
+    )
+    asked = "pocket-world, harbours.yaml", "data.decontaminate={against: [mine.txt], min_words: 6}"
+    stage = stage_of(load(*asked))
+    assert next(iter(stage.sources)) == "harbours.yaml" and len(stage.sources) == 3
+
+    def flow():
+        loaded = load(*asked)
+        return Flow(loaded, Runs(tmp_path / "runs"), road_of(loaded), until=["decontaminate"])
+
+    flow().run(Quiet())
+    folder = tmp_path / "runs" / "small" / "decontaminate"
+    kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
+    assert kept == ["Something else entirely."]
+    found = [
+        (match["benchmark"], match["item"], match["text"])
+        for match in table_beside(folder.parent, "decontaminate", "matches")
+    ]
+    assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
+    assert all(step.complete for step in flow().plan())
+    write_items(tmp_path, [ITEM | {"question": "Another question"}])
+    reasons = {step.stage.name: step.reason for step in flow().plan()}
+    assert reasons["deduplicate"] == "complete" and "items.jsonl" in reasons["decontaminate"]

@@ -1,0 +1,101 @@
+"""A recipe that extends the run of another: what is trained anew, and what stays as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny_run
+from affinage.cli import main
+from affinage.config.load import load_recipe
+from affinage.errors import UserError
+from affinage.pipeline.road import road_of
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a training of ten steps at a constant rate, which an extension does not change."""
+    folder = tiny_run.copied(tiny_runs, tmp_path_factory.mktemp("extends") / "runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        _train("name=short", "pretrain.steps=10", "pretrain.schedule.name=constant")
+    return folder
+
+
+def _train(*settings: str, status: int = 0) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", TINY, *(word for setting in settings for word in ("--set", setting))])
+    assert (ended.value.code or 0) == status
+
+
+def _longer(*words: str) -> list[str]:
+    return [
+        "name=longer",
+        "pretrain.extends=runs/short",
+        "pretrain.steps=14",
+        "pretrain.schedule.name=constant",
+        *words,
+    ]
+
+
+def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs.parent)
+    old = (runs / "short" / "pretrain").resolve()
+    manifest = (old / "manifest.json").read_bytes()
+    _train(*_longer())
+    assert (runs / "short" / "pretrain").resolve() == old and (old / "manifest.json").read_bytes() == manifest
+    summary = json.loads((runs / "longer" / "pretrain" / "summary.json").read_text())
+    assert summary["steps"] == 14 and summary["resumed_at"] == [10]
+    lines = [json.loads(line) for line in (runs / "longer" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
+    assert (runs / "longer" / "rows").resolve() == (runs / "short" / "rows").resolve()
+
+
+def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(runs.parent)
+    plugin = runs.parent / "mine.py"
+    plugin.write_text("FACTOR = 1\n")
+    changed = _longer(f"plugins=['{plugin}']")
+    _train(*changed, status=2)
+    told = " ".join(capsys.readouterr().err.split())
+    assert str(plugin) in told and "pretrain.checkpoint.accept_changes=[code" in told
+
+
+def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs.parent)
+
+    def sources(*words: str) -> dict:
+        road = road_of(load_recipe(TINY, _longer(*words)))
+        return next((stage.sources, stage.settings) for stage in road if stage.name == "pretrain")
+
+    assert sources() == sources("pretrain.extends=runs/short/pretrain") == sources("pretrain.extends=runs/short@10")
+    assert sources() != sources("pretrain.extends=runs/short/pretrain@5")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("name=short", "this run itself"), ("pretrain.extends=runs/short@7", "5, 10"), ("pretrain.extends=runs/no", "no")],
+    ids=["itself", "step", "run"],
+)
+def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypatch, override: str, named: str):
+    monkeypatch.chdir(runs.parent)
+    with pytest.raises(UserError, match=named) as refused:
+        road_of(load_recipe(TINY, _longer(override)))
+    assert "--set pretrain.extends" in refused.value.where and refused.value.fix
+
+
+def test_a_training_that_is_refused_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(runs.parent)
+    before = {entry.name for entry in (runs / "store").iterdir()}
+    _train(*_longer("name=refused", "pretrain.optimizer.b1=0.8"), status=2)
+    assert "optimizer.b1" in capsys.readouterr().err
+    assert {entry.name for entry in (runs / "store").iterdir()} == before
+    assert not (runs / "refused" / "pretrain").is_symlink()
+    (runs / "refused" / "pretrain").symlink_to((runs / "short" / "pretrain").resolve())
+    _train(*_longer("name=refused", "pretrain.optimizer.b1=0.8"), status=2)
+    assert {entry.name for entry in (runs / "store").iterdir()} == before
+    assert (runs / "refused" / "pretrain").resolve() == (runs / "short" / "pretrain").resolve()

@@ -1,0 +1,183 @@
+"""The way from a step to its documents and back, against a walk over all steps, and what the verbs print of it."""
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from affinage.cli.program import main
+from affinage.data.documents import read_documents
+from affinage.data.special_tokens import BOS
+from affinage.pipeline.lineage import TrainingRows
+from tiny_corpus import write_split
+
+STEPS, BATCH = 90, 4
+PACKINGS = ["concat", "best-fit"]
+SECRET = "the cheese cellar of Aurillac"
+RECIPE = """
+name: cellar
+seed: 3
+data:
+  sources: [{{path: {folder}/tales.jsonl, language: en}}, {{path: {folder}/lettres.jsonl, language: fr}},
+    {{path: {folder}/programs.jsonl, kind: code}}]
+  clean: {{min_language_probability: 0, min_characters: 10, min_alphanumeric: 0}}
+  deduplicate: null
+  split: {{validation: 0.1}}
+tokenizer: {{kind: characters}}
+rows: {{context: 64, packing: {packing}}}
+model:
+  inputs: [tokens]
+  nodes:
+    embed: {{kind: embedding, in: tokens, vocab: auto, width: 8}}
+    logits: {{kind: unembed, in: embed, vocab: auto, tied: false}}
+    loss: {{kind: next_token_loss, in: [logits, tokens]}}
+pretrain:
+  steps: 90
+  batch: 4
+  schedule: {{peak: 1.0e-3, floor: 1.0e-4}}
+  mixture: [{{weights: {{tales: 1, fr: 1}}}}, {{from_step: 40, weights: {{tales: 3, code: 1}}}}]
+"""
+
+
+@pytest.fixture(scope="module", params=PACKINGS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cellar")
+    write_split(folder / "words", train=60)
+    texts = defaultdict(list)
+    for batch in read_documents(folder / "words" / "train"):
+        for document in batch.to_pylist():
+            texts[document["language"]].append(document["text"] * (1 + len(texts["en"]) % 3))
+    texts["en"][5] += f" It lay in {SECRET}, and {SECRET} was cold."
+    texts["en"][7] = f"{SECRET} is here too. " + texts["en"][7]
+    for name, language in (("tales", "en"), ("lettres", "fr")):
+        lines = [json.dumps({"id": f"{name}-{i}", "text": text}) for i, text in enumerate(texts[language])]
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines, json.dumps({"id": "short", "text": "zq"})]))
+    program = {"id": "program", "text": f"def cellar():\n    return '{SECRET}'\n" + "# nothing else\n" * 9}
+    (folder / "programs.jsonl").write_text(json.dumps(program))
+    recipe = folder / "cellar.yaml"
+    recipe.write_text(RECIPE.format(folder=folder, packing=request.param))
+    with pytest.raises(SystemExit) as ended:
+        main(["data", str(recipe), "--runs", str(folder / "runs")])
+    assert ended.value.code == 0
+    return folder / "runs" / "cellar"
+
+
+def said(capsys: pytest.CaptureFixture, *arguments: str) -> object:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--json"])
+    assert ended.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys):
+    texts = {
+        (document["source"], document["id"]): document["text"]
+        for batch in read_documents(run / "split" / "train")
+        for document in batch.to_pylist()
+    }
+    training = TrainingRows(run, "pretrain")
+    tokenizer = training.tokenizer
+    for step in (1, 41, STEPS):
+        batch = training.feed.batch(step - 1)
+        found = said(capsys, "data", "where", str(run), "--step", str(step))
+        assert [row["row"] for row in found["rows"]] == list(range(BATCH))
+        for row in found["rows"]:
+            tokens = batch["tokens"][row["row"]]
+            assert row["documents"]
+            for document in row["documents"]:
+                piece = tokens[document["start"] : document["stop"]]
+                assert (piece[0] == BOS) == (document["offset"] == 0)
+                assert tokenizer.decode(piece.tolist()) in texts[document["source"], document["id"]]
+        one = said(capsys, "data", "where", str(run), "--step", str(step), "--row", "2")
+        shown = "".join(document["text"] for document in one["rows"][0]["documents"])
+        assert shown == tokenizer.decode(batch["tokens"][2].tolist())
+
+
+def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys):
+    training = TrainingRows(run, "pretrain")
+    found = said(capsys, "data", "find", str(run), SECRET)
+    texts = {document["id"]: document["occurrences"] for document in found["documents"]}
+    assert texts == {"tales-5": 2, "tales-7": 1, "program": 1}
+    assert said(capsys, "data", "find", str(run), SECRET.swapcase())["documents"] == found["documents"]
+
+    # By brute force: every row whose lineage has a token of the text, in every step.
+    expected = defaultdict(set)
+    for step in range(STEPS):
+        for row in training.where(step + 1):
+            for document in row["documents"]:
+                for each in found["documents"]:
+                    if each["id"] == document["id"] and holds(run, training, document, row):
+                        expected[each["id"]].add(step + 1)
+    for each in found["documents"]:
+        assert {step for row in each["rows"] for step in row["steps"]} == expected[each["id"]]
+        assert bool(expected[each["id"]]) == (each["part"] == "train")
+
+
+def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
+    """Whether a piece of a document has some character of the text; every character is one token here."""
+    before = 2 if span["source"] == "programs" else 1  # <s>, and around a program <|code|> and <|endcode|>
+    text = next(
+        document["text"]
+        for batch in read_documents(run / "split" / "train")
+        for document in batch.to_pylist()
+        if document["id"] == span["id"] and document["source"] == span["source"]
+    )
+    inside = np.zeros(len(text) + 2 * before, bool)
+    at = text.find(SECRET)
+    while at >= 0:
+        inside[at + before : at + before + len(SECRET)] = True
+        at = text.find(SECRET, at + 1)
+    return bool(inside[span["offset"] :][: span["stop"] - span["start"]].any())
+
+
+def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, capsys):
+    found = said(capsys, "data", "find", str(run), "nobody ever wrote this")
+    assert found["documents"] == [] and found["earlier"] == {"collect": 0, "clean": 0}
+    assert said(capsys, "data", "find", str(run), "ZQ")["earlier"] == {"collect": 2, "clean": 0}
+    with pytest.raises(SystemExit):
+        main(["data", "find", str(run), "zq"])
+    told = capsys.readouterr().out
+    assert "too short (2)" in told and f"affinage data show {run} --stage clean --reason 'too short'" in told
+
+
+def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
+    whole = said(capsys, "data", "show", str(run), "--limit", "1000")
+    assert {document["part"] for document in whole} == {"train", "validation"}
+    assert said(capsys, "data", "show", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
+    french = said(capsys, "data", "show", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
+    assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
+    removed = said(capsys, "data", "show", str(run), "--stage", "clean", "--reason", "too short")
+    assert {each["id"] for each in removed} == {"short"}
+
+
+def test_stats_agree_with_the_feed(run: Path, capsys):
+    facts = said(capsys, "data", "stats", str(run))
+    assert sum(group["rows"] for group in facts["groups"].values()) == facts["rows"]["train"]["rows"]
+    assert facts["stages"]["clean"]["removed"] == {"too short": 2}
+    feed = TrainingRows(run, "pretrain").feed
+    drawn = Counter(folder for step in range(STEPS) for folder, _ in feed.where(step))
+    epochs = {name: count / facts["groups"][name]["rows"] for name, count in drawn.items()}
+    assert facts["training"]["epochs"] == pytest.approx(epochs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["where", "RUN", "--step", "91"], "1 to 90"),
+        (["where", "RUN", "--step", "1", "--row", "4"], "row 4"),
+        (["where", "RUN", "--step", "1", "--stage", "sft"], "`sft`"),
+        (["where", "nobody", "--step", "1"], "`nobody`"),
+        (["show", "RUN", "--stage", "rows"], "`rows`"),
+        (["show", "RUN", "--stage", "deduplicate"], "collect, clean, split"),
+        (["show", "RUN", "--stage", "clean", "--reason", "x"], "'too short' (2)"),
+        (["show", "RUN", "--stage", "clean", "--table", "matches"], "`matches`"),
+        (["find", "RUN", ""], "nothing to look for"),
+    ],
+)
+def test_a_mistake_names_what_there_is_instead(run: Path, capsys, arguments: list[str], named: str):
+    with pytest.raises(SystemExit) as ended:
+        main(["data", *(str(run) if word == "RUN" else word for word in arguments)])
+    assert ended.value.code == 2 and named in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""What cannot be is refused before the first step runs, and by a dry run."""
+
+import pytest
+import yaml
+
+from affinage.cli import main
+from affinage.config.load import load_recipe
+from affinage.errors import UserError
+from affinage.pipeline.foresight import check, doubts
+
+RECIPE = """\
+name: small
+model:
+  inputs: [tokens]
+  nodes:
+    embed: {kind: embedding, in: tokens, vocab: 64, width: 8}
+    logits: {kind: unembed, in: embed, vocab: 64, tied: false}
+    loss: {kind: next_token_loss, in: [logits, tokens]}
+data: {sources: [{path: texts.txt, language: EN}]}
+tokenizer: {kind: characters}
+pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+evaluate: {tasks: []}
+"""
+
+
+@pytest.fixture
+def ahead(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    (tmp_path / "texts.txt").write_text("some text")
+    (tmp_path / "exam.yaml").write_text(yaml.safe_dump({"task": "bogus"}))
+    (tmp_path / "exam.pdf").write_text("no items")
+
+    def ahead(*overrides: str, stages=("collect", "clean", "decontaminate", "rows")) -> UserError:
+        with pytest.raises(UserError) as caught:
+            check(load_recipe("r.yaml", overrides), stages)
+        return caught.value
+
+    return ahead
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.languages=[en, french]", "Did you mean `fr`?"),
+        ("data.languages=[en, xx]", "ISO 639-1"),
+        ("data.sources=[{path: texts.txt, language: en-US}]", "Did you mean `en`?"),
+        ("data.decontaminate.against=[none.yaml]", "`none.yaml`"),
+        ("data.decontaminate.against=[exam.pdf]", ".jsonl"),
+        ("data.decontaminate.against=[exam.yaml]", "dataset_path"),
+        ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
+        ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
+        ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
+        ("tokenizer.compare=[theirs.model]", "theirs.model"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
+    error = ahead(override, stages=("collect", "clean", "decontaminate", "rows", "compare-tokenizers"))
+    assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
+
+
+@pytest.mark.parametrize(
+    ("tuning", "watch"),
+    [("sft", "tasks: [none.yaml]"), ("sft", "data_dir: ."), ("dpo", "data_dir: nowhere")],
+)
+def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch):
+    how = "schedule: {peak: 1e-6, floor: 0}"
+    given = f"{tuning}={{sources: [texts.txt], steps: 10, batch: 8, {how}, watch: {{every_steps: 5, {watch}}}}}"
+    assert ahead(given, stages=(tuning,)).where.startswith(f"--set {tuning}")
+
+
+def test_names_of_any_case_are_languages(ahead):
+    data = load_recipe("r.yaml", ["data.languages=[EN, Fr]"]).recipe.data
+    assert data.languages == ("en", "fr") and data.sources[0].language == "en"
+    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), ["collect", "clean", "decontaminate", "rows"])
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("pretrain.optimizer.name=adammm", "--set pretrain.optimizer.name"),
+        ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings"),
+        ("mesh.data=7", "data = 7"),
+        ("pretrain.batch=7", "batch 7"),
+        ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
+    ],
+)
+def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["run", "r.yaml", "--dry-run", "--set", override])
+    assert status.value.code == 2 and named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "where"),
+    [
+        ("quickstart", ["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "mesh"),
+        ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "mesh"),
+        ("quickstart", ["pretrain.update=layerwise", "pretrain.micro_batches=2"], "pretrain"),
+        ("quickstart", ["pretrain.update=layerwise", "parallel.remat=full"], "parallel.remat"),
+        ("byol-digits", ["mesh={data: 1, context: 2}"], "mesh"),
+    ],
+    ids=["ring", "kernel", "micro-batches", "remat", "idle axis"],
+)
+def test_a_step_that_cannot_be_is_refused_before_the_data_is_worked(recipe, settings, where):
+    with pytest.raises(UserError) as refused:
+        check(load_recipe(recipe, settings), {"pretrain"})
+    assert where in refused.value.where and refused.value.fix
+
+
+def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
+    assert [said for said in doubts(load_recipe("quickstart", ["mesh={expert: 2}"])) if "has experts" in said]
+    for recipe, mesh in (("quickstart", "mesh={data: 2}"), ("moe-small", "mesh={expert: 2}")):
+        assert not [said for said in doubts(load_recipe(recipe, [mesh])) if "has experts" in said]
+
+
+def test_dpo_does_not_begin_with_a_step_that_fine_tuning_cannot_reach():
+    of_each = "sft.sources=[{path: pocket-world, examples: 100}]"
+    few = [of_each, "sft.steps=400", "sft.batch=8", "sft.max_epochs=2"]  # 25 steps, were each in a row of its own
+    for settings, last in ((["sft.steps=400", "dpo.base_step=401"], 400), ([*few, "dpo.base_step=26"], 25)):
+        with pytest.raises(UserError, match=f"at step {last} at the latest") as refused:
+            check(load_recipe("quickstart", settings), {"sft"})
+        assert refused.value.where == "--set dpo.base_step"
+    for settings in ([*few, "dpo.base_step=25"], [*few, "sft.max_epochs=null", "dpo.base_step=26"], few):
+        check(load_recipe("quickstart", settings), {"sft"})

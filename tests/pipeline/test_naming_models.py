@@ -1,0 +1,93 @@
+"""What a user may call a model, what is told if there is none, and which of its checkpoints it is."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from affinage.errors import UserError
+from affinage.pipeline.models import is_chat, locate_model, made_from, open_model
+from affinage.pipeline.store import MANIFEST, read_request
+
+
+@pytest.fixture
+def runs(own_runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The finished run, and a run `base` of its pretraining only, below the working directory."""
+    monkeypatch.chdir(own_runs.parent)
+    (own_runs / "base").mkdir()
+    (own_runs / "base/pretrain").symlink_to((own_runs / "tiny/pretrain").resolve())
+    return own_runs
+
+
+def test_names(runs: Path):
+    for spec, stage, step in (
+        ("tiny", "dpo", None), ("runs/tiny", "dpo", None), ("runs/tiny/pretrain", "pretrain", None),
+        ("tiny/sft@4", "sft", 4), ("base", "pretrain", None), ("base@15", "pretrain", 15),
+    ):  # fmt: skip
+        folder, found = locate_model(spec, runs)
+        assert (folder.name.split("-")[0], found) == (stage, step) and folder.parent == runs / "store", spec
+        assert is_chat(folder) == (stage != "pretrain")
+
+
+def test_what_a_model_was_made_from(runs: Path):
+    folder, _ = locate_model("tiny", runs)
+    assert made_from(folder, "tokenizer") == (runs / "tiny/tokenizer").resolve()
+    assert made_from(folder, "world") == (runs / "tiny/world").resolve() and made_from(folder, "export") is None
+
+
+def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs: Path):
+    base = (runs / "base/pretrain").resolve()
+    _, key = read_request(base)
+    other = Path(shutil.copytree(base, runs / f"store/pretrain-{'0' * 12}"))
+    (other / "request.json").write_text((other / "request.json").read_text().replace(key, "0" * 64))
+    (runs / "tiny/pretrain").unlink()
+    (runs / "tiny/pretrain").symlink_to(other)
+    assert locate_model("tiny", runs)[0] == other
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("three", "base, tiny"),
+        ("tiny@last", "`@last`"),
+        ("runs", "runs/base, runs/tiny"),
+        ("runs/store", "runs/store/pretrain-"),
+        ("folder", "folder"),
+        ("runs/begun", "runs/begun"),
+        ("many", "many/0, many/1, many/2, many/3, many/4 and 2 more"),
+    ],
+)
+def test_without_such_a_model_those_that_are_there_are_named(runs: Path, spec: str, named: str):
+    for name in ("runs/begun/recipe.json", "folder/x.txt", *(f"many/{number}/config.json" for number in range(7))):
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text("{}")
+    with pytest.raises(UserError) as caught:
+        locate_model(spec, Path("runs"))
+    assert named in str(caught.value) and caught.value.fix
+
+
+def test_a_run_and_a_folder_of_one_name(runs: Path):
+    Path("tiny").mkdir()
+    assert locate_model("tiny", runs)[0].name.startswith("dpo-"), "a folder without a model is not meant"
+    Path("tiny/config.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        locate_model("tiny@3", Path("runs"))
+    assert "`runs/tiny`" in caught.value.fix and "`./tiny`" in caught.value.fix
+    assert locate_model("./tiny", runs)[0].resolve() == Path("tiny").resolve()
+    assert locate_model("runs/tiny", runs)[0].name.startswith("dpo-")
+
+
+def test_a_finished_training_without_its_last_step_is_no_model(runs: Path):
+    def scale(spec: str) -> np.ndarray:
+        return np.asarray(open_model(spec, runs).params["norm"]["scale"])
+
+    sft, earlier = (runs / "tiny/sft").resolve(), scale("tiny/sft@4")
+    assert not np.array_equal(scale("tiny/sft"), earlier)
+    (sft / "checkpoints/5/commit_success.txt").unlink()
+    with pytest.raises(UserError, match="step 5") as told:
+        scale("tiny/sft")
+    assert "@4" in told.value.fix
+    np.testing.assert_array_equal(scale("tiny/sft@4"), earlier)
+    (sft / MANIFEST).unlink()  # one that goes on is what it has saved last
+    np.testing.assert_array_equal(scale("tiny/sft"), earlier)

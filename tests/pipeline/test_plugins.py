@@ -1,0 +1,178 @@
+"""Node kinds of the user's own, as docs/node_kinds.md tells to write them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from affinage.cli.watch import places
+from affinage.config.load import load_recipe
+from affinage.config.plugins import load_named_plugins, load_plugins
+from affinage.errors import UserError
+from affinage.model import Call, apply, init_params, parse
+from affinage.model.kind import KINDS, Context
+from affinage.model.kinds.ffn import GATED, activation
+from affinage.model.kinds.norm import NORMS
+from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.foresight import check
+from affinage.pipeline.models import load_trained
+from affinage.pipeline.road import road_of
+from affinage.pipeline.trainings import with_vocabulary
+from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
+from affinage.training.schedule import SCHEDULES, learning_rate
+
+# of the quickstart: those that read the model
+MODEL_STAGES = {
+    "pretrain", "sft", "reference", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
+}  # fmt: skip
+DOCUMENT = Path(__file__).parents[2] / "docs" / "node_kinds.md"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The folder with the files that the document shows."""
+    for name, content in re.findall(r"```\w+ (\S+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL):
+        (tmp_path / name).write_text(content)
+    yield tmp_path
+    KINDS.pop("channel_mix", None)
+    GATED.pop("reglu", None)
+    NORMS.pop("l1", None)
+    OPTIMIZERS.pop("signed_momentum", None)
+    SCHEDULES.pop("staircase", None)
+
+
+def keys(folder: Path) -> dict[str, str]:
+    loaded = load_recipe(folder / "my_recipe.yaml", ["export={}"])
+    return {step.stage.name: step.request.key for step in Flow(loaded, Runs(folder / "runs"), road_of(loaded)).plan()}
+
+
+def test_the_documents_example_computes_what_it_says(written):
+    loaded = load_recipe(written / "my_recipe.yaml")
+    load_plugins(loaded)
+    graph = parse(with_vocabulary(loaded.recipe.model, 300), loaded.locate)
+    assert parse(graph.to_dict()) == graph
+    params = init_params(graph, jax.random.key(0))
+    values = apply(graph, params, {"tokens": jnp.zeros((1, 3), jnp.int32)}, Call()).values
+    mix = 1 / (1 + np.exp(-np.asarray(params["mixed"]["mix"])))[None, None]
+    expected = mix * values["blocks"] + (1 - mix) * values["embed"]
+    np.testing.assert_allclose(values["mixed"], expected, rtol=1e-5)
+
+
+def test_the_documents_optimizer_and_schedule_are_taken_by_a_recipe(written):
+    loaded = load_recipe(written / "own_optimizer.yaml")
+    check(loaded, {"pretrain"})
+    settings = loaded.recipe.pretrain
+    weights = {"w": jnp.zeros((2, 2))}
+    optimizer = make_optimizer(settings.optimizer, Weights({"w": True}, {"w": ((0,), (1,))}))
+    direction, _ = optimizer.update({"w": jnp.array([[3.0, -1.0], [0.5, -2.0]])}, optimizer.init(weights), weights)
+    np.testing.assert_array_equal(direction["w"], [[1, -1], [1, -1]])
+    rates = [float(learning_rate(settings.schedule, 2200)(jnp.int32(step))) for step in (1, 1000, 2199)]
+    np.testing.assert_allclose(rates, [5e-4 * 2 / 110, 2.5e-4, 1.25e-4], rtol=1e-5)
+
+
+def test_a_mistake_in_an_optimizers_setting_has_its_line(written):
+    recipe = written / "own_optimizer.yaml"
+    recipe.write_text(recipe.read_text().replace("momentum: 0.95", "momentun: 0.95"))
+    with pytest.raises(UserError, match="`momentum`") as caught:
+        check(load_recipe(recipe), {"pretrain"})
+    assert caught.value.where.endswith("own_optimizer.yaml:5")
+
+
+def test_an_activation_and_a_norm_are_one_function_each(written):
+    loaded = load_recipe(written / "my_blocks.yaml")
+    model = with_vocabulary(loaded.recipe.model, 300)
+    with pytest.raises(UserError, match="`reglu`"):
+        parse(model, loaded.locate)
+    load_plugins(loaded)
+    graph = parse(model, loaded.locate)
+    assert parse(graph.to_dict()) == graph
+    params, tokens = init_params(graph, jax.random.key(0)), {"tokens": jnp.arange(5)[None]}
+    assert params["blocks"]["ffn"]["gate"]["kernel"].shape == params["blocks"]["ffn"]["up"]["kernel"].shape
+    assert set(params["blocks"]["ffn_norm"]) == {"scale"}
+    block, first = graph["blocks"].kind, jax.tree.map(lambda leaf: leaf[0], params["blocks"])
+    x = np.asarray(apply(graph, params, tokens, Call()).values["embed"])
+    kernels = {name: np.asarray(first["ffn"][name]["kernel"]) for name in ("gate", "up", "down")}
+    expected = (np.maximum(x @ kernels["gate"], 0) * (x @ kernels["up"])) @ kernels["down"]
+    got = block.ffn.apply(first["ffn"], jnp.asarray(x), Context(Call(), tokens))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+    normed = x / (np.abs(x).mean(-1, keepdims=True) + block.norm.eps)
+    np.testing.assert_allclose(block.norm.apply(first["ffn_norm"], jnp.asarray(x)), normed, rtol=1e-5)
+    taken = type("Other", (), {"__qualname__": "other"})
+    with pytest.raises(ValueError, match="`swiglu`"):
+        activation("swiglu", gated=True)(taken)
+
+
+def test_a_changed_plugin_changes_the_model_and_not_the_data(written):
+    before = keys(written)
+    (written / "my_nodes.py").write_text((written / "my_nodes.py").read_text() + "# changed\n")
+    after = keys(written)
+    assert {name for name in before if before[name] != after[name]} == MODEL_STAGES
+
+
+def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
+    (written / "my_nodes.py").write_text("1 / 0")
+    loaded = load_recipe(written / "my_recipe.yaml")
+    with pytest.raises(UserError, match="ZeroDivisionError") as failed:
+        load_plugins(loaded)
+    (written / "my_nodes.py").unlink()
+    with pytest.raises(UserError) as missing:
+        load_plugins(loaded)
+    assert all(told.value.where.endswith("my_recipe.yaml:3") for told in (failed, missing))
+
+
+def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
+    load_named_plugins()
+    assert "channel_mix" not in KINDS
+    monkeypatch.setenv("AFFINAGE_PLUGINS", str(written / "my_nodes.py"))
+    load_named_plugins()
+    assert "channel_mix" in KINDS
+
+
+def test_a_model_of_an_unknown_kind_names_the_variable(written):
+    facts = {"graph": {"inputs": ["tokens"], "nodes": {"mixed": {"kind": "channel_mix", "in": "tokens"}}}}
+    (written / "model.json").write_text(json.dumps(facts | {"precision": {}}))
+    with pytest.raises(UserError, match="unknown kind `channel_mix`") as caught:
+        load_trained(written, written, name="mine")
+    assert "AFFINAGE_PLUGINS=my_nodes.py affinage" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["my_recipe", "my_blocks"])
+def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(written, name):
+    with pytest.raises(UserError) as caught:
+        check(load_recipe(written / f"{name}.yaml", ["export={}"]), {"export"})
+    assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
+    stages = [stage.name for stage in road_of(load_recipe(written / f"{name}.yaml"))]
+    assert "pretrain" in stages and "export" not in stages
+
+
+def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
+    monkeypatch.chdir(written)
+    flow = Flow(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), road_of(loaded))
+    assert dict(places(flow, ["sft"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    Path("with_my_nodes").mkdir()
+    assert dict(places(flow, ["sft"]))["next"].endswith("affinage chat runs/with_my_nodes")
+
+
+def test_installed_packages_register_theirs_and_an_upgrade_changes_the_model_and_not_the_data(
+    written, tmp_path, monkeypatch
+):
+    site = tmp_path / "site"
+    installed = site / "my_package-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (site / "my_package.py").write_text((written / "my_nodes.py").read_text())
+    (installed / "entry_points.txt").write_text("[affinage.plugins]\nmine = my_package\n")
+    monkeypatch.syspath_prepend(str(site))
+    found = []
+    for version in ("1.0", "1.1"):
+        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: my-package\nVersion: {version}\n")
+        found.append(keys(written))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == MODEL_STAGES
+    program = "from affinage.config.plugins import load_named_plugins as load; from affinage.model.kind import KINDS\n"
+    program += f"import sys; sys.path.insert(0, {str(site)!r}); load(); load(); assert 'channel_mix' in KINDS"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,161 @@
+"""Results: complete or not there, whatever kills the process."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from affinage.cli.program import main
+from affinage.data import atomic
+from affinage.pipeline.store import Request, Store, link, read_manifest, read_request, write_json
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+REQUEST = Request(
+    "clean", {"data": {"clean": {"min_characters": 3}}}, {"collect": "abc"}, {"a.txt": "1"}, {"c.py": "2"}
+)
+
+
+def finish(store: Store, request: Request = REQUEST) -> None:
+    store.finish(request, {"documents": 3}, started=time.time(), clock=time.monotonic())
+
+
+def test_a_result_is_there_once_its_manifest_is(tmp_path):
+    store = Store(tmp_path)
+    folder = store.begin(REQUEST, anew=True)
+    (folder / "part").mkdir()
+    (folder / "part/a.bin").write_bytes(b"abc")
+    assert not store.is_complete(REQUEST)
+    assert read_request(folder) == (REQUEST, REQUEST.key)
+    finish(store)
+    assert store.is_complete(REQUEST)
+    manifest = read_manifest(folder)
+    assert manifest["files"]["part/a.bin"] == {
+        "bytes": 3,
+        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+    assert manifest["summary"] == {"documents": 3}
+    assert manifest["stage"] == "clean" and manifest["inputs"] == {"collect": "abc"}
+    assert not [name for name in manifest["files"] if name.endswith(".part")]
+
+
+def test_what_is_damaged_is_not_complete_and_beginning_anew_clears_it(tmp_path):
+    store = Store(tmp_path)
+    folder = store.begin(REQUEST, anew=True)
+    (folder / "a.bin").write_bytes(b"abc")
+    finish(store)
+    for damaged in (lambda: (folder / "a.bin").write_bytes(b"ab"), (folder / "a.bin").unlink):
+        damaged()
+        assert "a.bin" in store.damage(REQUEST) and not store.is_complete(REQUEST)
+    (folder / "left").touch()
+    assert (store.begin(REQUEST, anew=False) / "left").exists()
+    assert not (store.begin(REQUEST, anew=True) / "left").exists()
+
+
+def written_later(file: Path, content: bytes, than: Path) -> None:
+    """With the time of its last change put back, as somebody might; what the kernel notes is a tick later."""
+    before = file.stat()
+    while file.stat().st_ctime_ns <= than.stat().st_mtime_ns:
+        file.write_bytes(content)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_other_bytes_of_the_same_number_are_seen_and_the_same_ones_are_read_once(tmp_path):
+    store = Store(tmp_path)
+    folder = store.begin(REQUEST, anew=True)
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(b"abc")
+    finish(store)
+    manifest = folder / "manifest.json"
+    assert store.damage(REQUEST) == ""
+    written_later(folder / "a.bin", b"abc", than=manifest)
+    sealed = manifest.stat().st_mtime_ns
+    assert store.damage(REQUEST) == "" and manifest.stat().st_mtime_ns > sealed, "what was read is noted"
+    written_later(folder / "b.bin", b"abd", than=manifest)
+    assert "b.bin" in store.damage(REQUEST) and not store.is_complete(REQUEST)
+
+
+@pytest.mark.parametrize(
+    "change", [{"stage": "split"}, {"settings": {}}, {"inputs": {"collect": "x"}}, {"sources": {}}, {"code": {}}]
+)
+def test_the_key_is_of_everything_in_the_request(change):
+    assert replace(REQUEST, **change).key != REQUEST.key
+    assert replace(REQUEST, settings=json.loads(json.dumps(REQUEST.settings))).key == REQUEST.key
+
+
+def test_a_link_is_replaced_in_one_step(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        link(tmp_path / "run" / "clean", tmp_path / "store" / name)
+        assert os.readlink(tmp_path / "run" / "clean") == f"../store/{name}"
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["clean"]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from affinage.pipeline.store import Request, Store
+store = Store(Path(sys.argv[1]))
+for round in range(10_000):
+    request = Request("s", {"round": round}, {}, {}, {})
+    folder = store.begin(request, anew=True)
+    for name in "abc":
+        (folder / name).write_bytes(bytes(50_000))
+        if round == 0 and name == "b":
+            print("ready", flush=True)
+    store.finish(request, {}, started=time.time(), clock=time.monotonic())
+    if round % 2:
+        store.discard(request)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_killed_at_any_moment_a_manifest_never_names_what_is_not_there(tmp_path, delay):
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    store = Store(tmp_path)
+    for folder in tmp_path.glob("s-*"):
+        request = read_request(folder)
+        if read_manifest(folder):
+            assert not store.damage(request[0]), "complete"
+            assert (folder / "c").read_bytes() == bytes(50_000)
+    store.sweep()
+    assert not list(tmp_path.glob(".discarded-*")), "half-deleted results are swept away"
+
+
+FULL = """
+import resource, sys
+from affinage.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+main(sys.argv[1:])
+"""
+
+
+def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    """Files may not become larger than a limit, which a writer meets as it meets a full disk."""
+    text = random.Random(0).randbytes(100_000).hex()
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "collect"]
+    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=300)
+    assert full.returncode == 2, full.stderr
+    assert "there is no room" in full.stderr and "Traceback" not in full.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("write", [write_json, atomic.write_json])
+def test_half_a_character_in_a_summary_does_not_undo_a_stage(tmp_path, write):
+    told = {"samples": ["half a character: \ud83d", "a name: caf\udce9", "whole: 🧀 é"]}
+    write(tmp_path / "manifest.json", told)
+    assert json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8")) == told

@@ -1,0 +1,265 @@
+"""What is complete is left alone, what runs again has a reason, and only settings that decide are in a key."""
+
+import os
+from pathlib import Path
+
+import pytest
+from quiet import Quiet
+
+from affinage.config.load import LoadedRecipe, load_recipe
+from affinage.errors import UserError
+from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.plan import plan
+from affinage.pipeline.road import road_of
+from affinage.pipeline.sources import fingerprints
+from affinage.pipeline.stage import Stage, StageContext
+from affinage.pipeline.store import read_manifest
+
+RECIPE = """\
+name: small
+model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
+data: {sources: [pocket-world, texts], clean: {min_characters: 3}}
+pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+sft: {steps: 5, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}, sources: [chat.jsonl]}
+evaluate: {tasks: [pocket-world]}
+export: {}
+"""
+ROAD = [
+    "world", "collect", "clean", "deduplicate", "split", "tokenizer", "rows", "conversations", "pretrain", "sft",
+    "evaluate-base", "evaluate-sft", "export", "report",
+]  # fmt: skip
+
+
+def write_text(context: StageContext) -> dict:
+    (context.folder / "text").write_text("+".join(sorted(context.inputs)) or "start")
+    with open(context.run_folder.parent / "log", "a") as log:
+        log.write(context.folder.name.split("-")[0] + " ")
+    return {"files": 1}
+
+
+def fail_once(context: StageContext) -> dict:
+    if (context.folder / "half").exists():
+        return {"went_on": True}
+    (context.folder / "half").write_text("x")
+    raise KeyboardInterrupt
+
+
+def refuse(context: StageContext) -> dict:
+    (context.folder / "checkpoints").mkdir()
+    (context.folder / "metrics.jsonl").touch()
+    if made := Path("made").read_text():
+        (context.folder / made).write_text("made\n")
+    raise UserError("this cannot be trained")
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("a")
+    (tmp_path / "chat.jsonl").write_text("{}")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return lambda *overrides: load_recipe("r.yaml", overrides)
+
+
+def toy(settings: dict | None = None) -> list[Stage]:
+    """Three stages that do almost nothing; the last reads the other two."""
+    return [
+        Stage("one", write_text, settings or {"a": {"b": 1}}),
+        Stage("two", write_text, {"c": [1, 2]}, ("one",), {"my.txt": "print"}),
+        Stage("three", write_text, {}, ("one", "two")),
+    ]
+
+
+def toy_run(load, tmp_path, road: list[Stage], **options) -> tuple[dict[str, str], list[str]]:
+    """({stage: reason} before, stages that ran)."""
+    flow = Flow(load(), Runs(tmp_path / "runs"), road, **options)
+    reasons = {step.stage.name: step.reason for step in flow.plan()}
+    return reasons, [step.stage.name for step in flow.run(Quiet())]
+
+
+def test_once_is_enough(load, tmp_path):
+    reasons, ran = toy_run(load, tmp_path, toy())
+    assert set(reasons.values()) == {"never ran"} and ran == ["one", "two", "three"]
+    reasons, ran = toy_run(load, tmp_path, toy())
+    assert set(reasons.values()) == {"complete"} and ran == []
+    assert (tmp_path / "runs/log").read_text() == "one two three "
+    run = tmp_path / "runs/small"
+    assert (run / "three/text").read_text() == "one+two"
+    assert os.readlink(run / "one").startswith("../store/one-")
+    assert '"min_characters": 3' in (run / "recipe.json").read_text()
+
+
+def test_reasons(load, tmp_path):
+    toy_run(load, tmp_path, toy())
+    reasons, _ = toy_run(load, tmp_path, toy({"a": {"b": 2}, "d": "new"}))
+    assert reasons == {
+        "one": "settings changed: a.b 1 → 2, d nothing → new",
+        "two": "input changed: one",
+        "three": "input changed: one, two",
+    }
+    assert toy_run(load, tmp_path, toy())[1] == [], "the former results are still there"
+    road = toy()
+    road[1] = Stage("two", write_text, {"c": [1, 2]}, ("one",), {"my.txt": "other"})
+    assert toy_run(load, tmp_path, road)[0]["two"] == "files changed: my.txt"
+    road[0] = Stage("one", fail_once, {"a": {"b": 1}})
+    flow = Flow(load(), Runs(tmp_path / "runs"), road)
+    assert flow.plan()[0].reason.startswith("code changed: test_what_runs_and_why.py:")
+    assert Flow(load(), Runs(tmp_path / "runs"), road, any_code=True).plan()[0].complete
+
+
+def test_damage_and_force(load, tmp_path):
+    toy_run(load, tmp_path, toy())
+    (tmp_path / "runs/small/two/text").write_text("not what it was")
+    reasons, ran = toy_run(load, tmp_path, toy())
+    assert reasons["two"].startswith("damaged: text has") and ran == ["two"]
+    reasons, ran = toy_run(load, tmp_path, toy(), force=["two"])
+    assert (reasons["two"], reasons["three"], ran) == ("forced", "forced by two", ["two", "three"])
+    with pytest.raises(UserError, match="no stage `too`"):
+        toy_run(load, tmp_path, toy(), force=["too"])
+
+
+def test_until(load, tmp_path):
+    assert toy_run(load, tmp_path, toy(), until=["two"])[1] == ["one", "two"]
+    with pytest.raises(UserError, match="`for`"):
+        toy_run(load, tmp_path, toy(), until=["for"])
+
+
+def test_an_interrupted_training_goes_on_from_what_is_there_and_any_other_step_begins_again(load, tmp_path):
+    for continues, reason in ((False, "not finished; starts anew"), (True, "not finished; what is done of it is kept")):
+        road = [Stage("train", fail_once, {"continues": continues}, continues=continues)]
+        with pytest.raises(KeyboardInterrupt):
+            toy_run(load, tmp_path, road)
+        flow, watcher = Flow(load(), Runs(tmp_path / "runs"), road), Quiet()
+        assert flow.plan()[0].reason == reason
+        if not continues:
+            with pytest.raises(KeyboardInterrupt):
+                flow.run(watcher)
+    flow.run(watcher)
+    assert watcher.events == ["began train", "ended train"]
+    made = tmp_path / "runs/small/train"
+    assert read_manifest(made)["summary"] == {"went_on": True}
+    (made / "half").write_text("longer than it was")
+    reasons, ran = toy_run(load, tmp_path, road)
+    assert reasons["train"].startswith("damaged: half") and ran == ["train"]
+    assert (made / "half").read_text() == "longer than it was", "it went on from what was there"
+
+
+def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_path):
+    road = [Stage("train", fail_once, {}, continues=True, live=True)]
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(load, tmp_path, road)
+    flow = Flow(load(), Runs(tmp_path / "runs"), road)
+    save = tmp_path / "runs/small/train/checkpoints/20"
+    save.mkdir(parents=True)  # one that was cut off
+    assert flow.plan()[0].reason == "not finished; no checkpoint is here to go on from"
+    (save / "SHA256SUMS").touch()
+    assert flow.plan()[0].reason == "not finished; goes on where it was"
+
+
+@pytest.mark.parametrize("made", ["", "alive", "metrics.jsonl", "checkpoints/5"])
+def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_path, made):
+    Path("made").write_text(made)
+    with pytest.raises(UserError, match="cannot be trained"):
+        toy_run(load, tmp_path, [Stage("train", refuse, {}, continues=True, live=True)])
+    store = tmp_path / "runs/store"
+    kept = {entry.name.split("-")[0] for entry in store.iterdir() if entry.name != ".locks"}
+    assert kept == ({"train"} if "/" in made or made == "metrics.jsonl" else set())
+    assert (tmp_path / "runs/small").exists() == bool(kept)
+    if kept:
+        assert (tmp_path / "runs/small/train" / made).read_text() == "made\n"
+
+
+def keys(loaded: LoadedRecipe) -> dict[str, str]:
+    """Keys of the real road."""
+    runs = Runs(Path("runs"))
+    return {
+        step.stage.name: step.request.key for step in plan(road_of(loaded, write_text), runs.store, runs.of("small"))
+    }
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    return [name for name in after if after[name] != before.get(name)]
+
+
+@pytest.mark.parametrize(
+    ("override", "first", "untouched"),
+    [
+        ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "conversations"]),
+        ("sft.system_prompt=x", "conversations", ["pretrain", "evaluate-base"]),
+        ("pretrain.steps=21", "pretrain", ["rows", "conversations"]),
+        ("rows.context=64", "rows", ["tokenizer"]),
+        ("tokenizer.vocabulary=400", "tokenizer", ["split"]),
+        ("data.clean.min_characters=4", "clean", ["collect", "world"]),
+        ("data.sources=[{path: pocket-world, megabytes: 1}, texts]", "world", []),
+        ("evaluate.limit=3", "evaluate-base", ["sft", "conversations"]),
+        ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),
+        ("report.language=fr", "report", ROAD[:-1]),
+        ("seed=1", "world", []),
+    ],
+)
+def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, override, first, untouched):
+    before = keys(load())
+    assert list(before) == ROAD
+    after = changed(before, keys(load(override)))
+    assert (after[0], after[-1]) == (first, "report")
+    assert not set(after) & set(untouched)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "mesh={data: 2}", "pretrain.checkpoint.every_steps=3", "pretrain.log_every=1", "pretrain.micro_batches=2",
+        "pretrain.validate_every=7", "sft.checkpoint.keep_last=5", "data.engine=ray", "data.ray_address=h:1",
+        "data.workers=3", "data.memory_megabytes=9",
+    ],
+)  # fmt: skip
+def test_how_a_step_is_carried_out_is_in_no_key(load, override):
+    assert changed(keys(load()), keys(load(override))) == []
+
+
+def test_changed_user_files_are_noticed(load, tmp_path):
+    before = keys(load())
+    (tmp_path / "texts/b.txt").write_text("b")
+    after = keys(load())
+    assert changed(before, after)[0] == "collect"
+    (tmp_path / "chat.jsonl").write_text("{} ")
+    assert changed(after, keys(load()))[0] == "conversations"
+
+
+def test_tokenizers_to_compare_with_are_in_the_key_of_the_comparison_alone(load, tmp_path):
+    (tmp_path / "theirs.model").write_bytes(b"1")
+    compared = keys(load("tokenizer.compare=[theirs.model]"))
+    assert changed(keys(load()), compared) == ["compare-tokenizers", "report"]
+    (tmp_path / "theirs.model").write_bytes(b"2")
+    assert changed(compared, keys(load("tokenizer.compare=[theirs.model]"))) == ["compare-tokenizers", "report"]
+
+
+def test_a_copy_of_a_file_is_the_same_and_a_change_is_not(tmp_path: Path):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_bytes(bytes(3_000_000))
+    os.utime(tmp_path / "there" / "a.txt", (0, 0))
+    here, there = (list(fingerprints([str(tmp_path / name)]).values()) for name in ("here", "there"))
+    assert here == there and len(here) == 1
+    with (tmp_path / "there" / "a.txt").open("r+b") as file:
+        file.write(b"1")
+    os.utime(tmp_path / "there" / "a.txt", (0, 0))
+    assert list(fingerprints([str(tmp_path / "there")]).values()) != here
+
+
+@pytest.mark.parametrize("limits", [{"most_bytes": 5}, {"most_files": 1}], ids=["bytes", "files"])
+def test_a_large_source_is_known_by_size_and_date(tmp_path: Path, limits: dict[str, int]):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("abc")
+    before = fingerprints([str(tmp_path)], **limits)
+    os.utime(tmp_path / "b.txt", (0, 0))
+    after = fingerprints([str(tmp_path)], **limits)
+    assert [Path(name).name for name, said in after.items() if before[name] != said] == ["b.txt"]
+
+
+def test_sections_left_out_have_no_stages(load):
+    names = [stage.name for stage in road_of(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))]
+    assert names == ["collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain"]
+    assert "deduplicate" not in [stage.name for stage in road_of(load("data.deduplicate=null"))]
+    assert road_of(load("data=null"), write_text) == []

@@ -1,0 +1,186 @@
+"""A whole run, from text to a released model: every step has its result, and the last model is the one that is used."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny_run
+from affinage.cli.program import main
+from affinage.data.batch import make_batch
+from affinage.data.feed import RowFeed
+from affinage.data.preference_feed import PreferenceFeed, read_reference
+from affinage.data.preferences import documents_in_a_row
+from affinage.generation.model import LoadedModel
+from affinage.model import Call, apply
+from affinage.model.kinds.preference import REFERENCE
+from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.store import Store, read_manifest, read_request
+
+STEPS = [
+    "world", "collect", "clean", "deduplicate", "split", "tokenizer", "rows", "conversations", "preferences",
+    "pretrain", "sft", "reference", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
+]  # fmt: skip
+
+
+def affinage(*words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert not ended.value.code
+
+
+def summary(runs: Path, step: str, name: str = "tiny") -> dict:
+    return read_manifest(runs / name / step)["summary"]
+
+
+def metrics(runs: Path, training: str, kind: str = "loss", name: str = "tiny") -> list[dict]:
+    rows = [json.loads(line) for line in (runs / name / training / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if kind in row]
+
+
+def weights(name: str, runs: Path) -> dict:
+    return open_model(name, runs).params
+
+
+def test_every_step_has_a_whole_result(tiny_runs: Path):
+    store = Store(tiny_runs / "store")
+    assert {path.name for path in (tiny_runs / "tiny").iterdir() if path.is_dir()} == set(STEPS)
+    for step in STEPS:
+        request, key = read_request(tiny_runs / "tiny" / step)
+        assert request.stage == step and store.is_complete(request) and request.key == key
+        assert all(store.find(*made).exists() for made in request.inputs.items())
+
+
+def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.CaptureFixture[str]):
+    """From a copy elsewhere: where the results are is in no key."""
+    before = {path: path.read_bytes() for path in own_runs.rglob("*") if path.is_file()}
+    affinage("run", *tiny_run.WORDS, "--runs", str(own_runs))
+    assert "Nothing to do" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in own_runs.rglob("*") if path.is_file()} == before
+    affinage("run", *tiny_run.WORDS, "--runs", str(own_runs), "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ran"] and set(told["complete"]) == set(STEPS)
+
+
+def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
+    data = {step: summary(tiny_runs, step) for step in ("collect", "clean", "deduplicate", "split", "rows")}
+    for before, step in itertools.pairwise(("collect", "clean", "deduplicate", "split")):
+        assert data[step]["documents_in"] == data[before]["documents_out"]
+        held_out = data[step].get("validation_documents", 0)
+        removed = sum(data[step]["removed"].values())
+        assert data[step]["documents_in"] == data[step]["documents_out"] + removed + held_out
+    assert data["clean"]["removed"] and data["deduplicate"]["removed"]
+    assert data["rows"]["train"]["documents"] == data["split"]["documents_out"]
+    tokenizer = summary(tiny_runs, "tokenizer")
+    assert tokenizer["vocabulary"] == 512 and tokenizer["round_trip"]["exact"] == tokenizer["round_trip"]["documents"]
+
+
+@pytest.mark.parametrize(
+    ("training", "steps", "logged", "validated"),
+    [
+        ("pretrain", 20, [1, 5, 10, 15, 20], [10, 20]),
+        ("sft", 5, [1, 2, 3, 4, 5], [5]),
+        ("dpo", 4, [1, 2, 3, 4], [2, 4]),
+    ],
+)
+def test_a_training_logs_its_loss_and_learns(tiny_runs: Path, training: str, steps: int, logged: list, validated: list):
+    rows, facts = metrics(tiny_runs, training), summary(tiny_runs, training)
+    assert [row["step"] for row in rows] == logged
+    assert [row["step"] for row in metrics(tiny_runs, training, "validation")] == validated
+    assert facts["steps"] == steps and facts["final_loss"] == rows[-1]["loss"] < rows[0]["loss"] == facts["first_loss"]
+    saved = (tiny_runs / "tiny" / training / "checkpoints").iterdir()
+    assert steps in {int(path.name) for path in saved if path.name.isdecimal()}
+
+
+def test_preferences_begin_undecided_and_log_their_rewards(tiny_runs: Path):
+    rows = metrics(tiny_runs, "dpo")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the model is its own reference
+    assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and rows[-1]["rewards/margins"] > 0
+    for row in rows:
+        assert row["rewards/margins"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"], abs=1e-5)
+    validation = metrics(tiny_runs, "dpo", "validation")[-1]["validation"]["pocket-world"]
+    assert {"loss", "rewards/accuracies"} <= set(validation) and "bits_per_byte" not in validation
+
+
+def test_the_last_model_is_the_one_that_is_used_and_released(tiny_runs: Path):
+    """It has the adapters of the last training in its weights, and nothing else of the one before is changed."""
+    assert is_chat((tiny_runs / "tiny/dpo").resolve()) and open_model("tiny", tiny_runs).system_prompt == ""
+    last, before, base = (weights(name, tiny_runs) for name in ("tiny", "tiny/sft", "tiny/pretrain"))
+    np.testing.assert_array_equal(last["embed"]["embedding"], before["embed"]["embedding"])
+    assert not np.allclose(before["embed"]["embedding"], base["embed"]["embedding"], atol=1e-7)
+    query = [each["blocks"]["attention"]["query"]["kernel"] for each in (last, before)]
+    assert not np.allclose(*query, atol=1e-7)
+    assert open_model("tiny", tiny_runs).graph == open_model("tiny/sft@4", tiny_runs).graph
+    released = weights(str(tiny_runs / "tiny/export/model"), tiny_runs)
+    np.testing.assert_allclose(released["blocks"]["attention"]["query"]["kernel"], query[0], atol=1e-6)
+    assert "Preferences" in (tiny_runs / "tiny/report.html").read_text()
+
+
+def test_each_model_is_judged_on_the_same_tasks(tiny_runs: Path):
+    base, *chats = (summary(tiny_runs, f"evaluate-{model}")["tasks"] for model in ("base", "sft", "dpo"))
+    for chat in chats:
+        assert base.keys() < chat.keys() and {name.split("_")[1] for name in chat.keys() - base.keys()} == {"chat"}
+    assert all(task["items"] == 4 for task in (base | chats[0]).values())
+
+
+def test_json_on_stdout_is_one_document_and_what_is_shown_goes_to_stderr(own_runs: Path, capsys):
+    affinage("dpo", *tiny_run.WORDS, "--show", "1", "--runs", str(own_runs), "--json")
+    told = capsys.readouterr()
+    assert json.loads(told.out) and "⟦" in told.err
+
+
+def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
+    """Log-probability of the trained tokens of one document, in a row of its own."""
+    outputs = apply(model.graph, model.params, {"tokens": tokens[None]}, Call(until=model.graph.logits))
+    logits = np.asarray(outputs.values[model.graph.logits].array(), np.float64)[0, :-1]
+    normal = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return float(sum(normal[i, token] for i, token in enumerate(tokens[1:]) if trained[i + 1]))
+
+
+def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Path):
+    model, rows = open_model("tiny/sft", tiny_runs), tiny_runs / "tiny/preferences/train/pocket-world"
+    told = np.load(tiny_runs / "tiny/reference/train/pocket-world.npy")
+    tokens, mask = np.load(rows / "rows-00000-of-00001.npy"), np.load(rows / "mask-00000-of-00001.npy")
+    assert told.shape == (len(tokens), documents_in_a_row(tiny_runs / "tiny/preferences"))
+    batch = make_batch(tokens[-1:].astype(np.int32), mask[-1:], np.zeros(1))
+    for number in range(2):
+        inside = (batch["segment_ids"][0] == 1 + number) & (tokens[-1] != 0)
+        expected = alone(model, tokens[-1][inside].astype(np.int32), mask[-1][inside])
+        assert told[-1, number] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_batch_of_preferences_depends_on_its_step_alone(tiny_runs: Path):
+    rows = RowFeed(tiny_runs / "tiny/preferences/train", seed=0, batch=8)
+    feed = PreferenceFeed(rows, read_reference(tiny_runs / "tiny/reference/train"))
+    third, again = next(itertools.islice(feed.iterate(0), 3, None)), next(feed.iterate(3))
+    assert third.keys() == again.keys() >= {REFERENCE}
+    for name in third:
+        np.testing.assert_array_equal(third[name], again[name])
+
+
+@pytest.mark.full
+def test_a_held_reference_gives_what_a_written_one_gives(own_runs: Path):
+    words = [*tiny_run.WORDS, "--set", "name=held", "--set", "dpo.reference=held"]
+    affinage("run", *words, "--runs", str(own_runs), "--until", "dpo")
+    assert not (own_runs / "held" / "reference").exists()
+    for one, other in zip(metrics(own_runs, "dpo", name="held"), metrics(own_runs, "dpo"), strict=True):
+        for name in ("loss", "rewards/margins", "logps/chosen"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+
+
+def test_only_adapters_are_exported_and_name_their_base(own_runs: Path, tmp_path: Path, capsys):
+    """The base of a released model is named; of one that only this run holds, the user names it."""
+
+    def adapter(model: str, *words: str) -> dict:
+        to = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}"
+        affinage("export", model, "--runs", str(own_runs), "--adapter", "--to", str(to), *words)
+        return json.loads((to / "adapter_config.json").read_text())
+
+    assert adapter("tiny")["r"] == 4 and adapter("tiny")["base_model_name_or_path"] is None
+    assert str(own_runs / "tiny/sft") in capsys.readouterr().out  # the command that exports the base
+    assert adapter("tiny", "--base", "me/base")["base_model_name_or_path"] == "me/base"
+    affinage("run", *tiny_run.WORDS, "--set", "dpo=null", "--set", "name=plain", "--runs", str(own_runs))
+    assert adapter("tiny")["base_model_name_or_path"] == str(own_runs / "plain/export/model")
