@@ -58,5 +58,5 @@ def test_a_step_that_no_point_will_have_is_refused_before_the_first(tmp_path: Pa
     grid = "sweep={sft.base_step: [20, 15, 6], sft.steps: [1]}"
     status, _, said = affinage("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--set", grid)
     told = " ".join(said.split())
-    assert status == 2 and "3 of 3, sft.base_step = 6, sft.steps = 1: " in told
+    assert status == 2 and "3 of 3, sft.from_step = 6, sft.steps = 1: " in told
     assert not list(tmp_path.rglob("manifest.json"))

@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
     names = ("tensorboard", "wandb", "trackio", "mlflow")
     settings = TrackersSettings.model_validate({**{name: {} for name in names}, "close_seconds": 500})
-    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "tracked": settings, "validate_every": 5}
+    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "tracked": settings, "eval_every": 5}
     of["trackers"] = trackers_of(settings, recipe="tiny", training="sft", runs=folder)
     with pytest.raises(RuntimeError):
         train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))

@@ -30,7 +30,17 @@ from affinage.errors import UserError
 _NUMBERS = 12  # of items, that are listed on the terminal
 STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
 # Of `evaluate` in a recipe.
-_SETTINGS = ("tasks", "data_dir", "limit", "shots", "chat_template", "batch", "max_new_tokens", "contamination")
+_USES: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
+_SETTINGS = (
+    "tasks",
+    "data_dir",
+    "limit",
+    "num_fewshot",
+    "apply_chat_template",
+    "batch_size",
+    "max_new_tokens",
+    "contamination",
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -62,7 +72,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples before each question; default: as many as the task says.")
     ] = None,
     chat_template: Annotated[
-        Literal["auto", "always", "never"] | None,
+        Literal["auto", "true", "false"] | None,
         typer.Option(help="Ask in the model's chat template: what is made for chat (auto), everything, or nothing."),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Whole rows at once; default: what fits, to 64.")] = None,
@@ -82,12 +92,12 @@ def evaluate(
     """
     chosen = [name for names in tasks or () for name in names.split(",") if name]
     asked: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir and str(data_dir)}
-    asked |= {"limit": limit, "shots": shots, "chat_template": chat_template}
-    asked |= {"batch": batch, "contamination": contamination}
+    asked |= {"limit": limit, "num_fewshot": shots, "apply_chat_template": chat_template and _USES[chat_template]}
+    asked |= {"batch_size": batch, "contamination": contamination}
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
         if context is not None:
-            raise UserError("--context is of models", where=target, fix="A recipe's is `rows.context`.")
+            raise UserError("--context is of models", where=target, fix="A recipe's is `packing.seq_len`.")
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
         settings += [f"mesh={json.dumps(mesh)}"] if mesh else []
         folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), STAGES)

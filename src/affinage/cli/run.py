@@ -188,7 +188,7 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
     prepare_process(loaded)
     survival = loaded.recipe.survival
     with (
-        joined(survival.silence_seconds) as hosts,
+        joined(survival.heartbeat_timeout) as hosts,
         Standstill(loaded.recipe.name, flow.folder, survival),
         only_data_on_stdout(how.as_json),
     ):

@@ -19,7 +19,7 @@ class SftClaims(Settings):
 
     examples: float | None = Field(default=None, gt=0)  # conversations in all
     sources: dict[str, float] = {}  # conversations of each source
-    batch: int | None = Field(default=None, ge=1)  # rows of a step
+    batch_size: int | None = Field(default=None, ge=1)  # sequences of a step
     steps_per_epoch: int | None = Field(default=None, ge=1)  # of the fine-tuning's conversations
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from affinage.config.settings import Settings
 
 Share = Annotated[float, Field(ge=0, le=1)]
+DEFAULT_THRESHOLD = 0.8
 
 
 class GopherSettings(Settings):
@@ -52,7 +53,7 @@ class CodeSettings(Settings):
 
     max_line: int = Field(default=1000, gt=0)  # characters of the longest line
     max_mean_line: float = Field(default=100, gt=0)  # characters
-    min_alphanumeric: Share = 0.25  # of all characters, white space included
+    min_alnum_ratio: Share = 0.25  # of all characters, white space included
 
 
 class CleanSettings(Settings):
@@ -61,14 +62,28 @@ class CleanSettings(Settings):
     min_characters: int = Field(default=100, ge=0)  # shorter ones are removed
     max_characters: int = Field(default=500_000, gt=0)  # longer ones are removed, or
     long_documents: Literal["remove", "split"] = "remove"  # ... split into parts at paragraph ends
-    min_alphanumeric: Share = 0.7  # share of letters and digits among non-space characters
-    min_language_probability: Share = 0.8  # of lid.176.ftz; 0 turns language id off
-    min_language_probability_of: dict[str, Share] = {}  # the same for single sources, by name: {wikipedia: 0.65}
+    min_alnum_ratio: Share = 0.7  # share of letters and digits among non-space characters
+    # Probability of lid.176.ftz below which a document is removed; 0 turns language id off. A mapping has one for each
+    # language or source that it names, and `default` for all others: {default: 0.8, fr: 0.7, wikipedia: 0.65}.
+    language_threshold: Share | dict[str, Share] = DEFAULT_THRESHOLD
     mixed_languages: bool = False  # the probabilities of the recipe's languages count together
     gopher: GopherSettings | None = None  # rules against repetition; `{}` for the published thresholds
     c4: C4Settings | None = None  # rules for lines of web pages; `{}` for the published ones
     mask: MaskSettings | None = None  # e-mail and IP addresses; `{}` replaces them by addresses that are nobody's
     code: CodeSettings = CodeSettings()  # for documents of sources of `kind: code`
+
+    @property
+    def identifies_languages(self) -> bool:
+        """Whether the language of any document is identified."""
+        given = self.language_threshold
+        return any(given.values()) or given.get("default") is None if isinstance(given, dict) else given > 0
+
+    def threshold_of(self, source: str, language: str = "") -> float:
+        """The language threshold of a document, by the name of its source, or else by its language."""
+        given = self.language_threshold
+        if not isinstance(given, dict):
+            return given
+        return next((given[key] for key in (source, language, "default") if key in given), DEFAULT_THRESHOLD)
 
 
 class DecontaminateSettings(Settings):
@@ -76,9 +91,9 @@ class DecontaminateSettings(Settings):
 
     # Look for the items of what `evaluate.tasks` names; never for the pocket world, whose facts are its text.
     benchmarks: bool = True
-    against: tuple[str, ...] = ()  # files of yours: .jsonl (.gz, .zst), .parquet, .txt (an item a line), task files
-    ngram: int = Field(default=13, ge=1)  # words in common that count as a match (GPT-3, appendix C)
-    min_words: int = Field(default=8, ge=1)  # items shorter than `ngram` are looked for whole, down to this many words
+    benchmark_files: tuple[str, ...] = ()  # your own: .jsonl (.gz, .zst), .parquet, .txt (an item a line), task files
+    n_grams: int = Field(default=13, ge=1)  # words in common that count as a match (GPT-3, appendix C)
+    min_words: int = Field(default=8, ge=1)  # shorter items are looked for whole, down to this many words
     # A run of words in more items of a benchmark than this, or in more documents, is no match: an instruction such as
     # "choose the answer that best completes the sentence", a famous quotation. GPT-3 takes 10 documents.
     boilerplate: int = Field(default=10, ge=1)

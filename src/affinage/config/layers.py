@@ -112,7 +112,7 @@ def _texts(sources: Any) -> Any:
     if not isinstance(sources, list):
         return sources
     named = ({"path": one} if isinstance(one, str) else one for one in sources)
-    return [{k: v for k, v in one.items() if k != "megabytes"} if isinstance(one, dict) else one for one in named]
+    return [{k: v for k, v in one.items() if k != "max_bytes"} if isinstance(one, dict) else one for one in named]
 
 
 def _copy(value: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from affinage.config.claims import Claims, HardwareSettings
-from affinage.config.data import DataSettings, RowsSettings, TokenizerSettings
+from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.parallel import MeshAxis, ParallelSettings
-from affinage.config.settings import Settings
+from affinage.config.settings import Bytes, Settings
 from affinage.config.tracking import TrackersSettings
 from affinage.config.training import AttentionImplementation, PretrainSettings, SurvivalSettings
 from affinage.config.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
@@ -21,12 +21,12 @@ class EvaluateSettings(Settings):
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
     limit: int | None = Field(default=None, ge=1)  # items per task; default: all
     # Examples put before each question; default: as many as the task says, which is none for all of `julian`.
-    shots: int | None = Field(default=None, ge=0)
+    num_fewshot: int | None = Field(default=None, ge=0)
     # auto: chat models are asked in it what asks for text, if its task file is here, and what has the tag `chat`;
-    # always: everything, of models that have a template; never: nothing.
-    chat_template: Literal["auto", "always", "never"] = "auto"
+    # true: everything, of models that have a template; false: nothing.
+    apply_chat_template: Literal["auto"] | bool = "auto"
     # Rows of the context at once. auto: as many as fit by the planner's estimate, at most 64 for each part of the mesh.
-    batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     attention: AttentionImplementation = "auto"  # what computes it where a row is one text; elsewhere xla
     # Look for the items in the text that the model was trained on, list those found, and give the scores without them.
     contamination: bool = True
@@ -46,10 +46,10 @@ class ExportSettings(Settings):
     """The Hugging Face folder that is released."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in the folder
-    shard_gigabytes: float = Field(default=5.0, gt=0)  # the most that one weight file holds, in 1e9 bytes
+    max_shard_size: Bytes = ByteSize(5_000_000_000)  # the most that one weight file holds
     trim_vocabulary: bool = False  # leave out ids above the tokenizer's, which round a vocabulary up in training
     verify: bool = False  # load it with transformers and compare logits and tokens (needs `affinage[verify]`)
-    licence: str = "apache-2.0"  # SPDX identifier of the weights, for the model card
+    license: str = "apache-2.0"  # SPDX identifier of the weights, for the model card
 
 
 class ReportSettings(Settings):
@@ -67,12 +67,12 @@ class Recipe(Settings):
     description: str = ""  # one sentence for `affinage recipes`, the report and the model card
     seed: int = Field(default=0, ge=0, lt=2**32)  # of all that is drawn: weights, order of rows, splits, samples
     data: DataSettings | None = None
-    init: str | None = (
+    init_from: str | None = (
         None  # folder of an imported model: its weights and tokenizer are begun with, in place of new ones
     )
     plugins: tuple[str, ...] = ()  # Python files of the user's that register node kinds; they run when the recipe does
     tokenizer: TokenizerSettings = TokenizerSettings()
-    rows: RowsSettings = RowsSettings()
+    packing: PackingSettings = PackingSettings()
     model: dict[str, Any]  # the graph, parsed by affinage.model; see there for the node kinds
     mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}  # devices along each axis; one may be auto
     parallel: ParallelSettings = ParallelSettings()
@@ -115,10 +115,10 @@ class Recipe(Settings):
         """What holds outside of the trainings: of each setting what the most patient of them says."""
         of_each = [getattr(self, name).survival for name in self.trainings] or [SurvivalSettings()]
         return SurvivalSettings(
-            grace_seconds=max(one.grace_seconds for one in of_each),
-            stuck_seconds=max(one.stuck_seconds for one in of_each),
-            leave_when_stuck=min((one.leave_when_stuck for one in of_each), key=(False, None, True).index),
-            silence_seconds=max(one.silence_seconds for one in of_each),
+            preemption_grace=max(one.preemption_grace for one in of_each),
+            hang_timeout=max(one.hang_timeout for one in of_each),
+            exit_on_hang=min((one.exit_on_hang for one in of_each), key=(False, None, True).index),
+            heartbeat_timeout=max(one.heartbeat_timeout for one in of_each),
         )
 
     @property

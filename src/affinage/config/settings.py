@@ -5,8 +5,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+Bytes = typing.Annotated[ByteSize, Field(gt=0)]  # a number of bytes: 5000, or "5kB", "40MB", "1.5GiB"
 
 
 class Settings(BaseModel):
@@ -17,7 +19,7 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`clip_norm: true` would be 1.0 to pydantic."""
+        """`max_grad_norm: true` would be 1.0 to pydantic."""
         if isinstance(value, bool) and info.field_name is not None:
             number = _number_asked_for(cls.model_fields[info.field_name].annotation)
             if number:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from affinage.config.presets import with_preset
-from affinage.config.settings import Settings
+from affinage.config.settings import Bytes, Settings
 
 POCKET_WORLD = "pocket-world"
-POCKET_MEGABYTES = 3.0  # of the pocket world, unless a recipe says how much
+POCKET_BYTES = 3_000_000  # of the pocket world, unless a recipe says how much
 _SUFFIX = re.compile(
     r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
 )
@@ -35,13 +35,13 @@ class SourceSettings(Settings):
     # gutenberg: a book of Project Gutenberg, freed of its header and licence and cut into chapters
     kind: Literal["text", "code", "gutenberg"] = "text"
     language: Language = ""  # ISO 639-1 code, if the user knows it; default: identified per document
-    licence: str = ""  # carried with every document into the manifest
+    license: str = ""  # carried with every document into the manifest
     text_key: str = "text"  # the JSON key or Parquet column that holds the text; `a.b` is the key b within a
     id_key: str = "id"  # of a document; where it has none, its place in the file
     url_key: str = "url"  # or a pattern of other keys: https://example.org/{repository}/{path}
-    licence_key: str = ""  # default: licence or license
-    where: dict[str, str | tuple[str, ...]] = {}  # only records whose key has this value, or one of these
-    megabytes: float | None = Field(default=None, gt=0)  # 1e6 bytes of text at most; of the pocket world: to generate
+    license_key: str = ""  # default: licence or license
+    filter: dict[str, str | tuple[str, ...]] = {}  # only records whose key has this value, or one of these
+    max_bytes: Bytes | None = None  # of text, at most, such as 40MB; of the pocket world: how much is generated
     sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")  # of the file at a URL, checked after the download
     download: bool = True  # files at URLs are fetched once into the cache; false: read over the network each time
 

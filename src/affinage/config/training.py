@@ -17,8 +17,8 @@ class OptimizerSettings(Settings):
     b2: float = Field(default=0.95, ge=0, lt=1)  # the same of their squares; 0.95, as 0.999 sees a change late
     eps: float = Field(default=1e-8, gt=0)  # added to the root of that mean
     weight_decay: float = Field(default=0.1, ge=0)  # times the learning rate; not on norms and biases
-    clip_norm: float = Field(default=1.0, gt=0)  # global norm of the gradient
-    moments: Literal["float32", "bfloat16"] = "float32"  # dtype the moments are stored in
+    max_grad_norm: float = Field(default=1.0, gt=0)  # global norm of the gradient
+    state_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype the moments are stored in
     settings: dict[str, Any] = {}  # what only the named optimizer has
 
 
@@ -26,22 +26,22 @@ class ScheduleSettings(Settings):
     """The learning rate over the run: linear warm-up, then by name down to a floor."""
 
     name: str = "cosine"  # cosine, linear, wsd, constant, or one of a plug-in
-    peak: float = Field(gt=0)  # learning rate after warm-up
-    floor: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
-    from_step: int = Field(default=0, ge=0)  # of the run, at which it begins: for one that `extends` another
-    warmup_steps: int = Field(default=0, ge=0)  # in which the rate rises from 0 to `peak`
-    warmup_share: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
+    peak_lr: float = Field(gt=0)  # learning rate after warm-up
+    min_lr: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
+    from_step: int = Field(default=0, ge=0)  # of the run, at which it begins; needs `resume_from`
+    warmup_steps: int = Field(default=0, ge=0)  # in which the rate rises from 0 to `peak_lr`
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
     settings: dict[str, Any] = {}  # what only the named schedule has
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "ScheduleSettings":
-        if self.warmup_steps and self.warmup_share:
-            raise ValueError("give either `warmup_steps` or `warmup_share` (of the run's steps)")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give either `warmup_steps` or `warmup_ratio` (of the run's steps)")
         return self
 
     def warmup(self, steps: int) -> int:
         """Steps of the warm-up in a run of `steps`."""
-        return round(self.warmup_share * (steps - self.from_step)) if self.warmup_share else self.warmup_steps
+        return round(self.warmup_ratio * (steps - self.from_step)) if self.warmup_ratio else self.warmup_steps
 
 
 class PrecisionSettings(Settings):
@@ -69,52 +69,52 @@ class CheckpointSettings(Settings):
 # (The mesh is none of a training's settings for the same reason.)
 _CARRIED_OUT = frozenset(
     {
-        *("micro_batches", "attention", "log_every", "validate_every", "validation_rows", "evaluate"),
-        *("checkpoint", "survival", "extends", "profile"),
+        *("gradient_accumulation_steps", "attention", "log_every", "eval_every", "eval_sequences"),
+        *("checkpoint", "survival", "resume_from", "profile"),
     }
 )
-# The same of a tuning's `watch`: the items themselves are in the keys of stages, as files.
-_OF_A_LOOK = frozenset({"batch", "data_dir"})
+# The same of a tuning's `monitor`, which may end it: the items themselves are in the keys of stages, as files.
+_OF_A_MONITOR = frozenset({"batch_size", "data_dir"})
 # What the rows are made of: known by the rows themselves.
 OF_THE_ROWS = frozenset(
-    {"sources", "root", "mirror", "sample", "bad_conversations", "system_prompt", "held_out", "context", "too_long"}
+    {"sources", "root", "mirror", "sample", "on_error", "system_prompt", "validation_fraction", "seq_len", "truncation"}
 )
 
 
 class HealthSettings(Settings):
     """What becomes of updates whose loss or gradient is not finite, and of those whose loss is a spike.
 
-    skip leaves the update out, weights and optimizer bit for bit; rewind goes back to the newest checkpoint before the
-    batches that led to it and on from there without them, ten times at most; note only writes it down.
+    skip leaves the update out, weights and optimizer bit for bit; rollback goes back to the newest checkpoint before
+    the batches that led to it and on from there without them, ten times at most; log only writes it down.
     """
 
-    on_non_finite: Literal["skip", "rewind"] = "skip"  # NaN or Inf
-    on_spike: Literal["note", "skip", "rewind"] = "note"  # note: some data are harder than others
+    on_nonfinite: Literal["skip", "rollback"] = "skip"  # NaN or Inf
+    on_spike: Literal["log", "skip", "rollback"] = "log"  # log: some data are harder than others
     # Robust standard deviations above the median of the window, or of the noise above where a fall has come to.
     spike_deviations: float = Field(default=6.0, gt=0)
-    window: int = Field(default=128, ge=8)  # losses before; a fall is told by the last 33 of them
-    rewind_batches: int = Field(default=1, ge=1)  # left out after a rewind, the last of them the one that was seen
-    # Updates left out in a row, or among the last `within` steps, at which a run stops with a diagnosis.
-    most_in_a_row: int = Field(default=3, ge=1)
-    most: int = Field(default=5, ge=1)  # among the last `within` steps
-    within: int = Field(default=100, ge=1)  # steps
+    spike_window: int = Field(default=128, ge=8)  # losses before; a fall is told by the last 33 of them
+    rollback_batches: int = Field(default=1, ge=1)  # left out after a rollback, the last of them the one that was seen
+    # Updates left out in a row, or among the last `window` steps, at which a run stops with a diagnosis.
+    max_consecutive_skips: int = Field(default=3, ge=1)
+    max_skips: int = Field(default=5, ge=1)  # among the last `window` steps
+    window: int = Field(default=100, ge=1)  # steps
 
 
 class SurvivalSettings(Settings):
     """What a run does when it is stopped or stuck."""
 
     # From SIGTERM or SIGHUP until it is left; clouds give 30. After Ctrl-C a save has ten minutes, a large one more.
-    grace_seconds: float = Field(default=30, gt=0)
+    preemption_grace: float = Field(default=30, gt=0)
     # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer;
     # what is no step, in a training or not, after as many in which nothing moves.
     # 28, so that a host that stands still is named within 30.
-    stuck_seconds: float = Field(default=28, gt=0)
+    hang_timeout: float = Field(default=28, gt=0)
     # End with status 75, for whatever starts it again; false: only say so. null: at once where there are many hosts, or
     # `affinage launch` started this one, and else after an hour.
-    leave_when_stuck: bool | None = None
+    exit_on_hang: bool | None = None
     # Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named within a second;
     # the longest of a recipe's trainings holds for its whole run. Less than the 45 s after which JAX ends all hosts.
-    silence_seconds: float = Field(default=5, ge=2, le=40)
+    heartbeat_timeout: float = Field(default=5, ge=2, le=40)
 
 
 def _as_text(value: Any) -> Any:
@@ -125,22 +125,22 @@ class TrainSettings(Settings):
     """What pretraining and fine-tuning have in common. One step is one update of the weights."""
 
     steps: int = Field(ge=1)  # updates of the weights; tokens = steps x batch x context
-    batch: int | None = Field(default=None, ge=1)  # rows per step, over all devices
-    batch_per_device: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
-    micro_batches: int = Field(default=1, ge=1)  # gradient accumulation: the batch goes through in this many parts
-    # layerwise: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
-    # memory; `optimizer.clip_norm` then holds for each layer, not for all together, and from a gradient that is not
-    # finite in one layer, with those above it updated already, the run goes back as with `on_non_finite: rewind`.
+    batch_size: int | None = Field(default=None, ge=1)  # sequences per step, over all devices
+    per_device_batch_size: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
+    gradient_accumulation_steps: int = Field(default=1, ge=1)  # parts that the batch goes through in
+    # true: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
+    # memory; `optimizer.max_grad_norm` then holds for each layer, not for all together, and from a gradient that is not
+    # finite in one layer, with those above it updated already, the run goes back as with `on_nonfinite: rollback`.
     # Layers are computed again as with `parallel.remat: block`, and only that, `none` or `auto` may be said beside it.
-    update: Literal["whole", "layerwise"] = "whole"
+    optimizer_in_backward: bool = False
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings
     precision: PrecisionSettings = PrecisionSettings()
     # What computes attention: splash (a kernel for TPUs), cudnn (for NVIDIA GPUs) or xla (anything). auto:
     # splash on TPUs where it honours all that the model asks for, xla otherwise; a named one refuses what it cannot.
     attention: AttentionImplementation = "auto"
-    validate_every: int = Field(default=500, ge=1)  # steps
-    validation_rows: int = Field(default=256, ge=1)  # at most, per source and language
+    eval_every: int = Field(default=500, ge=1)  # steps
+    eval_sequences: int = Field(default=256, ge=1)  # at most, per source and language
     log_every: int = Field(default=10, ge=1)  # steps
     checkpoint: CheckpointSettings = CheckpointSettings()
     health: HealthSettings = HealthSettings()
@@ -149,12 +149,13 @@ class TrainSettings(Settings):
     profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*(-[1-9][0-9]*)?$"), BeforeValidator(_as_text)] | None = None
     # A checkpoint of another run that this one goes on from, weights, optimizer and place in the data:
     # runs/NAME/STAGE, or runs/NAME/STAGE@STEP.
-    extends: str | None = None
+    resume_from: str | None = None
 
     def deciding(self) -> dict[str, Any]:
         """What decides over the numbers of a training, as JSON; how it is carried out is left out, and its rows."""
         left_out = dict.fromkeys(_CARRIED_OUT | OF_THE_ROWS, True)
-        return self.model_dump(mode="json", exclude={**left_out, "watch": set(_OF_A_LOOK)})
+        monitor = True if isinstance(self, PretrainSettings) else set(_OF_A_MONITOR)
+        return self.model_dump(mode="json", exclude={**left_out, "monitor": monitor})
 
     @property
     def traced(self) -> tuple[int, int] | None:
@@ -166,12 +167,13 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _one_batch_size(self) -> "TrainSettings":
-        if (self.batch is None) == (self.batch_per_device is None):
-            raise ValueError("give either `batch` (rows per step over all devices) or `batch_per_device`")
-        if self.batch is not None and self.batch % self.micro_batches:
-            raise ValueError(f"batch {self.batch} does not divide into {self.micro_batches} micro_batches")
-        if self.schedule.from_step and (self.extends is None or self.schedule.from_step >= self.steps):
-            raise ValueError("`schedule.from_step` is for a run that `extends` another, and comes before its last step")
+        if (self.batch_size is None) == (self.per_device_batch_size is None):
+            raise ValueError("give either `batch_size` (sequences over all devices) or `per_device_batch_size`")
+        if self.batch_size is not None and self.batch_size % self.gradient_accumulation_steps:
+            what = f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps}"
+            raise ValueError(f"{what} gradient_accumulation_steps")
+        if self.schedule.from_step and (self.resume_from is None or self.schedule.from_step >= self.steps):
+            raise ValueError("`schedule.from_step` needs `resume_from`, and comes before its last step")
         if self.schedule.warmup_steps > self.steps - self.schedule.from_step:
             raise ValueError(f"warm-up of {self.schedule.warmup_steps} steps is longer than the {self.steps} steps")
         return self
@@ -220,19 +222,19 @@ Mixture = Annotated[
 ]
 
 
-class InLoopSettings(Settings):
+class PretrainMonitorSettings(Settings):
     """Benchmarks that are scored while a model is pretrained. They change nothing of the training."""
 
     tasks: tuple[str, ...] = Field(min_length=1)  # as in `evaluate`
     every_steps: int = Field(ge=1)  # also before the first step, and after the last
-    items: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
+    limit: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
     data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
     # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors.
-    batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
 
 
 class PretrainSettings(TrainSettings):
     """Training from random weights on packed rows of documents."""
 
     mixture: Mixture | None = None  # {name: weight}, or a list of {from_step, weights}; default: all rows as they come
-    evaluate: InLoopSettings | None = None
+    monitor: PretrainMonitorSettings | None = None

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.exchange import read_part, write_parts
 from affinage.data.near_duplicates import find_near_duplicates
@@ -73,7 +73,7 @@ class _Members:
 
 def find_duplicates(
     shards: Sequence[Shard],
-    settings: DeduplicateSettings,
+    settings: DedupSettings,
     scratch: Path,
     *,
     memory: int = MEMORY,

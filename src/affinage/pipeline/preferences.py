@@ -26,7 +26,7 @@ def preferences(context: StageContext) -> Summary:
         recipe.dpo,
         chat_tokenizer(context),
         context.folder,
-        context=recipe.dpo.context or recipe.rows.context,
+        context=recipe.dpo.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
         system_prompt=recipe.chat_system_prompt,
         world_folder=context.inputs.get("world"),
@@ -115,7 +115,7 @@ def _job(context: StageContext, graph: "Graph", settings: DpoSettings, feed: Any
     from affinage.training import TrainJob
 
     base = _base_graph(context)
-    tokens = context.recipe.rows.context if settings.context is None else settings.context
+    tokens = context.recipe.packing.seq_len if settings.seq_len is None else settings.seq_len
     return TrainJob(
         graph=graph,
         settings=settings,
@@ -124,7 +124,7 @@ def _job(context: StageContext, graph: "Graph", settings: DpoSettings, feed: Any
         seed=context.recipe.seed,
         feed=feed,
         folder=context.folder,
-        initial_params=begin_with(context, base, ("sft", "pretrain"), _settings(context).base_step),
+        initial_params=begin_with(context, base, ("sft", "pretrain"), _settings(context).from_step),
         name=context.folder.name.rpartition("-")[0],
         **more,
     )

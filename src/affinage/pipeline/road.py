@@ -67,7 +67,7 @@ def is_local(recipe: Recipe) -> bool:
         sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
     places = [location(*source) for source in sources]
     on_hub = any(is_on_hub(source, mirror) for source, _, mirror in sources)
-    looked = data.decontaminate.against if data and data.decontaminate else ()
+    looked = data.decontaminate.benchmark_files if data and data.decontaminate else ()
     return (
         not on_hub
         and not any(of_the_hub(from_home(path)) for path in looked if path.endswith((".yaml", ".yml")))
@@ -91,7 +91,7 @@ def looked_for(recipe: Recipe) -> list[str]:
     if decontaminate is None:
         return []
     benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
-    return [*benchmarks, *decontaminate.against]
+    return [*benchmarks, *decontaminate.benchmark_files]
 
 
 def _tunings(recipe: Recipe) -> list[TuningSettings]:
@@ -99,15 +99,15 @@ def _tunings(recipe: Recipe) -> list[TuningSettings]:
 
 
 def _watched(recipe: Recipe) -> list[str]:
-    tasks = [task for tuning in _tunings(recipe) if tuning.watch for task in tuning.watch.tasks]
-    tasks += recipe.pretrain.evaluate.tasks if recipe.pretrain and recipe.pretrain.evaluate else ()
+    tasks = [task for tuning in _tunings(recipe) if tuning.monitor for task in tuning.monitor.tasks]
+    tasks += recipe.pretrain.monitor.tasks if recipe.pretrain and recipe.pretrain.monitor else ()
     return [POCKET_WORLD if of_pocket_world(task) else task for task in tasks]
 
 
 def _read_by_watch(tuning: TuningSettings) -> tuple[tuple[str, ...], dict[str, str]]:
     """The stages and the user's files that are read to watch a tuning."""
-    tasks = tuning.watch.tasks if tuning.watch else ()
-    folder = tuning.watch.data_dir if tuning.watch else None
+    tasks = tuning.monitor.tasks if tuning.monitor else ()
+    folder = tuning.monitor.data_dir if tuning.monitor else None
     in_folder = fingerprints(str(file) for file in files_of(tasks, folder)) if folder is not None else {}
     files = fingerprints(task_files(task for task in tasks if not of_pocket_world(task) and _is_local_task(task)))
     return _if(any(map(of_pocket_world, tasks)), "world"), files | in_folder
@@ -121,8 +121,8 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     data = recipe.data
     stages = []
     if uses_pocket_world(recipe):
-        megabytes = {"data": {"sources": {"megabytes": texts.pocket_megabytes(recipe)}}}
-        stages.append(Stage("world", texts.world, {**_part(recipe, "seed"), **megabytes}))
+        size = {"data": {"sources": {"max_bytes": texts.pocket_bytes(recipe)}}}
+        stages.append(Stage("world", texts.world, {**_part(recipe, "seed"), **size}))
     if data is None:  # an imported model is only fine-tuned
         return [*stages, Stage("tokenizer", texts.given_tokenizer, {}, (), initial)]
     places = [location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror)]
@@ -131,8 +131,8 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
     stages.append(Stage("collect", texts.collect, collected, from_world, fingerprints(places), continues=True))
     cleaned = {"data": _json(data, "clean", "languages")}
     stages.append(Stage("clean", texts.clean, cleaned, ("collect",), continues=True))
-    if data.deduplicate is not None:
-        stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
+    if data.dedup is not None:
+        stages.append(Stage("deduplicate", texts.deduplicate, {"data": _json(data, "dedup")}, ("clean",)))
     if looked_for(recipe):
         stages.append(_decontamination(recipe, stages[-1].name))
     last = stages[-1].name
@@ -147,7 +147,7 @@ def _data_stages(recipe: Recipe, initial: dict[str, str]) -> list[Stage]:
         compared = {"tokenizer": _json(recipe.tokenizer, "compare")}
         read = fingerprints(recipe.tokenizer.compare)
         stages.append(Stage("compare-tokenizers", texts.compare_tokenizers, compared, ("split", "tokenizer"), read))
-    settings = _part(recipe, "rows", "seed")
+    settings = _part(recipe, "packing", "seed")
     stages.append(Stage("rows", texts.rows, settings, ("split", "tokenizer"), continues=True))
     return stages
 
@@ -159,13 +159,15 @@ def _decontamination(recipe: Recipe, last: str) -> Stage:
     if data.decontaminate.benchmarks:
         settings["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
     files = fingerprints(task_files(name for name in looked_for(recipe) if _is_local_task(name)))
-    files |= fingerprints(data.decontaminate.against) | (_item_files(recipe) if data.decontaminate.benchmarks else {})
+    files |= fingerprints(data.decontaminate.benchmark_files) | (
+        _item_files(recipe) if data.decontaminate.benchmarks else {}
+    )
     return Stage("decontaminate", texts.decontaminate, settings, (last,), files, continues=True)
 
 
 def _collected(data: DataSettings) -> dict[str, Any]:
     """What is collected: the settings of the sources but for how their files get here."""
-    collected = _json(data, "sources", "root", "mirror", "sample", "broken_records", "damaged_files")
+    collected = _json(data, "sources", "root", "mirror", "sample", "on_error")
     collected["sources"] = [{**source, "download": None} for source in collected["sources"]]
     return collected
 
@@ -208,10 +210,10 @@ def _training_stages(loaded: LoadedRecipe, initial: dict[str, str], plugins: dic
 def _dpo_stages(recipe: Recipe, dpo: DpoSettings, initial: dict[str, str], plugins: dict[str, str]) -> list[Stage]:
     base = _if(recipe.sft is not None, "sft") or _if(_pretrains(recipe), "pretrain")
     inputs, begun = (*base, "preferences", "tokenizer"), plugins if base else initial | plugins
-    computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision", "base_step")}
+    computed = {**_part(recipe, "model"), "dpo": _json(dpo, "precision", "from_step")}
     told, (watched, files) = {"system_prompt": recipe.chat_system_prompt}, _read_by_watch(dpo)
     settings = {**_part(recipe, "model", "seed"), "dpo": dpo.deciding() | told}
-    told_before = dpo.reference == "precomputed"
+    told_before = dpo.precompute_ref_log_probs
     stages = [Stage("reference", preferences.reference, computed, inputs, begun, together=True)] if told_before else []
     read = (*_if(told_before, "reference"), *inputs, *watched)
     return [*stages, _training_stage("dpo", preferences.dpo, settings, read, begun | files)]
@@ -238,8 +240,8 @@ def _tuning_rows(
         settings["chat_template"] = recipe.chat_template
     elif (template := chat_template_of(loaded, None)) is not None:
         settings["chat_template"] = template
-    if tuning.context is None:
-        settings["rows"] = _json(recipe.rows, "context")
+    if tuning.seq_len is None:
+        settings["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     local = fingerprints(location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror))
     return settings, ("tokenizer", *_if(tuning.from_world, "world")), local
@@ -252,13 +254,13 @@ def _result_stages(recipe: Recipe, plugins: dict[str, str]) -> list[Stage]:
     if recipe.evaluate is not None:
         prompts, questions = _json(recipe.report, "prompts"), _json(recipe.report, "questions")
         asked = {"pretrain": prompts, "sft": questions, "dpo": questions}
-        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch", "attention", "data_dir"})
+        judged = recipe.evaluate.model_dump(mode="json", exclude={"batch_size", "attention", "data_dir"})
         local = fingerprints(task_files(local_tasks(recipe))) | _item_files(recipe) | plugins
         decontaminate = recipe.data.decontaminate if recipe.data else None
         looked: dict[str, Any] = {}
         if recipe.evaluate.contamination and decontaminate is not None and not looked_for(recipe):
             # How items are looked for in the text; otherwise the text was made by the same settings.
-            looked["data"] = {"decontaminate": _json(decontaminate, "ngram", "min_words", "boilerplate")}
+            looked["data"] = {"decontaminate": _json(decontaminate, "n_grams", "min_words", "boilerplate")}
         read = (
             "tokenizer",
             *_if(POCKET_WORLD in _tasks(recipe), "world"),
@@ -305,8 +307,8 @@ def _item_files(recipe: Recipe) -> dict[str, str]:
 
 def _is_here(recipe: Recipe, task: str) -> bool:
     """Whether the items of a task are on this machine."""
-    in_loop = recipe.pretrain.evaluate if recipe.pretrain else None
-    asked = [recipe.evaluate, in_loop, *(tuning.watch for tuning in _tunings(recipe))]
+    in_loop = recipe.pretrain.monitor if recipe.pretrain else None
+    asked = [recipe.evaluate, in_loop, *(tuning.monitor for tuning in _tunings(recipe))]
     in_folder = all(each.data_dir is not None for each in asked if each is not None and task in each.tasks)
     if task != POCKET_WORLD and _is_local_task(task):
         return not of_the_hub(from_home(task))

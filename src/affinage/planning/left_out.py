@@ -34,8 +34,8 @@ def left_out(recipe: Recipe, refused: Sequence[tuple[Slice, UserError]]) -> list
             reason = (f"the recipe's mesh is of {of}", f"--set mesh.{axis}=auto takes all there are")
         elif dividing_batch(recipe, where):
             every = math.lcm(*batches)
-            what = f"a batch of {settings.batch} does not divide over their devices"
-            reason = (what, f"--set {section}.batch={every} does, over all of them")
+            what = f"a batch of {settings.batch_size} does not divide over their devices"
+            reason = (what, f"--set {section}.batch_size={every} does, over all of them")
         else:
             reason = (error.what, error.fix)
         groups.setdefault(reason, []).append(where.name)

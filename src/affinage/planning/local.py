@@ -235,7 +235,7 @@ def lay_out(
     asked = parallel or ParallelSettings()
     check_remat(settings, asked.remat)
     done = as_it_is_done(settings, asked)
-    split = Split(graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, done)
+    split = Split(graph, sizes, rows_per_step(settings, devices), context, settings.gradient_accumulation_steps, done)
     split.check(settings.attention)
     check_update(frozen_of(graph, settings), settings, in_stages=split.stages > 1)
     return split

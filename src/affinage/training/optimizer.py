@@ -135,8 +135,8 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
-        _clipped_to(settings.clip_norm),
-        _stored_in(jnp.dtype(settings.moments), chosen.direction(settings, weights)),
+        _clipped_to(settings.max_grad_norm),
+        _stored_in(jnp.dtype(settings.state_dtype), chosen.direction(settings, weights)),
         # A number of Python's would be multiplied in the weights' own dtype.
         optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed),
     )
