@@ -82,8 +82,8 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 
 def test_volume_and_planted_share(world: Path) -> None:
     documents = read_documents(world)
-    assert sum(len(d["text"].encode()) for d in documents) == pytest.approx(1e6, rel=0.05)
     assert len({d["id"] for d in documents}) == len(documents)
+    assert sum(len(d["text"].encode()) for d in documents) == pytest.approx(1e6, rel=0.05)
     planted = [d for d in documents if d["kind"] != "text"]
     assert 0.05 < len(planted) / len(documents) < 0.08
     assert {d["kind"] for d in planted} == {"exact-duplicate", "near-duplicate", "wrong-language", "short", "junk"}
@@ -113,10 +113,6 @@ def test_documents_are_what_their_kind_says_and_ordinary_ones_pass_the_filters(w
     assert sum(passed) / len(passed) > 0.99
 
 
-def plain(name: str) -> str:
-    return name.replace("’", "'").replace(" & ", " and ")
-
-
 def without_article(name: str) -> str:
     return re.sub(r"^(the |les |le |la |l')", "", name)
 
@@ -126,26 +122,25 @@ def test_facts_about_countries_agree_with_the_cldr() -> None:
         country = fact.id.split(":")[1]
         if fact.relation in ("currency", "language", "continent", "country_name"):
             for language in LANGUAGES:
-                assert without_article(fact.forms[language]["s"]) == plain(Locale(language).territories[country])
+                name = Locale(language).territories[country].replace("’", "'").replace(" & ", " and ")
+                assert without_article(fact.forms[language]["s"]) == name
         if fact.relation == "currency":
             on = datetime.date(2025, 1, 1)
             assert get_territory_currencies(country, on, on) == [fact.object]
         elif fact.relation == "language":
-            spoken = {code.split("_")[0]: facts for code, facts in get_global("territory_languages")[country].items()}
-            spoken = {{"nb": "no", "nn": "no"}.get(code, code): facts for code, facts in spoken.items()}
+            cldr = get_global("territory_languages")[country]
+            spoken = {re.sub("n[bn]$", "no", code.split("_")[0]): people for code, people in cldr.items()}
             assert [code for code in spoken if spoken[code]["official_status"] == "official"] == [fact.object]
-            false = {object_ for object_, _ in fact.choices("en", 0, facts())[2]}
-            assert not false & set(spoken)
-            assert fact.forms["en"]["o"] == Locale("en").languages[fact.object]
-            assert fact.forms["fr"]["bare"] == Locale("fr").languages[fact.object]
+            assert not {language for language, _ in fact.choices("en", 0, facts())[2]} & set(spoken)
+            words = (fact.forms["en"]["o"], fact.forms["fr"]["bare"])
+            assert words == tuple(Locale(language).languages[fact.object] for language in LANGUAGES)
         elif fact.relation == "continent":
             assert fact.forms["en"]["o"] == Locale("en").territories[fact.object]
 
 
 def test_how_the_facts_are_divided() -> None:
     everything = facts()
-    assert 600 <= len(everything) <= 800
-    assert len({fact.id for fact in everything}) == len(everything)
+    assert 600 <= len({fact.id for fact in everything}) == len(everything) <= 800
     for stated, share in ((("en", "fr"), 0.70), (("en",), 0.15), (("fr",), 0.15)):
         assert sum(fact.stated == stated for fact in everything) / len(everything) == pytest.approx(share, abs=0.03)
     for fact in everything:
@@ -210,7 +205,7 @@ def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(wo
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         for question, answer in zip(messages[::2], messages[1::2], strict=True):
             answers.setdefault(question["content"], []).append(answer["content"])
-    for item in (item for language in LANGUAGES for item in read_items(world, f"pocket_chat_{language}")):
+    for item in [*read_items(world, "pocket_chat_en"), *read_items(world, "pocket_chat_fr")]:
         assert set(answers[item["question"]]) == {item["answer"]} and len(answers[item["question"]]) >= 2
     pairs = read_lines(world / "preferences.jsonl")
     assert {pair["kind"] for pair in pairs} == {"false", "curt", "language"}
