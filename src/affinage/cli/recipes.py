@@ -47,7 +47,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.config.gallery import facts, head
+    from affinage.cli.gallery import facts, head
     from affinage.config.layers import packaged_recipes, read_file
 
     found = []
@@ -167,7 +167,7 @@ def schema() -> None:
 
 def _schema_text() -> str:
     import affinage.model.kinds  # noqa: F401  the kinds register themselves
-    from affinage.config.schema import json_schema
+    from affinage.config.reference import json_schema
     from affinage.model.kind import KINDS
 
     written: dict[str, Any] = json_schema(KINDS)

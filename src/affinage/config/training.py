@@ -12,26 +12,41 @@ AttentionImplementation = Literal["auto", "xla", "cudnn", "splash"]
 class OptimizerSettings(Settings):
     """How gradients become updates. Weight decay is decoupled and on matrices only (Loshchilov and Hutter, 2019)."""
 
-    name: str = "adamw"  # adamw, lion, adafactor, muon, or one of a plug-in
-    b1: float = Field(default=0.9, ge=0, lt=1)  # per step, what is kept of the mean of gradients
-    b2: float = Field(default=0.95, ge=0, lt=1)  # the same of their squares; 0.95, as 0.999 sees a change late
-    eps: float = Field(default=1e-8, gt=0)  # added to the root of that mean
-    weight_decay: float = Field(default=0.1, ge=0)  # times the learning rate; not on norms and biases
-    max_grad_norm: float = Field(default=1.0, gt=0)  # global norm of the gradient
-    state_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype the moments are stored in
-    settings: dict[str, Any] = {}  # what only the named optimizer has
+    name: str = "adamw"
+    """Adamw, lion, adafactor, muon, or one of a plug-in."""
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    """Per step, what is kept of the mean of gradients."""
+    b2: float = Field(default=0.95, ge=0, lt=1)
+    """The same of their squares; 0.95, as 0.999 sees a change late."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of that mean."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Times the learning rate; not on norms and biases."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Global norm of the gradient."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the moments are stored in."""
+    settings: dict[str, Any] = {}
+    """What only the named optimizer has."""
 
 
 class ScheduleSettings(Settings):
     """The learning rate over the run: linear warm-up, then by name down to a floor."""
 
-    name: str = "cosine"  # cosine, linear, wsd, constant, or one of a plug-in
-    peak_lr: float = Field(gt=0)  # learning rate after warm-up
-    min_lr: float = Field(ge=0)  # learning rate at the last step; a tenth of the peak is usual
-    from_step: int = Field(default=0, ge=0)  # of the run, at which it begins; needs `resume_from`
-    warmup_steps: int = Field(default=0, ge=0)  # in which the rate rises from 0 to `peak_lr`
-    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)  # of the run's steps, in place of warmup_steps
-    settings: dict[str, Any] = {}  # what only the named schedule has
+    name: str = "cosine"
+    """Cosine, linear, wsd, constant, or one of a plug-in."""
+    peak_lr: float = Field(gt=0)
+    """Learning rate after warm-up."""
+    min_lr: float = Field(ge=0)
+    """Learning rate at the last step; a tenth of the peak is usual."""
+    from_step: int = Field(default=0, ge=0)
+    """Of the run, at which it begins; needs `resume_from`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """In which the rate rises from 0 to `peak_lr`."""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Of the run's steps, in place of warmup_steps."""
+    settings: dict[str, Any] = {}
+    """What only the named schedule has."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "ScheduleSettings":
@@ -47,22 +62,28 @@ class ScheduleSettings(Settings):
 class PrecisionSettings(Settings):
     """Where bfloat16 is used."""
 
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the chip multiplies it natively
-    params: Literal["float32", "bfloat16"] = "float32"  # dtype the weights are stored and updated in
-    # How an updated weight becomes bfloat16: at random to one of its two neighbours, in proportion, so that small
-    # updates are not lost; or to the nearer one.
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Auto: bfloat16 where the chip multiplies it natively."""
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the weights are stored and updated in."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How an updated weight becomes bfloat16: at random to one of its two neighbours, in proportion, so that small
+    updates are not lost; or to the nearer one."""
 
 
 class CheckpointSettings(Settings):
     """When the state of a run is saved, and which saves stay."""
 
-    every_steps: int = Field(default=1000, ge=1)  # what is lost at most when a machine dies
-    every_minutes: float | None = Field(default=5, gt=0)  # also when the last save is so long ago
-    keep_last: int = Field(default=2, ge=1)  # the newest ones stay; the last step of a run always does
-    keep_every: int | None = Field(default=None, ge=1)  # also keep saves at multiples of this step
-    # Facts, such as `data` or `optimizer.b1`, that may differ from those a run was saved with when it goes on.
+    every_steps: int = Field(default=1000, ge=1)
+    """What is lost at most when a machine dies."""
+    every_minutes: float | None = Field(default=5, gt=0)
+    """Also when the last save is so long ago."""
+    keep_last: int = Field(default=2, ge=1)
+    """The newest ones stay; the last step of a run always does."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Also keep saves at multiples of this step."""
     accept_changes: tuple[str, ...] = ()
+    """Facts, such as `data` or `optimizer.b1`, that may differ from those a run was saved with when it goes on."""
 
 
 # How a training is carried out, not what it computes: changing these must not begin a long run from the start.
@@ -88,33 +109,41 @@ class HealthSettings(Settings):
     the batches that led to it and on from there without them, ten times at most; log only writes it down.
     """
 
-    on_nonfinite: Literal["skip", "rollback"] = "skip"  # NaN or Inf
-    on_spike: Literal["log", "skip", "rollback"] = "log"  # log: some data are harder than others
-    # Robust standard deviations above the median of the window, or of the noise above where a fall has come to.
+    on_nonfinite: Literal["skip", "rollback"] = "skip"
+    """NaN or Inf."""
+    on_spike: Literal["log", "skip", "rollback"] = "log"
+    """Log: some data are harder than others."""
     spike_deviations: float = Field(default=6.0, gt=0)
-    spike_window: int = Field(default=128, ge=8)  # losses before; a fall is told by the last 33 of them
-    rollback_batches: int = Field(default=1, ge=1)  # left out after a rollback, the last of them the one that was seen
-    # Updates left out in a row, or among the last `window` steps, at which a run stops with a diagnosis.
+    """Robust standard deviations above the median of the window, or of the noise above where a fall has come to."""
+    spike_window: int = Field(default=128, ge=8)
+    """Losses before; a fall is told by the last 33 of them."""
+    rollback_batches: int = Field(default=1, ge=1)
+    """Left out after a rollback, the last of them the one that was seen."""
     max_consecutive_skips: int = Field(default=3, ge=1)
-    max_skips: int = Field(default=5, ge=1)  # among the last `window` steps
-    window: int = Field(default=100, ge=1)  # steps
+    """Updates left out in a row, or among the last `window` steps, at which a run stops with a diagnosis."""
+    max_skips: int = Field(default=5, ge=1)
+    """Among the last `window` steps."""
+    window: int = Field(default=100, ge=1)
+    """Steps."""
 
 
 class SurvivalSettings(Settings):
     """What a run does when it is stopped or stuck."""
 
-    # From SIGTERM or SIGHUP until it is left; clouds give 30. After Ctrl-C a save has ten minutes, a large one more.
     preemption_grace: float = Field(default=30, gt=0)
-    # A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer;
-    # what is no step, in a training or not, after as many in which nothing moves.
-    # 28, so that a host that stands still is named within 30.
+    """From SIGTERM or SIGHUP until it is left; clouds give 30. After Ctrl-C a save has ten minutes, a large one more.
+    """
     hang_timeout: float = Field(default=28, gt=0)
-    # End with status 75, for whatever starts it again; false: only say so. null: at once where there are many hosts, or
-    # `affinage launch` started this one, and else after an hour.
+    """A step is stuck after this many seconds, or 5 times the 99th percentile of the steps before if that is longer;
+    what is no step, in a training or not, after as many in which nothing moves. 28, so that a host that stands still is
+    named within 30."""
     exit_on_hang: bool | None = None
-    # Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named within a second;
-    # the longest of a recipe's trainings holds for its whole run. Less than the 45 s after which JAX ends all hosts.
+    """End with status 75, for whatever starts it again; false: only say so. null: at once where there are many hosts,
+    or `affinage launch` started this one, and else after an hour."""
     heartbeat_timeout: float = Field(default=5, ge=2, le=40)
+    """Of many hosts: a machine that has not answered for so long, dead or cut off, is gone. It is named within a
+    second; the longest of a recipe's trainings holds for its whole run. Less than the 45 s after which JAX ends all
+    hosts."""
 
 
 def _as_text(value: Any) -> Any:
@@ -124,32 +153,39 @@ def _as_text(value: Any) -> Any:
 class TrainSettings(Settings):
     """What pretraining and fine-tuning have in common. One step is one update of the weights."""
 
-    steps: int = Field(ge=1)  # updates of the weights; tokens = steps x batch x context
-    batch_size: int | None = Field(default=None, ge=1)  # sequences per step, over all devices
-    per_device_batch_size: int | None = Field(default=None, ge=1)  # the same, said per device; give one of the two
-    gradient_accumulation_steps: int = Field(default=1, ge=1)  # parts that the batch goes through in
-    # true: the backward pass updates each layer as soon as its gradient is there, so that gradients take no
-    # memory; `optimizer.max_grad_norm` then holds for each layer, not for all together, and from a gradient that is not
-    # finite in one layer, with those above it updated already, the run goes back as with `on_nonfinite: rollback`.
-    # Layers are computed again as with `parallel.remat: block`, and only that, `none` or `auto` may be said beside it.
+    steps: int = Field(ge=1)
+    """Updates of the weights; tokens = steps x batch x context."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per step, over all devices."""
+    per_device_batch_size: int | None = Field(default=None, ge=1)
+    """The same, said per device; give one of the two."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Parts that the batch goes through in."""
     optimizer_in_backward: bool = False
+    """True: the backward pass updates each layer as soon as its gradient is there, so that gradients take no memory;
+    `optimizer.max_grad_norm` then holds for each layer, not for all together, and from a gradient that is not finite in
+    one layer, with those above it updated already, the run goes back as with `on_nonfinite: rollback`. Layers are
+    computed again as with `parallel.remat: block`, and only that, `none` or `auto` may be said beside it."""
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings
     precision: PrecisionSettings = PrecisionSettings()
-    # What computes attention: splash (a kernel for TPUs), cudnn (for NVIDIA GPUs) or xla (anything). auto:
-    # splash on TPUs where it honours all that the model asks for, xla otherwise; a named one refuses what it cannot.
     attention: AttentionImplementation = "auto"
-    eval_every: int = Field(default=500, ge=1)  # steps
-    eval_sequences: int = Field(default=256, ge=1)  # at most, per source and language
-    log_every: int = Field(default=10, ge=1)  # steps
+    """What computes attention: splash (a kernel for TPUs), cudnn (for NVIDIA GPUs) or xla (anything). auto: splash on
+    TPUs where it honours all that the model asks for, xla otherwise; a named one refuses what it cannot."""
+    eval_every: int = Field(default=500, ge=1)
+    """Steps."""
+    eval_sequences: int = Field(default=256, ge=1)
+    """At most, per source and language."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     health: HealthSettings = HealthSettings()
     survival: SurvivalSettings = SurvivalSettings()
-    # Steps of which a trace is written, for TensorBoard and Perfetto: `20`, or `20-25`.
     profile: Annotated[str, Field(pattern=r"^[1-9][0-9]*(-[1-9][0-9]*)?$"), BeforeValidator(_as_text)] | None = None
-    # A checkpoint of another run that this one goes on from, weights, optimizer and place in the data:
-    # runs/NAME/STAGE, or runs/NAME/STAGE@STEP.
+    """Steps of which a trace is written, for TensorBoard and Perfetto: `20`, or `20-25`."""
     resume_from: str | None = None
+    """A checkpoint of another run that this one goes on from, weights, optimizer and place in the data:
+    runs/NAME/STAGE, or runs/NAME/STAGE@STEP."""
 
     def deciding(self) -> dict[str, Any]:
         """What decides over the numbers of a training, as JSON; how it is carried out is left out, and its rows."""
@@ -189,9 +225,10 @@ class TrainSettings(Settings):
 class MixtureSettings(Settings):
     """Shares of rows that hold from a step on."""
 
-    from_step: int = Field(default=0, ge=0)  # from which these weights hold
-    # Of a source, a language or `source.language`, others get none; or of `all` alone: all rows as they come.
+    from_step: int = Field(default=0, ge=0)
+    """From which these weights hold."""
     weights: dict[str, Annotated[float, Field(ge=0)]]
+    """Of a source, a language or `source.language`, others get none; or of `all` alone: all rows as they come."""
 
     @model_validator(mode="after")
     def _some_weight(self) -> "MixtureSettings":
@@ -225,16 +262,21 @@ Mixture = Annotated[
 class PretrainMonitorSettings(Settings):
     """Benchmarks that are scored while a model is pretrained. They change nothing of the training."""
 
-    tasks: tuple[str, ...] = Field(min_length=1)  # as in `evaluate`
-    every_steps: int = Field(ge=1)  # also before the first step, and after the last
-    limit: int = Field(default=100, ge=2)  # of each task, drawn by the recipe's seed, always the same
-    data_dir: str | None = None  # folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub
-    # Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors.
+    tasks: tuple[str, ...] = Field(min_length=1)
+    """As in `evaluate`."""
+    every_steps: int = Field(ge=1)
+    """Also before the first step, and after the last."""
+    limit: int = Field(default=100, ge=2)
+    """Of each task, drawn by the recipe's seed, always the same."""
+    data_dir: str | None = None
+    """Folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Rows of the context per forward pass, at most. auto: as many as fit beside what is trained, 64 on processors."""
 
 
 class PretrainSettings(TrainSettings):
     """Training from random weights on packed rows of documents."""
 
-    mixture: Mixture | None = None  # {name: weight}, or a list of {from_step, weights}; default: all rows as they come
+    mixture: Mixture | None = None
+    """{name: weight}, or a list of {from_step, weights}; default: all rows as they come."""
     monitor: PretrainMonitorSettings | None = None

@@ -52,7 +52,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
             _exists(loaded, path, ("tokenizer", "compare", index))
     if recipe.data is not None and recipe.data.executor == "ray" and importlib.util.find_spec("ray") is None:
         fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.executor=local"
-        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "engine")), fix=fix)
+        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "executor")), fix=fix)
     if _asks_for_tasks(loaded, stages):
         _check_tasks(loaded)
     if recipe.export is not None and recipe.export.verify and "export" in stages:
@@ -259,7 +259,7 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
     from affinage.checkpoint.steps import kept_steps
 
     tunings = [name for name in loaded.recipe.trainings if name != "pretrain"]
-    step = getattr(loaded.recipe, tunings[0]).base_step if tunings else None
+    step = getattr(loaded.recipe, tunings[0]).from_step if tunings else None
     if step is None or step == pretrain.steps:
         return
     keep = pretrain.checkpoint

@@ -69,7 +69,7 @@ def _write_reference(context: StageContext, program: Any, params: Any, rows: Pat
     (context.folder / part).mkdir(exist_ok=True)
     counts, compiled = {}, None
     for name, folder in find_row_folders(rows / part).items():
-        batches = ValidationRows(folder, batch=program.rows // program.job.settings.micro_batches)
+        batches = ValidationRows(folder, batch=program.rows // program.job.settings.gradient_accumulation_steps)
         found = []
         for number, batch in enumerate(batches):
             context.progress(f"{part}/{name} {number / len(batches):.0%}")

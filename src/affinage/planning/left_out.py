@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from affinage.config.mesh import axis_to_free
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
+from affinage.hardware.mesh import axis_to_free
 from affinage.hardware.slices import Slice
 from affinage.planning.plan import dividing_batch, training_settings
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from affinage.config.mesh import axis_to_free
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import AttentionImplementation, TrainSettings
 from affinage.errors import UserError
+from affinage.hardware.mesh import axis_to_free
 from affinage.model import Graph, parse
 from affinage.model.analysis import Analysis, analyse
 from affinage.model.parameter import Parameter, map_parameters

@@ -76,9 +76,11 @@ class Adafactor(Optimizer):
     weights' size.
     """
 
-    decay_rate: float = 0.8  # exponent of the second moments' schedule: 1 - step^-decay_rate
+    decay_rate: float = 0.8
+    """Exponent of the second moments' schedule: 1 - step^-decay_rate."""
     clip_rms: float = 1.0
-    smallest_factored: int = 128  # matrices with a smaller second-largest side keep their second moments whole
+    smallest_factored: int = 128
+    """Matrices with a smaller second-largest side keep their second moments whole."""
 
     def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
         """See `Optimizer.direction`."""
@@ -96,7 +98,8 @@ class Muon(Optimizer):
     decay serve both (Liu et al., 2025, arXiv:2502.16982). Layers and experts are orthogonalised each on their own.
     """
 
-    beta: float = 0.95  # of the momentum; b1 and b2 are Adam's
+    beta: float = 0.95
+    """Of the momentum; b1 and b2 are Adam's."""
     newton_schulz_steps: int = 5
     rms: float = 0.2
 
