@@ -97,7 +97,7 @@ def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, r
 
 def test_diff_tells_facts_and_arrays_also_of_numbers_that_are_not_finite(said, runs: Path, affinage):
     _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3", "--arrays")
-    assert found["facts"] == [{"name": "identity.schedule.peak", "saved": 0.1, "now": 0.2}]
+    assert found["facts"] == [{"name": "identity.schedule.peak_lr", "saved": 0.1, "now": 0.2}]
     assert found["arrays"]["same"] == 1 and found["arrays"]["only"] == []
     different = {each["name"]: each["most"] for each in found["arrays"]["different"]}
     assert different == {"params['b']": 2.0, "step": 2.0}

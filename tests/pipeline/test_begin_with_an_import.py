@@ -18,7 +18,7 @@ from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.road import road_of
 from tiny_models import CONTEXT, tiny_llama
 
-_STEPS = ["steps=1", "batch=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
+_STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
 PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
 POCKET = (
     "data={sources: [{path: pocket-world, max_bytes: 0.02MB}], languages: [en, fr], split: {validation_fraction: 0.2}}"

@@ -205,7 +205,7 @@ def test_how_a_look_is_made_is_in_no_key():
         stages = road_of(load_recipe(TINY, [f"sft.monitor={given}"]))
         return next(stage.settings for stage in stages if stage.name == "sft")
 
-    assert asked() == asked(batch=8) == asked(data_dir="/nowhere")
+    assert asked() == asked(batch_size=8) == asked(data_dir="/nowhere")
     assert asked() != asked(items=50)
 
 

@@ -77,7 +77,7 @@ def test_mlflow_has_every_step_the_settings_and_how_it_ended(runs: Path):
 
     client = MlflowClient(tracking_uri=f"sqlite:///{runs / 'mlflow.db'}")
     run = client.get_run(ids(runs)["mlflow"])
-    assert run.info.status == "FINISHED" and run.data.params["settings.schedule.peak"] == "0.01"
+    assert run.info.status == "FINISHED" and run.data.params["settings.schedule.peak_lr"] == "0.01"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert {point.step: point.value for point in history} == losses(runs)
     assert client.get_metric_history(run.info.run_id, "validation/pocket-world.en/loss")

@@ -113,7 +113,7 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
         ("data.rows", {"data": {"rows": "other"}}),
         ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(layers=1, width=96)}),
         ("optimizer.name", {"settings": tiny.settings(10, optimizer={"name": "lion"})}),
-        ("batch", {"settings": tiny.settings(10, batch=16), "feed": tiny.RandomFeed(rows=16)}),
+        ("batch_size", {"settings": tiny.settings(10, batch_size=16), "feed": tiny.RandomFeed(rows=16)}),
         ("seed", {"seed": 2}),
     ],
 )

@@ -148,7 +148,7 @@ def test_dropout_depends_on_the_step_alone(expected):
 def test_the_feed_must_yield_the_batch_that_the_settings_say():
     program = alone()[0]
     with pytest.raises(ValueError, match="8 rows"):
-        dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch=16)))
+        dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)))
 
 
 def test_weights_before_moments_are_the_same_bits_in_a_fraction_of_the_memory():
