@@ -18,9 +18,7 @@ from affinage.data.world.arithmetic import calculations
 from affinage.data.world.english import sentence
 from affinage.data.world.facts import LANGUAGES, Fact, build_facts
 from affinage.data.world.junk import jaccard
-from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
-from affinage.errors import UserError
-from affinage.evaluation.benchmarks import POCKET_TASKS
+from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS
 from affinage.evaluation.harness import tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
 
@@ -121,19 +119,6 @@ def test_every_sentence_is_whole_and_french_elides_and_contracts() -> None:
                 assert text.endswith((".", "?")) and not re.search(r"[][{}|]|  ", text), text
                 if language == "fr" and fact.relation not in ("word", "country_name"):  # foreign and quoted words
                     assert not ELISION.search(text), text
-
-
-def test_how_the_facts_are_shared_out() -> None:
-    told = facts()
-    assert 600 <= len(told) <= 800
-    assert len({fact.id for fact in told}) == len(told)
-    for stated, share in ((LANGUAGES, 0.70), (("en",), 0.15), (("fr",), 0.15)):
-        assert sum(fact.stated == stated for fact in told) / len(told) == pytest.approx(share, abs=0.03)
-    for fact in told:
-        for language in LANGUAGES:
-            assert not set(fact.used[language]) & set(fact.held_out[language])
-            assert set(fact.held_out[language]) < set(completable(fact.relation, language))
-            assert fact.used[language][0] == completable(fact.relation, language)[0] == 0
 
 
 def test_used_forms_stand_in_text_and_held_out_ones_do_not(world: Path) -> None:
@@ -254,16 +239,6 @@ def test_sums_are_right_and_agreement_pairs_differ_by_little(world: Path, langua
             assert sum(a != b for a, b in zip(good, bad, strict=True)) == 1
         else:  # "l'âne": "les âne" has a word more
             assert "determiner" in item["phenomenon"] and (good[2:] == bad[1:] or good[1:] == bad[2:])
-
-
-def test_each_can_be_asked_for_by_its_name(world: Path) -> None:
-    known = {POCKET_WORLD: world / "tasks"}
-    assert {task["task"] for task in find_tasks([POCKET_WORLD], known).local} == set(POCKET_TASKS)
-    found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
-    assert [task["task"] for task in found.local] == ["pocket_chat_fr", "pocket_agreement_en"]
-    assert found.named == ("piqa",) and [task["task"] for task in found.chat()] == ["pocket_chat_fr"]
-    with pytest.raises(UserError):
-        find_tasks(["pocket_agreement_en"], {})
 
 
 def test_a_choice_is_asked_after_its_context_and_one_space(world: Path) -> None:
