@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
 from hosts_in_memory import Coordinator, HostInMemory
+from waiting import until
 
 
 def sharding(axis: str, size: int) -> NamedSharding:
@@ -197,9 +197,7 @@ def test_a_save_that_failed_is_told_before_the_next_one(store: CheckpointStore, 
     assert store.in_flight() < store.in_flight()  # not known yet, and nothing is waited for
     go_on.set()
     with pytest.raises(OSError, match="No space left"):
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            store.in_flight()
+        until(lambda: store.in_flight() < 0)
     assert store.in_flight() == 0.0
     store.wait()  # once is enough
 

@@ -25,16 +25,10 @@ from affinage.hardware.movement import Movement, waits_for_others
 from affinage.hardware.silence import Ear, Since
 from affinage.hardware.standstill import Standstill, looks_on
 from hosts_in_memory import Coordinator, HostInMemory
+from waiting import until
 
 LOOPBACK = "127.0.0.1"
 LIMIT = 120  # seconds until what does not come is a failure
-
-
-def until(true: Callable[[], object]) -> None:
-    late = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < late
-        time.sleep(0.02)
 
 
 class Group:
@@ -156,10 +150,9 @@ def test_the_kernel_of_a_peer_that_reads_nothing_answers():
             link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             silence.ask_often(link)
             link.sendall(b"a line\n")
-            ear, late = Ear(), time.monotonic() + LIMIT
-            while not ear.answers:
-                assert time.monotonic() < late and ear.look_at(link, 5.0) == "nothing new"
-                time.sleep(0.05)
+            ear, heard = Ear(), set()
+            until(lambda: heard.add(ear.look_at(link, 5.0)) or ear.answers)
+            assert heard == {"nothing new"}
 
 
 def test_the_most_patient_training_of_a_recipe_decides():
@@ -196,10 +189,7 @@ def test_of_hosts_that_wait_for_each_other_the_one_that_is_behind_or_silent_or_m
 def test_a_process_that_stands_still_writes_down_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     told = tmp_path / "run" / "stuck.txt"
     with Standstill("run", told.parent, SurvivalSettings(stuck_seconds=1.0)):
-        late = time.monotonic() + LIMIT
-        while not (told.exists() and "Thread 0x" in told.read_text()):
-            time.sleep(2.0)
-            assert time.monotonic() < late
+        until(lambda: time.sleep(1.0) or (told.exists() and "Thread 0x" in told.read_text()))
     assert "in test_a_process_that_stands_still" in told.read_text()
     assert "run: nothing has moved" in capfd.readouterr().err
 
