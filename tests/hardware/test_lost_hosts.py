@@ -23,7 +23,7 @@ from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.links import Links
 from affinage.hardware.movement import Movement, waits_for_others
 from affinage.hardware.silence import Ear, Since
-from affinage.hardware.standstill import Standstill, looks_on
+from affinage.hardware.standstill import Standstill
 from hosts_in_memory import Coordinator, HostInMemory
 from waiting import until
 
@@ -237,19 +237,3 @@ def test_what_computes_or_waits_for_others_moves():
     until(lambda: still(lambda: sum(range(10_000))) < 0.9)
     with waits_for_others():
         until(lambda: still(lambda: time.sleep(0.11)) < 0.9)
-
-
-@pytest.mark.full
-def test_a_watch_that_cannot_look_says_so_once_and_looks_again(capfd: pytest.CaptureFixture[str]):
-    class Ended:
-        looks = 0
-
-        def wait(self, seconds: float) -> bool:
-            self.looks += 1
-            return self.looks > 4
-
-    def look() -> None:
-        raise OSError(24, "Too many open files")
-
-    looks_on(look, ended := Ended(), 0.0, "train")  # type: ignore[arg-type]
-    assert ended.looks == 5 and capfd.readouterr().err.count("Too many open files") == 1
