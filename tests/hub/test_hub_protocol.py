@@ -190,29 +190,6 @@ def test_a_new_commit_is_read_when_that_is_asked_for(hub, machine):
     assert machine.collected()[0]["text"] == "text 0 of dev"
 
 
-OPEN, GATED = "{dataset: me/open}", "{dataset: me/gated}"
-
-
-@pytest.mark.parametrize(
-    ("source", "token", "fault", "named"),
-    [
-        ("{dataset: me/none}", None, None, "no such dataset"),
-        (GATED, None, None, "Accept its terms at {address}/datasets/me/gated"),
-        pytest.param("{dataset: me/open, revision: gone}", None, None, "'gone'", marks=FULL),
-        pytest.param(OPEN, "hf_of_nobody", None, "token", marks=FULL),
-        (OPEN, None, Fault("", 503, times=99), "503"),
-        pytest.param(OPEN, None, Fault("", cut=10), "cannot be reached", marks=FULL),
-    ],
-)
-def test_each_refusal_is_one_message_before_anything_is_read(hub, machine, source, token, fault, named):
-    hub.commit("datasets/me/open", tables())
-    hub.commit("datasets/me/gated", {"a.jsonl": lines(documents("gated"))})
-    hub.repositories["datasets/me/gated"].gated = True
-    hub.faults[:] = [replace(fault, path="/api/datasets/me/open")] if fault else []
-    assert named.format(address=hub.address) in refusal(machine.collect(f"[{source}]", token=token))
-    assert not read_for_data(hub)
-
-
 @FULL
 def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub, machine):
     hub.commit("datasets/me/large", tables())

@@ -158,16 +158,3 @@ def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fi
     with pytest.raises(UserError, match=named) as refused:
         memory(mesh, settings(**changed))
     assert fix in refused.value.fix
-
-
-def test_logits_and_buffers_of_collectives_are_told_apart():
-    wide = ["model.nodes.embed.width=1024", "model.nodes.blocks.ffn.width=4096", "rows.context=64", "pretrain.batch=4"]
-    split, whole = (plan_of(SMALL, "v4-8", *wide, f"mesh={{fsdp: {n}, data: {4 // n}}}").memory for n in (4, 1))
-    assert (split.buffers, whole.buffers) == (1024 * 4096 * 2, 0)  # one gathered matrix, in bfloat16
-    large = plan_of(SMALL, "v4-8", "mesh={data: 4}", "model.nodes.blocks.repeat=1", "model.nodes.embed.vocab=32000")
-    # Of 16 rows, as 0.98 GiB are no reason for parts: logits in float32, and their gradient in bfloat16.
-    assert large.memory.logits == 16 * 512 * 32000 * (4 + 2)
-    for made in (split, whole, large.memory):
-        parts = (made.activations, made.logits, made.buffers, made.working)
-        assert made.transient == sum(parts)
-        assert made.total == made.state + made.batch + made.weight_copies + made.gradients + sum(parts)
