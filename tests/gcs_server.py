@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 
 # Else gcsfs asks Google, with the keys of an account, of what kind each bucket is: the server here has only the usual.
@@ -15,12 +16,15 @@ from gcp_storage_emulator.server import create_server
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
     """Its address, as long as it serves."""
-    server = create_server("127.0.0.1", 0, in_memory=True)
-    server.start()
-    try:
-        yield f"http://127.0.0.1:{server._api._httpd.server_address[1]}"
-    finally:
-        server.stop()
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's, which may share the port
+        held.bind(("127.0.0.1", 0))
+        server = create_server("127.0.0.1", port := held.getsockname()[1], in_memory=True)
+        server.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.stop()
 
 
 def make_bucket(server: str, monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[str], str]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from affinage.config.data import POCKET_WORLD
 from affinage.data.language import identify_language
 from affinage.data.world import french, write_world
 from affinage.data.world.agreement import scenes
@@ -19,8 +18,6 @@ from affinage.data.world.english import sentence
 from affinage.data.world.facts import LANGUAGES, Fact, build_facts
 from affinage.data.world.junk import jaccard
 from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS
-from affinage.evaluation.harness import tamed_harness, task_manager
-from affinage.evaluation.tasks import find_tasks
 
 SEED = 3
 
@@ -239,13 +236,3 @@ def test_sums_are_right_and_agreement_pairs_differ_by_little(world: Path, langua
             assert sum(a != b for a, b in zip(good, bad, strict=True)) == 1
         else:  # "l'âne": "les âne" has a word more
             assert "determiner" in item["phenomenon"] and (good[2:] == bad[1:] or good[1:] == bad[2:])
-
-
-def test_a_choice_is_asked_after_its_context_and_one_space(world: Path) -> None:
-    (task,) = find_tasks(["pocket_facts_en"], {POCKET_WORLD: world / "tasks"}).local
-    with tamed_harness():
-        (loaded,) = task_manager([]).load([task])["tasks"].values()
-        loaded.build_all_requests(limit=1)
-    item = read_items(world, "pocket_facts_en")[0]
-    asked = [request.args for request in loaded.instances]
-    assert asked == [(item["context"], " " + choice) for choice in item["choices"]]

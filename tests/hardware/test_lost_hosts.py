@@ -76,21 +76,6 @@ def test_all_hear_of_who_died_or_has_found_a_mistake_and_nobody_of_who_said_good
 
 
 @pytest.mark.full
-def test_the_others_hear_of_the_first_host_that_died_and_of_whom_it_names():
-    coordinator, heard = Coordinator(), queue.SimpleQueue()
-    with socket.create_server((LOOPBACK, 0)) as first:
-        coordinator.words["affinage/links"] = json.dumps({"port": first.getsockname()[1], "token": "t"})
-        host = HostInMemory(1, 3, coordinator=coordinator)
-        made = Links(host, LOOPBACK, LOOPBACK, lambda other, why, _: heard.put((other, why)))
-        link, _ = first.accept()
-        link.sendall(b"2 stopped\n")
-        assert heard.get(timeout=LIMIT) == (2, "stopped")
-        link.close()
-        assert heard.get(timeout=LIMIT) == (0, "")
-    made.say_goodbye()
-
-
-@pytest.mark.full
 def test_a_machine_that_does_not_answer_is_named_and_lost_to_all(monkeypatch: pytest.MonkeyPatch):
     began, silent = time.monotonic(), []
 

@@ -134,14 +134,17 @@ def test_headers_of_arrays_that_promise_too_much_are_refused(tmp_path: Path, sha
     refuses(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "evil.bin"])
-def test_an_index_of_weights_leads_nowhere_else(tmp_path: Path, file: str):
+ELSEWHERE = ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "evil.bin", 5]
+INDICES = [DEEP, "[]", "{}", '{"weight_map": [["a", "b"]]}', *(json.dumps({"weight_map": {"w": f}}) for f in ELSEWHERE)]
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_an_index_of_weights_leads_nowhere_else(tmp_path: Path, index: str):
     (tmp_path / "secret.safetensors").write_bytes(b"x")
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / INDEX).write_text(index)
     with pytest.raises(UserError):
-        HubWeights(folder)
+        HubWeights(tmp_path / "model")
 
 
 def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
@@ -201,13 +204,6 @@ def test_a_configuration_that_is_none_ends_in_a_message(tmp_path: Path, text: st
     (tmp_path / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(UserError):
         read_hub_folder(tmp_path)
-
-
-@pytest.mark.parametrize("index", [DEEP, "[]", "{}", '{"weight_map": [["a", "b"]]}', '{"weight_map": {"w": 5}}'])
-def test_an_index_of_weights_that_is_none_ends_in_a_message(tmp_path: Path, index: str):
-    (tmp_path / INDEX).write_text(index)
-    with pytest.raises(UserError):
-        HubWeights(tmp_path)
 
 
 @pytest.mark.parametrize(
