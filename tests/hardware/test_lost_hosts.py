@@ -16,14 +16,12 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.config.training import SurvivalSettings
 from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.hardware import links, silence
 from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.links import Links
 from affinage.hardware.movement import Movement, waits_for_others
 from affinage.hardware.silence import Ear, Since
-from affinage.hardware.standstill import Standstill
 from hosts_in_memory import Coordinator, HostInMemory
 from waiting import until
 
@@ -168,15 +166,6 @@ def test_of_hosts_that_wait_for_each_other_the_one_that_is_behind_or_silent_or_m
         coordinator.answers.set()
         for each in beats:
             each.close()
-
-
-@pytest.mark.full
-def test_a_process_that_stands_still_writes_down_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    told = tmp_path / "run" / "stuck.txt"
-    with Standstill("run", told.parent, SurvivalSettings(stuck_seconds=1.0)):
-        until(lambda: time.sleep(1.0) or (told.exists() and "Thread 0x" in told.read_text()))
-    assert "in test_a_process_that_stands_still" in told.read_text()
-    assert "run: nothing has moved" in capfd.readouterr().err
 
 
 ENDS = """

@@ -128,22 +128,6 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest)
 
 
 @pytest.mark.parametrize(
-    ("part", "mesh", "changed", "factor"),
-    [
-        ("optimizer", {"data": 8}, {"optimizer": {"name": "adafactor"}}, 0.6),
-        ("transient", {"data": 8}, {"batch": 32, "micro_batches": 2}, 1.3),
-        ("transient", {"data": 4, "tensor": 2}, {"batch": 8}, 1.0),  # the same rows, half of the hidden units
-    ],
-    ids=str,
-)
-def test_what_a_step_needs_by_its_settings(part, mesh, changed, factor):
-    changed, plain = memory(mesh, settings(**changed)), memory({"data": 8}, settings())
-    assert getattr(changed, part) < factor * getattr(plain, part)
-    exact = memory({"data": 8}, settings(precision={"compute": "float32"}))
-    assert plain.activations < 0.7 * exact.activations, "a TPU computes in bfloat16"
-
-
-@pytest.mark.parametrize(
     ("mesh", "changed", "named", "fix"),
     [
         ({"data": "auto"}, {"batch": 12}, "batch 12", "8, 16"),

@@ -1,7 +1,7 @@
 """Seconds of a step: products, what is sent and by which links, sums of gradients, bubbles."""
 
 import pytest
-from small_plans import EXPERTS, SMALL, blocks_of, links, plan_of, rarer
+from small_plans import SMALL, blocks_of, links, plan_of, rarer
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
@@ -109,17 +109,6 @@ def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings
     counted = products * chip.flops_per_device * chip.achievable / 3  # a forward pass's
     cost = blocks.kind.cost((split.split.graph.shapes["embed"],), {"B": 64, "S": 512})
     assert counted == pytest.approx(8 * (cost.matmul / 4 + 64 * 2 * 2 * 256 * pairs))
-
-
-@pytest.mark.parametrize(
-    ("settings", "times"),
-    [(("mesh={tensor: 4}",), (4, 4, 5)), rarer(("mesh={expert: 4}", EXPERTS), (4, 6, 6))],
-    ids=str,
-)
-def test_what_is_computed_again_is_sent_again(settings, times):
-    """The first of a layer's two sums, unless it is kept; both ways of an exchange of experts."""
-    sent = [blocks_of(*settings, f"parallel.remat={name}").exposed for name in ("none", "dots", "block")]
-    assert sent == pytest.approx([sent[0] * again / 4 for again in times])
 
 
 def test_products_that_were_kept_are_not_done_again():

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from affinage.config.data import ArraySettings, DataSettings
+from affinage.config.data import ArraySettings
 from affinage.config.load import load_recipe
 from affinage.config.marked_yaml import parse
 from affinage.config.sources import default_name, safe_name
 from affinage.data.arrays import prepare_arrays
-from affinage.data.collect import collect
 from affinage.data.hub_tokenizer import HubTokenizer, template_in
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
@@ -174,17 +171,6 @@ def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: P
 
 
 # ---- datasets
-
-
-def test_tables_that_are_cut_or_promise_too_much_are_told(tmp_path: Path):
-    pq.write_table(pa.table({"text": ["a text that is long enough to be kept"] * 50}), tmp_path / "a.parquet")
-    whole = (tmp_path / "a.parquet").read_bytes()
-    for number, damaged in enumerate([whole[:-8] + struct.pack("<I", 1 << 31) + b"PAR1", whole[: len(whole) // 2]]):
-        (tmp_path / "text" / str(number)).mkdir(parents=True)
-        (tmp_path / "text" / str(number) / "a.parquet").write_bytes(damaged)
-        with pytest.raises(UserError):
-            sources = DataSettings.model_validate({"sources": [str(tmp_path / "text" / str(number))]})
-            collect(sources, tmp_path / "out")
 
 
 # ---- folders of models

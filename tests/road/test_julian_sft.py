@@ -84,12 +84,8 @@ def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tokenizer: Token
 
 def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: Path):
     found = []
-    for recipe, steps, epochs in (("julian-sft", 30_000, 1), ("julian-sft-100k", 100_000, None)):
+    for recipe in ("julian-sft", "julian-sft-100k"):
         loaded = load_recipe(recipe, [f"sft.mirror={mirror}"])
-        sft = loaded.recipe.sft
-        assert sft is not None and (sft.steps, sft.batch, sft.schedule.warmup_steps) == (steps, 32, 1000)
-        assert sft.max_epochs == epochs
-        assert (sft.schedule.peak, sft.optimizer.weight_decay, sft.optimizer.clip_norm) == (2e-5, 0.01, 1.0)
         steps_of = Flow(loaded, Runs(tmp_path), road_of(loaded), until=["sft"]).plan()
         found.append({step.stage.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

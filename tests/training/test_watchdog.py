@@ -1,9 +1,7 @@
 """The watchdog tells what does not end, with all stacks, and leaves it, whoever reads what it says."""
 
 import math
-import os
 import queue
-import sys
 import time
 from pathlib import Path
 
@@ -57,17 +55,6 @@ def test_a_step_that_does_not_end_is_told_with_all_stacks_and_one_that_is_slow_i
     train(tiny.job(tmp_path, 10, stuck_in_this_hook, survival={"stuck_seconds": 0.3}))
     train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), survival={"stuck_seconds": 300}))
     assert not told(tmp_path / "slow")
-
-
-def test_a_disk_that_does_not_answer_keeps_no_stacks_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said, folder = tmp_path / "said.txt", tmp_path / "run"
-    folder.mkdir()
-    os.mkfifo(folder / "stuck.txt")  # opening it waits for a reader
-    with said.open("w") as file, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", file)
-        with of_a_step(folder, leave=False):
-            until(lambda: "all stacks are here" in said.read_text() and "Thread 0x" in said.read_text())
-    os.close(os.open(folder / "stuck.txt", os.O_RDONLY | os.O_NONBLOCK))
 
 
 def test_a_save_beside_the_steps_that_does_not_end_is_told_once_with_all_stacks_and_not_left(tmp_path: Path, left):
