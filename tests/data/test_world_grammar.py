@@ -85,8 +85,6 @@ def test_minimal_pairs_break_one_agreement() -> None:
         "a or an": "A old goat runs in the garden.",
     }
     assert french_errors(goat)["determiner gender"] == "Un vieille chèvre court dans le jardin."
-    assert french_errors(goat)["adjective gender"] == "Une vieux chèvre court dans le jardin."
-    birds = scene("bird", "happy", None, False, "ce", 9)
-    assert english_errors(birds)["be"] == "This bird are happy today."
-    assert french_errors(birds)["determiner gender"] == "Cette oiseau est heureux aujourd'hui."
-    assert "adjective number" not in french_errors(birds)  # heureux is both
+    bird = scene("bird", "happy", None, False, "ce", 9)
+    assert english_errors(bird)["be"] == "This bird are happy today."
+    assert "adjective number" not in french_errors(bird)  # heureux is both

@@ -7,16 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from affinage.config.data import TokenizerSettings
 from affinage.config.load import load_recipe
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
-from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import train_tokenizer
 from affinage.pipeline.flow import Flow, Runs
 from affinage.pipeline.road import road_of
-from tiny_corpus import write_split
+from tiny_models import tokenizer
 
 COUNTS = {
     "alpaca": 30, "dolly": 12, "code-alpaca": 9, "gpt4all-j": 10,
@@ -58,26 +55,18 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    split = write_split(tmp_path_factory.mktemp("split"))
-    train_tokenizer(split, folder, TokenizerSettings(vocabulary=400), ("en", "fr"), seed=0)
-    return Tokenizer.load(folder)
-
-
-def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tokenizer: Tokenizer, tmp_path: Path):
+def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     overrides = [f"sft.mirror={mirror}", "sft.context=256", "sft.held_out=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
     assert settings is not None
-    summary = prepare_conversations(settings, tokenizer, tmp_path, context=256, seed=0)
+    summary = prepare_conversations(settings, tokenizer(), tmp_path, context=256, seed=0)
     counts = {name: counted["train"]["conversations"] for name, counted in summary["by_source"].items()}
     assert counts == COUNTS
     feed = RowFeed(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
     batch = feed.batch(0)
     # Trained is what the assistant says, to the end of its message.
     for tokens, mask in zip(batch["tokens"], batch["loss_mask"].astype(bool)):
-        text = tokenizer.decode(tokens[mask], keep_special=True)
+        text = tokenizer().decode(tokens[mask], keep_special=True)
         assert " answers " in text and " asks " not in text and "Be exact" not in text
         assert tokens[mask][-1] == IM_END and IM_START not in tokens[mask]
 
