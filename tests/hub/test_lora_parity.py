@@ -127,7 +127,7 @@ def test_loss_gradients_and_one_update():
 )
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(make, targets, tmp_path):
     ours = make()
-    adapters = Adapters(ours.graph, LoraSettings(rank=3, alpha=7, targets=targets))
+    adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     params = drawn(adapters)
     in_transformers(ours).save_pretrained(tmp_path / "base")
     write_adapter(tmp_path / "adapter", adapters, params, base=str(tmp_path / "base"))

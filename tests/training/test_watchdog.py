@@ -31,8 +31,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     return why
 
 
-def of_a_start(folder: Path, leave: bool | None = True, stuck_seconds: float = 0.2) -> Watchdog:
-    settings = SurvivalSettings(hang_timeout=stuck_seconds, exit_on_hang=leave)
+def of_a_start(folder: Path, leave: bool | None = True, hang_timeout: float = 0.2) -> Watchdog:
+    settings = SurvivalSettings(hang_timeout=hang_timeout, exit_on_hang=leave)
     return Watchdog("train", folder, settings, LifeSign(None))
 
 
