@@ -129,7 +129,7 @@ def run(
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
     flow = Flow(loaded, Runs(Path(runs)), road_of(loaded, write_report), until=wanted)
-    with Standstill(loaded.recipe.name, flow.folder, loaded.recipe.survival):
+    with Standstill(loaded.recipe.name, flow.folder, loaded.recipe.runtime):
         with Hosts.current.all_at_work():
             check(loaded, [step.stage.name for step in flow.plan() if not step.complete])
         flow.run(_Lines(measured or (lambda row: None)))

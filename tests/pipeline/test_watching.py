@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 import tiny_run
 from affinage.cli.program import main
 from affinage.config.load import load_recipe
-from affinage.config.tuning import MonitorSettings
+from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
 from affinage.evaluation import batch_size
 from affinage.evaluation.batch_size import MOST
@@ -99,7 +99,9 @@ def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
 
 def watch(folder: Path, score: Callable, **settings: object) -> Watch:
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = MonitorSettings.model_validate({"tasks": ["a"], "every_steps": 10, "limit": 40, **settings})
+    chosen = MonitorSettings.model_validate(
+        {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
+    )
     return Watch(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
 
 
@@ -206,7 +208,7 @@ def test_how_a_look_is_made_is_in_no_key():
         return next(stage.settings for stage in stages if stage.name == "sft")
 
     assert asked() == asked(batch_size=8) == asked(data_dir="/nowhere")
-    assert asked() != asked(items=50)
+    assert asked() != asked(limit=50)
 
 
 # ---- benchmarks while a model is pretrained
@@ -274,7 +276,8 @@ def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
 
 
 def watched(base: SimpleNamespace, **settings: object) -> str:
-    return json.dumps({"tasks": [str(base.task)], "every_steps": 40, "items": 60, "p": 0.05, **settings})
+    told = {"tasks": [str(base.task)], "every_steps": 40, "limit": 60, "alpha": 0.05, "on_regression": "stop"}
+    return json.dumps(told | settings)
 
 
 def taught(base: SimpleNamespace) -> list[str]:
@@ -282,7 +285,10 @@ def taught(base: SimpleNamespace) -> list[str]:
     wrong_way = base.runs / "wrong.jsonl"
     talks = [{"prompt": "Say it", "completion": said(item, 1 - item["right"])} for item in base.items]
     wrong_way.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    schedule, saved = "sft.schedule={peak_lr: 1.0e-2, min_lr: 1.0e-2}", "sft.checkpoint={every_steps: 40, keep_last: 2}"
+    schedule, saved = (
+        "sft.schedule={peak_lr: 1.0e-2, min_lr: 1.0e-2}",
+        "runtime.checkpoint={every_steps: 40, keep_last: 2}",
+    )
     return [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.eval_every=40", schedule, saved]
 
 

@@ -209,9 +209,9 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
 @pytest.mark.parametrize(
     "override",
     [
-        "mesh={data: 2}", "pretrain.checkpoint.every_steps=3", "pretrain.log_every=1",
+        "mesh={data: 2}", "runtime.checkpoint.every_steps=3", "pretrain.log_every=1",
         "pretrain.gradient_accumulation_steps=2",
-        "pretrain.eval_every=7", "sft.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
+        "pretrain.eval_every=7", "runtime.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
         "data.workers=3", "data.memory_bytes=9",
     ],
 )  # fmt: skip

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import psutil
 import pytest
-import tiny
 
+from affinage.config.runtime import RuntimeSettings
 from affinage.training.metrics import MetricsLog
 from affinage.training.progress import StepDisplay, step_line
 from affinage.training.readings import Readings
@@ -25,7 +25,6 @@ from pathlib import Path
 
 import tiny
 
-from affinage.training import train
 
 train(tiny.job(Path(sys.argv[1]), profile="4-5"))
 """
@@ -73,9 +72,9 @@ def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visib
 
 def test_which_steps_are_traced_is_a_step_or_a_range():
     for wrong in ("5 to 6", "25-20"):
-        with pytest.raises(ValueError, match=r"pattern|say"):
-            tiny.settings(8, profile=wrong)
-    assert tiny.settings(8, profile=20).traced == (20, 20) and tiny.settings(8, profile="20-25").traced == (20, 25)
+        with pytest.raises(ValueError, match=r"pattern|before"):
+            RuntimeSettings(profile=wrong)
+    assert RuntimeSettings(profile=20).profiled == (20, 20) and RuntimeSettings(profile="20-25").profiled == (20, 25)
 
 
 def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):

@@ -118,7 +118,7 @@ def evaluate(
         raise UserError("no task was named", fix="For example: --tasks julian, or --task my_task.yaml")
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
     from affinage.evaluation.tasks import check_names
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
@@ -130,7 +130,7 @@ def evaluate(
     with joined() as hosts, contextlib.ExitStack() as watched, hosts.all_at_work():
         if hosts.count > 1:
             watched.enter_context(OwnProcess())  # one that waits for a host that stands still is left
-        watched.enter_context(Standstill(target, folder, SurvivalSettings()))
+        watched.enter_context(Standstill(target, folder, RuntimeSettings()))
         results = _evaluate_model(target, Opening(mesh, context, runs), chosen, given, worlds)
         hosts.meet("the end of the evaluation")
     if not hosts.first:

@@ -84,8 +84,8 @@ def _run(point: "Point", runs: "Runs") -> None:
     from affinage.hardware.standstill import Standstill
 
     flow = _flow(point, runs)
-    survival = point.loaded.recipe.survival
-    with Standstill(point.loaded.recipe.name, flow.folder, survival), Watch(flow.plan()) as watch:
+    recipe = point.loaded.recipe
+    with Standstill(recipe.name, flow.folder, recipe.runtime), Watch(flow.plan()) as watch:
         flow.run(watch)
 
 

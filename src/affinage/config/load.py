@@ -89,6 +89,7 @@ def _layers(path_or_name: str | Path, overrides: Sequence[str]) -> tuple[Path, L
     layers = read_file(path)
     for override in overrides:
         put_override(layers, override)
+    layers.share()
     layers.value = _without_nulls(layers.value, ())
     _refuse_secrets(layers.value, (), layers.locate)
     return path, layers

@@ -181,7 +181,7 @@ class Flow:
                 if mine and self._remote is not None:
                     self._remote.copy(step.request)
             if self._remote is not None and (failure := self._remote.wait()):
-                _tell(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
+                _tell(f"NOT all results were copied to {self.loaded.recipe.runtime.remote}: {failure}; run it again")
         return ran
 
     @contextlib.contextmanager
@@ -307,11 +307,11 @@ class Flow:
 
 
 def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
-    if loaded.recipe.remote is None:
+    if loaded.recipe.runtime.remote is None:
         return None
     from affinage.pipeline.remote_results import RemoteResults  # with JAX, which a plan does without
 
-    return RemoteResults(loaded.recipe.remote, store)
+    return RemoteResults(loaded.recipe.runtime.remote, store)
 
 
 def _tell(line: str) -> None:
