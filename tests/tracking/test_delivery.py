@@ -17,6 +17,7 @@ from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.child import Child
 from affinage.tracking.tracker import metrics_of
 from affinage.training import train
+from waiting import until
 
 
 class Listed:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import tiny
 
+from affinage.training import train
 
 train(tiny.job(Path(sys.argv[1]), profile="4-5"))
 """
