@@ -13,7 +13,6 @@ import pytest
 
 from affinage.cli.watch import places
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_named_plugins, load_plugins
 from affinage.errors import UserError
 from affinage.model import Call, apply, init_params, parse
 from affinage.model.kind import KINDS, Context
@@ -24,6 +23,7 @@ from affinage.pipeline.foresight import check
 from affinage.pipeline.models import load_trained
 from affinage.pipeline.road import road_of
 from affinage.pipeline.trainings import with_vocabulary
+from affinage.plugins import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
 from affinage.training.schedule import SCHEDULES, learning_rate
 
@@ -173,6 +173,6 @@ def test_installed_packages_register_theirs_and_an_upgrade_changes_the_model_and
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: my-package\nVersion: {version}\n")
         found.append(keys(written))
     assert {name for name in found[0] if found[0][name] != found[1][name]} == MODEL_STAGES
-    program = "from affinage.config.plugins import load_named_plugins as load; from affinage.model.kind import KINDS\n"
+    program = "from affinage.plugins import load_named_plugins as load; from affinage.model.kind import KINDS\n"
     program += f"import sys; sys.path.insert(0, {str(site)!r}); load(); load(); assert 'channel_mix' in KINDS"
     subprocess.run([sys.executable, "-c", program], check=True)

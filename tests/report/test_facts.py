@@ -125,8 +125,8 @@ def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory,
 
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
     sources = [
-        {"path": "books/novels.jsonl", "licence": "cc0-1.0"},
-        {"path": "other/novels.txt", "licence": "cc-by-4.0"},
+        {"path": "books/novels.jsonl", "license": "cc0-1.0"},
+        {"path": "other/novels.txt", "license": "cc-by-4.0"},
         {"path": "web/", "name": "pages", "licence": "odc-by"},
         {"path": "of another version", "unknown": 1, "name": "old", "licence": "mit"},
     ]

@@ -96,9 +96,9 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
     images = loaded.recipe.data is not None and loaded.recipe.data.arrays is not None
     if pretrain is None or images:
         raise UserError("only the pretraining of a language model is measured", where=str(loaded.path))
-    from affinage.config.plugins import load_plugins
     from affinage.planning.forecast import forecast
     from affinage.planning.plan import planned_graph
+    from affinage.plugins import load_plugins
     from affinage.training.breakdown import STEP, measure, program_of, synthetic_batch
     from affinage.training.job import rows_per_step
 

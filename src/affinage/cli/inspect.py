@@ -52,11 +52,11 @@ def graph(
     affinage graph gpt2-124m --svg gpt2.svg
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: no accelerator is taken, or looked for
-    from affinage.config.plugins import load_plugins
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
     from affinage.pipeline.trainings import with_vocabulary
+    from affinage.plugins import load_plugins
 
     if as_json + as_mermaid + (as_svg is not None) > 1:
         raise UserError("--json, --mermaid and --svg are three outputs", fix="Ask for one at a time.")

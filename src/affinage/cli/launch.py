@@ -210,9 +210,8 @@ def _rented(loaded: "LoadedRecipe", where: "Slice", how: _BySsh, keep: bool) -> 
     assert cloud is not None  # `_slice_of` has looked
     name = loaded.recipe.name.lower().replace(".", "-").replace("_", "-")
     slice = CloudSlice(f"affinage-{name}", where, cloud, _Lines())
-    outside = cloud.external_addresses
     try:
-        yield RentedLauncher(slice, where.hosts, lambda found: _over_ssh(",".join(found), None, how), outside)
+        yield RentedLauncher(slice, where.hosts, lambda found: _over_ssh(",".join(found), None, how))
     finally:
         if keep:
             _Lines()(f"{slice.name}: kept, and paid for")

@@ -149,8 +149,8 @@ class _Asked(NamedTuple):
 
 def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
     loaded = load(recipe, overrides)  # before the imports of JAX, so that a mistake in it is told at once
-    from affinage.config.plugins import load_plugins
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
+    from affinage.plugins import load_plugins
     from affinage.training.choices import check_choices
 
     trainings = loaded.recipe.trainings

@@ -14,7 +14,7 @@ from affinage.cli.terminal import screen
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from affinage.config.effective import Value
+    from affinage.cli.effective import Value
 
 _SCHEMA_FILE = "recipe.schema.json"
 _NEW = """\
@@ -115,7 +115,7 @@ def explain(
 
     Example: affinage explain novels-chat pretrain
     """
-    from affinage.config.effective import as_text, effective
+    from affinage.cli.effective import as_text, effective
 
     loaded = load(recipe_or_run(recipe, runs), overrides)
     values = effective(loaded)
@@ -144,7 +144,7 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     if found:
         return found
     # It may be one that is left out: then what it means is all there is to say.
-    from affinage.config.reference import settings_by_key
+    from affinage.cli.reference import settings_by_key
 
     plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()
     if plain in settings:
@@ -165,7 +165,7 @@ def schema() -> None:
 
 def _schema_text() -> str:
     import affinage.model.kinds  # noqa: F401  the kinds register themselves
-    from affinage.config.reference import json_schema
+    from affinage.cli.reference import json_schema
     from affinage.model.kind import KINDS
 
     written: dict[str, Any] = json_schema(KINDS)

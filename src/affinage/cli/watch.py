@@ -126,7 +126,7 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
 
 def places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Where the results of a run's stages are, and the command to go on with, each with its name."""
-    from affinage.config.plugins import VARIABLE
+    from affinage.plugins import VARIABLE
 
     folder = os.path.relpath(flow.folder)
     runs = "" if flow.runs.folder == Path("runs") else f" --runs {os.path.relpath(flow.runs.folder)}"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import rich
 
 from affinage.config.load import LoadedRecipe
-from affinage.config.plugins import load_plugins
 from affinage.errors import TransientError, UserError, errno_of
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.standstill import Standstill
@@ -26,6 +25,7 @@ from affinage.pipeline.plan import ELSEWHERE, Step, needed, plan
 from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.stage import Stage, StageContext
 from affinage.pipeline.store import Request, Store, link, versions, write_json
+from affinage.plugins import load_plugins
 
 if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults

@@ -6,12 +6,11 @@ from typing import Any
 
 from affinage.config.data import DIGITS, POCKET_WORLD, ArraySettings, DataSettings
 from affinage.config.load import LoadedRecipe
-from affinage.config.plugins import plugin_fingerprints
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
-from affinage.config.sources import is_on_hub, is_url, location
 from affinage.config.training import OF_THE_ROWS
 from affinage.config.tuning import DpoSettings, SftSettings, TuningSettings
+from affinage.data.places import is_on_hub, is_url, location
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
@@ -20,6 +19,7 @@ from affinage.pipeline.extension import extension_fingerprint
 from affinage.pipeline.initial import chat_template_of, initial_fingerprint
 from affinage.pipeline.sources import fingerprints, task_files
 from affinage.pipeline.stage import Stage, StageContext, Summary
+from affinage.plugins import plugin_fingerprints
 
 
 def road_of(loaded: LoadedRecipe, report: Callable[[StageContext], Summary] | None = None) -> list[Stage]:

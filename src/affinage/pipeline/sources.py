@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.config.sources import leads_back, printable
+from affinage.data.places import leads_back, printable
 from affinage.paths import from_home
 
 # What is more than this is told apart by size and time of change: a plan must not take longer than that.
