@@ -161,7 +161,7 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 
 def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path:
     from affinage.api import prepare_process, write_report
-    from affinage.cli.watch import Watch, show_plan, show_result
+    from affinage.cli.watch import Watch, show_plan, show_result, unchecked
     from affinage.hardware.standstill import Standstill
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.preflight import check, doubts
@@ -183,7 +183,7 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
         prepare_process(loaded)
         check(loaded, [step.name for step in steps if not step.complete])
         show_plan(steps, as_json=how.as_json)
-        _tell(doubts(loaded))
+        _tell([*unchecked(steps), *doubts(loaded)])
         return runner.folder
     prepare_process(loaded)
     survival = loaded.recipe.survival
@@ -198,6 +198,7 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
         steps = runner.plan()
         with hosts.all_at_work():  # the mesh is of all their devices
             check(loaded, [step.name for step in steps if not step.complete])
+        _tell(unchecked(steps))
         if not all(step.complete for step in steps):
             _tell(doubts(loaded))
         with Watch(steps) as watch:

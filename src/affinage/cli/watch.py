@@ -78,7 +78,16 @@ class Watch:
 def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
     """List the stages, which of them would run, and why."""
     if as_json:
-        rows = [{"stage": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
+        rows = [
+            {
+                "step": s.name,
+                "runs": not s.complete,
+                "reason": s.reason,
+                "key": s.request.key,
+                "unchecked": s.unchecked,
+            }
+            for s in steps
+        ]
         print(json.dumps(rows, ensure_ascii=False, indent=1))
         return
     table = Table(box=None, pad_edge=False)
@@ -91,6 +100,12 @@ def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
     console.print(table, highlight=False)
     waiting = sum(not step.complete for step in steps)
     console.print(f"\n{waiting} of {counted(len(steps), 'stage')} would run." if waiting else "\nNothing would run.")
+
+
+def unchecked(steps: Sequence["PlannedStep"]) -> list[str]:
+    """One sentence for each source of which nobody knows whether it has changed."""
+    found = {url: why for step in steps for url, why in step.unchecked.items()}
+    return [f"cannot check whether {url} has changed: {why}" for url, why in found.items()]
 
 
 def show_result(

@@ -21,7 +21,7 @@ from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import waits_for_others
 from affinage.hardware.standstill import Standstill
 from affinage.pipeline.locks import Lock
-from affinage.pipeline.plan import ELSEWHERE, PlannedStep, plan, select
+from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
 from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, link, versions, write_json
@@ -89,11 +89,13 @@ class PipelineRunner:
         select(steps, force)  # refuses names of no step
         self._all, self._steps, self._force = steps, select(steps, until), force
         self._remote = _remote_of(loaded, runs.store)
+        self._taken: dict[str, Sources] = {}  # the sources' fingerprints, which a run takes once
 
     def plan(self) -> list[PlannedStep]:
         """Returns every step with whether it must run and why."""
         elsewhere = self._remote.has if self._remote is not None else lambda _: False
-        return plan(self._steps, self.runs.store, self.folder, force=self._force, elsewhere=elsewhere)
+        store, force = self.runs.store, self._force
+        return plan(self._steps, store, self.folder, force=force, elsewhere=elsewhere, taken=self._taken)
 
     def run(self, listener: ProgressListener) -> list[PlannedStep]:
         """Run what is not complete, and return the steps that ran. The other processes of a run call `follow`.
