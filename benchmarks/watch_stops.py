@@ -27,7 +27,7 @@ EVERY = 100  # steps
 
 def fine_tuned(runs: Path, name: str, when_worse: str, quick: bool) -> Path:
     """The run of that name, after its models were judged."""
-    settings = [f"name={name}", "dpo=null", "export=null", "report=null", f"sft.monitor.on_regression={when_worse}"]
+    settings = [f"name={name}", "dpo=null", "export=null", "report=null", f"sft.monitor.on_regression={on_regression}"]
     settings += [f"sft.monitor.every_steps={EVERY // 2 if quick else EVERY}"]
     settings += ["pretrain.steps=200", "sft.steps=100", "evaluate.limit=20"] if quick else []
     command = [sys.executable, "-m", "affinage", "run", "quickstart", "--runs", str(runs)]

@@ -56,9 +56,9 @@ def named(each: Any) -> str:
 JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["run", *WORDS], lambda told: told["ran"] == {} and len(told["complete"]) == 18),
     (["train", *WORDS, "--dry-run", "--set", "pretrain.steps=9"], lambda told: told[-1]["runs"]),
-    (["sft", *WORDS, "--dry-run"], lambda told: told[-1]["stage"] == "sft" and not told[-1]["runs"]),
-    (["dpo", *WORDS, "--dry-run"], lambda told: told[-1]["stage"] == "dpo" and not told[-1]["runs"]),
-    (["data", *WORDS, "--dry-run"], lambda told: "rows" in {row["stage"] for row in told}),
+    (["sft", *WORDS, "--dry-run"], lambda told: told[-1]["step"] == "sft" and not told[-1]["runs"]),
+    (["dpo", *WORDS, "--dry-run"], lambda told: told[-1]["step"] == "dpo" and not told[-1]["runs"]),
+    (["data", *WORDS, "--dry-run"], lambda told: "rows" in {row["step"] for row in told}),
     (["data", "where", "tiny", "--step", "3"], lambda told: len(told["rows"]) == 8 and told["rows"][0]["documents"]),
     (["data", "find", "tiny", "the", "--limit", "2"], lambda told: len(told["documents"]) == 2),
     (["data", "show", "tiny", "--limit", "1"], lambda told: told[0]["source"] == "pocket-world"),

@@ -11,8 +11,8 @@ from affinage.config.load import load_recipe
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
-from affinage.pipeline.flow import Flow, Runs
-from affinage.pipeline.road import road_of
+from affinage.pipeline.build import build_steps
+from affinage.pipeline.runner import PipelineRunner, Runs
 from tiny_models import tokenizer
 
 COUNTS = {
@@ -75,6 +75,6 @@ def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: 
     found = []
     for recipe in ("julian-sft", "julian-sft-100k"):
         loaded = load_recipe(recipe, [f"sft.mirror={mirror}"])
-        steps_of = Flow(loaded, Runs(tmp_path), road_of(loaded), until=["sft"]).plan()
-        found.append({step.stage.name: step.request.key for step in steps_of})
+        steps_of = PipelineRunner(loaded, Runs(tmp_path), build_steps(loaded), until=["sft"]).plan()
+        found.append({step.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

@@ -87,10 +87,7 @@ ProfileOption = Annotated[
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="List what would run and why, and do nothing.")]
 ForceOption = Annotated[
     list[str] | None,
-    typer.Option("--force", metavar="STAGE", help="Make this stage anew, and what reads it. May be repeated."),
-]
-AnyCodeOption = Annotated[
-    bool, typer.Option("--any-code", help="Keep, or go on with, results that another version of affinage made.")
+    typer.Option("--force", metavar="STEP", help="Run this step again, and all that read it. May be repeated."),
 ]
 
 RUNS = Path("runs")
@@ -103,7 +100,6 @@ class Walking:
     overrides: SetOption = None
     runs: RunsOption = RUNS
     force: ForceOption = None
-    any_code: AnyCodeOption = False
     profile: ProfileOption = None
     dry_run: DryRunOption = False
     as_json: JsonOption = False

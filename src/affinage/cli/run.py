@@ -32,7 +32,7 @@ def add_to(app: typer.Typer) -> None:
 @walks
 def run(
     recipe: RecipeArgument,
-    until: Annotated[list[str] | None, typer.Option("--until", metavar="STAGE", help="Stop after this stage.")] = None,
+    until: Annotated[list[str] | None, typer.Option("--until", metavar="STEP", help="Stop after this step.")] = None,
     *,
     how: Walking,
 ) -> None:
@@ -160,13 +160,13 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 
 def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path:
     from affinage.api import prepare_process, write_report
-    from affinage.cli.watch import Watch, show_plan, show_result
+    from affinage.cli.watch import Watch, show_plan, show_result, unchecked
     from affinage.hardware.standstill import Standstill
-    from affinage.pipeline.flow import Flow, Runs
-    from affinage.pipeline.foresight import check, doubts
-    from affinage.pipeline.road import road_of
+    from affinage.pipeline.build import build_steps
+    from affinage.pipeline.preflight import check, doubts
+    from affinage.pipeline.runner import PipelineRunner, Runs
 
-    road = road_of(loaded, write_report)
+    road = build_steps(loaded, write_report)
     if not road:
         raise UserError(
             "this recipe has no `data` section, so there is nothing to run",
@@ -176,33 +176,34 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
     names = [stage.name for stage in road]
     if not strict:
         until = [name for name in until if name in names] or until
-    flow = Flow(loaded, Runs(how.runs), road, until=until, force=how.force or (), any_code=how.any_code)
+    runner = PipelineRunner(loaded, Runs(how.runs), road, until=until, force=how.force or ())
     if how.dry_run:
-        steps = flow.plan()
+        steps = runner.plan()
         prepare_process(loaded)
-        check(loaded, [step.stage.name for step in steps if not step.complete])
+        check(loaded, [step.name for step in steps if not step.complete])
         show_plan(steps, as_json=how.as_json)
-        _tell(doubts(loaded))
-        return flow.folder
+        _tell([*unchecked(steps), *doubts(loaded)])
+        return runner.folder
     prepare_process(loaded)
     runtime = loaded.recipe.runtime
     with (
         joined(runtime.heartbeat_timeout) as hosts,
-        Standstill(loaded.recipe.name, flow.folder, runtime),
+        Standstill(loaded.recipe.name, runner.folder, runtime),
         only_data_on_stdout(how.as_json),
     ):
         if not hosts.first:
-            flow.follow()
-            return flow.folder
-        steps = flow.plan()
+            runner.follow()
+            return runner.folder
+        steps = runner.plan()
         with hosts.all_at_work():  # the mesh is of all their devices
-            check(loaded, [step.stage.name for step in steps if not step.complete])
+            check(loaded, [step.name for step in steps if not step.complete])
+        _tell(unchecked(steps))
         if not all(step.complete for step in steps):
             _tell(doubts(loaded))
         with Watch(steps) as watch:
-            flow.run(watch)
-    show_result(flow, steps, watch.seconds, as_json=how.as_json)
-    return flow.folder
+            runner.run(watch)
+    show_result(runner, steps, watch.seconds, as_json=how.as_json)
+    return runner.folder
 
 
 def _tell(doubts: Sequence[str]) -> None:

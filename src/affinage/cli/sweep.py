@@ -10,7 +10,7 @@ from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument,
 from affinage.cli.terminal import only_data_on_stdout, screen
 
 if TYPE_CHECKING:
-    from affinage.pipeline.flow import Flow, Runs
+    from affinage.pipeline.runner import PipelineRunner, Runs
     from affinage.pipeline.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
@@ -38,8 +38,8 @@ def sweep(
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
     from affinage.errors import UserError
-    from affinage.pipeline.flow import Runs
-    from affinage.pipeline.foresight import check
+    from affinage.pipeline.preflight import check
+    from affinage.pipeline.runner import Runs
     from affinage.pipeline.sweep import points
     from affinage.stopping import OwnProcess
 
@@ -51,7 +51,7 @@ def sweep(
     with OwnProcess(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found out after the others' days
             try:
-                check(point.loaded, [step.stage.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
+                check(point.loaded, [step.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
             except UserError as error:
                 point_said = f"{point.number} of {len(found)}, {_said(point.settings)}"
                 error.where = f"{point_said}: {error.where}" if error.where else point_said
@@ -83,18 +83,20 @@ def _run(point: "Point", runs: "Runs") -> None:
     from affinage.cli.watch import Watch
     from affinage.hardware.standstill import Standstill
 
-    flow = _flow(point, runs)
-    recipe = point.loaded.recipe
-    with Standstill(recipe.name, flow.folder, recipe.runtime), Watch(flow.plan()) as watch:
-        flow.run(watch)
+    runner = _flow(point, runs)
+    with (
+        Standstill(point.loaded.recipe.name, runner.folder, point.loaded.recipe.runtime),
+        Watch(runner.plan()) as watch,
+    ):
+        runner.run(watch)
 
 
-def _flow(point: "Point", runs: "Runs") -> "Flow":
+def _flow(point: "Point", runs: "Runs") -> "PipelineRunner":
     from affinage.api import write_report
-    from affinage.pipeline.flow import Flow
-    from affinage.pipeline.road import road_of
+    from affinage.pipeline.build import build_steps
+    from affinage.pipeline.runner import PipelineRunner
 
-    return Flow(point.loaded, runs, road_of(point.loaded, write_report))
+    return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
 
 
 def _show_plan(found: "list[Point]", runs: "Runs", *, as_json: bool) -> None:
@@ -102,7 +104,7 @@ def _show_plan(found: "list[Point]", runs: "Runs", *, as_json: bool) -> None:
     told: list[dict[str, Any]] = []
     for point in found:
         steps = _flow(point, runs).plan()
-        missing = [(step.stage.name, step.request.key) for step in steps if not step.complete]
+        missing = [(step.name, step.request.key) for step in steps if not step.complete]
         told.append(
             {
                 "point": point.number,

@@ -15,8 +15,8 @@ from affinage.cli.working import Working
 from affinage.durations import duration
 
 if TYPE_CHECKING:
-    from affinage.pipeline.flow import Flow
-    from affinage.pipeline.plan import Step
+    from affinage.pipeline.plan import PlannedStep
+    from affinage.pipeline.runner import PipelineRunner
 
 _NAME = 14  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
@@ -28,7 +28,7 @@ NAMES = 6  # benchmarks without an item in the text that are named
 class Watch:
     """Shows stages as they begin and end. Use it as a context manager."""
 
-    def __init__(self, steps: Sequence["Step"]) -> None:
+    def __init__(self, steps: Sequence["PlannedStep"]) -> None:
         self.seconds: dict[str, float] = {}  # of the stages that ran
         self._console = screen()
         self._status: Working | None = None
@@ -42,24 +42,24 @@ class Watch:
     ) -> None:
         self._clear()
 
-    def began(self, step: "Step", folder: Path) -> None:
+    def on_begin(self, planned: "PlannedStep", folder: Path) -> None:
         """A stage starts. Trainings show their own progress, and only one thing can be live on a terminal."""
-        self._name = step.stage.name
-        if step.reason != "never ran":
-            self._line(self._name, _escaped(step.reason))
-        if self._console.is_terminal and not step.stage.live:
+        self._name = planned.name
+        if planned.reason != "never ran":
+            self._line(self._name, _escaped(planned.reason))
+        if self._console.is_terminal and not planned.step.has_progress:
             self._status = Working(self._name, self._console)
             self._status.__enter__()
 
-    def progressed(self, what: str) -> None:
+    def on_progress(self, what: str) -> None:
         """The running stage says what it does."""
         if self._status is not None:
             self._status.progressed(what)
 
-    def measured(self, row: Mapping[str, Any]) -> None:
+    def on_metrics(self, row: Mapping[str, Any]) -> None:
         """A training has written a line of its metrics; it shows them itself."""
 
-    def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
+    def on_end(self, planned: "PlannedStep", manifest: dict[str, Any]) -> None:
         """A stage is complete."""
         self._clear()
         self.seconds[self._name] = manifest["seconds"]
@@ -75,11 +75,18 @@ class Watch:
             self._status = None
 
 
-def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
+def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
     """List the stages, which of them would run, and why."""
     if as_json:
         rows = [
-            {"stage": s.stage.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps
+            {
+                "step": s.name,
+                "runs": not s.complete,
+                "reason": s.reason,
+                "key": s.request.key,
+                "unchecked": s.unchecked,
+            }
+            for s in steps
         ]
         print(json.dumps(rows, ensure_ascii=False, indent=1))
         return
@@ -88,21 +95,29 @@ def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
         table.add_column(title)
     for step in steps:
         verdict = ("[dim]stays[/dim]", "[dim]complete[/dim]") if step.complete else ("runs", _escaped(step.reason))
-        table.add_row(step.stage.name, *verdict)
+        table.add_row(step.name, *verdict)
     console = screen()
     console.print(table, highlight=False)
     waiting = sum(not step.complete for step in steps)
     console.print(f"\n{waiting} of {counted(len(steps), 'stage')} would run." if waiting else "\nNothing would run.")
 
 
-def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, float], *, as_json: bool = False) -> None:
+def unchecked(steps: Sequence["PlannedStep"]) -> list[str]:
+    """One sentence for each source of which nobody knows whether it has changed."""
+    found = {url: why for step in steps for url, why in step.unchecked.items()}
+    return [f"cannot check whether {url} has changed: {why}" for url, why in found.items()]
+
+
+def show_result(
+    runner: "PipelineRunner", steps: Sequence["PlannedStep"], seconds: Mapping[str, float], *, as_json: bool = False
+) -> None:
     """Where the results are, how long the stages took, and what to do next."""
-    found = dict(places(flow, [step.stage.name for step in steps]))
+    found = dict(places(runner, [step.name for step in steps]))
     if as_json:
-        print(json.dumps({"ran": seconds, "complete": [s.stage.name for s in steps], **found}, ensure_ascii=False))
+        print(json.dumps({"ran": seconds, "complete": [s.name for s in steps], **found}, ensure_ascii=False))
         return
     console = screen()
-    name = flow.loaded.recipe.name
+    name = runner.loaded.recipe.name
     if not seconds:
         all_of_them = "the stage" if len(steps) == 1 else f"all {len(steps)} stages"
         done = f"{all_of_them} of {name} {'is' if len(steps) == 1 else 'are'} complete"
@@ -124,30 +139,30 @@ def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, flo
         console.print(f"{what:<{_NAME}}{_escaped(place)}", highlight=False, soft_wrap=True)
 
 
-def places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Where the results of a run's stages are, and the command to go on with, each with its name."""
     from affinage.plugins import VARIABLE
 
-    folder = os.path.relpath(flow.folder)
-    runs = "" if flow.runs.folder == Path("runs") else f" --runs {os.path.relpath(flow.runs.folder)}"
-    recipe = flow.loaded.recipe.name
+    folder = os.path.relpath(runner.folder)
+    runs = "" if runner.runs.folder == Path("runs") else f" --runs {os.path.relpath(runner.runs.folder)}"
+    recipe = runner.loaded.recipe.name
     yield "results", folder
     if "report" in names:
         yield "report", f"{folder}/report.html"
     if "export" in names:
         yield "model", f"{folder}/export/model"
     model = folder if Path(recipe).exists() else f"{recipe}{runs}"  # a folder here of the same name is another model
-    named = enumerate(flow.loaded.recipe.plugins)
-    plugins = os.pathsep.join(os.path.relpath(flow.loaded.beside(path, ("plugins", at))) for at, path in named)
+    named = enumerate(runner.loaded.recipe.plugins)
+    plugins = os.pathsep.join(os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in named)
     before = f"{VARIABLE}={shlex.quote(plugins)} " if plugins else ""
     if {"sft", "dpo"} & set(names):
         yield "next", f"{before}affinage chat {model}"
     elif {"pretrain", "tokenizer"} <= set(names):
-        yield "next", f"{before}affinage generate {model} {shlex.quote(_a_prompt(flow))}"
+        yield "next", f"{before}affinage generate {model} {shlex.quote(_a_prompt(runner))}"
 
 
-def _a_prompt(flow: "Flow") -> str:
-    return next(iter(flow.loaded.recipe.report.prompts), "Once upon a time")
+def _a_prompt(runner: "PipelineRunner") -> str:
+    return next(iter(runner.loaded.recipe.report.prompts), "Once upon a time")
 
 
 def headline(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from affinage.config.data import POCKET_WORLD
 from affinage.config.training import MonitorSettings, TrainSettings
 from affinage.errors import UserError
-from affinage.pipeline.stage import StageContext
+from affinage.pipeline.step import StepContext
 from affinage.pipeline.texts import chat_tokenizer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class _GivenUp(Exception):
 
 
 def evaluated(
-    context: StageContext,
+    context: StepContext,
     asked: MonitorSettings,
     setting: str,
     model: "LoadedModel",
@@ -102,7 +102,7 @@ def rows_beside(model: "LoadedModel", state: "TrainState", platform: str = "") -
 
 
 def model_in_training(
-    context: StageContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
+    context: StepContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
 ) -> "LoadedModel":
     """A model of `length` tokens of context with the weights that it has now, where they are."""
     import jax
