@@ -154,9 +154,9 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
 def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
     monkeypatch.chdir(written)
     flow = Flow(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), road_of(loaded))
-    assert dict(places(flow, ["sft"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    assert dict(places(flow, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
-    assert dict(places(flow, ["sft"]))["next"].endswith("affinage chat runs/with_my_nodes")
+    assert dict(places(flow, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
 
 
 def test_installed_packages_register_theirs_and_an_upgrade_changes_the_model_and_not_the_data(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from affinage.cli.options import JsonOption, SetOption, load
-from affinage.cli.terminal import counted, screen
+from affinage.cli.options import RUNS, JsonOption, SetOption, load
+from affinage.cli.output import counted, screen
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
     settings = [*overrides, "pretrain.micro_batches=1"]
     settings += ["pretrain.batch_per_device=null", f"pretrain.batch={sized['batch']}"] if sized["batch"] else []
     settings += [f"rows.context={sized['context']}"] if sized["context"] else []
-    loaded = load(recipe, settings)
+    loaded = load(recipe, settings, RUNS)
     pretrain = loaded.recipe.pretrain
     images = loaded.recipe.data is not None and loaded.recipe.data.arrays is not None
     if pretrain is None or images:

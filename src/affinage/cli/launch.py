@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from affinage.cli.options import RUNS, ForceOption, ProfileOption, RecipeArgument, RunsOption, SetOption, load
-from affinage.cli.terminal import counted
+from affinage.cli.options import (
+    RUNS,
+    ForceOption,
+    ProfileOption,
+    RecipeArgument,
+    RunsOption,
+    SetOption,
+    UntilOption,
+    find,
+    load,
+)
+from affinage.cli.output import counted
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +72,7 @@ def launch(
     devices: DevicesOption = None,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
-    until: Annotated[list[str] | None, typer.Option("--until", metavar="STAGE", help="Stop after this stage.")] = None,
+    until: UntilOption = None,
     force: ForceOption = None,
     profile: ProfileOption = None,
     preemptions: Annotated[int, typer.Option(min=0, help="Start again so often after a host was told to stop.")] = 1000,
@@ -77,7 +87,7 @@ def launch(
     ssh: SshOption = "ssh",
     keep: KeepOption = False,
 ) -> None:
-    """Run a recipe on many hosts, and start them again when one is lost.
+    """Run a recipe on many machines, and start it again when one is lost.
 
     All hosts must see the same folder of runs, unless they are on this machine.
 
@@ -87,9 +97,10 @@ def launch(
     """
     from affinage.launch import Restarts, supervise
 
-    loaded = load(recipe, overrides)  # what cannot be read is told once, and before anything is started
-    elsewhere = on != "local"
-    path = str(loaded.path.resolve() if elsewhere else loaded.path)
+    loaded = load(recipe, overrides, runs)  # what cannot be read is refused once, and before anything is started
+    elsewhere, target = on != "local", find(recipe, runs)
+    file = loaded.path if target.run is None else target.run / "recipe.json"
+    path = str(file.resolve() if elsewhere else file)
     words = ["run", path, "--runs", str(runs.absolute() if on == "ray" else runs)]
     traced = None if profile is None else [profile]
     for option, values in (("--set", overrides), ("--until", until), ("--force", force), ("--profile", traced)):

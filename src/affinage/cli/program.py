@@ -11,22 +11,23 @@ import typer
 import affinage
 from affinage.cli import (
     bench,
+    chat,
     checkpoint,
     compare,
+    config,
     data,
-    inspect,
-    judge,
+    doctor,
+    eval,
+    graph,
+    hub,
     launch,
     plan,
-    recipes,
-    release,
     report,
     run,
     serve,
     sweep,
-    talk,
 )
-from affinage.cli.verb import show_examples
+from affinage.cli.options import Verb
 from affinage.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -61,19 +62,32 @@ for verbs in (
     sweep,
     data,
     checkpoint,
-    judge,
+    eval,
     compare,
     plan,
     report,
-    release,
-    talk,
+    hub,
+    chat,
     serve,
-    recipes,
-    inspect,
-    bench,
+    config,
+    graph,
+    doctor,
 ):
     verbs.add_to(app)
-show_examples(app)
+bench.add_to(app)
+
+
+def _show_examples(app: typer.Typer) -> None:
+    """Make `Verb`s of all verbs that are registered, those of groups, too."""
+    for verb in app.registered_commands:
+        verb.cls = Verb
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            group.typer_instance.info.context_settings = {"help_option_names": ["-h", "--help"]}
+            _show_examples(group.typer_instance)
+
+
+_show_examples(app)
 
 
 def _show_version(asked: bool) -> None:

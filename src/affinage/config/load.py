@@ -62,6 +62,28 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     return LoadedRecipe(recipe, path, raw, layers.locate, _command(path_or_name, overrides), layers.base)
 
 
+def load_run_recipe(path: Path) -> tuple[LoadedRecipe, list[str]]:
+    """The settings that a run was made with, without those that are gone, and the keys of these.
+
+    Raises:
+        UserError: for whatever else is wrong with them.
+    """
+    layers, dropped = read_file(path), []
+    while True:
+        raw = _without_nulls(layers.value, ())
+        try:
+            recipe = Recipe.model_validate(raw)
+        except ValidationError as error:
+            gone = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
+            for loc in gone:
+                layers.forget(tuple(loc))
+                dropped.append(".".join(map(str, loc)))
+            if not gone or layers.value == raw:
+                raise explain(error, Recipe, raw, layers.locate) from None
+        else:
+            return LoadedRecipe(recipe, path, raw, layers.locate, _command(path, ()), layers.base), dropped
+
+
 def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[Sequence[str | int]], str]) -> None:
     """What a recipe says stands in manifests, reports and model cards."""
     if isinstance(value, dict | list):

@@ -296,7 +296,8 @@ class Flow:
         """Write down the settings in effect, link what is complete, drop links to stages the recipe no longer has."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / _RECIPE, self.loaded.recipe.model_dump(mode="json"))
-        write_json(self.folder / _COMMAND, {"command": self.loaded.command})
+        path = os.path.abspath(self.loaded.path)  # its settings may name files relative to it
+        write_json(self.folder / _COMMAND, {"command": self.loaded.command, "recipe": path})
         for step in steps:
             if self.runs.store.path(step.request).is_dir() and step.complete:
                 self._link(step)
