@@ -365,7 +365,7 @@ def _import_all() -> None:
     import tiny  # noqa: F401
     from orbax.checkpoint import v1  # noqa: F401
 
-    from affinage.pipeline.flow import Flow  # noqa: F401
+    from affinage.pipeline.runner import PipelineRunner  # noqa: F401
     from affinage.training import train  # noqa: F401
 
 

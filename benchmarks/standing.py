@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from affinage.pipeline.stage import StageContext
+from affinage.pipeline.step import StepContext
 
 RECIPE = Path(__file__).parents[1] / "tests" / "recipes" / "tiny.yaml"
 
@@ -33,30 +33,30 @@ def walk(job: dict, host: int) -> int:
     from affinage.hardware import pulse
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
-    from affinage.pipeline.flow import Flow, Runs
-    from affinage.pipeline.stage import Stage
+    from affinage.pipeline.runner import PipelineRunner, Runs
+    from affinage.pipeline.step import Step
     from affinage.stopping import OwnProcess
 
     folder = Path(job["folder"])
     Job.stage, Job.host, Job.hurt, Job.begun = job["stage"], host, job["hurt"], folder / "begun"
     survival = SurvivalSettings(stuck_seconds=job["stuck_seconds"])
     pulse.SILENT_FOR_LONG = 3600.0  # seconds: it is the other host that is to leave, before this one's guard ends it
-    road = [Stage("it", work, {}, together=job["stage"] == "evaluation")]
+    road = [Step("it", work, {}, distributed=job["stage"] == "evaluation")]
     try:
         with OwnProcess(), pulse.guarded("road", survival), joined() as hosts, Standstill("road", folder, survival):
-            flow = Flow(load_recipe(str(RECIPE)), Runs(folder / "runs"), road)
+            runner = PipelineRunner(load_recipe(str(RECIPE)), Runs(folder / "runs"), road)
             if hosts.first:
-                flow.run(Nobody())
+                runner.run(Nobody())
             else:
                 threading.Thread(target=_waits, daemon=True).start()
-                flow.follow()
+                runner.follow()
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
 
 
-def work(context: StageContext) -> dict:
+def work(context: StepContext) -> dict:
     """A stage that works for ever, on a host that is not hurt."""
     together = Job.stage == "evaluation"
     if together:
@@ -88,7 +88,7 @@ def _waits() -> None:
 
 
 class Nobody:
-    """Whom a flow tells how it goes."""
+    """Whom a runner tells how it goes."""
 
     def began(self, *_: object) -> None: ...
 

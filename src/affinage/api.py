@@ -4,7 +4,7 @@
 
     mine = recipe("quickstart", {"name": "mine", "pretrain.steps": 200})
     print(graph_of(mine).width)
-    made = run(mine, until="pretrain", measured=print)
+    made = run(mine, until="pretrain", on_metrics=print)
     print(generate(made.model(), ["The capital"]))
 
 These are the verbs `run`, `graph` and `generate` of the command line, with the same results in the same folders: what
@@ -27,8 +27,8 @@ from affinage.hardware.hosts import Hosts
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
     from affinage.model import Graph
-    from affinage.pipeline.plan import Step
-    from affinage.pipeline.stage import StageContext, Summary
+    from affinage.pipeline.plan import PlannedStep
+    from affinage.pipeline.step import StepContext, Summary
 
 Row = Mapping[str, Any]
 
@@ -106,7 +106,7 @@ def run(
     *,
     until: str | Sequence[str] = (),
     runs: str | Path = "runs",
-    measured: Callable[[Row], None] | None = None,
+    on_metrics: Callable[[Row], None] | None = None,
 ) -> Run:
     """Run a recipe to its end, or to a stage. What is complete is not run again; what was stopped goes on.
 
@@ -114,7 +114,7 @@ def run(
         loaded: the recipe.
         until: a stage, such as `pretrain`, or several.
         runs: the folder of all runs.
-        measured: is given every line of a training's metrics as soon as it is written, such as {"step": 10,
+        on_metrics: is given every line of a training's metrics as soon as it is written, such as {"step": 10,
             "loss": 2.5, ...}.
 
     Raises:
@@ -122,17 +122,17 @@ def run(
         UserError: for a mistake in the recipe or its files.
     """
     from affinage.hardware.standstill import Standstill
-    from affinage.pipeline.flow import Flow, Runs
-    from affinage.pipeline.foresight import check
-    from affinage.pipeline.road import road_of
+    from affinage.pipeline.build import build_steps
+    from affinage.pipeline.preflight import check
+    from affinage.pipeline.runner import PipelineRunner, Runs
 
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
-    flow = Flow(loaded, Runs(Path(runs)), road_of(loaded, write_report), until=wanted)
-    with Standstill(loaded.recipe.name, flow.folder, loaded.recipe.survival):
+    runner = PipelineRunner(loaded, Runs(Path(runs)), build_steps(loaded, write_report), until=wanted)
+    with Standstill(loaded.recipe.name, runner.folder, loaded.recipe.survival):
         with Hosts.current.all_at_work():
-            check(loaded, [step.stage.name for step in flow.plan() if not step.complete])
-        flow.run(_Lines(measured or (lambda row: None)))
+            check(loaded, [step.name for step in runner.plan() if not step.complete])
+        runner.run(_Lines(on_metrics or (lambda row: None)))
     return Run(loaded.recipe.name, Path(runs))
 
 
@@ -174,18 +174,18 @@ def prompt_tokens(text: str, model: "LoadedModel") -> list[int]:
 class _Lines:
     """Prints a line when a stage ends, and hands the metrics on."""
 
-    def __init__(self, measured: Callable[[Row], None]) -> None:
-        self.measured = measured
+    def __init__(self, on_metrics: Callable[[Row], None]) -> None:
+        self.on_metrics = on_metrics
 
-    def began(self, step: "Step", folder: Path) -> None: ...
+    def on_begin(self, planned: "PlannedStep", folder: Path) -> None: ...
 
-    def progressed(self, what: str) -> None: ...
+    def on_progress(self, what: str) -> None: ...
 
-    def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
-        print(f"{step.stage.name:<14}{duration(manifest['seconds'])}", flush=True)
+    def on_end(self, planned: "PlannedStep", manifest: dict[str, Any]) -> None:
+        print(f"{planned.name:<14}{duration(manifest['seconds'])}", flush=True)
 
 
-def write_report(context: "StageContext") -> "Summary":
+def write_report(context: "StepContext") -> "Summary":
     """The work of the report stage."""
     from affinage.report import write_report
 
@@ -194,7 +194,7 @@ def write_report(context: "StageContext") -> "Summary":
 
 def prepare_process(loaded: LoadedRecipe) -> None:
     """Set what must be set before anything heavy is imported."""
-    from affinage.pipeline.road import is_local
+    from affinage.pipeline.build import is_local
 
     prepare()
     if is_local(loaded.recipe):  # else the harness asks Hugging Face about tasks that are files here

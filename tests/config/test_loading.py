@@ -7,7 +7,7 @@ import pytest
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.road import road_of
+from affinage.pipeline.build import build_steps
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 GOOD = """\
@@ -215,7 +215,7 @@ def test_a_mixture_is_one_or_of_several_stages_and_in_the_key_of_the_training():
         return [(stage.from_step, stage.weights) for stage in found]
 
     def settings(*overrides: str) -> dict[str, dict]:
-        return {stage.name: stage.settings for stage in road_of(load_recipe(TINY, overrides))}
+        return {stage.name: stage.config for stage in build_steps(load_recipe(TINY, overrides))}
 
     assert mixture("{en: 7, fr: 3}") == [(0, {"en": 7, "fr": 3})]
     staged = "[{weights: {en: 1}}, {from_step: 10, weights: {en: 1, fr: 0.5}}]"

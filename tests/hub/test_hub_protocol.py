@@ -27,7 +27,7 @@ from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
 from affinage.hub.repository import local_copy, push
-from affinage.pipeline.road import is_local
+from affinage.pipeline.build import is_local
 from hub_server import Fault, Hub
 from tiny_models import tiny_llama
 

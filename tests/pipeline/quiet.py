@@ -7,12 +7,12 @@ class Quiet:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def began(self, step, folder):
-        self.events.append(f"began {step.stage.name}")
+    def on_begin(self, step, folder):
+        self.events.append(f"began {step.name}")
 
-    def progressed(self, what): ...
+    def on_progress(self, what): ...
 
-    def measured(self, row): ...
+    def on_metrics(self, row): ...
 
-    def ended(self, step, manifest):
-        self.events.append(f"ended {step.stage.name}")
+    def on_end(self, step, manifest):
+        self.events.append(f"ended {step.name}")

@@ -12,10 +12,10 @@ from affinage.config.load import load_recipe
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, open_model
-from affinage.pipeline.road import road_of
+from affinage.pipeline.runner import PipelineRunner, Runs
 from tiny_models import CONTEXT, tiny_llama
 
 _STEPS = ["steps=1", "batch=4", "schedule={peak: 1.0e-12, floor: 0}", "validation_rows=4"]
@@ -78,7 +78,7 @@ def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
 
 def requests(recipe: Path, runs: Path) -> dict[str, str]:
     loaded = load_recipe(recipe, [*PRETRAIN, POCKET])
-    return {step.stage.name: step.request.key for step in Flow(loaded, Runs(runs), road_of(loaded)).plan()}
+    return {step.name: step.request.key for step in PipelineRunner(loaded, Runs(runs), build_steps(loaded)).plan()}
 
 
 def test_other_weights_make_other_results(imported, tmp_path):
@@ -100,5 +100,5 @@ def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_pat
     told = capsys.readouterr().err
     assert "blocks.attention.key.kernel" in told and "(3, 32, 2, 8)" in told and "(1, 32, 2, 8)" in told
     with pytest.raises(UserError, match="`nowhere`") as refused:
-        road_of(load_recipe(imported / "recipe.yaml", ["init=nowhere"]))
+        build_steps(load_recipe(imported / "recipe.yaml", ["init=nowhere"]))
     assert refused.value.fix

@@ -7,9 +7,9 @@ from quiet import Quiet
 
 from affinage.config.load import load_recipe
 from affinage.data.documents import read_documents
-from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.looking import table_beside
-from affinage.pipeline.road import road_of
+from affinage.pipeline.runner import PipelineRunner, Runs
 from choice_task import write_items, write_task
 
 RECIPE = """\
@@ -42,7 +42,7 @@ def load(tmp_path, monkeypatch):
 
 
 def stage_of(loaded):
-    return next((stage for stage in road_of(loaded) if stage.name == "decontaminate"), None)
+    return next((stage for stage in build_steps(loaded) if stage.name == "decontaminate"), None)
 
 
 def test_the_stage_is_there_if_there_is_something_to_look_for(load):
@@ -51,17 +51,17 @@ def test_the_stage_is_there_if_there_is_something_to_look_for(load):
     assert stage_of(load("pocket-world, harbours.yaml", "data.decontaminate=null")) is None
     assert stage_of(load("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
     named = stage_of(load("pocket-world, hellaswag, harbours.yaml"))
-    assert named.settings["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
+    assert named.config["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
     only = stage_of(load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.against=[mine.txt]"))
-    assert "evaluate" not in only.settings
-    split = next(stage for stage in road_of(load("harbours.yaml")) if stage.name == "split")
+    assert "evaluate" not in only.config
+    split = next(stage for stage in build_steps(load("harbours.yaml")) if stage.name == "split")
     assert split.inputs == ("decontaminate",)
 
 
 def test_how_items_are_looked_for_in_the_text_is_part_of_judging(load):
     def judged(*overrides):
-        road = road_of(load("harbours.yaml", "data.decontaminate.benchmarks=false", *overrides))
-        return next(stage.settings for stage in road if stage.name == "evaluate-base")
+        road = build_steps(load("harbours.yaml", "data.decontaminate.benchmarks=false", *overrides))
+        return next(stage.config for stage in road if stage.name == "evaluate-base")
 
     assert judged("data.decontaminate.ngram=8") != judged()
     unasked = judged("evaluate.contamination=false", "data.decontaminate.ngram=8")
@@ -74,13 +74,13 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     )
     asked = "pocket-world, harbours.yaml", "data.decontaminate={against: [mine.txt], min_words: 6}"
     stage = stage_of(load(*asked))
-    assert next(iter(stage.sources)) == "harbours.yaml" and len(stage.sources) == 3
+    assert stage.files[0] == "harbours.yaml" and len(stage.files) == 3
 
-    def flow():
+    def runner():
         loaded = load(*asked)
-        return Flow(loaded, Runs(tmp_path / "runs"), road_of(loaded), until=["decontaminate"])
+        return PipelineRunner(loaded, Runs(tmp_path / "runs"), build_steps(loaded), until=["decontaminate"])
 
-    flow().run(Quiet())
+    runner().run(Quiet())
     folder = tmp_path / "runs" / "small" / "decontaminate"
     kept = [row["text"] for batch in read_documents(folder) for row in batch.to_pylist()]
     assert kept == ["Something else entirely."]
@@ -89,7 +89,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
         for match in table_beside(folder.parent, "decontaminate", "matches")
     ]
     assert found == [("harbours", "0", QUESTION.lower()[:-1]), ("mine.txt", "2", "The answer is in the book")]
-    assert all(step.complete for step in flow().plan())
+    assert all(step.complete for step in runner().plan())
     write_items(tmp_path, [ITEM | {"question": "Another question"}])
-    reasons = {step.stage.name: step.reason for step in flow().plan()}
+    reasons = {step.name: step.reason for step in runner().plan()}
     assert reasons["deduplicate"] == "complete" and "items.jsonl" in reasons["decontaminate"]

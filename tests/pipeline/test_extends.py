@@ -9,7 +9,8 @@ import tiny_run
 from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.road import road_of
+from affinage.model.kinds.norm import NORMS
+from affinage.pipeline.build import build_steps
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny.yaml")
 
@@ -58,7 +59,10 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
 ):
     monkeypatch.chdir(runs.parent)
     plugin = runs.parent / "mine.py"
-    plugin.write_text("FACTOR = 1\n")
+    monkeypatch.delitem(NORMS, "blocks", raising=False)
+    plugin.write_text(
+        "from affinage.model.kinds.norm import NORMS\n\nNORMS.register('blocks')(print)\n"
+    )  # a word of it
     changed = _longer(f"plugins=['{plugin}']")
     _train(*changed, status=2)
     told = " ".join(capsys.readouterr().err.split())
@@ -69,8 +73,8 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
     monkeypatch.chdir(runs.parent)
 
     def sources(*words: str) -> dict:
-        road = road_of(load_recipe(TINY, _longer(*words)))
-        return next((stage.sources, stage.settings) for stage in road if stage.name == "pretrain")
+        road = build_steps(load_recipe(TINY, _longer(*words)))
+        return next((stage.sources, stage.config) for stage in road if stage.name == "pretrain")
 
     assert sources() == sources("pretrain.extends=runs/short/pretrain") == sources("pretrain.extends=runs/short@10")
     assert sources() != sources("pretrain.extends=runs/short/pretrain@5")
@@ -84,7 +88,7 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
 def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypatch, override: str, named: str):
     monkeypatch.chdir(runs.parent)
     with pytest.raises(UserError, match=named) as refused:
-        road_of(load_recipe(TINY, _longer(override)))
+        build_steps(load_recipe(TINY, _longer(override)))
     assert "--set pretrain.extends" in refused.value.where and refused.value.fix
 
 

@@ -6,7 +6,7 @@ import yaml
 from affinage.cli import main
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.foresight import check, doubts
+from affinage.pipeline.preflight import check, doubts
 
 RECIPE = """\
 name: small

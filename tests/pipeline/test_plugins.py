@@ -19,10 +19,10 @@ from affinage.model import Call, apply, init_params, parse
 from affinage.model.kind import KINDS, Context
 from affinage.model.kinds.ffn import GATED, activation
 from affinage.model.kinds.norm import NORMS
-from affinage.pipeline.flow import Flow, Runs
-from affinage.pipeline.foresight import check
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.models import load_trained
-from affinage.pipeline.road import road_of
+from affinage.pipeline.preflight import check
+from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
 from affinage.training.schedule import SCHEDULES, learning_rate
@@ -49,7 +49,10 @@ def written(tmp_path):
 
 def keys(folder: Path) -> dict[str, str]:
     loaded = load_recipe(folder / "my_recipe.yaml", ["export={}"])
-    return {step.stage.name: step.request.key for step in Flow(loaded, Runs(folder / "runs"), road_of(loaded)).plan()}
+    return {
+        step.name: step.request.key
+        for step in PipelineRunner(loaded, Runs(folder / "runs"), build_steps(loaded)).plan()
+    }
 
 
 def test_the_documents_example_computes_what_it_says(written):
@@ -147,32 +150,50 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
     with pytest.raises(UserError) as caught:
         check(load_recipe(written / f"{name}.yaml", ["export={}"]), {"export"})
     assert caught.value.where == "--set export" and "`export: null`" in caught.value.fix
-    stages = [stage.name for stage in road_of(load_recipe(written / f"{name}.yaml"))]
+    stages = [stage.name for stage in build_steps(load_recipe(written / f"{name}.yaml"))]
     assert "pretrain" in stages and "export" not in stages
 
 
 def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
     monkeypatch.chdir(written)
-    flow = Flow(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), road_of(loaded))
-    assert dict(places(flow, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), build_steps(loaded))
+    assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
-    assert dict(places(flow, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
+    assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
 
 
-def test_installed_packages_register_theirs_and_an_upgrade_changes_the_model_and_not_the_data(
-    written, tmp_path, monkeypatch
-):
+KEYS = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {site!r})
+from affinage.config.load import load_recipe
+from affinage.config.plugins import load_named_plugins
+from affinage.model.kind import KINDS
+from affinage.pipeline.build import build_steps
+from affinage.pipeline.runner import PipelineRunner, Runs
+loaded = load_recipe({recipe!r}, ["export={{}}", "plugins=[]"])
+load_named_plugins()
+assert "channel_mix" in KINDS
+runner = PipelineRunner(loaded, Runs(Path("runs")), build_steps(loaded))
+print(json.dumps({{step.name: step.request.key for step in runner.plan()}}))
+"""
+
+
+def test_installed_packages_register_theirs_and_an_upgrade_changes_the_model_and_not_the_data(written, tmp_path):
     site = tmp_path / "site"
     installed = site / "my_package-1.0.dist-info"
     installed.mkdir(parents=True)
     (site / "my_package.py").write_text((written / "my_nodes.py").read_text())
     (installed / "entry_points.txt").write_text("[affinage.plugins]\nmine = my_package\n")
-    monkeypatch.syspath_prepend(str(site))
-    found = []
+    found: dict[str, list[dict[str, str]]] = {"my_recipe.yaml": [], "plain.yaml": []}
+    plain = {"name": "plain", "base": "quickstart"}
+    (written / "plain.yaml").write_text(json.dumps(plain))
     for version in ("1.0", "1.1"):
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: my-package\nVersion: {version}\n")
-        found.append(keys(written))
-    assert {name for name in found[0] if found[0][name] != found[1][name]} == MODEL_STAGES
-    program = "from affinage.config.plugins import load_named_plugins as load; from affinage.model.kind import KINDS\n"
-    program += f"import sys; sys.path.insert(0, {str(site)!r}); load(); load(); assert 'channel_mix' in KINDS"
-    subprocess.run([sys.executable, "-c", program], check=True)
+        for recipe, keys in found.items():
+            program = KEYS.format(site=str(site), recipe=str(written / recipe))
+            told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+            keys.append(json.loads(told.stdout))
+    first, second = found["my_recipe.yaml"]
+    assert {name for name in first if first[name] != second[name]} == MODEL_STAGES
+    assert found["plain.yaml"][0] == found["plain.yaml"][1], "a recipe that does not use it"

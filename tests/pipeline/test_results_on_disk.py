@@ -17,9 +17,7 @@ from affinage.data import atomic
 from affinage.pipeline.store import Request, Store, link, read_manifest, read_request, write_json
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-REQUEST = Request(
-    "clean", {"data": {"clean": {"min_characters": 3}}}, {"collect": "abc"}, {"a.txt": "1"}, {"c.py": "2"}
-)
+REQUEST = Request("clean", 1, {"data": {"clean": {"min_characters": 3}}}, {"collect": "abc"}, {"a.txt": "1"})
 
 
 def finish(store: Store, request: Request = REQUEST) -> None:
@@ -28,7 +26,7 @@ def finish(store: Store, request: Request = REQUEST) -> None:
 
 def test_a_result_is_there_once_its_manifest_is(tmp_path):
     store = Store(tmp_path)
-    folder = store.begin(REQUEST, anew=True)
+    folder = store.begin(REQUEST, resume=False)
     (folder / "part").mkdir()
     (folder / "part/a.bin").write_bytes(b"abc")
     assert not store.is_complete(REQUEST)
@@ -41,21 +39,21 @@ def test_a_result_is_there_once_its_manifest_is(tmp_path):
         "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
     assert manifest["summary"] == {"documents": 3}
-    assert manifest["stage"] == "clean" and manifest["inputs"] == {"collect": "abc"}
+    assert manifest["step"] == "clean" and manifest["inputs"] == {"collect": "abc"}
     assert not [name for name in manifest["files"] if name.endswith(".part")]
 
 
 def test_what_is_damaged_is_not_complete_and_beginning_anew_clears_it(tmp_path):
     store = Store(tmp_path)
-    folder = store.begin(REQUEST, anew=True)
+    folder = store.begin(REQUEST, resume=False)
     (folder / "a.bin").write_bytes(b"abc")
     finish(store)
     for damaged in (lambda: (folder / "a.bin").write_bytes(b"ab"), (folder / "a.bin").unlink):
         damaged()
         assert "a.bin" in store.damage(REQUEST) and not store.is_complete(REQUEST)
     (folder / "left").touch()
-    assert (store.begin(REQUEST, anew=False) / "left").exists()
-    assert not (store.begin(REQUEST, anew=True) / "left").exists()
+    assert (store.begin(REQUEST, resume=True) / "left").exists()
+    assert not (store.begin(REQUEST, resume=False) / "left").exists()
 
 
 def written_later(file: Path, content: bytes, than: Path) -> None:
@@ -68,7 +66,7 @@ def written_later(file: Path, content: bytes, than: Path) -> None:
 
 def test_other_bytes_of_the_same_number_are_seen_and_the_same_ones_are_read_once(tmp_path):
     store = Store(tmp_path)
-    folder = store.begin(REQUEST, anew=True)
+    folder = store.begin(REQUEST, resume=False)
     for name in ("a.bin", "b.bin"):
         (folder / name).write_bytes(b"abc")
     finish(store)
@@ -82,7 +80,7 @@ def test_other_bytes_of_the_same_number_are_seen_and_the_same_ones_are_read_once
 
 
 @pytest.mark.parametrize(
-    "change", [{"stage": "split"}, {"settings": {}}, {"inputs": {"collect": "x"}}, {"sources": {}}, {"code": {}}]
+    "change", [{"step": "split"}, {"version": 2}, {"settings": {}}, {"inputs": {"collect": "x"}}, {"sources": {}}]
 )
 def test_the_key_is_of_everything_in_the_request(change):
     assert replace(REQUEST, **change).key != REQUEST.key
@@ -103,8 +101,8 @@ from pathlib import Path
 from affinage.pipeline.store import Request, Store
 store = Store(Path(sys.argv[1]))
 for round in range(10_000):
-    request = Request("s", {"round": round}, {}, {}, {})
-    folder = store.begin(request, anew=True)
+    request = Request("s", 1, {"round": round}, {}, {})
+    folder = store.begin(request, resume=False)
     for name in "abc":
         (folder / name).write_bytes(bytes(50_000))
         if round == 0 and name == "b":

@@ -13,8 +13,8 @@ from affinage.checkpoint import CheckpointStore
 from affinage.config.load import load_recipe
 from affinage.data.arrays import ArrayFeed
 from affinage.errors import Preempted, UserError
-from affinage.pipeline.flow import Flow, Runs
-from affinage.pipeline.road import road_of
+from affinage.pipeline.build import build_steps
+from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.report import write_report
 
 RECIPE = """\
@@ -54,24 +54,24 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def flow(folder: Path, name: str, recipe: str = RECIPE, runs: str = "runs") -> Flow:
+def runner(folder: Path, name: str, recipe: str = RECIPE, runs: str = "runs") -> PipelineRunner:
     (folder / f"{name}.yaml").write_text(recipe.format(name=name, folder=folder))
     loaded = load_recipe(folder / f"{name}.yaml")
-    return Flow(loaded, Runs(folder / runs), road_of(loaded))
+    return PipelineRunner(loaded, Runs(folder / runs), build_steps(loaded))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder) -> Flow:
-    whole = flow(folder, "whole")
-    assert [step.stage.name for step in whole.run(Quiet())] == ROAD
+def undisturbed(folder) -> PipelineRunner:
+    whole = runner(folder, "whole")
+    assert [step.name for step in whole.run(Quiet())] == ROAD
     return whole
 
 
-def summary(done: Flow, stage: str) -> dict:
+def summary(done: PipelineRunner, stage: str) -> dict:
     return json.loads((done.folder / stage / "manifest.json").read_text())["summary"]
 
 
-def weights(done: Flow) -> list[np.ndarray]:
+def weights(done: PipelineRunner) -> list[np.ndarray]:
     store = CheckpointStore(done.folder / "pretrain" / "checkpoints")
     return jax.tree.leaves(store.restore(12, {"params": None, "averages": None, "opt_state": None}))
 
@@ -120,11 +120,11 @@ def test_interrupted_in_the_middle_it_ends_with_the_same_bits(folder, undisturbe
             raise SystemExit(137)
         return batch(self, step)
 
-    again = flow(folder, how, runs=how)
+    again = runner(folder, how, runs=how)
     with monkeypatch.context() as patched, pytest.raises((Preempted, SystemExit)):
         patched.setattr(ArrayFeed, "batch", interrupt)
         again.run(Quiet())
-    assert [step.stage.name for step in again.plan() if not step.complete] == ROAD[1:]
+    assert [step.name for step in again.plan() if not step.complete] == ROAD[1:]
     again.run(Quiet())
     (resumed,) = summary(again, "pretrain")["resumed_at"]
     assert 5 <= resumed < 12
@@ -145,5 +145,5 @@ def test_interrupted_in_the_middle_it_ends_with_the_same_bits(folder, undisturbe
 )
 def test_a_mistake_names_what_to_write(folder, undisturbed, change, named):
     with pytest.raises(UserError) as told:
-        flow(folder, "mistaken", RECIPE.replace(*change)).run(Quiet())
+        runner(folder, "mistaken", RECIPE.replace(*change)).run(Quiet())
     assert named in f"{told.value.what} {told.value.fix}"

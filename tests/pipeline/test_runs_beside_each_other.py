@@ -14,29 +14,29 @@ from quiet import Quiet
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.flow import Flow, Runs
-from affinage.pipeline.stage import Stage, StageContext
+from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.step import Step, StepContext
 
 # A road of two stages: what the first makes is the same for all names, and the second is each recipe's own.
 RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from test_runs_beside_each_other import flow, Quiet
-flow(sys.argv[2], held_in=sys.argv[3]).run(Quiet())
+from test_runs_beside_each_other import runner, Quiet
+runner(sys.argv[2], held_in=sys.argv[3]).run(Quiet())
 print("done", flush=True)
 """
 
 
-def shared(context: StageContext) -> dict:
+def shared(context: StepContext) -> dict:
     return _made(context)
 
 
-def own(context: StageContext) -> dict:
+def own(context: StepContext) -> dict:
     assert (context.inputs["shared"] / "text").read_text() == "shared"
     return _made(context)
 
 
-def _made(context: StageContext) -> dict:
+def _made(context: StepContext) -> dict:
     stage = context.folder.name.partition("-")[0]
     with open("made.log", "a") as log:
         log.write(f"{stage} of {context.recipe.name}\n")
@@ -49,10 +49,10 @@ def _made(context: StageContext) -> dict:
     return {}
 
 
-def flow(name: str, held_in: str = "", force: tuple[str, ...] = ()) -> Flow:
+def runner(name: str, held_in: str = "", force: tuple[str, ...] = ()) -> PipelineRunner:
     os.environ["HELD_IN"] = held_in
-    road = [Stage("shared", shared, {}), Stage("own", own, {"name": name}, ("shared",))]
-    return Flow(load_recipe("r.yaml", [f"name={name}"]), Runs(Path("runs")), road, force=force)
+    road = [Step("shared", shared, {}), Step("own", own, {"name": name}, ("shared",))]
+    return PipelineRunner(load_recipe("r.yaml", [f"name={name}"]), Runs(Path("runs")), road, force=force)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def go_on(process: subprocess.Popen) -> None:
 def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(lambda: go_on(first))) as said:
-        assert [step.stage.name for step in flow("b").run(Quiet())] == ["own"]
+        assert [step.name for step in runner("b").run(Quiet())] == ["own"]
     assert said.getvalue().count("\n") == 1 and f"recipe a` (process {first.pid} on" in said.getvalue()
     assert first.stdout.readline() == "done\n"
     assert sorted(made()) == ["own of a", "own of b", "shared of a"]
@@ -109,22 +109,22 @@ def test_what_two_runs_need_is_made_by_one_and_waited_for_by_the_other(start):
 
 def test_another_run_goes_on_beside_one_and_a_second_start_of_the_same_is_refused(start):
     first = start("a", "own")
-    assert [step.stage.name for step in flow("b").run(Quiet())] == ["own"]
+    assert [step.name for step in runner("b").run(Quiet())] == ["own"]
     with pytest.raises(UserError) as refused:
-        flow("a").run(Quiet())
+        runner("a").run(Quiet())
     assert f"process {first.pid}" in str(refused.value) and "runs/a" in str(refused.value) and refused.value.fix
     with pytest.raises(UserError):  # another run uses that result
-        flow("b", force=("shared",)).run(Quiet())
+        runner("b", force=("shared",)).run(Quiet())
     assert made() == ["shared of a", "own of a", "own of b"]
 
     first.send_signal(signal.SIGKILL)  # what it has started outlives it, and holds nothing
     first.wait()
-    assert [step.stage.name for step in flow("a").run(Quiet())] == ["own"]
-    assert len(flow("b", force=("shared",)).run(Quiet())) == 2
+    assert [step.name for step in runner("a").run(Quiet())] == ["own"]
+    assert len(runner("b", force=("shared",)).run(Quiet())) == 2
 
 
 def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_other(start, monkeypatch):
-    second = flow("a")
+    second = runner("a")
     plan = second.plan
     monkeypatch.setattr(second, "plan", lambda: start("a", "shared") and plan())
     with pytest.raises(UserError):
@@ -135,4 +135,4 @@ def test_one_that_begins_at_the_same_time_and_is_refused_takes_nothing_from_the_
 def test_what_a_killed_run_was_making_is_made_by_whoever_waited(start):
     first = start("a", "shared")
     with contextlib.redirect_stdout(Heard(first.kill)):
-        assert [step.stage.name for step in flow("b").run(Quiet())] == ["shared", "own"]
+        assert [step.name for step in runner("b").run(Quiet())] == ["shared", "own"]

@@ -24,10 +24,10 @@ from affinage.evaluation.batch_size import MOST
 from affinage.evaluation.run import evaluate
 from affinage.generation.model import LoadedModel
 from affinage.pipeline import looks
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.in_loop import by_language
 from affinage.pipeline.models import open_model
-from affinage.pipeline.road import road_of
-from affinage.pipeline.stage import StageContext
+from affinage.pipeline.step import StepContext
 from affinage.pipeline.watching import LOOKS, Watch, judge_of, right_items, seen_enough, within_epochs, worse
 from affinage.report.trainings import read_training
 from affinage.training.state import TrainState
@@ -161,7 +161,7 @@ def test_it_ends_when_its_rows_were_seen_often_enough(tmp_path: Path, capsys: py
     fitted = within_epochs(loaded.recipe.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
-    judge = judge_of(StageContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
+    judge = judge_of(StepContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
     reasons = [judge.look(step, None, go_on) for step in (10, 20)]
     assert judge.due(20) and not judge.due(10) and reasons[0] == "" and "max_epochs" in reasons[1]
     assert "few" in reasons[1] and "much" not in reasons[1]
@@ -202,8 +202,8 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
 def test_how_a_look_is_made_is_in_no_key():
     def asked(**settings: object) -> dict[str, object]:
         given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
-        stages = road_of(load_recipe(TINY, [f"sft.watch={given}"]))
-        return next(stage.settings for stage in stages if stage.name == "sft")
+        stages = build_steps(load_recipe(TINY, [f"sft.watch={given}"]))
+        return next(stage.config for stage in stages if stage.name == "sft")
 
     assert asked() == asked(batch=8) == asked(data_dir="/nowhere")
     assert asked() != asked(items=50)
@@ -313,7 +313,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
 def test_a_look_that_was_stopped_is_gone_on_with(habit: SimpleNamespace, tmp_path: Path):
     """Given up after its first batch, and made again: the decision is the same."""
     loaded = load_recipe(TINY, [*habit.settings, "sft.watch.batch=1"])
-    context = StageContext(loaded, tmp_path, {"tokenizer": habit.runs / "habit/tokenizer"}, tmp_path)
+    context = StepContext(loaded, tmp_path, {"tokenizer": habit.runs / "habit/tokenizer"}, tmp_path)
     model, settings = open_model("habit/sft@40", habit.runs), loaded.recipe.sft
     assert settings is not None
     shutil.copy(habit.sft / LOOKS, tmp_path)

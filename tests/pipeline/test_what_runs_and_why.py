@@ -8,11 +8,11 @@ from quiet import Quiet
 
 from affinage.config.load import LoadedRecipe, load_recipe
 from affinage.errors import UserError
-from affinage.pipeline.flow import Flow, Runs
+from affinage.pipeline.build import build_steps
 from affinage.pipeline.plan import plan
-from affinage.pipeline.road import road_of
+from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.sources import fingerprints
-from affinage.pipeline.stage import Stage, StageContext
+from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import read_manifest
 
 RECIPE = """\
@@ -30,21 +30,21 @@ ROAD = [
 ]  # fmt: skip
 
 
-def write_text(context: StageContext) -> dict:
+def write_text(context: StepContext) -> dict:
     (context.folder / "text").write_text("+".join(sorted(context.inputs)) or "start")
     with open(context.run_folder.parent / "log", "a") as log:
         log.write(context.folder.name.split("-")[0] + " ")
     return {"files": 1}
 
 
-def fail_once(context: StageContext) -> dict:
+def fail_once(context: StepContext) -> dict:
     if (context.folder / "half").exists():
         return {"went_on": True}
     (context.folder / "half").write_text("x")
     raise KeyboardInterrupt
 
 
-def refuse(context: StageContext) -> dict:
+def refuse(context: StepContext) -> dict:
     (context.folder / "checkpoints").mkdir()
     (context.folder / "metrics.jsonl").touch()
     if made := Path("made").read_text():
@@ -62,20 +62,20 @@ def load(tmp_path, monkeypatch):
     return lambda *overrides: load_recipe("r.yaml", overrides)
 
 
-def toy(settings: dict | None = None) -> list[Stage]:
+def toy(settings: dict | None = None) -> list[Step]:
     """Three stages that do almost nothing; the last reads the other two."""
     return [
-        Stage("one", write_text, settings or {"a": {"b": 1}}),
-        Stage("two", write_text, {"c": [1, 2]}, ("one",), {"my.txt": "print"}),
-        Stage("three", write_text, {}, ("one", "two")),
+        Step("one", write_text, settings or {"a": {"b": 1}}),
+        Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "print"}),
+        Step("three", write_text, {}, ("one", "two")),
     ]
 
 
-def toy_run(load, tmp_path, road: list[Stage], **options) -> tuple[dict[str, str], list[str]]:
+def toy_run(load, tmp_path, road: list[Step], **options) -> tuple[dict[str, str], list[str]]:
     """({stage: reason} before, stages that ran)."""
-    flow = Flow(load(), Runs(tmp_path / "runs"), road, **options)
-    reasons = {step.stage.name: step.reason for step in flow.plan()}
-    return reasons, [step.stage.name for step in flow.run(Quiet())]
+    runner = PipelineRunner(load(), Runs(tmp_path / "runs"), road, **options)
+    reasons = {step.name: step.reason for step in runner.plan()}
+    return reasons, [step.name for step in runner.run(Quiet())]
 
 
 def test_once_is_enough(load, tmp_path):
@@ -100,12 +100,12 @@ def test_reasons(load, tmp_path):
     }
     assert toy_run(load, tmp_path, toy())[1] == [], "the former results are still there"
     road = toy()
-    road[1] = Stage("two", write_text, {"c": [1, 2]}, ("one",), {"my.txt": "other"})
+    road[1] = Step("two", write_text, {"c": [1, 2]}, ("one",), sources={"my.txt": "other"})
     assert toy_run(load, tmp_path, road)[0]["two"] == "files changed: my.txt"
-    road[0] = Stage("one", fail_once, {"a": {"b": 1}})
-    flow = Flow(load(), Runs(tmp_path / "runs"), road)
-    assert flow.plan()[0].reason.startswith("code changed: test_what_runs_and_why.py:")
-    assert Flow(load(), Runs(tmp_path / "runs"), road, any_code=True).plan()[0].complete
+    road[0] = Step("one", fail_once, {"a": {"b": 1}})
+    assert toy_run(load, tmp_path, road[:1])[1] == [], "the function itself is no part of the key"
+    road[0] = Step("one", write_text, {"a": {"b": 1}}, version=2)
+    assert toy_run(load, tmp_path, road[:1])[0]["one"] == "version changed: 1 → 2"
 
 
 def test_damage_and_force(load, tmp_path):
@@ -115,7 +115,7 @@ def test_damage_and_force(load, tmp_path):
     assert reasons["two"].startswith("damaged: text has") and ran == ["two"]
     reasons, ran = toy_run(load, tmp_path, toy(), force=["two"])
     assert (reasons["two"], reasons["three"], ran) == ("forced", "forced by two", ["two", "three"])
-    with pytest.raises(UserError, match="no stage `too`"):
+    with pytest.raises(UserError, match="no step `too`"):
         toy_run(load, tmp_path, toy(), force=["too"])
 
 
@@ -126,16 +126,16 @@ def test_until(load, tmp_path):
 
 
 def test_an_interrupted_training_goes_on_from_what_is_there_and_any_other_step_begins_again(load, tmp_path):
-    for continues, reason in ((False, "not finished; starts anew"), (True, "not finished; what is done of it is kept")):
-        road = [Stage("train", fail_once, {"continues": continues}, continues=continues)]
+    for continues, reason in ((False, "not finished; starts again"), (True, "not finished; resumes")):
+        road = [Step("train", fail_once, {"continues": continues}, resumable=continues)]
         with pytest.raises(KeyboardInterrupt):
             toy_run(load, tmp_path, road)
-        flow, watcher = Flow(load(), Runs(tmp_path / "runs"), road), Quiet()
-        assert flow.plan()[0].reason == reason
+        runner, watcher = PipelineRunner(load(), Runs(tmp_path / "runs"), road), Quiet()
+        assert runner.plan()[0].reason == reason
         if not continues:
             with pytest.raises(KeyboardInterrupt):
-                flow.run(watcher)
-    flow.run(watcher)
+                runner.run(watcher)
+    runner.run(watcher)
     assert watcher.events == ["began train", "ended train"]
     made = tmp_path / "runs/small/train"
     assert read_manifest(made)["summary"] == {"went_on": True}
@@ -146,22 +146,22 @@ def test_an_interrupted_training_goes_on_from_what_is_there_and_any_other_step_b
 
 
 def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_path):
-    road = [Stage("train", fail_once, {}, continues=True, live=True)]
+    road = [Step("train", fail_once, {}, resumable=True, has_progress=True)]
     with pytest.raises(KeyboardInterrupt):
         toy_run(load, tmp_path, road)
-    flow = Flow(load(), Runs(tmp_path / "runs"), road)
+    runner = PipelineRunner(load(), Runs(tmp_path / "runs"), road)
     save = tmp_path / "runs/small/train/checkpoints/20"
     save.mkdir(parents=True)  # one that was cut off
-    assert flow.plan()[0].reason == "not finished; no checkpoint is here to go on from"
+    assert runner.plan()[0].reason == "not finished; without a checkpoint to resume from"
     (save / "SHA256SUMS").touch()
-    assert flow.plan()[0].reason == "not finished; goes on where it was"
+    assert runner.plan()[0].reason == "not finished; resumes"
 
 
 @pytest.mark.parametrize("made", ["", "alive", "metrics.jsonl", "checkpoints/5"])
 def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_path, made):
     Path("made").write_text(made)
     with pytest.raises(UserError, match="cannot be trained"):
-        toy_run(load, tmp_path, [Stage("train", refuse, {}, continues=True, live=True)])
+        toy_run(load, tmp_path, [Step("train", refuse, {}, resumable=True, has_progress=True)])
     store = tmp_path / "runs/store"
     kept = {entry.name.split("-")[0] for entry in store.iterdir() if entry.name != ".locks"}
     assert kept == ({"train"} if "/" in made or made == "metrics.jsonl" else set())
@@ -173,9 +173,7 @@ def test_a_training_that_is_refused_leaves_nothing_but_what_it_made(load, tmp_pa
 def keys(loaded: LoadedRecipe) -> dict[str, str]:
     """Keys of the real road."""
     runs = Runs(Path("runs"))
-    return {
-        step.stage.name: step.request.key for step in plan(road_of(loaded, write_text), runs.store, runs.of("small"))
-    }
+    return {step.name: step.request.key for step in plan(build_steps(loaded, write_text), runs.store, runs.of("small"))}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -259,7 +257,9 @@ def test_a_large_source_is_known_by_size_and_date(tmp_path: Path, limits: dict[s
 
 
 def test_sections_left_out_have_no_stages(load):
-    names = [stage.name for stage in road_of(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))]
+    names = [
+        stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
+    ]
     assert names == ["collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain"]
-    assert "deduplicate" not in [stage.name for stage in road_of(load("data.deduplicate=null"))]
-    assert road_of(load("data=null"), write_text) == []
+    assert "deduplicate" not in [stage.name for stage in build_steps(load("data.deduplicate=null"))]
+    assert build_steps(load("data=null"), write_text) == []

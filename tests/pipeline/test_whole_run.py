@@ -50,7 +50,7 @@ def test_every_step_has_a_whole_result(tiny_runs: Path):
     assert {path.name for path in (tiny_runs / "tiny").iterdir() if path.is_dir()} == set(STEPS)
     for step in STEPS:
         request, key = read_request(tiny_runs / "tiny" / step)
-        assert request.stage == step and store.is_complete(request) and request.key == key
+        assert request.step == step and store.is_complete(request) and request.key == key
         assert all(store.find(*made).exists() for made in request.inputs.items())
 
 

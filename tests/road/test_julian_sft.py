@@ -14,8 +14,8 @@ from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.pipeline.flow import Flow, Runs
-from affinage.pipeline.road import road_of
+from affinage.pipeline.build import build_steps
+from affinage.pipeline.runner import PipelineRunner, Runs
 from tiny_corpus import write_split
 
 COUNTS = {
@@ -90,6 +90,6 @@ def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: 
         assert sft is not None and (sft.steps, sft.batch, sft.schedule.warmup_steps) == (steps, 32, 1000)
         assert sft.max_epochs == epochs
         assert (sft.schedule.peak, sft.optimizer.weight_decay, sft.optimizer.clip_norm) == (2e-5, 0.01, 1.0)
-        steps_of = Flow(loaded, Runs(tmp_path), road_of(loaded), until=["sft"]).plan()
-        found.append({step.stage.name: step.request.key for step in steps_of})
+        steps_of = PipelineRunner(loaded, Runs(tmp_path), build_steps(loaded), until=["sft"]).plan()
+        found.append({step.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

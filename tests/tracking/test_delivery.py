@@ -14,7 +14,7 @@ import tiny
 from affinage.config.load import load_recipe
 from affinage.config.tracking import TrackersSettings
 from affinage.errors import UserError
-from affinage.pipeline.road import road_of
+from affinage.pipeline.build import build_steps
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.child import Child
 from affinage.tracking.tracker import metrics_of
@@ -112,9 +112,9 @@ def test_plugins_have_trackers_too(tmp_path: Path):
 
 
 def test_trackers_are_in_no_key_of_a_stage():
-    plain = road_of(load_recipe("quickstart"))
-    tracked = road_of(load_recipe("quickstart", ["trackers.tensorboard=true", "trackers.mlflow={experiment: x}"]))
-    assert [(stage.name, stage.settings) for stage in plain] == [(stage.name, stage.settings) for stage in tracked]
+    plain = build_steps(load_recipe("quickstart"))
+    tracked = build_steps(load_recipe("quickstart", ["trackers.tensorboard=true", "trackers.mlflow={experiment: x}"]))
+    assert [(stage.name, stage.config) for stage in plain] == [(stage.name, stage.config) for stage in tracked]
     assert load_recipe("quickstart", ["trackers=[wandb]"]).recipe.trackers.wandb is not None
 
 

@@ -164,12 +164,12 @@ def _run(
     from affinage.cli.watch import Watch, show_plan, show_result
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
-    from affinage.pipeline.flow import Flow, Runs
-    from affinage.pipeline.foresight import check, doubts
+    from affinage.pipeline.build import build_steps
     from affinage.pipeline.names import command
-    from affinage.pipeline.road import road_of
+    from affinage.pipeline.preflight import check, doubts
+    from affinage.pipeline.runner import PipelineRunner, Runs
 
-    steps = road_of(loaded, write_report)
+    steps = build_steps(loaded, write_report)
     if not steps:
         fix = f"`{command('graph', name)}` shows its model."
         raise UserError(
@@ -177,27 +177,27 @@ def _run(
         )
     if any_of:
         until = [step for step in until if step in {each.name for each in steps}] or until
-    flow = Flow(loaded, Runs(how.runs), steps, until=until, force=how.force or ())
+    runner = PipelineRunner(loaded, Runs(how.runs), steps, until=until, force=how.force or ())
     if how.dry_run:
-        plan = flow.plan()
+        plan = runner.plan()
         prepare_process(loaded)
-        check(loaded, [step.stage.name for step in plan if not step.complete])
+        check(loaded, [step.name for step in plan if not step.complete])
         show_plan(plan, as_json=how.as_json)
         for doubt in doubts(loaded):
             warn(doubt)
-        return flow.folder
+        return runner.folder
     prepare_process(loaded)
     survival = loaded.recipe.survival
     with (
         joined(survival.silence_seconds) as hosts,
-        Standstill(loaded.recipe.name, flow.folder, survival),
+        Standstill(loaded.recipe.name, runner.folder, survival),
         only_data_on_stdout(how.as_json),
     ):
         if not hosts.first:
-            flow.follow()
-            return flow.folder
-        plan = flow.plan()
-        waiting = [step.stage.name for step in plan if not step.complete]
+            runner.follow()
+            return runner.folder
+        plan = runner.plan()
+        waiting = [step.name for step in plan if not step.complete]
         if only is not None and (first := [step for step in waiting if step not in only]):
             settings = [word for setting in how.overrides or () for word in ("--set", setting)]
             ends = [word for step in until for word in ("--until", step)]
@@ -208,7 +208,7 @@ def _run(
         for doubt in doubts(loaded) if waiting else ():
             warn(doubt)
         with Watch(plan) as watch:
-            flow.run(watch)
+            runner.run(watch)
     if not quiet:
-        show_result(flow, plan, watch.seconds, as_json=how.as_json)
-    return flow.folder
+        show_result(runner, plan, watch.seconds, as_json=how.as_json)
+    return runner.folder

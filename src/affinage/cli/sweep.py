@@ -12,7 +12,7 @@ from affinage.cli.output import Table, emit, only_data_on_stdout, screen
 from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
-    from affinage.pipeline.flow import Flow, Runs
+    from affinage.pipeline.runner import PipelineRunner, Runs
     from affinage.pipeline.sweep import Point
 
 RESULTS = "sweep.json"  # in the folder of the recipe's run
@@ -40,9 +40,9 @@ def sweep(
     """
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
-    from affinage.pipeline.flow import Runs
-    from affinage.pipeline.foresight import check
     from affinage.pipeline.names import RECIPE, resolve
+    from affinage.pipeline.preflight import check
+    from affinage.pipeline.runner import Runs
     from affinage.pipeline.sweep import points
     from affinage.stopping import OwnProcess
 
@@ -57,7 +57,7 @@ def sweep(
     with OwnProcess(), only_data_on_stdout(as_json):
         for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
-                check(point.loaded, [step.stage.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
+                check(point.loaded, [step.name for step in _runner(point, Runs(runs)).plan() if not step.complete])
             except UserError as error:
                 place = f"{point.number} of {len(found)}, {_settings(point.settings)}"
                 error.where = f"{place}: {error.where}" if error.where else place
@@ -92,18 +92,18 @@ def _run(point: "Point", runs: "Runs") -> None:
     from affinage.cli.watch import Watch
     from affinage.hardware.standstill import Standstill
 
-    flow = _flow(point, runs)
+    runner = _runner(point, runs)
     survival = point.loaded.recipe.survival
-    with Standstill(point.loaded.recipe.name, flow.folder, survival), Watch(flow.plan()) as watch:
-        flow.run(watch)
+    with Standstill(point.loaded.recipe.name, runner.folder, survival), Watch(runner.plan()) as watch:
+        runner.run(watch)
 
 
-def _flow(point: "Point", runs: "Runs") -> "Flow":
+def _runner(point: "Point", runs: "Runs") -> "PipelineRunner":
     from affinage.api import write_report
-    from affinage.pipeline.flow import Flow
-    from affinage.pipeline.road import road_of
+    from affinage.pipeline.build import build_steps
+    from affinage.pipeline.runner import PipelineRunner
 
-    return Flow(point.loaded, runs, road_of(point.loaded, write_report))
+    return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
 
 
 def _planned(found: "list[Point]", runs: "Runs") -> list[dict[str, Any]]:
@@ -111,8 +111,8 @@ def _planned(found: "list[Point]", runs: "Runs") -> list[dict[str, Any]]:
     seen: set[tuple[str, str]] = set()
     planned: list[dict[str, Any]] = []
     for point in found:
-        steps = _flow(point, runs).plan()
-        missing = [(step.stage.name, step.request.key) for step in steps if not step.complete]
+        steps = _runner(point, runs).plan()
+        missing = [(step.name, step.request.key) for step in steps if not step.complete]
         of_point = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
         own, shared = (
             [name for name, key in missing if ((name, key) in seen) is is_shared] for is_shared in (False, True)

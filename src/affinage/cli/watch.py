@@ -12,8 +12,8 @@ from affinage.cli.working import Working
 from affinage.durations import duration
 
 if TYPE_CHECKING:
-    from affinage.pipeline.flow import Flow
-    from affinage.pipeline.plan import Step
+    from affinage.pipeline.plan import PlannedStep
+    from affinage.pipeline.runner import PipelineRunner
 
 _NAME = 14  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
@@ -25,7 +25,7 @@ NAMES = 6  # benchmarks without an item in the text that are named
 class Watch:
     """Shows stages as they begin and end. Use it as a context manager."""
 
-    def __init__(self, steps: Sequence["Step"]) -> None:
+    def __init__(self, steps: Sequence["PlannedStep"]) -> None:
         self.seconds: dict[str, float] = {}  # of the stages that ran
         self._console = screen()
         self._status: Working | None = None
@@ -39,24 +39,24 @@ class Watch:
     ) -> None:
         self._clear()
 
-    def began(self, step: "Step", folder: Path) -> None:
+    def on_begin(self, planned: "PlannedStep", folder: Path) -> None:
         """A stage starts. Trainings show their own progress, and only one thing can be live on a terminal."""
-        self._name = step.stage.name
-        if step.reason != "never ran":
-            self._line(self._name, _escaped(step.reason))
-        if self._console.is_terminal and not step.stage.live:
+        self._name = planned.name
+        if planned.reason != "never ran":
+            self._line(self._name, _escaped(planned.reason))
+        if self._console.is_terminal and not planned.step.has_progress:
             self._status = Working(self._name, self._console)
             self._status.__enter__()
 
-    def progressed(self, what: str) -> None:
+    def on_progress(self, what: str) -> None:
         """The running stage says what it does."""
         if self._status is not None:
             self._status.progressed(what)
 
-    def measured(self, row: Mapping[str, Any]) -> None:
+    def on_metrics(self, row: Mapping[str, Any]) -> None:
         """A training has written a line of its metrics; it shows them itself."""
 
-    def ended(self, step: "Step", manifest: dict[str, Any]) -> None:
+    def on_end(self, planned: "PlannedStep", manifest: dict[str, Any]) -> None:
         """A stage is complete."""
         self._clear()
         self.seconds[self._name] = manifest["seconds"]
@@ -72,9 +72,9 @@ class Watch:
             self._status = None
 
 
-def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
+def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
     """List the steps, which of them would run, and why."""
-    rows = [{"step": s.stage.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
+    rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
     table = Table(
         ("step", "", "why"),
         [(row["step"], "runs" if row["runs"] else "stays", row["reason"]) for row in rows],
@@ -84,19 +84,21 @@ def show_plan(steps: Sequence["Step"], *, as_json: bool = False) -> None:
     emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
 
 
-def show_result(flow: "Flow", steps: Sequence["Step"], seconds: Mapping[str, float], *, as_json: bool = False) -> None:
+def show_result(
+    runner: "PipelineRunner", steps: Sequence["PlannedStep"], seconds: Mapping[str, float], *, as_json: bool = False
+) -> None:
     """Print where the results are, how long the steps took, and the next command."""
-    found = dict(places(flow, [step.stage.name for step in steps]))
-    complete = [step.stage.name for step in steps]
-    emit({"ran": seconds, "complete": complete, **found}, as_json, _result(flow, complete, seconds, found))
+    found = dict(places(runner, [step.name for step in steps]))
+    complete = [step.name for step in steps]
+    emit({"ran": seconds, "complete": complete, **found}, as_json, _result(runner, complete, seconds, found))
 
 
 def _result(
-    flow: "Flow", complete: Sequence[str], seconds: Mapping[str, float], found: Mapping[str, str]
+    runner: "PipelineRunner", complete: Sequence[str], seconds: Mapping[str, float], found: Mapping[str, str]
 ) -> "Iterator[str | Table]":
     if not seconds:
         whole = "the step" if len(complete) == 1 else f"all {len(complete)} steps"
-        yield f"Nothing to do: {whole} of {flow.loaded.recipe.name} {'is' if len(complete) == 1 else 'are'} complete."
+        yield f"Nothing to do: {whole} of {runner.loaded.recipe.name} {'is' if len(complete) == 1 else 'are'} complete."
     else:
         yield ""
         times = [(step, duration(spent)) for step, spent in seconds.items()]
@@ -108,12 +110,12 @@ def _result(
         yield f"{what:<{_NAME}}{place}"
 
 
-def places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Where the results of a run's steps are, and the next command, each with its name."""
     from affinage.config.plugins import VARIABLE
     from affinage.pipeline.names import TRAININGS, command
 
-    folder, recipe = os.path.relpath(flow.folder), flow.loaded.recipe
+    folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe
     yield "results", folder
     if "report" in names:
         yield "report", f"{folder}/report.html"
@@ -124,11 +126,11 @@ def places(flow: "Flow", names: Sequence[str]) -> Iterator[tuple[str, str]]:
         return
     model = folder if Path(recipe.name).exists() else recipe.name  # a folder here of the same name is another model
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
-    paths = [os.path.relpath(flow.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
+    paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
     before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
     prompt = next(iter(recipe.report.prompts), "Once upon a time")
     words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
-    yield "next", before + command(*words, runs=flow.runs.folder)
+    yield "next", before + command(*words, runs=runner.runs.folder)
 
 
 def headline(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from affinage.config.load import LoadedRecipe
+from affinage.config.registry import plugins_used, registering
 from affinage.errors import UserError
 
 GROUP = "affinage.plugins"  # of entry points
@@ -38,14 +40,17 @@ def load_named_plugins() -> None:
         _load_file(Path(path), VARIABLE)
 
 
-def plugin_fingerprints(loaded: LoadedRecipe) -> dict[str, str]:
-    """Name -> hash of every plugin file, and version of every package with plugins: for keys of stages with a model."""
-    files = {
-        f"plugin {path}": _digest(loaded.beside(path, ("plugins", index)))
-        for index, path in enumerate(loaded.recipe.plugins)
-    }
-    packages = {point.dist for point in entry_points(group=GROUP) if point.dist is not None}
-    return files | {f"plugins of {package.name}": package.version for package in packages}
+def plugin_sources(loaded: LoadedRecipe, settings: Any) -> dict[str, str]:
+    """Fingerprints of the plug-ins, loaded before, whose registered names are used in some settings of the recipe.
+
+    Returns:
+        The hash of each file and the version of each installed package, by name.
+    """
+    used = plugins_used(settings)
+    files = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
+    found = {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
+    packages = (point.dist for point in entry_points(group=GROUP) if used and point.dist is not None)
+    return found | {f"plugin {package.name}": package.version for package in packages if package.name in used}
 
 
 def _load_file(file: Path, where: str) -> None:
@@ -58,7 +63,8 @@ def _load_file(file: Path, where: str) -> None:
 @cache
 def _load_installed() -> None:
     for point in entry_points(group=GROUP):
-        _guarded(point.load, point.value, f"entry point {point.name}")
+        with registering(point.dist.name if point.dist is not None else point.value):
+            _guarded(point.load, point.value, f"entry point {point.name}")
 
 
 @cache
@@ -68,7 +74,8 @@ def _run(file: Path, digest: str) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pydantic looks up annotations there
-    spec.loader.exec_module(module)
+    with registering(str(file)):
+        spec.loader.exec_module(module)
 
 
 def _digest(file: Path) -> str:

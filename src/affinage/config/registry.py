@@ -1,6 +1,7 @@
 """What recipes choose by name and may bring themselves: node kinds, activations, norms, optimizers, schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import AfterValidator, ValidationError
@@ -15,6 +16,28 @@ S = TypeVar("S", bound=Settings)
 E = TypeVar("E")
 
 Locate = Callable[[Sequence[str | int]], str]  # where in the recipe a key was written
+
+_plugin: list[str] = []  # the plug-in that is being loaded
+_from_plugin: dict[str, str] = {}  # a name that a plug-in registered -> that plug-in
+
+
+@contextlib.contextmanager
+def registering(plugin: str) -> Iterator[None]:
+    """Inside, what is registered counts as the plug-in's."""
+    _plugin.append(plugin)
+    try:
+        yield
+    finally:
+        _plugin.pop()
+
+
+def plugins_used(settings: Any) -> set[str]:
+    """The plug-ins that registered any of the words in some settings."""
+    if isinstance(settings, Mapping):
+        return {plugin for entry in settings.items() for plugin in plugins_used(entry)}
+    if isinstance(settings, list | tuple):
+        return {plugin for entry in settings for plugin in plugins_used(entry)}
+    return {_from_plugin[settings]} if isinstance(settings, str) and settings in _from_plugin else set()
 
 
 class Registry(dict[str, T]):
@@ -32,6 +55,8 @@ class Registry(dict[str, T]):
             if taken is not None and getattr(taken, "__qualname__", taken) != new:
                 by = f"{getattr(taken, '__module__', '?')}.{getattr(taken, '__qualname__', taken)}"
                 raise ValueError(f"{self.what} `{name}` is already registered by {by}")
+            if _plugin and not str(getattr(entry, "__module__", "")).startswith("affinage."):  # which it may import
+                _from_plugin[name] = _plugin[-1]
             self[name] = entry  # type: ignore[assignment]  # the entries' type is not told by the decorator's
             return entry
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import rich
 
 from affinage.errors import UserError
-from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.trainings import MODEL
 
 if TYPE_CHECKING:
     from affinage.model import Graph
 
 
-def arrays(context: StageContext) -> Summary:
+def arrays(context: StepContext) -> Summary:
     """Split the images into those that are trained on and those that are held out."""
     from affinage.data.arrays import prepare_arrays
 
@@ -22,7 +22,7 @@ def arrays(context: StageContext) -> Summary:
     return prepare_arrays(context.recipe.data.arrays, context.folder, seed=context.recipe.seed)
 
 
-def probe(context: StageContext) -> Summary:
+def probe(context: StepContext) -> Summary:
     """The same linear probe on trained features, on those of the weights that training began with, and on pixels."""
     from affinage.data.arrays import HELD_OUT, TRAIN, read_arrays
     from affinage.evaluation.probe import compare
@@ -53,7 +53,7 @@ def probe(context: StageContext) -> Summary:
     return {"features": settings.features, "held_out": len(unseen), "draws": settings.draws, "probe": results}
 
 
-def _features(context: StageContext, node: str) -> dict[str, Callable[[Any], Any]]:
+def _features(context: StepContext, node: str) -> dict[str, Callable[[Any], Any]]:
     """By name, functions from images [N, H, W, C] to vectors [N, D]."""
     import jax
     import jax.numpy as jnp

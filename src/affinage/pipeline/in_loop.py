@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from affinage.config.training import PretrainSettings
 from affinage.pipeline.looks import evaluated, in_percent, model_in_training
 from affinage.pipeline.models import made_from
-from affinage.pipeline.stage import StageContext
+from affinage.pipeline.step import StepContext
 
 if TYPE_CHECKING:
     from affinage.data.validation_rows import ValidationRows
@@ -19,7 +19,7 @@ class InLoop:
 
     def __init__(
         self,
-        context: StageContext,
+        context: StepContext,
         settings: PretrainSettings,
         graph: "Graph",
         length: int,

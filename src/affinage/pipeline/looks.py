@@ -8,7 +8,7 @@ from affinage.config.data import POCKET_WORLD
 from affinage.config.training import InLoopSettings, TrainSettings
 from affinage.config.tuning import WatchSettings
 from affinage.errors import UserError
-from affinage.pipeline.stage import StageContext
+from affinage.pipeline.step import StepContext
 from affinage.pipeline.texts import chat_tokenizer
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _GivenUp(Exception):
 
 
 def evaluated(
-    context: StageContext,
+    context: StepContext,
     asked: InLoopSettings | WatchSettings,
     setting: str,
     model: "LoadedModel",
@@ -103,7 +103,7 @@ def rows_beside(model: "LoadedModel", state: "TrainState", platform: str = "") -
 
 
 def model_in_training(
-    context: StageContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
+    context: StepContext, settings: TrainSettings, graph: "Graph", length: int, system_prompt: str, params: Any
 ) -> "LoadedModel":
     """A model of `length` tokens of context with the weights that it has now, where they are."""
     import jax

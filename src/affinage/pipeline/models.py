@@ -75,7 +75,7 @@ def is_chat(training: Path) -> bool:
     if request is None:
         facts = _facts(training)
         return bool(facts.get("imported", {}).get("chat"))
-    return request[0].stage in CHAT
+    return request[0].step in CHAT
 
 
 def is_from_elsewhere(training: Path) -> bool:
@@ -89,7 +89,7 @@ def export_of(training: Path, run: Path) -> Path | None:
     if export is None or trained is None or read_manifest(run / "export") is None:
         return None
     last = next((name for name in TRAININGS if name in export[0].inputs), None)  # the one that is exported
-    same = last == trained[0].stage and export[0].inputs.get(last) == trained[1]
+    same = last == trained[0].step and export[0].inputs.get(last) == trained[1]
     return run / "export" / "model" if same else None
 
 
@@ -101,7 +101,7 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
     if request is None:
         return {}
     found = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
-    found[request[0].stage] = training
+    found[request[0].step] = training
     for name, stage in EVALUATIONS.items():
         judged, trained = read_request(run / stage), found.get(name) and read_request(found[name])
         if judged is not None and trained and judged[0].inputs.get(name) == trained[1]:

@@ -319,7 +319,7 @@ def state_of(target: Target, runs: Path) -> ModelState | None:
     request = read_request(folder)
     if request is None or target.kind == "hub":
         return None
-    training, run = request[0].stage, target.run
+    training, run = request[0].step, target.run
     name = target.name if target.step is None else target.name.rpartition("@")[0]
     if target.kind in ("run", "recipe"):
         name = f"{name if target.kind == 'run' else run_of(target, runs).name}/{training}"

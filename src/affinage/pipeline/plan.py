@@ -1,141 +1,127 @@
-"""Before anything runs: which stages are complete, which must run, and why."""
+"""What a run would do: which steps are complete, which must run, and why."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.pipeline.code import code_of
-from affinage.pipeline.stage import Stage
-from affinage.pipeline.store import REQUEST, Request, Store, read_request
+from affinage.pipeline.sources import fingerprints
+from affinage.pipeline.step import Step
+from affinage.pipeline.store import Request, Store, read_request
 
-ELSEWHERE = "complete at the remote"  # the reason of a step whose result is not here
-_SHOWN = 3  # differences named per stage
+ELSEWHERE = "complete at the remote"  # the reason of a step whose result is only there
+_SHOWN = 3  # differences named per step
 
 
 @dataclass(frozen=True)
-class Step:
-    """A stage, what exactly is asked of it, and whether that has been done."""
+class PlannedStep:
+    """A step, what its result is a function of, and whether that result is there."""
 
-    stage: Stage
+    step: Step
     request: Request
     complete: bool
     reason: str
 
+    @property
+    def name(self) -> str:
+        """The step's name."""
+        return self.step.name
 
-def needed(stages: Sequence[Stage], until: Sequence[str]) -> list[Stage]:
-    """The stages of `until` and everything they read, in order; all of them if `until` is empty."""
-    known = {stage.name: stage for stage in stages}
+    @property
+    def forced(self) -> bool:
+        """Whether it runs because of `--force`."""
+        return self.reason.startswith("forced")
+
+
+def select(steps: Sequence[Step], until: Sequence[str]) -> list[Step]:
+    """Returns the steps of `until` and all that they read, in order; every step if `until` is empty."""
+    known = {step.name: step for step in steps}
     for name in until:
         if name not in known:
-            raise UserError(
-                f"this recipe has no stage `{name}`", fix="Its stages: " + ", ".join(known) + "." if known else ""
-            )
+            fix = f"Its steps: {', '.join(known)}." if known else ""
+            raise UserError(f"this recipe has no step `{name}`", fix=fix)
     wanted = set(until or known)
-    for stage in reversed(stages):
-        if stage.name in wanted:
-            wanted.update(stage.inputs)
-    return [stage for stage in stages if stage.name in wanted]
+    for step in reversed(steps):
+        if step.name in wanted:
+            wanted.update(step.inputs)
+    return [step for step in steps if step.name in wanted]
 
 
 def plan(
-    stages: Sequence[Stage],
+    steps: Sequence[Step],
     store: Store,
     run_folder: Path,
     *,
     force: Sequence[str] = (),
-    any_code: bool = False,
-    elsewhere: Callable[[Request], bool] | None = None,
-) -> list[Step]:
-    """What is there and what must run, without running or importing anything.
+    elsewhere: Callable[[Request], bool] = lambda _: False,
+) -> list[PlannedStep]:
+    """Compare what the steps would make with what is in the store, without running anything.
 
     Args:
-        stages: in an order in which each comes after what it reads.
-        store: where results are.
-        run_folder: its links lead to the results of the run before, which the reasons compare with.
-        force: stages to run although their results are there; what reads them runs too.
-        any_code: take a result made by another version of the code, if all else is equal.
-        elsewhere: whether a result that is not in the store is where it can be taken from; None: there is none.
+        steps: each after the steps that it reads.
+        store: of the results.
+        run_folder: its links lead to the results of the previous run, which the reasons compare with.
+        force: steps to run again although their results are there, with all that read them.
+        elsewhere: whether a result that is not in the store can be copied from somewhere.
     """
-    steps: dict[str, Step] = {}
-    for stage in stages:
-        before = read_request(run_folder / stage.name)
+    planned: dict[str, PlannedStep] = {}
+    for step in steps:
+        before = read_request(run_folder / step.name)
         request = Request(
-            stage=stage.name,
-            settings=stage.settings,
-            inputs={name: steps[name].request.key for name in stage.inputs},
-            sources=_sources(stage, before[0] if before else None),
-            code=code_of(stage.work),
+            step=step.name,
+            version=step.version,
+            settings=step.config,
+            inputs={name: planned[name].request.key for name in step.inputs},
+            sources=_sources(step, before[0] if before else None),
         )
-        if any_code and not store.is_complete(request):
-            request = _made_by_other_code(store, request) or request
-        anew = [name for name in stage.inputs if steps[name].reason.startswith("forced")]
-        if stage.name in force:
+        forced_inputs = [name for name in step.inputs if planned[name].forced]
+        complete, reason = True, "complete"
+        if step.name in force:
             complete, reason = False, "forced"
-        elif anew:
-            complete, reason = False, f"forced by {anew[0]}"
-        elif store.is_complete(request):
-            complete, reason = True, "complete"
-        elif elsewhere is not None and elsewhere(request):
-            complete, reason = True, ELSEWHERE
-        else:
-            complete, reason = False, _reason(stage, store, request, before)
-        steps[stage.name] = Step(stage, request, complete, reason)
-    return list(steps.values())
+        elif forced_inputs:
+            complete, reason = False, f"forced by {forced_inputs[0]}"
+        elif not store.is_complete(request):
+            complete = elsewhere(request)
+            reason = ELSEWHERE if complete else _reason(step, store, request, before)
+        planned[step.name] = PlannedStep(step, request, complete, reason)
+    return list(planned.values())
 
 
-def _sources(stage: Stage, before: Request | None) -> dict[str, str]:
-    """The fingerprints, or the former ones if the user's files are gone: what was collected from them is still good."""
-    if stage.sources or before is None or before.settings != stage.settings:
-        return stage.sources
+def _sources(step: Step, before: Request | None) -> dict[str, str]:
+    """The fingerprints; the former ones where the user's files are gone, as their result is still good."""
+    found = step.sources | fingerprints(step.files)
+    if found or before is None or before.settings != step.config:
+        return found
     return before.sources
 
 
-def _made_by_other_code(store: Store, request: Request) -> Request | None:
-    candidates = []
-    for file in store.folder.glob(f"{request.stage}-*/{REQUEST}"):
-        found = read_request(file.parent)
-        if found and replace(found[0], code=request.code) == request:
-            candidates.append((store.is_complete(found[0]), file.stat().st_mtime_ns, found[0]))
-    return max(candidates, key=lambda candidate: candidate[:2])[2] if candidates else None
-
-
-def _reason(stage: Stage, store: Store, request: Request, before: tuple[Request, str] | None) -> str:
-    damage = store.damage(request)
-    if damage:
+def _reason(step: Step, store: Store, request: Request, before: tuple[Request, str] | None) -> str:
+    folder = store.path(request)
+    if damage := store.damage(request):
         return f"damaged: {damage}"
-    if read_request(store.path(request)):
-        return f"not finished; {_how_it_goes_on(stage, store.path(request))}"
+    if read_request(folder):
+        if not step.resumable:
+            return "not finished; starts again"
+        # By the seal, which is written last: to ask `checkpoint` takes importing JAX.
+        if step.has_progress and not any(folder.glob("checkpoints/[0-9]*/SHA256SUMS")):
+            return "not finished; without a checkpoint to resume from"
+        return "not finished; resumes"
     if before is None:
         return "never ran"
     return "; ".join(_differences(before[0], request)) or "never ran in this store"
 
 
-def _how_it_goes_on(stage: Stage, folder: Path) -> str:
-    if not stage.continues:
-        return "starts anew"
-    if not stage.live:
-        return "what is done of it is kept"
-    # By the seal, which is last: to ask `checkpoint` takes importing JAX.
-    sealed = any(folder.glob("checkpoints/[0-9]*/SHA256SUMS"))
-    return "goes on where it was" if sealed else "no checkpoint is here to go on from"
-
-
 def _differences(old: Request, new: Request) -> Iterator[str]:
-    settings = _changes(dict(_flat(old.settings)), dict(_flat(new.settings)))
-    if settings:
-        yield "settings changed: " + _listed([f"{key} {_shown(was)} → {_shown(now)}" for key, was, now in settings])
-    sources = _changes(old.sources, new.sources)
-    if sources:
-        yield "files changed: " + _listed([key for key, _, _ in sources])
-    inputs = _changes(old.inputs, new.inputs)
-    if inputs:
-        yield "input changed: " + _listed([key for key, _, _ in inputs])
-    code = _changes(old.code, new.code)
-    if code:
-        yield "code changed: " + _listed([key for key, _, _ in code])
+    if changed := _changes(dict(_flat(old.settings)), dict(_flat(new.settings))):
+        yield "settings changed: " + _listed([f"{key} {_shown(was)} → {_shown(now)}" for key, was, now in changed])
+    if changed := _changes(old.sources, new.sources):
+        yield "files changed: " + _listed([key for key, _, _ in changed])
+    if changed := _changes(old.inputs, new.inputs):
+        yield "input changed: " + _listed([key for key, _, _ in changed])
+    if old.version != new.version:
+        yield f"version changed: {old.version} → {new.version}"
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:

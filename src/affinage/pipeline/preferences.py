@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.config.tuning import DpoSettings
 from affinage.hardware.hosts import Hosts
-from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash
 from affinage.pipeline.texts import chat_tokenizer, tell_dropped_reasoning
 from affinage.pipeline.trainings import begin_with, chat_facts, graph_of, mesh_of, parallel_of, run_training, token_rows
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from affinage.training import TrainJob
 
 
-def preferences(context: StageContext) -> Summary:
+def preferences(context: StepContext) -> Summary:
     """Turn pairs of answers into rows."""
     from affinage.data.preferences import prepare_preferences
 
@@ -36,7 +36,7 @@ def preferences(context: StageContext) -> Summary:
     return summary
 
 
-def reference(context: StageContext) -> Summary:
+def reference(context: StepContext) -> Summary:
     """Compute the log-probability that the model gives every answer before it learns from them."""
     from affinage.model.preferred import ANSWERS
     from affinage.parallel import make_mesh
@@ -57,7 +57,7 @@ def reference(context: StageContext) -> Summary:
     return {"rows": told, "documents": graph[ANSWERS].kind.model_dump()["documents"]}
 
 
-def _write_reference(context: StageContext, program: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
+def _write_reference(context: StepContext, program: Any, params: Any, rows: Path, part: str) -> dict[str, int]:
     import jax
     import numpy as np
 
@@ -81,7 +81,7 @@ def _write_reference(context: StageContext, program: Any, params: Any, rows: Pat
     return counts
 
 
-def dpo(context: StageContext) -> Summary:
+def dpo(context: StepContext) -> Summary:
     """Teach the model to prefer the chosen answers, held to the model that it was."""
     from affinage.data.preference_feed import PreferenceFeed, PreferenceRows, read_reference
 
@@ -111,7 +111,7 @@ def dpo(context: StageContext) -> Summary:
     )
 
 
-def _job(context: StageContext, graph: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
+def _job(context: StepContext, graph: "Graph", settings: DpoSettings, feed: Any, **more: Any) -> "TrainJob":
     from affinage.training import TrainJob
 
     base = _base_graph(context)
@@ -130,18 +130,18 @@ def _job(context: StageContext, graph: "Graph", settings: DpoSettings, feed: Any
     )
 
 
-def _settings(context: StageContext) -> DpoSettings:
+def _settings(context: StepContext) -> DpoSettings:
     assert context.recipe.dpo is not None
     return context.recipe.dpo
 
 
-def _base_graph(context: StageContext) -> "Graph":
+def _base_graph(context: StepContext) -> "Graph":
     from affinage.data.tokenizer import Tokenizer
 
     return graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
 
 
-def _graph(context: StageContext, settings: DpoSettings) -> "Graph":
+def _graph(context: StepContext, settings: DpoSettings) -> "Graph":
     from affinage.data.preferences import documents_in_a_row
     from affinage.model.preferred import preference_graph
 

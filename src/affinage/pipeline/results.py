@@ -1,7 +1,6 @@
 """The work of the stages that judge and release what was trained."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from affinage.config.data import POCKET_WORLD
 from affinage.hardware.hosts import Hosts
 from affinage.pipeline.models import CHAT, TRAININGS, load_trained
 from affinage.pipeline.seen import seen_by
-from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import write_json
 
 if TYPE_CHECKING:
@@ -20,68 +19,9 @@ _ANSWERS = "answers.jsonl"  # of an evaluation that is not complete yet
 _VERIFIED = 10  # validation documents of each source and language that `verify` compares
 
 
-def evaluate_base(context: StageContext) -> Summary:
-    """Judge the pretrained model."""
-    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
-
-    return _evaluate(context, "pretrain", evaluate)
-
-
-def evaluate_sft(context: StageContext) -> Summary:
-    """Judge the chat model."""
-    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
-
-    return _evaluate(context, "sft", evaluate)
-
-
-def evaluate_dpo(context: StageContext) -> Summary:
-    """Judge the chat model after it has learned from preferences."""
-    from affinage.evaluation.run import evaluate  # here, so that its code is part of the stage's key
-
-    return _evaluate(context, "dpo", evaluate)
-
-
-def export(context: StageContext) -> Summary:
-    """Write the Hugging Face folder of the last model into `model/`."""
-    from affinage.hub.export import export
-    from affinage.report.card import card_facts
-    from affinage.report.facts import collect_facts
-
-    recipe, inputs = context.recipe, context.inputs
-    assert recipe.export is not None
-    training = next(name for name in TRAININGS if name in inputs)
-    model = _trained(context, training, recipe.name)
-    folder = context.folder / "model"
-    facts = collect_facts(context.run_folder, inputs)
-    summary = export(
-        model,
-        folder,
-        facts=card_facts(facts, recipe.export.licence),
-        dtype=recipe.export.dtype,
-        chat=training in CHAT,
-        shard_gigabytes=recipe.export.shard_gigabytes,
-        trim_vocabulary=recipe.export.trim_vocabulary,
-    )
-    if recipe.export.verify:
-        from affinage.hub.verify import verify
-
-        context.progress("comparing with transformers")
-        texts = [text for some in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in some]
-        summary["verified"] = verify(folder, model, texts)
-    return summary
-
-
-def _trained(context: StageContext, training: str, name: str) -> "LoadedModel":
-    """The model of a training, split over the recipe's mesh by the recipe's table."""
-    recipe, inputs = context.recipe, context.inputs
-    sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
-    # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
-    mesh = sizes if Hosts.current.together else None
-    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding)
-
-
-def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summary]) -> Summary:
-    from affinage.evaluation.run import has_chat_template
+def evaluate(context: StepContext, training: str) -> Summary:
+    """Evaluate the model of a training."""
+    from affinage.evaluation.run import evaluate, has_chat_template
     from affinage.pipeline.samples import answers, continuations
 
     recipe, inputs = context.recipe, context.inputs
@@ -116,6 +56,45 @@ def _evaluate(context: StageContext, training: str, evaluate: Callable[..., Summ
         (context.folder / _ANSWERS).unlink()  # the results are there now
         write_json(context.folder / "results.json", results)
     return results
+
+
+def export(context: StepContext) -> Summary:
+    """Write the Hugging Face folder of the last model into `model/`."""
+    from affinage.hub.export import export
+    from affinage.report.card import card_facts
+    from affinage.report.facts import collect_facts
+
+    recipe, inputs = context.recipe, context.inputs
+    assert recipe.export is not None
+    training = next(name for name in TRAININGS if name in inputs)
+    model = _trained(context, training, recipe.name)
+    folder = context.folder / "model"
+    facts = collect_facts(context.run_folder, inputs)
+    summary = export(
+        model,
+        folder,
+        facts=card_facts(facts, recipe.export.licence),
+        dtype=recipe.export.dtype,
+        chat=training in CHAT,
+        shard_gigabytes=recipe.export.shard_gigabytes,
+        trim_vocabulary=recipe.export.trim_vocabulary,
+    )
+    if recipe.export.verify:
+        from affinage.hub.verify import verify
+
+        context.progress("comparing with transformers")
+        texts = [text for some in _validation_texts(inputs.get("split"), _VERIFIED).values() for text in some]
+        summary["verified"] = verify(folder, model, texts)
+    return summary
+
+
+def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
+    """The model of a training, split over the recipe's mesh by the recipe's table."""
+    recipe, inputs = context.recipe, context.inputs
+    sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
+    # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
+    mesh = sizes if Hosts.current.together else None
+    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding)
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:

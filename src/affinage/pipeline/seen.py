@@ -1,7 +1,7 @@
 """The text that a model was trained on, as far as it is here, and which items of benchmarks stand in it.
 
 Looking through a corpus takes long, so what was found in it is a result like a stage's: addressed by the runs of words
-that were looked for, the text and the code, and not made again, for whatever model that was trained on the same text.
+that were looked for and the text, and not made again, for whatever model that was trained on the same text.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from affinage.config.cleaning import DecontaminateSettings
-from affinage.pipeline.code import code_of
 from affinage.pipeline.models import made_from
 from affinage.pipeline.store import Request, Store, read_manifest, read_request
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from affinage.evaluation.run import Seen
 
 _TUNED_ON = ("conversations", "preferences")  # stages whose rows a tuning reads
+_VERSION = 1  # of the code that looks
 _COUNTS = "texts_with_run.npy"
 _Looking = Callable[["Items"], "Occurrences"]
 
@@ -72,7 +72,7 @@ def _once(runs: "Items", read: list[Path], look: "partial[Occurrences]") -> "Occ
     """What `look` finds in the results `read`, from the store if it is there."""
     from affinage.data.contamination import Occurrences
 
-    request = _request(runs, read, look)
+    request = _request(runs, read)
     if request is None:
         return look(runs)
     store = Store(read[0].resolve().parent)
@@ -87,16 +87,16 @@ def _once(runs: "Items", read: list[Path], look: "partial[Occurrences]") -> "Occ
     return found
 
 
-def _request(runs: "Items", read: list[Path], look: "partial[Occurrences]") -> Request | None:
+def _request(runs: "Items", read: list[Path]) -> Request | None:
     """The address; None for text that is no result of a stage."""
     inputs = {}
     for folder in read:
         told = read_request(folder)
         if told is None:
             return None
-        inputs[told[0].stage] = told[1]
+        inputs[told[0].step] = told[1]
     words = hashlib.sha256(runs.keys.tobytes() + runs.lengths.tobytes()).hexdigest()
-    return Request("looked-for", {"runs": words}, inputs, {}, code_of(look.func))
+    return Request("looked-for", _VERSION, {"runs": words}, inputs, {})
 
 
 def _kept(store: Store, request: Request) -> "Occurrences | None":
@@ -115,6 +115,6 @@ def _kept(store: Store, request: Request) -> "Occurrences | None":
 def _keep(store: Store, request: Request, found: "Occurrences", started: float, clock: float) -> None:
     from affinage.data.atomic import write_array
 
-    folder = store.begin(request, anew=False)
+    folder = store.begin(request, resume=True)
     write_array(folder / _COUNTS, found.with_run)
     store.finish(request, {"texts": found.texts}, started=started, clock=clock)

@@ -1,9 +1,9 @@
-"""Results of stages, addressed by what they are a function of.
+"""Results of steps, each in a folder that is named by what the result is a function of.
 
-A result is a folder `<stage>-<key>/`. Its `request.json` says what it was made from, and its `manifest.json`, written
-last, holds the size and hash of every file: a folder without one is incomplete and is never read as a result.
-What is promised: after a kill or a loss of power at any moment, a folder with a manifest holds all that the manifest
-names. Deleting a result is one rename, so a half-deleted one cannot be mistaken for a half-made one.
+A result is a folder `<step>-<key>/`. Its `request.json` holds what it was made from. Its `manifest.json` is written
+last and holds the size and hash of every file: a folder without one is incomplete and is never read as a result.
+After a kill or a loss of power at any moment, a folder with a manifest holds all files that the manifest names. A
+result is deleted by one rename first, so that a half-deleted one cannot be mistaken for a half-made one.
 """
 
 import contextlib
@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import affinage
+from affinage.errors import UserError
 
 MANIFEST = "manifest.json"
 REQUEST = "request.json"
+FORMAT = 2  # of the folders and keys; with another one, every result is made again
+_FIELDS = ("step", "version", "settings", "inputs", "sources")
 _NAME = re.compile(r"[\w-]+")
-FORMAT = 1  # of the folders; a change makes every result anew
 _REPORTED = (
     "jax",
     "jaxlib",
@@ -43,42 +45,42 @@ _REPORTED = (
 
 @dataclass(frozen=True)
 class Request:
-    """All that a result is a function of."""
+    """What a result is a function of."""
 
-    stage: str
-    settings: dict[str, Any]  # the part of the recipe that the stage reads, under the recipe's own keys
-    inputs: dict[str, str]  # stage -> key of the result it reads
-    sources: dict[str, str]  # the user's own files it reads -> fingerprint
-    code: dict[str, str]  # source file -> hash
+    step: str
+    version: int  # of the step's code
+    settings: dict[str, Any]  # the part of the recipe that decides the result, under the recipe's own keys
+    inputs: dict[str, str]  # step -> key of the result that is read
+    sources: dict[str, str]  # files from outside that are read -> fingerprint
 
     @cached_property
     def key(self) -> str:
-        """Hexadecimal SHA-256 of everything above."""
+        """The hexadecimal SHA-256 of all fields."""
         canonical = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Request":
-        """The request that a `request.json` or a `manifest.json` holds."""
-        return Request(**{name: value[name] for name in ("stage", "settings", "inputs", "sources", "code")})
+        """Returns the request that a `request.json` or a `manifest.json` holds."""
+        return Request(**{name: value[name] for name in _FIELDS})
 
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of results. Many recipes may share it; which process may write a result `stages.locks` says."""
+    """A folder of results, which many recipes may share."""
 
     folder: Path
 
     def path(self, request: Request) -> Path:
         """Where the result of `request` is, or will be."""
-        return self.folder / f"{request.stage}-{request.key[:12]}"
+        return self.find(request.step, request.key)
 
-    def find(self, stage: str, key: str) -> Path:
-        """Where the result of `stage` with this key is, or will be."""
-        return self.folder / f"{stage}-{key[:12]}"
+    def find(self, step: str, key: str) -> Path:
+        """Where the result of `step` with this key is, or will be."""
+        return self.folder / f"{step}-{key[:12]}"
 
     def damage(self, request: Request) -> str:
-        """What is wrong with a result that has a manifest: a file that is gone, or is not what it was; "" if nothing.
+        """What is wrong with a result that has a manifest, such as a file that is missing; "" if nothing.
 
         Only files that were written or moved after the manifest are read, as where a folder was copied, and only once.
         """
@@ -87,31 +89,31 @@ class Store:
         if manifest is None:
             return ""
         sealed, later = (folder / MANIFEST).stat().st_mtime_ns, []
-        for name, facts in manifest["files"].items():
+        for name, facts in {REQUEST: {}, **manifest["files"]}.items():
             try:
                 found = (folder / name).stat()
             except OSError:
                 return f"{name} is missing"
-            if found.st_size != facts["bytes"]:
+            if found.st_size != facts.get("bytes", found.st_size):
                 return f"{name} has {found.st_size} bytes instead of {facts['bytes']}"
-            if max(found.st_mtime_ns, found.st_ctime_ns) > sealed:
+            if facts and max(found.st_mtime_ns, found.st_ctime_ns) > sealed:
                 later.append(name)
         for name in later:
-            if _sha256(folder / name) != manifest["files"][name]["sha256"]:
+            if _hash(folder / name)["sha256"] != manifest["files"][name]["sha256"]:
                 return f"{name} was changed after it was made"
         if later:
-            with contextlib.suppress(OSError):  # it is somebody else's: then they are read each time
+            with contextlib.suppress(OSError):  # another user's result is read each time
                 os.utime(folder / MANIFEST)
         return ""
 
     def is_complete(self, request: Request) -> bool:
-        """Whether the result is there, whole."""
+        """Whether the whole result is there."""
         return read_manifest(self.path(request)) is not None and not self.damage(request)
 
-    def begin(self, request: Request, *, anew: bool) -> Path:
-        """The folder to write the result into: empty if `anew`, else with what an earlier attempt left there."""
+    def begin(self, request: Request, *, resume: bool) -> Path:
+        """Returns the folder to write the result into: an empty one, or with `resume` what an earlier attempt left."""
         folder = self.path(request)
-        if anew:
+        if not resume:
             self.discard(request)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -119,7 +121,7 @@ class Store:
         return folder
 
     def discard(self, request: Request) -> None:
-        """Remove a result, whole or half."""
+        """Remove a result, complete or not."""
         folder = self.path(request)
         if folder.exists():
             doomed = self.folder / f".discarded-{folder.name}-{time.time_ns()}"
@@ -127,15 +129,28 @@ class Store:
             shutil.rmtree(doomed, ignore_errors=True)  # another process may be sweeping
 
     def finish(self, request: Request, summary: dict[str, Any], *, started: float, clock: float) -> dict[str, Any]:
-        """Write the manifest, which makes the folder a result. Returns it.
+        """Write the manifest, which makes the folder a result, and return it.
 
-        The work began at `started`, in seconds since 1970, when `time.monotonic()` was `clock`.
+        Args:
+            request: of the result.
+            summary: JSON-able facts about it.
+            started: when the work began, in seconds since 1970.
+            clock: what `time.monotonic()` was then.
+
+        Raises:
+            UserError: the folder was deleted or moved while the result was made.
         """
         folder = self.path(request)
         written = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
         names = sorted(name for name in written if name != MANIFEST)
+        if REQUEST not in names:
+            raise UserError(
+                "the folder of this result was deleted or moved while it was made",
+                where=str(folder),
+                fix="Put it back, or run the same command to make it again.",
+            )
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            facts = list(pool.map(_hash_to_disk, [folder / name for name in names]))
+            facts = list(pool.map(lambda name: _hash(folder / name, to_disk=True), names))
         for inner in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
             _sync_folder(inner)
         manifest = {
@@ -152,13 +167,13 @@ class Store:
         return manifest
 
     def sweep(self) -> None:
-        """Remove what processes that were killed have left of results that they discarded."""
+        """Remove what killed processes have left of discarded results."""
         for doomed in self.folder.glob(".discarded-*"):
             shutil.rmtree(doomed, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a complete result, or None."""
+    """Returns the manifest of a complete result, or None."""
     return _read_json(folder / MANIFEST)
 
 
@@ -170,19 +185,19 @@ def content_hash(result: Path, under: str) -> str:
 
 
 def read_request(folder: Path) -> tuple[Request, str] | None:
-    """What a result, complete or not, is made from, and its key; None if the folder does not say."""
+    """Returns what a result, complete or not, is made from, and its key; None if the folder does not hold it."""
     value = _read_json(folder / REQUEST)
     try:
         if value is None or not all(map(_NAME.fullmatch, _names_in(value))):
             return None
         return Request.from_json(value), value["key"]
     except (KeyError, TypeError, AttributeError):
-        return None  # another version's
+        return None  # of another version
 
 
 def _names_in(request: dict[str, Any]) -> Iterator[str]:
-    """What folders are called by, and must lead nowhere else where a stranger has written it."""
-    yield from (request["stage"], request["key"])
+    """The names of folders, which must not lead elsewhere in a file that a stranger wrote."""
+    yield from (request["step"], request["key"])
     for name, key in request["inputs"].items():
         yield from (name, key)
 
@@ -198,8 +213,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that after a crash it is either the old one or the new one, whole."""
     text = json.dumps(value, indent=1, ensure_ascii=False, default=_plain)
-    temporary = path.with_name(f".{path.name}.part")  # the same name each time: a kill leaves one at most
-    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:  # as JSON spells half a character
+    temporary = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate pair, as in JSON
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -208,16 +223,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """Make `path` a relative symbolic link to `target`, in one step: it is never absent in between."""
+    """Make `path` a relative symbolic link to `target` in one step, so that it is never absent in between."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")  # the same name each time: a kill leaves one at most
+    temporary = path.with_name(f".{path.name}.part")  # always the same name, so that kills leave one at most
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, path.parent))
     temporary.replace(path)
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on."""
+    """Versions of Python and of the packages that a manifest names."""
     found = {"affinage": affinage.__version__, "python": platform.python_version()}
     for package in _REPORTED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -233,16 +248,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in JSON")
 
 
-def _hash_to_disk(path: Path) -> dict[str, Any]:
+def _hash(path: Path, *, to_disk: bool = False) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
+        if to_disk:
+            os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,20 +9,20 @@ from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_MEGABYTES
 from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder
-from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.step import StepContext, Summary
 
 if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
 
 
-def world(context: StageContext) -> Summary:
+def world(context: StepContext) -> Summary:
     """Generate the pocket world: documents, conversations, preferences and benchmarks."""
     from affinage.data.world import write_world
 
     return write_world(context.folder, megabytes=pocket_megabytes(context.recipe), seed=context.recipe.seed)
 
 
-def collect(context: StageContext) -> Summary:
+def collect(context: StepContext) -> Summary:
     """Read every source into one form."""
     from affinage.data.collect import collect
     from affinage.data.engine import open_engine
@@ -32,7 +32,7 @@ def collect(context: StageContext) -> Summary:
         return collect(settings, context.folder, context.inputs.get("world"), engine=engine, progress=_share(context))
 
 
-def clean(context: StageContext) -> Summary:
+def clean(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
     from affinage.data.clean import clean
     from affinage.data.engine import open_engine
@@ -49,7 +49,7 @@ def clean(context: StageContext) -> Summary:
         )
 
 
-def deduplicate(context: StageContext) -> Summary:
+def deduplicate(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.deduplicate import deduplicate
     from affinage.data.engine import open_engine
@@ -67,7 +67,7 @@ def deduplicate(context: StageContext) -> Summary:
         )
 
 
-def decontaminate(context: StageContext) -> Summary:
+def decontaminate(context: StepContext) -> Summary:
     """Remove documents that hold an item of a benchmark."""
     from affinage.data.benchmark_items import read_items
     from affinage.data.decontaminate import decontaminate
@@ -89,7 +89,7 @@ def decontaminate(context: StageContext) -> Summary:
         return decontaminate(documents, context.folder, settings, items, engine=engine, progress=_share(context))
 
 
-def split(context: StageContext) -> Summary:
+def split(context: StepContext) -> Summary:
     """Set aside the documents that are never trained on."""
     from affinage.data.engine import open_engine
     from affinage.data.split import split
@@ -101,7 +101,7 @@ def split(context: StageContext) -> Summary:
         return split(documents, context.folder, settings.split, context.recipe.seed, engine=engine)
 
 
-def tokenizer(context: StageContext) -> Summary:
+def tokenizer(context: StepContext) -> Summary:
     """Train the tokenizer on the training documents."""
     from affinage.data.tokenizer_training import train_tokenizer
 
@@ -110,7 +110,7 @@ def tokenizer(context: StageContext) -> Summary:
     return train_tokenizer(context.inputs["split"], context.folder, recipe.tokenizer, languages, recipe.seed)
 
 
-def given_tokenizer(context: StageContext) -> Summary:
+def given_tokenizer(context: StepContext) -> Summary:
     """Take the tokenizer of the model that the recipe begins with."""
     from affinage.data.fertility import measure
     from affinage.data.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def given_tokenizer(context: StageContext) -> Summary:
     return facts | (measure(given, context.inputs["split"]) if "split" in context.inputs else {})
 
 
-def compare_tokenizers(context: StageContext) -> Summary:
+def compare_tokenizers(context: StepContext) -> Summary:
     """Measure published tokenizers beside the recipe's own."""
     from affinage.data.fertility import compare
     from affinage.data.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def compare_tokenizers(context: StageContext) -> Summary:
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
-def rows(context: StageContext) -> Summary:
+def rows(context: StepContext) -> Summary:
     """Pack the documents' tokens into rows."""
     from affinage.data.engine import open_engine
     from affinage.data.rows import pack_rows
@@ -144,7 +144,7 @@ def rows(context: StageContext) -> Summary:
         return pack_rows(split, trained, context.folder, recipe.rows, recipe.seed, engine=engine, progress=progress)
 
 
-def conversations(context: StageContext) -> Summary:
+def conversations(context: StepContext) -> Summary:
     """Turn conversations into rows that say which tokens are trained on."""
     from affinage.data.conversations import prepare_conversations
 
@@ -174,7 +174,7 @@ def tell_dropped_reasoning(summary: Summary, what: str) -> None:
         rich.print(f"{what}: {dropped:,} have reasoning that the chat template does not write; it is not trained on")
 
 
-def chat_tokenizer(context: StageContext) -> "Tokenizer":
+def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The stage's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
@@ -189,10 +189,10 @@ def pocket_megabytes(recipe: Recipe) -> float:
     return max((source.megabytes or POCKET_MEGABYTES for source in worlds), default=POCKET_MEGABYTES)
 
 
-def _share(context: StageContext) -> Callable[[float], None]:
+def _share(context: StepContext) -> Callable[[float], None]:
     return lambda share: context.progress(f"{share:.0%}")
 
 
-def _data(context: StageContext) -> DataSettings:
+def _data(context: StepContext) -> DataSettings:
     assert context.recipe.data is not None
     return context.recipe.data

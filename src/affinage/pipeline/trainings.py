@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
-from affinage.config.plugins import plugin_fingerprints
+from affinage.config.plugins import plugin_sources
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.config.tuning import TuningSettings
 from affinage.errors import UserError
@@ -25,7 +25,7 @@ from affinage.pipeline.initial import (
     origin_of,
     trained_params,
 )
-from affinage.pipeline.stage import StageContext, Summary
+from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash, write_json
 from affinage.pipeline.watching import judge_of, within_epochs
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FEED = "feed.json"
 
 
-def pretrain(context: StageContext) -> Summary:
+def pretrain(context: StepContext) -> Summary:
     """Train the model, from random weights or those that `init` names, on rows of documents."""
     from affinage.data.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def pretrain(context: StageContext) -> Summary:
     return summary | {"epochs": feed.epochs(settings.steps)}
 
 
-def pretrain_on_arrays(context: StageContext) -> Summary:
+def pretrain_on_arrays(context: StepContext) -> Summary:
     """Train the model from random weights on images."""
     from affinage.data.arrays import TRAIN, ArrayFeed
     from affinage.model import parse
@@ -84,7 +84,7 @@ def pretrain_on_arrays(context: StageContext) -> Summary:
     return _train(context, graph, settings, feed, {}, data=data)
 
 
-def sft(context: StageContext) -> Summary:
+def sft(context: StepContext) -> Summary:
     """Fine-tune the pretrained model, or the one that `init` names, on conversations."""
     from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
@@ -113,14 +113,14 @@ def sft(context: StageContext) -> Summary:
     )
 
 
-def chat_facts(context: StageContext) -> dict[str, str]:
+def chat_facts(context: StepContext) -> dict[str, str]:
     """The chat template, for whoever talks with the model; nothing for ChatML."""
     source = chat_template_of(context.loaded, context.inputs["tokenizer"])
     return {} if source is None else {"chat_template": source}
 
 
 def begin_with(
-    context: StageContext, graph: "Graph", trainings: Sequence[str], step: int | None = None
+    context: StepContext, graph: "Graph", trainings: Sequence[str], step: int | None = None
 ) -> Callable[[Any], Any] | None:
     """The weights of the first of `trainings` that the stage reads, or those that the recipe begins with.
 
@@ -142,13 +142,13 @@ def begin_with(
     return _imported(context, graph)
 
 
-def _imported(context: StageContext, graph: "Graph") -> Callable[[Any], Any] | None:
+def _imported(context: StepContext, graph: "Graph") -> Callable[[Any], Any] | None:
     """The weights that the recipe begins with; None for random ones."""
     folder = initial_folder(context.loaded)
     return None if folder is None else initial_params(folder, graph)
 
 
-def _begun_with(context: StageContext) -> dict[str, str]:
+def _begun_with(context: StepContext) -> dict[str, str]:
     """Where others find the imported model that a training begins with, as far as that is known."""
     first = not {"pretrain", "sft"} & context.inputs.keys()
     folder = initial_folder(context.loaded) if first else None
@@ -156,7 +156,7 @@ def _begun_with(context: StageContext) -> dict[str, str]:
     return {BEGUN_WITH: origin} if origin else {}
 
 
-def graph_of(context: StageContext, tokenizer: "Tokenizer") -> "Graph":
+def graph_of(context: StepContext, tokenizer: "Tokenizer") -> "Graph":
     """The recipe's model, with the tokenizer's vocabulary where it says `vocab: auto`.
 
     Raises:
@@ -186,7 +186,7 @@ def with_vocabulary(model: Any, vocabulary: int) -> Any:
 
 
 def token_rows(
-    context: StageContext, settings: PretrainSettings | TuningSettings, rows: Path
+    context: StepContext, settings: PretrainSettings | TuningSettings, rows: Path
 ) -> "tuple[RowFeed, dict[str, ValidationRows]]":
     """The batches of a training and its held-out rows; what finds a step's rows again is written down."""
     from affinage.data.feed import RowFeed
@@ -206,7 +206,7 @@ def token_rows(
     return feed, held_out
 
 
-def _rows_per_step(context: StageContext, settings: TrainSettings) -> int:
+def _rows_per_step(context: StepContext, settings: TrainSettings) -> int:
     from affinage.hardware.devices import acquire
     from affinage.parallel import make_mesh
     from affinage.training import rows_per_step
@@ -214,12 +214,12 @@ def _rows_per_step(context: StageContext, settings: TrainSettings) -> int:
     return rows_per_step(settings, make_mesh(mesh_of(context), acquire()).size)
 
 
-def mesh_of(context: StageContext) -> dict[str, int | str]:
+def mesh_of(context: StepContext) -> dict[str, int | str]:
     """The recipe's mesh."""
     return {str(axis): size for axis, size in context.recipe.mesh.items()}
 
 
-def parallel_of(context: StageContext, graph: "Graph", settings: TrainSettings, tokens: int) -> "ParallelSettings":
+def parallel_of(context: StepContext, graph: "Graph", settings: TrainSettings, tokens: int) -> "ParallelSettings":
     """How the work is split, with `remat: auto` chosen for the devices that are here and rows of so many tokens."""
     parallel = context.recipe.parallel
     if parallel.remat != "auto":
@@ -255,7 +255,7 @@ def documents_of(feed: "RowFeed", rows: Path, step: int) -> list[dict[str, Any]]
 
 
 def _train(
-    context: StageContext,
+    context: StepContext,
     graph: "Graph",
     settings: TrainSettings,
     feed: "Feed",
@@ -279,7 +279,7 @@ def _train(
         seed=context.recipe.seed,
         feed=feed,
         data=data,
-        code=plugin_fingerprints(context.loaded),
+        code=plugin_sources(context.loaded, [context.recipe.model, settings.deciding()]),
         documents=documents,
         validation=validation,
         folder=context.folder,
@@ -291,16 +291,16 @@ def _train(
     return run_training(context, job, graph=graph, facts=facts or {})
 
 
-def remote_of(context: StageContext) -> str | None:
+def remote_of(context: StepContext) -> str | None:
     """Where a training is copied to: a folder that is called like its own; None if nowhere."""
     remote = context.recipe.remote
     return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
 
 
-def bring_from_remote(context: StageContext, *, anew: bool) -> None:
+def bring_from_remote(context: StepContext, *, forced: bool) -> None:
     """Begin with the newest checkpoint that is at the recipe's `remote`, where it is newer than what is here.
 
-    If the training is made `anew`, what is there is removed in place of that.
+    If the training is `forced`, what is there is removed in place of that.
 
     Raises:
         UserError: nobody answers there.
@@ -309,7 +309,7 @@ def bring_from_remote(context: StageContext, *, anew: bool) -> None:
     if url is not None:
         from affinage.checkpoint.mirror import bring_newest, forget
 
-        if anew:
+        if forced:
             forget(url)
             return
         name = context.folder.name.rpartition("-")[0]
@@ -317,7 +317,7 @@ def bring_from_remote(context: StageContext, *, anew: bool) -> None:
         bring_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
 
 
-def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
+def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
     from affinage.checkpoint.mirror import Mirror
     from affinage.checkpoint.remote_steps import CHECKPOINTS
@@ -334,7 +334,7 @@ def run_training(context: StageContext, job: "TrainJob", *, graph: "Graph", fact
         mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
         job = replace(job, mirror=mirror)
     begun = None if extension is None else Extension(*extension)
-    job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.measured)
+    job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.on_metrics)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
     told = {"graph": graph.to_dict(), **facts, **_begun_with(context)}
     told |= {"lora": lora.model_dump(mode="json")} if lora else {}

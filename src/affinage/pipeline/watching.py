@@ -19,7 +19,7 @@ from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.pipeline.initial import KEPT
 from affinage.pipeline.looks import evaluated, in_percent, model_in_training
-from affinage.pipeline.stage import StageContext
+from affinage.pipeline.step import StepContext
 from affinage.pipeline.store import write_json
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def seen_enough(feed: "RowFeed", last_step: int, epochs: float) -> str:
 
 
 def judge_of(
-    context: StageContext, settings: TuningSettings, asked: int, graph: "Graph", feed: "RowFeed", system_prompt: str
+    context: StepContext, settings: TuningSettings, asked: int, graph: "Graph", feed: "RowFeed", system_prompt: str
 ) -> Watch | None:
     """The judge that a tuning's settings ask for; None if it goes on to its last step in any case.
 
@@ -221,7 +221,7 @@ def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
 
 
 def _answers(
-    context: StageContext, watch: WatchSettings, setting: str, model: "LoadedModel", state: "TrainState", stop: Stop
+    context: StepContext, watch: WatchSettings, setting: str, model: "LoadedModel", state: "TrainState", stop: Stop
 ) -> Answers | None:
     lines: dict[str, list[dict[str, Any]]] = {}
 

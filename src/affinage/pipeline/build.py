@@ -1,0 +1,331 @@
+"""From a recipe to the list of its steps, each with the settings, files and results that decide what it makes."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
+from affinage.config.load import LoadedRecipe
+from affinage.config.plugins import load_plugins, plugin_sources
+from affinage.config.recipe import Recipe
+from affinage.config.settings import Settings
+from affinage.config.sources import is_on_hub, is_url, location
+from affinage.config.training import OF_THE_ROWS
+from affinage.config.tuning import TuningSettings
+from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
+from affinage.evaluation.tasks import of_the_hub
+from affinage.paths import from_home
+from affinage.pipeline import images, preferences, results, texts, trainings
+from affinage.pipeline.extension import extension_fingerprint
+from affinage.pipeline.initial import chat_template_of, initial_fingerprint
+from affinage.pipeline.sources import task_files
+from affinage.pipeline.step import Step, StepContext, Summary
+
+TRAININGS = ("pretrain", "sft", "dpo")
+EVALUATION = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}  # of each training
+
+
+def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] | None = None) -> list[Step]:
+    """Returns the steps of a recipe, each after those it reads. Sections that the recipe leaves out have no steps.
+
+    Args:
+        loaded: the recipe.
+        report: the function of the last step; without it there is no such step.
+    """
+    recipe, steps = loaded.recipe, []
+    load_plugins(loaded)
+    begun = initial_fingerprint(loaded)  # of the imported model that the recipe begins with
+    trains = bool(begun and _tunings(recipe)) or (recipe.data is not None and recipe.pretrain is not None)
+    if recipe.data is not None and recipe.data.arrays is not None:
+        steps = _image_steps(loaded)
+    elif recipe.data is not None or trains:
+        steps = [*_data_steps(recipe, begun), *(_tuning_data_steps(loaded) if trains else ())]
+        steps += [*_training_steps(loaded, begun), *_result_steps(recipe)] if trains else []
+    steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
+    if steps and report is not None:
+        config = _part(recipe, "name", "description", "report")
+        steps.append(Step("report", report, config, tuple(step.name for step in steps), artifact="report.html"))
+    return steps
+
+
+def _image_steps(loaded: LoadedRecipe) -> list[Step]:
+    recipe = loaded.recipe
+    assert recipe.data is not None and recipe.data.arrays is not None
+    arrays = recipe.data.arrays
+    config = {"data": {"arrays": arrays.model_dump(mode="json")}, **_part(recipe, "seed")}
+    steps = [Step("arrays", images.arrays, config, files=() if arrays.path == DIGITS else (arrays.path,))]
+    if recipe.pretrain is not None:
+        config = {**_part(recipe, "model", "seed"), "pretrain": recipe.pretrain.deciding()}
+        sources = extension_fingerprint(loaded, "pretrain")
+        steps.append(_training_step("pretrain", trainings.pretrain_on_arrays, config, ("arrays",), sources))
+        if recipe.probe is not None:
+            steps.append(Step("probe", images.probe, _part(recipe, "probe", "seed"), ("arrays", "pretrain")))
+    return steps
+
+
+def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
+    data, steps = recipe.data, []
+    if uses_pocket_world(recipe):
+        size = {"data": {"sources": {"megabytes": texts.pocket_megabytes(recipe)}}}
+        steps.append(Step("world", texts.world, {**_part(recipe, "seed"), **size}))
+    if data is None:  # an imported model is only fine-tuned
+        return [*steps, Step("tokenizer", texts.given_tokenizer, {}, sources=begun)]
+    files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
+    world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
+    steps.append(Step("collect", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
+    steps.append(Step("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",), resumable=True))
+    if data.deduplicate is not None:
+        steps.append(Step("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
+    if targets := contamination_targets(recipe):
+        steps.append(_decontamination(recipe, data, targets, steps[-1].name))
+    config = {"data": _json(data, "split"), **_part(recipe, "seed")}
+    steps.append(Step("split", texts.split, config, (steps[-1].name,)))
+    if begun:
+        steps.append(Step("tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun))
+    else:
+        settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
+        config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
+        steps.append(Step("tokenizer", texts.tokenizer, config, ("split",)))
+    if recipe.tokenizer.compare:
+        config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
+        inputs = ("split", "tokenizer")
+        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files))
+    steps.append(Step("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer"), resumable=True))
+    return steps
+
+
+def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
+    assert data.decontaminate is not None
+    config: dict[str, Any] = {"data": _json(data, "decontaminate")}
+    files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.against]
+    if data.decontaminate.benchmarks:
+        config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
+        files += _item_files(recipe.evaluate)
+    return Step("decontaminate", texts.decontaminate, config, (last,), files=tuple(files), resumable=True)
+
+
+def _ingested(data: DataSettings) -> dict[str, Any]:
+    """The settings of what is read from the sources, without those of how their files get here."""
+    config = _json(data, "sources", "root", "mirror", "sample", "broken_records", "damaged_files")
+    config["sources"] = [{**source, "download": None} for source in config["sources"]]
+    return config
+
+
+def _tuning_data_steps(loaded: LoadedRecipe) -> list[Step]:
+    """They come before the long pretraining, so that a mistake in the conversations is found in time."""
+    recipe, steps = loaded.recipe, []
+    if recipe.sft is not None:
+        steps.append(_tuning_data_step(loaded, "conversations", texts.conversations, "sft", recipe.sft))
+    if recipe.dpo is not None:
+        step = _tuning_data_step(loaded, "preferences", preferences.preferences, "dpo", recipe.dpo)
+        step.config["dpo"]["system_prompt"] = recipe.chat_system_prompt
+        steps.append(step)
+    return steps
+
+
+def _tuning_data_step(
+    loaded: LoadedRecipe, name: str, fn: Callable[[StepContext], Summary], section: str, tuning: TuningSettings
+) -> Step:
+    recipe = loaded.recipe
+    config = {section: _json(tuning, *OF_THE_ROWS), **_part(recipe, "seed")}
+    if recipe.chat_template == "tokenizer":  # the tokenizer's key holds which one that is
+        config["chat_template"] = recipe.chat_template
+    elif (template := chat_template_of(loaded, None)) is not None:
+        config["chat_template"] = template
+    if tuning.context is None:
+        config["rows"] = _json(recipe.rows, "context")
+    sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
+    files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
+    return Step(name, fn, config, ("tokenizer", *_if(tuning.from_world, "world")), files=tuple(files))
+
+
+def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
+    recipe, steps = loaded.recipe, []
+    base: tuple[str, ...] = ()  # the training before
+    model = _part(recipe, "model", "seed")
+    if recipe.data is not None and recipe.pretrain is not None:
+        config = {**model, "pretrain": recipe.pretrain.deciding()}
+        sources, base = begun | extension_fingerprint(loaded, "pretrain"), ("pretrain",)
+        steps.append(_training_step("pretrain", trainings.pretrain, config, ("rows", "tokenizer"), sources))
+    if recipe.sft is not None:
+        config = {**model, "sft": recipe.sft.deciding()}
+        world, files = _read_by_monitor(recipe.sft)
+        inputs, sources = (*base, "conversations", "tokenizer", *world), {} if base else begun
+        sources = sources | extension_fingerprint(loaded, "sft")
+        steps.append(_training_step("sft", trainings.sft, config, inputs, sources, files))
+        base = ("sft",)
+    if recipe.dpo is not None:
+        inputs, sources = (*base, "preferences", "tokenizer"), {} if base else begun
+        precomputed = _if(recipe.dpo.reference == "precomputed", "reference")
+        if precomputed:
+            config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "base_step")}
+            steps.append(Step("reference", preferences.reference, config, inputs, sources=sources, distributed=True))
+        config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
+        world, files = _read_by_monitor(recipe.dpo)
+        inputs, sources = (*precomputed, *inputs, *world), sources | extension_fingerprint(loaded, "dpo")
+        steps.append(_training_step("dpo", preferences.dpo, config, inputs, sources, files))
+    return steps
+
+
+def _training_step(
+    name: str,
+    fn: Callable[[StepContext], Summary],
+    config: dict[str, Any],
+    inputs: tuple[str, ...],
+    sources: dict[str, str] | None = None,
+    files: Iterable[str] = (),
+) -> Step:
+    return Step(
+        name,
+        fn,
+        config,
+        inputs,
+        files=tuple(files),
+        sources=sources or {},
+        distributed=True,
+        has_progress=True,
+        resumable=True,
+        setup=trainings.bring_from_remote,
+    )
+
+
+def _read_by_monitor(tuning: TuningSettings) -> tuple[tuple[str, ...], list[str]]:
+    """The steps and the user's files that the benchmarks of a tuning's monitor read."""
+    monitor = tuning.watch
+    if monitor is None:
+        return (), []
+    own = [task for task in monitor.tasks if not of_pocket_world(task) and _is_task_file(task)]
+    return _if(any(map(of_pocket_world, monitor.tasks)), "world"), [*task_files(own), *_item_files(monitor)]
+
+
+def _result_steps(recipe: Recipe) -> list[Step]:
+    trained = [name for name in TRAININGS if getattr(recipe, name) is not None]
+    trained = trained if recipe.data is not None else [name for name in trained if name != "pretrain"]
+    steps = _evaluation_steps(recipe, trained)
+    if recipe.export is not None:
+        inputs = (*_if(recipe.data is not None, "split"), "tokenizer", *trained)
+        inputs += tuple(step.name for step in steps)  # the card has their scores
+        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs))
+    return steps
+
+
+def _evaluation_steps(recipe: Recipe, trained: list[str]) -> list[Step]:
+    evaluate, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
+    if evaluate is None:
+        return []
+    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch", "attention", "data_dir"})}
+    if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
+        # How items are found in the text; otherwise the same settings have decided over the text itself.
+        settings["data"] = {"decontaminate": _json(decontaminate, "ngram", "min_words", "boilerplate")}
+    world = _if(POCKET_WORLD in _tasks(recipe), "world")
+    read = ("tokenizer", *world, *_if(evaluate.compressors and recipe.data is not None, "split"))
+    files = (*task_files(local_tasks(recipe)), *_item_files(evaluate))
+    return [
+        Step(
+            EVALUATION[training],
+            partial(results.evaluate, training=training),
+            {**settings, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
+            (training, *read),
+            files=files,
+            resumable=True,
+            distributed=True,
+        )
+        for training in trained
+    ]
+
+
+# ---- what a recipe reads ----
+
+
+def uses_pocket_world(recipe: Recipe) -> bool:
+    """Whether any text, conversation or benchmark of the recipe comes from the pocket world."""
+    sources = [source.path for source in recipe.data.sources] if recipe.data else []
+    tuned = any(tuning.from_world for tuning in _tunings(recipe))
+    return tuned or POCKET_WORLD in (*sources, *_tasks(recipe), *_monitored(recipe))
+
+
+def is_local(recipe: Recipe) -> bool:
+    """Whether all that the recipe reads is on this machine."""
+    data = recipe.data
+    sources = [(source, data.root, data.mirror) for source in data.sources] if data else []
+    for tuning in _tunings(recipe):
+        sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
+    targets = data.decontaminate.against if data and data.decontaminate else ()
+    return (
+        not any(is_on_hub(source, mirror) for source, _, mirror in sources)
+        and not any(of_the_hub(from_home(path)) for path in targets if path.endswith((".yaml", ".yml")))
+        and not any(is_url(location(*source)) for source in sources)
+        and all(_is_here(recipe, task) for task in (*_tasks(recipe), *_monitored(recipe)))
+    )
+
+
+def local_tasks(recipe: Recipe) -> list[str]:
+    """The benchmarks of the recipe that are files of the user's."""
+    return [task for task in _tasks(recipe) if task != POCKET_WORLD and _is_task_file(task)]
+
+
+def contamination_targets(recipe: Recipe) -> list[str]:
+    """The benchmarks and files whose items documents must not hold.
+
+    The pocket world is never among them. Its facts are its text and its benchmarks' answers by design, and what must
+    not be seen in training is kept out of the text where the world is generated.
+    """
+    decontaminate = recipe.data.decontaminate if recipe.data else None
+    if decontaminate is None:
+        return []
+    benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
+    return [*benchmarks, *decontaminate.against]
+
+
+def _tunings(recipe: Recipe) -> list[TuningSettings]:
+    return [tuning for tuning in (recipe.sft, recipe.dpo) if tuning is not None]
+
+
+def _monitors(recipe: Recipe) -> list[Any]:
+    """The monitors of the trainings."""
+    found = [recipe.pretrain.evaluate if recipe.pretrain else None, *(tuning.watch for tuning in _tunings(recipe))]
+    return [monitor for monitor in found if monitor is not None]
+
+
+def _monitored(recipe: Recipe) -> list[str]:
+    tasks = [task for monitor in _monitors(recipe) for task in monitor.tasks]
+    return [POCKET_WORLD if of_pocket_world(task) else task for task in tasks]
+
+
+def _tasks(recipe: Recipe) -> tuple[str, ...]:
+    """The tasks of the recipe, those of the pocket world by one name."""
+    tasks = recipe.evaluate.tasks if recipe.evaluate else ()
+    return tuple(dict.fromkeys(POCKET_WORLD if of_pocket_world(task) else task for task in tasks))
+
+
+def _item_files(benchmarks: Any) -> list[str]:
+    """The files with the items of an evaluation's or a monitor's benchmarks, if a folder of them is given."""
+    if benchmarks is None or benchmarks.data_dir is None:
+        return []
+    return [str(file) for file in files_of(benchmarks.tasks, benchmarks.data_dir)]
+
+
+def _is_here(recipe: Recipe, task: str) -> bool:
+    """Whether the items of a task are on this machine."""
+    if task != POCKET_WORLD and _is_task_file(task):
+        return not of_the_hub(from_home(task))
+    named = [each for each in (recipe.evaluate, *_monitors(recipe)) if each is not None and task in each.tasks]
+    in_folder = all(each.data_dir is not None for each in named)
+    return task == POCKET_WORLD or (in_folder and (task in GROUPS or task in BENCHMARKS))
+
+
+def _is_task_file(task: str) -> bool:
+    return task == POCKET_WORLD or "/" in task or task.endswith((".yaml", ".yml"))
+
+
+def _if(condition: bool, name: str) -> tuple[str, ...]:
+    return (name,) if condition else ()
+
+
+def _json(settings: Settings, *names: str) -> dict[str, Any]:
+    return settings.model_dump(mode="json", include=set(names))
+
+
+def _part(recipe: Recipe, *names: str) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", include=set(names))

@@ -1,0 +1,163 @@
+"""Who changes what a step makes must raise its version: a tiny corpus goes through every step, and each result must be
+what is written here beside the step's version.
+
+Where this fails and the change is meant: raise `version=` of the step in pipeline/build.py, and write the new line,
+which the message shows, into RESULTS.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from quiet import Quiet
+from safetensors.numpy import load_file
+from test_road_of_images import RECIPE as IMAGES
+
+import tiny_run
+from affinage.cli.program import main
+from affinage.config.load import load_recipe
+from affinage.data.tokenizer import Tokenizer
+from affinage.pipeline.build import build_steps
+from affinage.pipeline.runner import PipelineRunner, Runs
+from affinage.pipeline.store import read_manifest
+
+# step: (version, hash of all that is exact, mean of the numbers that a processor may round in its own way)
+RESULTS: dict[str, tuple[int, str, float]] = {
+    "world": (1, "bfdbe549d7eabbf0", 0.0),
+    "collect": (1, "e1345d45f6ae9cfc", 0.0),
+    "clean": (1, "ad146f3173058fc9", 0.0),
+    "deduplicate": (1, "58b70e616282cb0e", 0.85478),
+    "decontaminate": (1, "93c6751a7ceafd44", 0.0),
+    "split": (1, "93148ce5a33afe57", 0.0),
+    "tokenizer": (1, "ad720836261c37c1", 0.0),
+    "compare-tokenizers": (1, "3d33219495eac79e", 1.615),
+    "rows": (1, "e66b9f3eb21da5af", 0.00024241),
+    "conversations": (1, "92a6d0b41c8d7de0", 0.0),
+    "preferences": (1, "cb10dc21f60cc0cf", 0.0),
+    "pretrain": (1, "e5155ed19f1606aa", 1.4956),
+    "sft": (1, "c6a6ba1e2de529ee", 1.2959),
+    "reference": (1, "b6f5096eb893d0b1", 3.2228),
+    "dpo": (1, "3782924ee1ff3293", -0.28828),
+    "evaluate-base": (1, "31e29cfe5c6f3156", 0.44356),
+    "evaluate-sft": (1, "8d780a2a2df1aba2", 0.39316),
+    "evaluate-dpo": (1, "5da5c296028df5a3", 0.39317),
+    "export": (1, "cbeddf97765b17bd", 0.94481),
+    "report": (1, "38d53b15f6f54500", 0.0),
+    "arrays": (1, "dbab3ed092fad9f3", 0.26308),
+    "probe": (1, "7a68cc622bf3927d", 0.43505),
+}
+
+# What says how a result was made, or is read by nothing that comes after; checkpoints are judged by what they score.
+_LEFT_OUT = re.compile(r"(manifest|request|summary)\.json|alive|(checkpoints|frozen|profile)/.*|.*\.lock")
+_OF_THE_MACHINE = {
+    "seconds", "tokens_per_second", "images_per_second", "mfu", "data_wait", "memory_gigabytes", "utilisation",
+    "devices", "device", "items_per_second", "fingerprint", "url",
+}  # fmt: skip
+
+
+def contents(file: Path) -> Any:
+    """What stands in a file, apart from how it is written."""
+    if file.suffix == ".parquet":
+        return pq.read_table(file).to_pylist()
+    if file.suffix == ".npy":
+        return np.load(file)
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    if file.name == "tokenizer.model":
+        tokenizer = Tokenizer.load(file.parent)
+        return [tokenizer.decode([token]) for token in range(tokenizer.vocabulary)]
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    if file.suffix == ".html":  # the numbers in it are of the other steps, and of the machine
+        return re.findall(r"<(h[1-6]|table|section|details|figure)\b", re.sub(r"(?s)<svg.*?</svg>", "", text))
+    if file.suffix == ".md":
+        return re.findall(r"^#.*", text, re.MULTILINE)
+    return json.loads(text) if file.suffix == ".json" else text
+
+
+def split(value: Any, numbers: list[float]) -> Any:
+    """The value without its floating-point numbers, which go into the list."""
+    if isinstance(value, dict):
+        return {str(key): split(entry, numbers) for key, entry in sorted(value.items()) if key not in _OF_THE_MACHINE}
+    if isinstance(value, list | tuple):
+        return [split(entry, numbers) for entry in value]
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        numbers.append(float(np.abs(value).mean()))
+        return list(value.shape)
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    if isinstance(value, float):
+        numbers.append(value)
+        return None
+    return re.sub(r"-[0-9a-f]{12}\b", "", value) if isinstance(value, str) else value  # the key of a result
+
+
+def made(folder: Path) -> tuple[str, float]:
+    """(hash of all that is exact, mean of all numbers) in a result."""
+    numbers: list[float] = []
+    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+    found = {name: split(contents(files[name]), numbers) for name in sorted(files) if not _LEFT_OUT.fullmatch(name)}
+    if not found:  # the step makes nothing but what it tells
+        found = {"summary": split(read_manifest(folder)["summary"], numbers)}
+    exact = hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return exact, float(f"{np.mean(np.arcsinh(numbers)):.5g}") if numbers else 0.0  # large ones do not hide small ones
+
+
+def check(run: Path, steps: list[str]) -> None:
+    """Every step's result is the one that is noted for its version."""
+    lines = []
+    for step in steps:
+        version, (exact, mean) = read_manifest(run / step)["version"], made((run / step).resolve())
+        noted = RESULTS.get(step, (0, "", 0.0))
+        if noted[:2] != (version, exact) or mean != pytest.approx(noted[2], rel=1e-3, abs=1e-6):
+            lines.append(f'    "{step}": ({version}, "{exact}", {mean}),  # noted: {noted}')
+    assert not lines, "these steps make something else than what is noted for their versions:\n" + "\n".join(lines)
+
+
+def test_every_step_of_a_run_from_text_makes_what_its_version_stands_for(tiny_runs: Path):
+    check(tiny_runs / "tiny", [path.name for path in sorted((tiny_runs / "tiny").iterdir()) if path.is_dir()])
+
+
+def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
+    [documents] = (own_runs / "tiny/deduplicate").glob("*.parquet")
+    text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
+    (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
+    words = [
+        "name=more",
+        f"data.decontaminate={{against: ['{tmp_path / 'items.txt'}'], benchmarks: false, min_words: 5, ngram: 5}}",
+        f"tokenizer.compare=['{own_runs / 'tiny/tokenizer/tokenizer.model'}']",
+    ]
+    words = [part for word in words for part in ("--set", word)]
+    until = ["--until", "decontaminate", "--until", "compare-tokenizers"]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *tiny_run.WORDS, *words, *until, "--runs", str(own_runs)])
+    assert not ended.value.code
+    check(own_runs / "more", ["decontaminate", "compare-tokenizers"])
+
+
+def test_so_do_those_of_images(tmp_path: Path):
+    draw = np.random.default_rng(0)
+    pictures, kinds = draw.integers(0, 60, (80, 6, 6)).astype(np.uint8), np.arange(80) % 2
+    pictures[np.arange(80), draw.integers(0, 3, 80) + 3 * kinds] = 255
+    np.savez(tmp_path / "shapes.npz", pictures=pictures, kinds=kinds)
+    (tmp_path / "images.yaml").write_text(IMAGES.format(name="images", folder=tmp_path))
+    loaded = load_recipe(tmp_path / "images.yaml")
+    runner = PipelineRunner(loaded, Runs(tmp_path / "runs"), build_steps(loaded))
+    runner.run(Quiet())
+    check(runner.folder, ["arrays", "probe"])
+
+
+def test_a_changed_result_is_another_one_and_the_time_it_took_is_not(tmp_path: Path):
+    def result(**lines: Any) -> tuple[str, float]:
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(lines))
+        return made(tmp_path)
+
+    noted = result(step=1, loss=2.5, seconds=1.0)
+    assert result(step=1, loss=2.5, seconds=9.0) == noted
+    assert result(step=2, loss=2.5, seconds=1.0)[0] != noted[0] and result(step=1, loss=2.6, seconds=1.0) != noted
