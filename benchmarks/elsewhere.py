@@ -79,9 +79,9 @@ class Chain:
 def job_of(folder: Path, mesh: dict[str, int], seed: int = 0) -> TrainJob:
     settings = {
         "steps": STEPS,
-        "batch": SIZE.batch,
-        "schedule": {"peak": 3e-3, "floor": 3e-4, "warmup_steps": 10},
-        "validate_every": STEPS,
+        "batch_size": SIZE.batch,
+        "schedule": {"peak_lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 10},
+        "eval_every": STEPS,
         "log_every": 1,
         "checkpoint": {"every_steps": SAVED, "keep_every": SAVED},
     }

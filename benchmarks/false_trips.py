@@ -76,8 +76,8 @@ def recorder(steps: int, peak: float, warmup: int) -> Callable[[jax.Array, int, 
     settings = PretrainSettings.model_validate(
         {
             "steps": steps,
-            "batch": ROWS,
-            "schedule": {"peak": peak, "floor": peak / 10, "warmup_steps": warmup},
+            "batch_size": ROWS,
+            "schedule": {"peak_lr": peak, "min_lr": peak / 10, "warmup_steps": warmup},
             "health": {"on_spike": "skip"},
         }
     )

@@ -450,7 +450,7 @@ def _train(job: dict, host: int) -> int:
     notes = Notes(_notes(Path(job["folder"]), host))
     notes.begins("joining")
     notes.follow()
-    settings = tiny.settings(job["steps"], **{"validate_every": 7, **job.get("settings", {})})
+    settings = tiny.settings(job["steps"], **{"eval_every": 7, **job.get("settings", {})})
     asleep, folder, mirror = threading.Event(), Path(job["folder"]), None
     if "remote" in job:
         from affinage.checkpoint.mirror import Mirror, bring_newest

@@ -49,7 +49,7 @@ def worker(folder: Path, steps: int, width: int) -> None:
     told["nodes"]["embed"]["width"] = width
     told["nodes"]["blocks"]["ffn"]["width"] = 4 * width
     job = TrainJob(
-        graph=parse(told), settings=tiny.settings(steps, checkpoint={"every_steps": 10}, validate_every=steps),
+        graph=parse(told), settings=tiny.settings(steps, checkpoint={"every_steps": 10}, eval_every=steps),
         mesh={"data": 1}, seed=0, feed=tiny.RandomFeed(), folder=folder,
         on_step=(lambda step, state: print("step", step, flush=True),),
     )  # fmt: skip

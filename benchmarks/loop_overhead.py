@@ -55,9 +55,9 @@ def write_text(folder: Path, rows: int) -> None:
 def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
     settings = {
         "steps": steps,
-        "batch": batch,
-        "schedule": {"name": "cosine", "peak": 1e-3, "floor": 1e-4},
-        "validate_every": steps,
+        "batch_size": batch,
+        "schedule": {"name": "cosine", "peak_lr": 1e-3, "min_lr": 1e-4},
+        "eval_every": steps,
         "checkpoint": {"every_steps": steps},
         "log_every": 10,
     }

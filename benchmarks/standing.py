@@ -39,7 +39,7 @@ def walk(job: dict, host: int) -> int:
 
     folder = Path(job["folder"])
     Job.stage, Job.host, Job.hurt, Job.begun = job["stage"], host, job["hurt"], folder / "begun"
-    survival = SurvivalSettings(stuck_seconds=job["stuck_seconds"])
+    survival = SurvivalSettings(hang_timeout=job["hang_timeout"])
     pulse.SILENT_FOR_LONG = 3600.0  # seconds: it is the other host that is to leave, before this one's guard ends it
     road = [Step("it", work, {}, distributed=job["stage"] == "evaluation")]
     try:

@@ -59,7 +59,7 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
     from affinage.pipeline.trainings import with_vocabulary
 
     load_plugins(loaded)
-    size = loaded.recipe.tokenizer.vocabulary if vocabulary is None else vocabulary
+    size = loaded.recipe.tokenizer.vocab_size if vocabulary is None else vocabulary
     return parse(with_vocabulary(loaded.recipe.model, size), loaded.locate)
 
 

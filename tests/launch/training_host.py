@@ -138,16 +138,16 @@ def main(job: dict) -> None:
     settings = PretrainSettings.model_validate(
         {
             "steps": job["steps"],
-            "batch": ROWS,
-            "schedule": {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4},
-            "validate_every": 7,
+            "batch_size": ROWS,
+            "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
+            "eval_every": 7,
             "log_every": 1,
             "checkpoint": {"every_steps": 5},
             **job.get("settings", {}),
         }
     )
     folder = Path(job["folder"])
-    with OwnProcess(), guarded("train", settings.survival), joined(settings.survival.silence_seconds) as hosts:
+    with OwnProcess(), guarded("train", settings.survival), joined(settings.survival.heartbeat_timeout) as hosts:
 
         def on_step(step: int, state: object) -> None:
             with _made(folder, job["start"], hosts.index).open("a") as file:

@@ -14,7 +14,7 @@ from affinage.cli.program import main
 from affinage.training.metrics import curve
 
 SECRETS = {"WANDB_API_KEY": "a-key-of-weights-and-biases", "HF_TOKEN": "a-token", "GITHUB_TOKEN": "anothers-token"}
-SETTINGS = ["data.sources=[{path: pocket-world, megabytes: 0.05}]", "sft=null", "evaluate=null", "export=null"]
+SETTINGS = ["data.sources=[{path: pocket-world, max_bytes: 0.05MB}]", "sft=null", "evaluate=null", "export=null"]
 
 
 @pytest.fixture

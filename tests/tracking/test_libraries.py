@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
     names = ("tensorboard", "wandb", "trackio", "mlflow")
     settings = TrackersSettings.model_validate({**{name: {} for name in names}, "close_seconds": 500})
-    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "tracked": settings, "validate_every": 5}
+    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "tracked": settings, "eval_every": 5}
     of["trackers"] = trackers_of(settings, recipe="tiny", training="sft", runs=folder)
     with pytest.raises(RuntimeError):
         train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
@@ -77,7 +77,7 @@ def test_mlflow_has_every_step_the_settings_and_how_it_ended(runs: Path):
 
     client = MlflowClient(tracking_uri=f"sqlite:///{runs / 'mlflow.db'}")
     run = client.get_run(ids(runs)["mlflow"])
-    assert run.info.status == "FINISHED" and run.data.params["settings.schedule.peak"] == "0.01"
+    assert run.info.status == "FINISHED" and run.data.params["settings.schedule.peak_lr"] == "0.01"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert {point.step: point.value for point in history} == losses(runs)
     assert client.get_metric_history(run.info.run_id, "validation/pocket-world.en/loss")

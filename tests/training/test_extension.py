@@ -20,8 +20,8 @@ from affinage.training.metrics import curve
 from affinage.training.schedule import learning_rate
 
 BORDER, STEPS = 10, 16
-FIRST = {"name": "constant", "peak": 1e-2, "floor": 0.0, "warmup_steps": 4}
-TAIL = {"name": "linear", "peak": 5e-3, "floor": 0.0, "warmup_steps": 2, "from_step": BORDER}
+FIRST = {"name": "constant", "peak_lr": 1e-2, "min_lr": 0.0, "warmup_steps": 4}
+TAIL = {"name": "linear", "peak_lr": 5e-3, "min_lr": 0.0, "warmup_steps": 2, "from_step": BORDER}
 MIXTURE = [{"from_step": 0, "weights": {"all": 1.0}}, {"from_step": BORDER, "weights": {"a": 3.0, "b": 1.0}}]
 
 
@@ -40,7 +40,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None, **changes: Any) -> TrainJob:
     stages = None if mixture is None else [(stage["from_step"], stage["weights"]) for stage in mixture]
     extends = changes.pop("extends", None)
-    own = {"schedule": shape, "mixture": mixture, "validate_every": 5, "extends": "x" if extends else None}
+    own = {"schedule": shape, "mixture": mixture, "eval_every": 5, "resume_from": "x" if extends else None}
     return tiny.job(
         folder,
         graph=tiny.graph(dropout=0.1, layers=1),

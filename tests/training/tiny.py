@@ -91,9 +91,9 @@ def settings(steps: int = 20, **changes: object) -> PretrainSettings:
     return PretrainSettings.model_validate(
         {
             "steps": steps,
-            "batch": 8,
-            "schedule": {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4},
-            "validate_every": 10,
+            "batch_size": 8,
+            "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
+            "eval_every": 10,
             "log_every": 1,
             "checkpoint": {"every_steps": 5},
             **changes,
@@ -102,7 +102,7 @@ def settings(steps: int = 20, **changes: object) -> PretrainSettings:
 
 
 # What says how a training goes on, and nothing of what its steps compute.
-_NOT_IN_STEPS = {"checkpoint", "survival", "log_every", "validate_every", "validation_rows", "profile"}
+_NOT_IN_STEPS = {"checkpoint", "survival", "log_every", "eval_every", "eval_sequences", "profile"}
 _weights: dict[str, Any] = {}
 _OF_JOB = {field.name for field in dataclasses.fields(TrainJob)}
 
@@ -115,7 +115,7 @@ class Kept:
     def __init__(self, job: TrainJob) -> None:
         of_settings = job.settings.model_dump(mode="json", exclude=_NOT_IN_STEPS)
         health = job.settings.health
-        of_settings["health"] = [health.window, health.spike_deviations, health.on_spike == "note"]
+        of_settings["health"] = [health.spike_window, health.spike_deviations, health.on_spike == "log"]
         self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
 
     def check(self, graph: Graph, rows: int, call: Call) -> None: ...

@@ -125,7 +125,7 @@ def diff(
 
 
 def _differences(found: dict[str, Any]) -> Iterator[str]:
-    from affinage.config.yaml_text import brief
+    from affinage.config.yaml import brief
 
     for each in found["facts"]:
         yield plain(f"{each['name']}: {brief(each['saved'], 80)} -> {brief(each['now'], 80)}")

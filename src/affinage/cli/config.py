@@ -50,7 +50,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.config.gallery import facts, head
+    from affinage.cli.gallery import facts, head
     from affinage.config.layers import packaged_recipes, read_file
 
     found: list[dict[str, Any]] = []
@@ -160,14 +160,14 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 
-    Example: affinage config schema > recipe.schema.json
+    Example: affinage.config.reference > recipe.schema.json
     """
     sys.stdout.write(_schema_text())
 
 
 def _schema_text() -> str:
     import affinage.model.kinds  # noqa: F401  the kinds register themselves
-    from affinage.config.schema import json_schema
+    from affinage.config.reference import json_schema
     from affinage.model.kind import KINDS
 
     written: dict[str, Any] = json_schema(KINDS)

@@ -25,8 +25,16 @@ from affinage.cli.working import Working
 from affinage.errors import UserError
 
 _NUMBERS = 12  # of items, that are listed on the terminal
-# Of `evaluate` in a recipe.
-_SETTINGS = ("tasks", "data_dir", "limit", "shots", "chat_template", "batch", "max_new_tokens", "contamination")
+_SETTINGS = (  # of `evaluate` in a recipe
+    "tasks",
+    "data_dir",
+    "limit",
+    "num_fewshot",
+    "apply_chat_template",
+    "batch_size",
+    "max_new_tokens",
+    "contamination",
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -54,15 +62,15 @@ def evaluate(
         typer.Option("--data-dir", metavar="DIR", help="Items as NAME.jsonl or .jsonl.gz; default: from the hub."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
-    shots: Annotated[
+    num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question; default: as many as the task defines.")
     ] = None,
-    chat_template: Annotated[
-        Literal["auto", "always", "never"] | None,
-        typer.Option(help="Ask in the model's chat template: tasks made for chat (auto), all, or none."),
+    apply_chat_template: Annotated[
+        Literal["auto", "true", "false"] | None,
+        typer.Option(help="Ask in the model's chat template: tasks made for chat (auto), all (true), or none."),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch-size", min=1, help="Whole sequences at once; default: what fits, to 64.")
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Whole sequences at once; default: what fits, to 64.")
     ] = None,
     contamination: Annotated[
         bool | None,
@@ -83,7 +91,9 @@ def evaluate(
     """
     chosen = [name for names in tasks or () for name in names.split(",") if name]
     options: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir and str(data_dir), "limit": limit}
-    options |= {"shots": shots, "chat_template": chat_template, "batch": batch, "contamination": contamination}
+    options |= {"num_fewshot": num_fewshot, "batch_size": batch_size, "contamination": contamination}
+    if apply_chat_template is not None:
+        options["apply_chat_template"] = {"true": True, "false": False}.get(apply_chat_template, "auto")
     options = {name: value for name, value in options.items() if value is not None}
     target = find(model, runs)
     own = not options and mesh is None and max_model_len is None

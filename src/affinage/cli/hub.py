@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from affinage.pipeline.names import ModelState, Target
 
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
-_DTYPE, _LICENCE, _SHARD_GIGABYTES = "float32", "apache-2.0", 5.0
+_DTYPE, _LICENSE, _SHARD_BYTES = "float32", "apache-2.0", 5_000_000_000
 
 
 def add_to(app: typer.Typer) -> None:
@@ -74,10 +74,8 @@ def export(
         Path | None, typer.Option("--to", metavar="DIR", help="Where to write; default: the run's own export.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = _DTYPE,
-    licence: Annotated[str, typer.Option("--license", help="SPDX identifier of the weights.")] = _LICENCE,
-    shard_gigabytes: Annotated[
-        float, typer.Option(min=1e-6, help="Largest size of one file, in 1e9 bytes.")
-    ] = _SHARD_GIGABYTES,
+    license: Annotated[str, typer.Option(help="SPDX identifier of the weights.")] = _LICENSE,
+    max_shard_size: Annotated[int, typer.Option(min=1000, help="Largest size of one file, in bytes.")] = _SHARD_BYTES,
     trim: Annotated[
         bool, typer.Option("--trim-vocabulary", help="Leave out ids that the tokenizer does not have.")
     ] = False,
@@ -115,8 +113,8 @@ def export(
     offline = "HF_HUB_OFFLINE" in os.environ
     settings = {
         "dtype": (dtype, _DTYPE),
-        "licence": (licence, _LICENCE),
-        "shard_gigabytes": (shard_gigabytes, _SHARD_GIGABYTES),
+        "license": (license, _LICENSE),
+        "max_shard_size": (max_shard_size, _SHARD_BYTES),
         "trim_vocabulary": (trim, False),
     }
     if to is None:
@@ -174,11 +172,11 @@ def _write(name: str, runs: Path, to: Path, settings: dict[str, Any]) -> None:
     if settings["dtype"] not in DTYPES:
         fix = f"Choose one of: {', '.join(DTYPES)}."
         raise UserError(f"`{settings['dtype']}` is not a dtype of weights", where="--dtype", fix=fix)
-    facts = _card(name, target, state, runs, settings.pop("licence"))
+    facts = _card(name, target, state, runs, settings.pop("license"))
     export(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
 
 
-def _card(name: str, target: "Target", state: "ModelState | None", runs: Path, licence: str) -> "CardFacts":
+def _card(name: str, target: "Target", state: "ModelState | None", runs: Path, license: str) -> "CardFacts":
     """The facts of the model card: what its run knows; of a checkpoint and of a model from elsewhere, how far it is."""
     from affinage.hub.card import CardFacts
     from affinage.pipeline.models import results_of
@@ -189,8 +187,8 @@ def _card(name: str, target: "Target", state: "ModelState | None", runs: Path, l
     results = results_of(target.path, run) if run is not None and target.step is None else {}
     progress = "" if state is None else str(state).partition(", ")[2]
     if run is None or not results:
-        return CardFacts(licence=licence, training={"Checkpoint": progress} if progress else {})
-    return card_facts(collect_facts(run, results), licence)
+        return CardFacts(license, training={"Checkpoint": progress} if progress else {})
+    return card_facts(collect_facts(run, results), license)
 
 
 def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:

@@ -72,7 +72,7 @@ def plan(
 
     affinage plan julian-600m --on v4-32 --search
 
-    affinage plan julian-sft --training sft --set sft.lora.rank=16 --on h100
+    affinage plan julian-sft --training sft --set sft.lora.r=16 --on h100
 
     affinage plan julian-600m --which
 
@@ -166,7 +166,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
         return found
 
     packed = summary(_DATA[section])
-    characters = loaded.recipe.tokenizer.kind == "characters"
+    characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
     counted = Counted(summary("tokenizer").get("vocabulary") if characters else None, documents)
     data = packed.get("train", {})
@@ -222,14 +222,14 @@ def _dividing(planned: _Planned, where: "Slice") -> _Planned:
     if batch is None:
         return planned
     _, settings, _ = training_settings(recipe)
-    change = f"{batch / (settings.batch or batch):.3g} times the tokens in as many steps"
+    change = f"{batch / (settings.batch_size or batch):.3g} times the tokens in as many steps"
     keeps = micro_batches_that_keep(recipe, where)
-    other = f", or --set {section}.micro_batches={keeps}, which keeps the batch" if keeps else ""
+    other = f", or --set {section}.gradient_accumulation_steps={keeps}, which keeps the batch" if keeps else ""
     warn(
-        f"batch {settings.batch} does not divide over the mesh on {where.name}; planned with {batch}, the nearest that "
-        f"does, and {change}: --set {section}.batch={batch}{other}"
+        f"batch_size {settings.batch_size} does not divide over the mesh on {where.name}; planned with {batch}, the "
+        f"nearest that does, and {change}: --set {section}.batch_size={batch}{other}"
     )
-    overrides = [*planned.overrides, f"{section}.batch={batch}"]
+    overrides = [*planned.overrides, f"{section}.batch_size={batch}"]
     return replace(planned, overrides=overrides, loaded=load_recipe(planned.recipe, overrides))
 
 

@@ -189,7 +189,7 @@ def _run(
     prepare_process(loaded)
     survival = loaded.recipe.survival
     with (
-        joined(survival.silence_seconds) as hosts,
+        joined(survival.heartbeat_timeout) as hosts,
         Standstill(loaded.recipe.name, runner.folder, survival),
         only_data_on_stdout(how.as_json),
     ):

@@ -10,30 +10,39 @@ from affinage.config.settings import Settings
 class TensorBoardSettings(Settings):
     """Event files, for `tensorboard --logdir runs/tensorboard`."""
 
-    folder: str = ""  # default: tensorboard/ in the folder of all runs; NAME/STAGE is added
+    folder: str = ""
+    """Default: tensorboard/ in the folder of all runs; NAME/STAGE is added."""
 
 
 class WandbSettings(Settings):
     """Weights & Biases. The key is read from the environment (WANDB_API_KEY) or from `wandb login`, never from here."""
 
-    mode: Literal["offline", "online"] = "offline"  # offline: files, for `wandb sync` later
-    project: str = ""  # default: the recipe's name
-    entity: str = ""  # a user or a team; default: of the account
-    folder: str = ""  # default: the folder of all runs; wandb/ is added
+    mode: Literal["offline", "online"] = "offline"
+    """Offline: files, for `wandb sync` later."""
+    project: str = ""
+    """Default: the recipe's name."""
+    entity: str = ""
+    """A user or a team; default: of the account."""
+    folder: str = ""
+    """Default: the folder of all runs; wandb/ is added."""
 
 
 class TrackioSettings(Settings):
     """Trackio: a database on this machine, for `trackio show`."""
 
-    project: str = ""  # default: the recipe's name
-    folder: str = ""  # default: trackio/ in the folder of all runs; to look at it, set TRACKIO_DIR to it
+    project: str = ""
+    """Default: the recipe's name."""
+    folder: str = ""
+    """Default: trackio/ in the folder of all runs; to look at it, set TRACKIO_DIR to it."""
 
 
 class MlflowSettings(Settings):
     """MLflow. A server's user and password are read from the environment (MLFLOW_TRACKING_USERNAME, _PASSWORD)."""
 
-    uri: str = ""  # of the server or database; default: sqlite, mlflow.db in the folder of all runs
-    experiment: str = ""  # default: the recipe's name
+    uri: str = ""
+    """Of the server or database; default: sqlite, mlflow.db in the folder of all runs."""
+    experiment: str = ""
+    """Default: the recipe's name."""
 
 
 class TrackersSettings(Settings):
@@ -43,11 +52,13 @@ class TrackersSettings(Settings):
     wandb: WandbSettings | None = None
     trackio: TrackioSettings | None = None
     mlflow: MlflowSettings | None = None
-    own: dict[str, dict[str, Any]] = {}  # of plug-ins: {name: settings}
-    # A tracker that is slower than the training loses lines beyond this many; the training never waits for it.
-    queue: int = Field(default=1000, ge=1)  # lines
-    # At the end of a training, for what is still under way; at most 5 where it was told to stop.
+    own: dict[str, dict[str, Any]] = {}
+    """Of plug-ins: {name: settings}."""
+    queue: int = Field(default=1000, ge=1)
+    """A tracker that is slower than the training loses lines beyond this many; the training never waits for it. lines.
+    """
     close_seconds: float = Field(default=30, gt=0)
+    """At the end of a training, for what is still under way; at most 5 where it was told to stop."""
 
     @model_validator(mode="before")
     @classmethod

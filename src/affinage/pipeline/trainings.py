@@ -59,7 +59,7 @@ def pretrain(context: StepContext) -> Summary:
         documents=partial(documents_of, feed, context.inputs["rows"] / "train"),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
-        benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.evaluate else None,
+        benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.monitor else None,
     )
     return summary | {"epochs": feed.epochs(settings.steps)}
 
@@ -108,7 +108,7 @@ def sft(context: StepContext) -> Summary:
         data={"rows": content_hash(context.inputs["conversations"], "train")},
         documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
         facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
-        initial_params=begin_with(context, graph, ("pretrain",), settings.base_step),
+        initial_params=begin_with(context, graph, ("pretrain",), settings.from_step),
         judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
     )
 
@@ -135,7 +135,7 @@ def begin_with(
                 kept = ", ".join(map(str, store.steps()))
                 raise UserError(
                     f"{name} has kept no checkpoint of step {step}, but of {kept}",
-                    where=f"{context.folder.name.rpartition('-')[0]}.base_step",
+                    where=f"{context.folder.name.rpartition('-')[0]}.from_step",
                     fix=f"Keep them with {name}.checkpoint.keep_every, and make it anew: --force {name}",
                 )
             return partial(trained_params, context.inputs[name], graph, step)
@@ -201,7 +201,7 @@ def token_rows(
         write_json(context.folder / FEED, told)
     # A micro-batch is what fits in memory.
     held_out = validation_sets(
-        rows / "validation", batch=batch // settings.micro_batches, limit=settings.validation_rows
+        rows / "validation", batch=batch // settings.gradient_accumulation_steps, limit=settings.eval_sequences
     )
     return feed, held_out
 

@@ -28,7 +28,7 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
         UserError: there is no such checkpoint, it is damaged, or more differs than an extension may change.
     """
     job, store = program.job, CheckpointStore(extension.training / "checkpoints")
-    where = f"{job.name}.extends"
+    where = f"{job.name}.resume_from"
     if extension.step not in store.steps():
         kept = ", ".join(map(str, store.steps())) or "none"
         raise UserError(f"there is no checkpoint of step {extension.step}; kept are {kept}", where=where)

@@ -221,7 +221,7 @@ class TrainJob:
 
 def rows_per_step(settings: TrainSettings, devices: int) -> int:
     """Rows of the global batch; what a feed for `train` must yield."""
-    if settings.batch is not None:
-        return settings.batch
-    assert settings.batch_per_device is not None  # the settings' own validation
-    return settings.batch_per_device * devices
+    if settings.batch_size is not None:
+        return settings.batch_size
+    assert settings.per_device_batch_size is not None  # the settings' own validation
+    return settings.per_device_batch_size * devices

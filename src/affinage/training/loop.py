@@ -66,7 +66,7 @@ def train(job: TrainJob) -> dict[str, Any]:
     life = LifeSign(written and written / "alive")
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(hosts.all_at_work())
-        stop = cleanup.enter_context(StopRequest(job.name, grace=settings.survival.grace_seconds))
+        stop = cleanup.enter_context(StopRequest(job.name, grace=settings.survival.preemption_grace))
         watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, settings.survival, life))
 
         # ---- the program ----
