@@ -78,7 +78,6 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["sweep", *WORDS, "--dry-run", "--set", "sweep={dpo.steps: [4, 6]}"], lambda told: len(told) == 2),
     (["recipes"], lambda told: "quickstart" in {each["name"] for each in told}),
     (["doctor"], lambda told: told["devices"][0]["platform"] == "cpu" and told["machine"]["disk_free_bytes"] > 0),
-    (["bench", WORDS[0], "--part", "chips"], lambda told: set(told) == {"chips"}),
 ]  # fmt: skip
 
 
@@ -144,11 +143,3 @@ def test_what_was_exported_is_imported(here: Path, affinage):
         affinage("generate", model, "The capital", "--max-new-tokens", "6")[1] for model in ("tiny", "mine")
     )
     assert first == second
-
-
-@pytest.mark.full
-def test_bench_plans_published_trainings_and_measures_layouts(affinage):
-    words = [WORDS[0], "--steps", "2", "--rows", "2", "--context", "16"]
-    status, out, err = affinage("bench", *words)
-    assert status == 0, err
-    assert "as a run compiles it" in out and "pipeline" in out

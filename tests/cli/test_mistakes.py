@@ -26,7 +26,6 @@ report quickstart                                                  affinage run 
 eval quickstart --tasks piqa                                       affinage run quickstart
 compare nobody no-one                                              `nobody`
 plan quickstart --on v9-8                                          `v9-8`
-bench --part steps                                                 --part: | step, chips
 sweep TINY                                                         sweep
 graph quickstart --json --mermaid                                  --json, --mermaid
 train quickstart --set model.nodes.blocks.attention.heads=5        model.nodes.blocks.attention.heads=5 | `blocks`
@@ -34,6 +33,7 @@ train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
 plan quickstart --on ""                                            ``
 checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
+run quickstart --set base=novels                                   --set base | recipe file
 run                                                                affinage run quickstart
 """
 # In a folder where they are.

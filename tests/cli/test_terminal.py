@@ -144,6 +144,8 @@ def run(*words):
     except SystemExit: return [name for name in sys.argv[1:] if name in sys.modules]
 told = {{"--help": run("--help"), "modules": len(sys.modules), "data": run("data", {TINY!r}, "--dry-run")}}
 told["wrong"] = run("plan", "quickstrat", "--on", "v4-8") + run("plan", "quickstart", "--on", "v9-8")
+told["no model"] = run("chat", "nobody") + run("serve", "nobody") + run("checkpoint", "show", "nobody")
+told["no run"] = run("eval", "quickstart", "--tasks", "x") + run("compare", "a", "b") + run("report", "quickstart")
 sys.modules |= dict.fromkeys(["libtpu", "jax_cuda12_plugin"])  # importing them is an ImportError
 told["plan"] = run("plan", "quickstart", "--on", "v4-8", "--set", "mesh.data=4")
 told["platforms"] = os.environ.get("JAX_PLATFORMS")

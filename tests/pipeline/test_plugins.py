@@ -126,7 +126,7 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
     (written / "my_nodes.py").unlink()
     with pytest.raises(UserError) as missing:
         load_plugins(loaded)
-    assert all(told.value.where.endswith("my_recipe.yaml:3") for told in (failed, missing))
+    assert all(told.value.where.endswith("my_recipe.yaml:3") and told.value.fix for told in (failed, missing))
 
 
 def test_without_a_recipe_the_environment_names_it(written, monkeypatch):

@@ -78,10 +78,10 @@ def generate(
     Example: affinage generate quickstart "The currency of Japan" "La monnaie du Japon"
     """
     texts = _as_text(prompts or []) or [_piped()]
+    found = opened(model, opening)
     from affinage.api import prompt_tokens
     from affinage.generation.decode import Generator
 
-    found = opened(model, opening)
     request = sampling.request(max_new_tokens)
     rows = [prompt_tokens(text, found.model) for text in texts]
     for text, result in zip(texts, Generator(found.model).generate(rows, request)):
@@ -142,13 +142,13 @@ def chat(
 
     Example: affinage chat quickstart "What is the currency of Japan?"
     """
-    from affinage.generation.chat import ChatSession, base_model_warning, converse, greeting
-    from affinage.generation.decode import Generator
-
     questions = _as_text(question or [])
     _as_text([system or ""])
     language = lang or _language()
     found = opened(model, opening)
+    from affinage.generation.chat import ChatSession, base_model_warning, converse, greeting
+    from affinage.generation.decode import Generator
+
     session = ChatSession(Generator(found.model), sampling.request(max_new_tokens))
     if not found.is_chat:
         print(base_model_warning(model, language), file=sys.stderr)

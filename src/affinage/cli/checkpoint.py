@@ -55,9 +55,7 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    from affinage.checkpoint.looking import listing
-
-    found = _remote_listing(training) if "://" in training else listing(_store(training, runs, quiet=as_json)[0])
+    found = _remote_listing(training) if "://" in training else _listing(training, runs, quiet=as_json)
     if not found:
         print("no checkpoint yet", file=sys.stderr)
     states = (each["why_not"] or plain(str(each["saved"] or "damaged")) for each in found)
@@ -79,9 +77,9 @@ def show(
 
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
-    from affinage.checkpoint.looking import arrays, fingerprint, fingerprints
-
     with Working("reading a checkpoint"), _checkpoint(checkpoint, runs) as (store, step):
+        from affinage.checkpoint.looking import arrays, fingerprint, fingerprints
+
         facts: dict[str, Any] = {"step": step, "seal": store.seal_hash(step)}
         held = arrays(store, step)
         if numbers:
@@ -113,13 +111,13 @@ def diff(
 
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
-    from affinage.checkpoint.looking import compare
-
     with (
         Working("reading checkpoints"),
         _checkpoint(one, runs) as first,
         _checkpoint(other, runs) as second,
     ):
+        from affinage.checkpoint.looking import compare
+
         found = compare(first, second, numbers=numbers)
     emit(found, as_json, _differences(found))
 
@@ -151,7 +149,6 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
 
     Example: affinage checkpoint verify quickstart
     """
-    from affinage.checkpoint.seal import UNSIGNED
     from affinage.signing import signing_key
 
     found: dict[int, str] = {}
@@ -172,6 +169,8 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
     ]
     whole = "whole, and signed" if signing_key() else "whole"
     emit(rows, as_json, (f"{row['step']:>10,}  {plain(str(row['damage'] or row['why_not'] or whole))}" for row in rows))
+    from affinage.checkpoint.seal import UNSIGNED
+
     damaged = [number for number, what in found.items() if what]
     which = f"{len(damaged)} of {counted(len(found), 'checkpoint')} {'is' if len(damaged) == 1 else 'are'}"
     if damaged and all(found[number] == UNSIGNED for number in damaged):
@@ -203,10 +202,9 @@ def sign(checkpoint: CheckpointArgument, runs: RunsOption = RUNS) -> None:
 
 def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | None]":
     """The checkpoints of a model, and the step that is named. Of a run with several trainings, prints which it is."""
-    from affinage.checkpoint.looking import store_of
     from affinage.pipeline.names import locate, run_of, trainings_of
 
-    target = find(name, runs)
+    target = find(name, runs)  # before JAX is imported
     folder, step = locate(target, runs)
     if target.kind == "hub":
         raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
@@ -214,19 +212,27 @@ def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointSt
         last, *others = (f"{name.partition('@')[0]}/{each}" for each in trainings_of(run_of(target, runs)))
         if others:
             print(f"{last}, the last training; others: {', '.join(others)}", file=sys.stderr)
+    from affinage.checkpoint.looking import store_of
+
     return store_of(folder), step
+
+
+def _listing(name: str, runs: Path, *, quiet: bool) -> list[dict[str, Any]]:
+    store, _ = _store(name, runs, quiet=quiet)
+    from affinage.checkpoint.looking import listing
+
+    return listing(store)
 
 
 @contextlib.contextmanager
 def _checkpoint(name: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
     """The store and the step of a checkpoint; of one at a URL, a temporary copy."""
-    from affinage.checkpoint import CheckpointStore
-
     if "://" not in name:
         store, step = _store(name, runs, quiet=True)
         steps = _steps(store)
         yield store, steps[-1] if step is None else _known(store, step)
         return
+    from affinage.checkpoint import CheckpointStore
     from affinage.checkpoint.remote import reached
 
     remote, wanted = _remote(name)

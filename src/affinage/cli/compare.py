@@ -12,6 +12,7 @@ from affinage.cli.output import Table, emit
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
+    from affinage.pipeline.names import Target
     from affinage.report.comparison import Comparison, Entrant, Paired
 
 
@@ -48,6 +49,8 @@ def compare(
     """
     if len(names) < 2:
         raise UserError("one alone cannot be compared", where=names[0], fix="Name two or more.")
+    for name in names:
+        _checked(name, runs)  # before JAX is imported
     from affinage.report.comparison import comparison
 
     found = comparison([_entrant(name, names, runs) for name in names])
@@ -61,27 +64,37 @@ def compare(
     emit(found.to_dict() | page, as_json, _view(found, html))
 
 
+def _checked(name: str, runs: Path) -> "Target | None":
+    """What a name stands for; None for a model that is gone, whose results may be there. Raises UserError as `find`."""
+    from affinage.pipeline.names import check_complete
+
+    try:
+        target = find(name, runs)
+    except UserError:
+        if any((runs / "evaluations").glob("*")):
+            return None
+        raise
+    check_complete(target, runs)
+    return target
+
+
 def _entrant(name: str, names: Sequence[str], runs: Path) -> "Entrant":
     """What is known of a name. Raises UserError if it is neither a complete run nor a model with results."""
     from affinage.pipeline.eval_results import eval_results
     from affinage.pipeline.models import results_of
-    from affinage.pipeline.names import check_complete, is_training, run_of
+    from affinage.pipeline.names import is_training, resolve, run_of
     from affinage.report.comparison import entrant
 
     found, run, parts = eval_results(name, runs), None, None
-    try:
-        target = find(name, runs)
-    except UserError:
-        if found is None:
-            raise
-    else:
-        check_complete(target, runs)
-        if target.kind in ("recipe", "run"):
-            run = run_of(target, runs)
-            found = found or eval_results(str(run), runs)
-        elif target.run is not None and is_training(target) and target.step is None:
-            parts = results_of(target.path.resolve(), target.run)
-            run = target.run if parts else None
+    target = _checked(name, runs)
+    if target is None and found is None:
+        resolve(name, runs)
+    if target is not None and target.kind in ("recipe", "run"):
+        run = run_of(target, runs)
+        found = found or eval_results(str(run), runs)
+    elif target is not None and target.run is not None and is_training(target) and target.step is None:
+        parts = results_of(target.path.resolve(), target.run)
+        run = target.run if parts else None
     if run is None and found is None:
         raise UserError(f"there are no results of `{name}`", fix=f"Make them: {_evaluation(name, names, runs)}")
     folder, again = (None, "") if found is None else (found.folder, found.again)

@@ -71,9 +71,9 @@ def lineage(
 
     Example: affinage data lineage quickstart --step 100 --row 3
     """
+    folder, part = _run_and_step(run, runs)
     from affinage.pipeline.lineage import TrainingRows
 
-    folder, part = _run_and_step(run, runs)
     training = part if part in ("sft", "dpo") else training
     if training not in ("pretrain", "sft", "dpo"):
         raise UserError(f"`{training}` is no training", where="--training", fix="There are pretrain, sft and dpo.")
@@ -103,11 +103,11 @@ def search(
 
     Example: affinage data search quickstart "the currency of Japan"
     """
-    from affinage.pipeline.lineage import TrainingRows, last_seen
-
     if not text:
         raise UserError("there is nothing to look for", fix="Give a text of at least one character.")
     folder, _ = _run_and_step(run, runs)
+    from affinage.pipeline.lineage import TrainingRows, last_seen
+
     training = TrainingRows(folder, "pretrain")
     with Working(f"reading the documents of {folder.name}"):
         found = list(itertools.islice(training.find(text), limit + 1))
@@ -165,9 +165,9 @@ def head(
 
     Example: affinage data head quickstart/clean --reason "too short"
     """
+    folder, named = _run_and_step(run, runs)
     from affinage.pipeline.looking import documents, removed, table_beside
 
-    folder, named = _run_and_step(run, runs)
     step = step or named or "split"
     chosen: Iterator[dict[str, Any]]
     if reason is not None:
@@ -195,9 +195,10 @@ def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False
 
     Example: affinage data stats quickstart
     """
+    folder, _ = _run_and_step(run, runs)
     from affinage.pipeline.data_facts import data_facts
 
-    facts = data_facts(_run_and_step(run, runs)[0])
+    facts = data_facts(folder)
     emit(facts, as_json, _facts(facts))
 
 

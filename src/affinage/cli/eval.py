@@ -138,6 +138,7 @@ def _views(results: Mapping[str, Any]) -> "Iterator[str | Table]":
 
 def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) -> dict[str, Any]:
     """Evaluate one model apart from its recipe; {} in the processes after the first one."""
+    target, _ = model_of(name, opening.runs)  # before JAX is imported
     from affinage.config.data import POCKET_WORLD
     from affinage.config.training import SurvivalSettings
     from affinage.evaluation.run import evaluate
@@ -151,7 +152,6 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     from affinage.stopping import OwnProcess
 
     runs = opening.runs
-    target, _ = model_of(name, runs)
     run = find(name, runs).run
     as_made = recorded(run).get("evaluate") or {} if run is not None and "tasks" not in options else {}
     settings = {key: as_made[key] for key in _SETTINGS if as_made.get(key) is not None} | options

@@ -109,10 +109,10 @@ def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: boo
     Raises:
         UserError: as `model_of` and `open_model`, and for a context that is longer than the model's.
     """
+    target, state = model_of(name, how.runs, announce=announce)  # before JAX is imported
     from affinage.hardware.hosts import Hosts
     from affinage.pipeline.models import is_from_elsewhere, open_target
 
-    target, state = model_of(name, how.runs, announce=announce)
     with Working(f"opening {name}"):
         model = open_target(target, how.runs, mesh=how.mesh)
     own, wanted = model.context, how.max_model_len

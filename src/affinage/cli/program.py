@@ -10,7 +10,6 @@ import typer
 
 import affinage
 from affinage.cli import (
-    bench,
     chat,
     checkpoint,
     compare,
@@ -74,7 +73,6 @@ for verbs in (
     doctor,
 ):
     verbs.add_to(app)
-bench.add_to(app)
 
 
 def _show_examples(app: typer.Typer) -> None:

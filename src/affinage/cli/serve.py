@@ -50,11 +50,11 @@ def serve(
 
     Example: affinage serve quickstart --port 8000
     """
+    key = _api_key(api_key_file)
+    loaded = opened(model, opening, reserves=True).model
     from affinage.serving.running import Place, run
     from affinage.serving.server import Limits
 
-    key = _api_key(api_key_file)
-    loaded = opened(model, opening, reserves=True).model
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
     place = Place(host, port, key, grace)

@@ -38,6 +38,7 @@ def sweep(
 
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
+    base = load(recipe, overrides, runs)
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
     from affinage.pipeline.names import RECIPE, resolve
@@ -46,7 +47,7 @@ def sweep(
     from affinage.pipeline.sweep import points
     from affinage.stopping import OwnProcess
 
-    base, made = load(recipe, overrides, runs), resolve(recipe, runs).run
+    made = resolve(recipe, runs).run
     found = points(recipe if made is None else str(made / RECIPE), overrides or ())
     if dry_run:
         planned = _planned(found, Runs(runs))
