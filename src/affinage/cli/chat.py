@@ -11,40 +11,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import JsonOption, LangOption, ModelArgument, with_options
+from affinage.cli.options import JsonOption, LangOption, ModelArgument, opt, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.chat import Language
     from affinage.generation.decode import Request
 
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")]
-SystemOption = Annotated[
-    str | None, typer.Option("--system", help="Another system prompt than the one it was trained with.")
-]
+MaxNewTokens = Annotated[int, opt("Maximum number of new tokens.", "--max-new-tokens", min=1)]
+SystemOption = Annotated[str | None, opt("Another system prompt than the one it was trained with.", "--system")]
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the next token is chosen, and what ends a text."""
 
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the most likely token; 1 draws as the model predicts.")
-    ] = 0.0
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many of the likeliest tokens; 0: all.")] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the likeliest tokens with this share of the probability.")
-    ] = 1.0
-    min_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Draw among tokens at least this share as likely as the likeliest.")
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Make tokens less likely that were there already; 1: no penalty.")
-    ] = 1.0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")] = (
-        None
+    temperature: Annotated[float, opt("0 takes the most likely token; 1 draws as the model predicts.", min=0)] = 0.0
+    top_k: Annotated[int, opt("Draw among this many of the likeliest tokens; 0: all.", min=0)] = 0
+    top_p: Annotated[float, opt("Draw among the likeliest tokens with this share of the probability.")] = 1.0
+    min_p: Annotated[float, opt("Draw among tokens at least this share as likely as the likeliest.", min=0, max=1)] = (
+        0.0
     )
+    repetition_penalty: Annotated[float, opt("Make tokens less likely that were there already; 1: no penalty.")] = 1.0
+    seed: Annotated[int, opt("Seed of the draws.", min=0)] = 0
+    stop: Annotated[list[str] | None, opt("End before this text. May be repeated.", metavar="TEXT")] = None
 
     def request(self, max_new_tokens: int) -> "Request":
         """The request for at most `max_new_tokens` tokens."""

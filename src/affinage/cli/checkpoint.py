@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RunsOption, find
+from affinage.cli.options import RUNS, JsonOption, RunsOption, find, opt
 from affinage.cli.output import counted, emit
 from affinage.cli.working import Working
 from affinage.errors import UserError, plain
@@ -66,7 +66,7 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 @group.command("show")
 def show(
     checkpoint: CheckpointArgument,
-    numbers: Annotated[bool, typer.Option("--arrays", help="Read the arrays whole, for their fingerprint.")] = False,
+    numbers: Annotated[bool, opt("Read the arrays whole, for their fingerprint.", "--arrays")] = False,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -103,7 +103,7 @@ def show(
 def diff(
     one: CheckpointArgument,
     other: CheckpointArgument,
-    numbers: Annotated[bool, typer.Option("--arrays", help="Compare the arrays, too; reads both whole.")] = False,
+    numbers: Annotated[bool, opt("Compare the arrays, too; reads both whole.", "--arrays")] = False,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:

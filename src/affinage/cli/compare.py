@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, find
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunsOption, find, opt
 from affinage.cli.output import Table, emit
 from affinage.errors import UserError
 
@@ -31,9 +31,7 @@ def compare(
         ),
     ],
     runs: RunsOption = RUNS,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page: settings, losses, scores, time.")
-    ] = None,
+    html: Annotated[Path | None, opt("Write a page: settings, losses, scores, time.", "--html", metavar="FILE")] = None,
     lang: LangOption = None,
     as_json: JsonOption = False,
 ) -> None:

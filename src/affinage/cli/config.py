@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt
 from affinage.cli.output import Table, emit
 from affinage.errors import UserError, did_you_mean
 
@@ -74,8 +74,7 @@ def _recipes(found: list[dict[str, Any]]) -> "Iterator[str | Table]":
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the run, and of the file NAME.yaml.")],
     like: Annotated[
-        str,
-        typer.Option("--like", metavar="RECIPE", help="The recipe to start from.", autocompletion=completion.recipes),
+        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=completion.recipes)
     ] = "quickstart",
 ) -> None:
     """Write NAME.yaml, a recipe based on another one, and the schema with which editors check it.
@@ -106,7 +105,7 @@ def show(
     ] = None,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
-    changes: Annotated[bool, typer.Option("--changes", help="Only what differs from the recipe's base.")] = False,
+    changes: Annotated[bool, opt("Only what differs from the recipe's base.", "--changes")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print every value in effect, where it was written, and what it was in the recipe's base.

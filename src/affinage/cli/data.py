@@ -16,6 +16,7 @@ from affinage.cli.options import (
     RunArgument,
     RunsOption,
     find,
+    opt,
     with_options,
 )
 from affinage.cli.output import Table, counted, emit
@@ -61,9 +62,9 @@ def run(recipe: RecipeArgument, sample: SampleOption = None, *, how: PipelineOpt
 @group.command("lineage")
 def lineage(
     run: RunArgument,
-    step: Annotated[int, typer.Option(help="Of training, from 1, as in metrics.jsonl.", show_default=False)],
-    row: Annotated[int | None, typer.Option(help="Of the batch, from 0; shows its text too.")] = None,
-    training: Annotated[str, typer.Option(help="pretrain, sft or dpo.")] = "pretrain",
+    step: Annotated[int, opt("Of training, from 1, as in metrics.jsonl.", show_default=False)],
+    row: Annotated[int | None, opt("Of the batch, from 0; shows its text too.")] = None,
+    training: Annotated[str, opt("pretrain, sft or dpo.")] = "pretrain",
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,7 +96,7 @@ def _rows(found: list[dict[str, Any]]) -> Iterator[str]:
 def search(
     run: RunArgument,
     text: Annotated[str, typer.Argument(help="In any letter case.", show_default=False)],
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of documents.")] = 20,
+    limit: Annotated[int, opt("Maximum number of documents.", min=1)] = 20,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -150,14 +151,14 @@ def head(
     run: Annotated[
         str, typer.Argument(metavar="RUN[/STEP]", help="A run, or one of its data steps.", show_default=False)
     ],
-    step: Annotated[str | None, typer.Option(help="A data step, such as clean or split (default).")] = None,
-    reason: Annotated[str | None, typer.Option(help="Samples of what the step removed for this reason.")] = None,
-    table: Annotated[str | None, typer.Option(help="clusters (of deduplicate) or matches (of decontaminate).")] = None,
-    source: Annotated[str | None, typer.Option(help="Only documents of this source.")] = None,
-    language: Annotated[str | None, typer.Option(help="Only documents in this language.")] = None,
-    part: Annotated[str | None, typer.Option(help="Of split: train or validation.")] = None,
-    skip: Annotated[int, typer.Option(min=0, help="Number of documents to leave out first.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, help="Number of documents to show.")] = 10,
+    step: Annotated[str | None, opt("A data step, such as clean or split (default).")] = None,
+    reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
+    table: Annotated[str | None, opt("clusters (of deduplicate) or matches (of decontaminate).")] = None,
+    source: Annotated[str | None, opt("Only documents of this source.")] = None,
+    language: Annotated[str | None, opt("Only documents in this language.")] = None,
+    part: Annotated[str | None, opt("Of split: train or validation.")] = None,
+    skip: Annotated[int, opt("Number of documents to leave out first.", min=0)] = 0,
+    limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:

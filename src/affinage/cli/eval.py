@@ -18,6 +18,7 @@ from affinage.cli.options import (
     RunsOption,
     SetOption,
     find,
+    opt,
 )
 from affinage.cli.output import Table, counted, emit, listed
 from affinage.cli.run import run_pipeline
@@ -49,32 +50,28 @@ def evaluate(
     force: ForceOption = None,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(
+        opt(
+            "julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. "
+            "Default: those of the run's recipe.",
             "--tasks",
             "--task",
             metavar="TASK",
-            help="julian, french, quickstart, a name of lm-evaluation-harness, a task file; several with commas. "
-            "Default: those of the run's recipe.",
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None,
-        typer.Option("--data-dir", metavar="DIR", help="Items as NAME.jsonl or .jsonl.gz; default: from the hub."),
+        Path | None, opt("Items as NAME.jsonl or .jsonl.gz; default: from the hub.", metavar="DIR")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
+    limit: Annotated[int | None, opt("Items per task; default all.", min=1)] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples before each question; default: as many as the task defines.")
+        int | None, opt("Examples before each question; default: as many as the task defines.", min=0)
     ] = None,
     apply_chat_template: Annotated[
         Literal["auto", "true", "false"] | None,
-        typer.Option(help="Ask in the model's chat template: tasks made for chat (auto), all (true), or none."),
+        opt("Ask in the model's chat template: tasks made for chat (auto), all (true), or none."),
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Whole sequences at once; default: what fits, to 64.")
-    ] = None,
+    batch_size: Annotated[int | None, opt("Whole sequences at once; default: what fits, to 64.", min=1)] = None,
     contamination: Annotated[
-        bool | None,
-        typer.Option(help="Look for the items in the text it was trained on, where that is here; default yes."),
+        bool | None, opt("Look for the items in the text it was trained on, where that is here; default yes.")
     ] = None,
     mesh: MeshOption = None,
     max_model_len: MaxLenOption = None,

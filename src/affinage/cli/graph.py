@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, warn
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, warn
 from affinage.cli.output import Table, counted, emit, screen
 from affinage.errors import UserError
 
@@ -37,11 +37,9 @@ def graph(
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
-    as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
-    as_svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it into an SVG file.")] = None,
-    schedule: Annotated[
-        bool, typer.Option("--schedule", help="Draw the learning rate over the steps instead.")
-    ] = False,
+    as_mermaid: Annotated[bool, opt("Print a Mermaid flowchart.", "--mermaid")] = False,
+    as_svg: Annotated[Path | None, opt("Draw it into an SVG file.", "--svg", metavar="FILE")] = None,
+    schedule: Annotated[bool, opt("Draw the learning rate over the steps instead.", "--schedule")] = False,
 ) -> None:
     """Print the model graph: the shape, parameters and FLOPs of every node.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from affinage.cli.opening import model_of
-from affinage.cli.options import RUNS, ForceOption, ModelArgument, PipelineOptions, RunsOption, SetOption, find
+from affinage.cli.options import RUNS, ForceOption, ModelArgument, PipelineOptions, RunsOption, SetOption, find, opt
 from affinage.cli.run import run_pipeline
 from affinage.cli.working import Working
 from affinage.errors import UserError
@@ -33,12 +33,8 @@ def import_(
     source: Annotated[
         str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")
     ],
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Where to write; default: its name, here.")
-    ] = None,
-    chat_tokens: Annotated[
-        bool, typer.Option("--chat-tokens", help="Give it <|im_start|> and <|im_end|> if it lacks them.")
-    ] = False,
+    to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
+    chat_tokens: Annotated[bool, opt("Give it <|im_start|> and <|im_end|> if it lacks them.", "--chat-tokens")] = False,
 ) -> None:
     """Import a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
 
@@ -70,27 +66,22 @@ def export(
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
     force: ForceOption = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Where to write; default: the run's own export.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = _DTYPE,
-    license: Annotated[str, typer.Option(help="SPDX identifier of the weights.")] = _LICENSE,
-    max_shard_size: Annotated[int, typer.Option(min=1000, help="Largest size of one file, in bytes.")] = _SHARD_BYTES,
-    trim: Annotated[
-        bool, typer.Option("--trim-vocabulary", help="Leave out ids that the tokenizer does not have.")
-    ] = False,
+    to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
+    dtype: Annotated[str, opt("float32, bfloat16 or float16.")] = _DTYPE,
+    license: Annotated[str, opt("SPDX identifier of the weights.")] = _LICENSE,
+    max_shard_size: Annotated[int, opt("Largest size of one file, in bytes.", min=1000)] = _SHARD_BYTES,
+    trim: Annotated[bool, opt("Leave out ids that the tokenizer does not have.", "--trim-vocabulary")] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="With --to: the LoRA adapters it trained alone, as PEFT reads them.")
+        bool, opt("With --to: the LoRA adapters it trained alone, as PEFT reads them.", "--adapter")
     ] = False,
     base: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER_OR_HUB_ID", help="With --adapter: where PEFT finds the model that it belongs on."),
+        str | None, opt("With --adapter: where PEFT finds the model that it belongs on.", metavar="FOLDER_OR_HUB_ID")
     ] = None,
-    check: Annotated[bool, typer.Option("--verify", help="Compare with what transformers computes from it.")] = False,
+    check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
     push: Annotated[
-        str | None, typer.Option(metavar="REPO_ID", help="Then upload it to the Hugging Face Hub; needs HF_TOKEN.")
+        str | None, opt("Then upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")
     ] = None,
-    public: Annotated[bool, typer.Option(help="With --push: a new repository is public.")] = False,
+    public: Annotated[bool, opt("With --push: a new repository is public.")] = False,
 ) -> None:
     """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
 

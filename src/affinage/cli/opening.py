@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
-
-from affinage.cli.options import RUNS, RunsOption, find
+from affinage.cli.options import RUNS, RunsOption, find, opt
 from affinage.cli.working import Working
 from affinage.errors import UserError
 
@@ -32,22 +30,22 @@ def _sizes(text: str) -> dict[str, int | str]:
 
 MeshOption = Annotated[
     Any,
-    typer.Option(
+    opt(
+        "Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy.",
         "--mesh",
         metavar="AXIS=DEVICES,...",
         parser=_sizes,
-        help="Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy.",
         show_default=False,
     ),
 ]
 MaxLenOption = Annotated[
     int | None,
-    typer.Option(
+    opt(
+        "Longest prompt and answer together. Default: what the model was trained on; for a model from elsewhere "
+        f"{MAX_RESERVED} where memory is reserved for it (serve, eval).",
         "--max-model-len",
         metavar="TOKENS",
         min=2,
-        help="Longest prompt and answer together. Default: what the model was trained on; for a model from elsewhere "
-        f"{MAX_RESERVED} where memory is reserved for it (serve, eval).",
         show_default=False,
     ),
 ]

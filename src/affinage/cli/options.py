@@ -24,6 +24,11 @@ _EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of
 _DIFFERENCES = 3  # settings in which a run differs from the packaged recipe of its name, in a warning
 
 
+def opt(help: str, *names: str, **more: Any) -> Any:
+    """An option of a verb: its help, its names if they are not the parameter's, and what else typer takes."""
+    return typer.Option(*names, help=help, **more)
+
+
 def _argument(metavar: str, help: str, complete: Callable[..., list[str]]) -> Any:
     return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete)
 
@@ -42,8 +47,7 @@ ModelArgument = Annotated[
 ]
 RunArgument = Annotated[str, _argument("RUN", "A run, or its recipe.", completion.models)]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. pretrain.steps=100. May be repeated."),
+    list[str] | None, opt("Change a setting, e.g. pretrain.steps=100. May be repeated.", "--set", metavar="KEY=VALUE")
 ]
 
 
@@ -58,26 +62,17 @@ def _is_a_folder(runs: Path) -> Path:
 
 
 RunsOption = Annotated[
-    Path,
-    typer.Option(
-        "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", help="The folder of all runs.", callback=_is_a_folder
-    ),
+    Path, opt("The folder of all runs.", "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", callback=_is_a_folder)
 ]
-LangOption = Annotated[
-    Literal["en", "fr"] | None, typer.Option("--lang", help="The language of the output.", show_default=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+LangOption = Annotated[Literal["en", "fr"] | None, opt("The language of the output.", "--lang", show_default=False)]
+JsonOption = Annotated[bool, opt("Print JSON, for scripts.", "--json")]
 ProfileOption = Annotated[
-    str | None,
-    typer.Option("--profile", metavar="STEPS", help="Write a trace of these steps of each training, e.g. 20-25."),
+    str | None, opt("Write a trace of these steps of each training, e.g. 20-25.", "--profile", metavar="STEPS")
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="List what would run and why, and do nothing.")]
-UntilOption = Annotated[
-    list[str] | None, typer.Option("--until", metavar="STEP", help="Stop after this step. May be repeated.")
-]
+DryRunOption = Annotated[bool, opt("List what would run and why, and do nothing.", "--dry-run")]
+UntilOption = Annotated[list[str] | None, opt("Stop after this step. May be repeated.", "--until", metavar="STEP")]
 ForceOption = Annotated[
-    list[str] | None,
-    typer.Option("--force", metavar="STEP", help="Run this step again, and those that read it. May be repeated."),
+    list[str] | None, opt("Run this step again, and those that read it. May be repeated.", "--force", metavar="STEP")
 ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, warn
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, warn
 from affinage.cli.output import emit
 from affinage.cli.working import Working
 from affinage.errors import UserError
@@ -34,34 +34,31 @@ def plan(
     recipe: RecipeArgument,
     on: Annotated[
         str | None,
-        typer.Option(
+        opt(
+            "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu.",
             "--on",
             metavar="SLICE",
-            help="By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu.",
             autocompletion=completion.slices,
         ),
     ] = None,
     training: Annotated[
         Literal["pretrain", "sft", "dpo"] | None,
-        typer.Option("--training", help="The training to plan; by default the first that the recipe has."),
+        opt("The training to plan; by default the first that the recipe has.", "--training"),
     ] = None,
     overrides: SetOption = None,
-    compile_step: Annotated[
-        bool, typer.Option("--compile", help="Compile the step with the slice's own compiler: minutes.")
-    ] = False,
-    which: Annotated[bool, typer.Option("--which", help="Compare many slices: time and cost on each.")] = False,
+    compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
+    which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
     search: Annotated[
-        bool, typer.Option("--search", help="Search for the fastest mesh, micro-batches, remat and optimizer state.")
+        bool, opt("Search for the fastest mesh, micro-batches, remat and optimizer state.", "--search")
     ] = False,
-    best: Annotated[int, typer.Option("--best", min=1, help="How many of the best --search prints.")] = 3,
+    best: Annotated[int, opt("How many of the best --search prints.", "--best", min=1)] = 3,
     width: Annotated[
-        int | None,
-        typer.Option("--width", help="Find the most layers of this width that the slice's compiler lets train."),
+        int | None, opt("Find the most layers of this width that the slice's compiler lets train.", "--width")
     ] = None,
-    tries: Annotated[int, typer.Option("--tries", min=1, help="Maximum number of compilations for --width.")] = 6,
+    tries: Annotated[int, opt("Maximum number of compilations for --width.", "--tries", min=1)] = 6,
     curve: Annotated[
         Literal["weak", "strong"] | None,
-        typer.Option("--curve", help="Scale from --on to 4,096 chips at a constant batch per device (weak) or batch."),
+        opt("Scale from --on to 4,096 chips at a constant batch per device (weak) or batch.", "--curve"),
     ] = None,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from affinage.cli.options import RUNS, JsonOption, LangOption, RunArgument, RunsOption, find, warn
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunArgument, RunsOption, find, opt, warn
 from affinage.cli.output import emit
 
 
@@ -20,7 +20,7 @@ def report(
     runs: RunsOption = RUNS,
     lang: LangOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write; default: report.html in the run.")
+        Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from affinage.cli.options import PipelineOptions, RecipeArgument, UntilOption, load, warn, with_options
+from affinage.cli.options import PipelineOptions, RecipeArgument, UntilOption, load, opt, warn, with_options
 from affinage.cli.output import only_data_on_stdout, screen
 from affinage.errors import UserError
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
 
 DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the last of the data steps
-SampleOption = Annotated[
-    float | None, typer.Option("--sample", metavar="SHARE", help="Use a share of each source only, e.g. 0.001.")
-]
+SampleOption = Annotated[float | None, opt("Use a share of each source only, e.g. 0.001.", "--sample", metavar="SHARE")]
 ShowOption = Annotated[
-    int | None, typer.Option("--show", min=1, metavar="N", help="Only prepare the data, and show N examples of it.")
+    int | None, opt("Only prepare the data, and show N examples of it.", "--show", min=1, metavar="N")
 ]
 
 
@@ -88,7 +86,7 @@ def _show_examples(rows: Path, count: int, documents: int) -> None:
 
 def world(
     folder: Annotated[Path, typer.Argument(help="Where to write; must be empty or not there.", show_default=False)],
-    megabytes: Annotated[float, typer.Option(min=0.01, help="How much text, in 1e6 bytes.")] = 3.0,
+    megabytes: Annotated[float, opt("How much text, in 1e6 bytes.", min=0.01)] = 3.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write the pocket world into a folder: documents, conversations, preference pairs and benchmarks.

@@ -11,7 +11,7 @@ import typer
 
 from affinage.cli.chat import SystemOption
 from affinage.cli.opening import OpenOptions, opened
-from affinage.cli.options import ModelArgument, with_options
+from affinage.cli.options import ModelArgument, opt, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,19 +29,19 @@ def add_to(app: typer.Typer) -> None:
 @with_options(opening=OpenOptions)
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Annotated[str, opt("Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
+    port: Annotated[int, opt("0: any that is free.", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            help=f"A file with the key that clients must send; or {_VARIABLE} in the environment. "
-            "Made up and printed if other machines can ask and none is given.",
+        opt(
+            f"A file with the key that clients must send; or {_VARIABLE} in the environment. "
+            "Made up and printed if other machines can ask and none is given."
         ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Answers generated at once.")] = 8,
-    max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 1024,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30,
+    max_num_seqs: Annotated[int, opt("Answers generated at once.", "--max-num-seqs", min=1)] = 8,
+    max_queue: Annotated[int, opt("Answers that may wait; more are refused with 429.", min=0)] = 64,
+    max_tokens: Annotated[int, opt("The longest answer.", min=1)] = 1024,
+    grace: Annotated[float, opt("Seconds that answers may still take after SIGTERM.", min=0)] = 30,
     system: SystemOption = None,
     *,
     opening: OpenOptions,
