@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -55,7 +55,8 @@ def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOptio
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    found = _remote_listing(training) if "://" in training else _listing(training, runs, quiet=as_json)
+    with _source(training, runs, quiet=as_json) as source:
+        found = source.listing()
     if not found:
         print("no checkpoint yet", file=sys.stderr)
     states = (each["why_not"] or plain(str(each["saved"] or "damaged")) for each in found)
@@ -151,18 +152,12 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
     """
     from affinage.signing import signing_key
 
-    found: dict[int, str] = {}
-    with Working("reading checkpoints") as working:
-        if "://" in checkpoint:
-            where, found, not_read = _verified_remote(checkpoint)
-        else:
-            store, step = _store(checkpoint, runs, quiet=as_json)
-            steps, where = _steps(store), str(store.folder)
-            for place, number in enumerate(chosen := steps if step is None else [_known(store, step)]):
-                working.progressed(f"{place} of {len(chosen)}")
-                found[number] = store.damage(number)
-            entries = [number for number, _ in store.entries() if step is None]
-            not_read = {number: why for number in entries if (why := store.why_not_read(number))}
+    with Working("reading checkpoints") as working, _source(checkpoint, runs, quiet=as_json) as source:
+        found: dict[int, str] = {}
+        for place, number in enumerate(chosen := source.chosen()):
+            working.progressed(f"{place} of {len(chosen)}")
+            found[number] = source.store.damage(number)
+        not_read = {number: why for number, why in source.states().items() if why and source.step is None}
     rows = [
         {"step": number, "damage": found.get(number) or None, "why_not": not_read.get(number, "")}
         for number in sorted({*found, *not_read})
@@ -175,10 +170,10 @@ def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: Jso
     which = f"{len(damaged)} of {counted(len(found), 'checkpoint')} {'is' if len(damaged) == 1 else 'are'}"
     if damaged and all(found[number] == UNSIGNED for number in damaged):
         fix = "`affinage checkpoint sign` signs your own; where others may write, they may be from somebody else."
-        raise UserError(f"{which} not signed with this key", where=where, fix=fix)
+        raise UserError(f"{which} not signed with this key", where=source.where, fix=fix)
     if damaged:
         fix = "A training resumes from the newest whole one by itself; copy a damaged one again if it has a copy."
-        raise UserError(f"{which} damaged", where=where, fix=fix)
+        raise UserError(f"{which} damaged", where=source.where, fix=fix)
 
 
 @group.command("sign")
@@ -193,19 +188,79 @@ def sign(checkpoint: CheckpointArgument, runs: RunsOption = RUNS) -> None:
     if "://" in checkpoint:
         fix = "Sign it in the folder of its run: it is copied to the URL when the training resumes."
         raise UserError("a copy at a URL is not signed there", where=checkpoint, fix=fix)
-    store, step = _store(checkpoint, runs)
-    for number in _steps(store) if step is None else [_known(store, step)]:
-        with Working("reading a checkpoint"):
-            store.sign(number)
-        print(f"{number:>10,}  signed")
+    with _source(checkpoint, runs) as source:
+        for number in source.chosen():
+            with Working("reading a checkpoint"):
+                source.store.sign(number)  # type: ignore[union-attr]
+            print(f"{number:>10,}  signed")
 
 
-def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointStore, int | None]":
-    """The checkpoints of a model, and the step that is named. Of a run with several trainings, prints which it is."""
+class _Source(NamedTuple):
+    """The checkpoints of a training, here or at a URL."""
+
+    store: "CheckpointStore | RemoteSteps"
+    where: str
+    step: int | None  # that was named
+
+    def states(self) -> dict[int, str]:
+        """Why each thing that is called like a step is not read; "" if it is complete."""
+        from affinage.checkpoint import CheckpointStore
+
+        if isinstance(self.store, CheckpointStore):
+            return {number: self.store.why_not_read(number) for number, _ in self.store.entries()}
+        return {number: "" if facts["complete"] else CUT_OFF for number, facts in self.store.listing().items()}
+
+    def listing(self) -> list[dict[str, Any]]:
+        """{step, saved, bytes, complete, why_not} of everything that is called like a step, oldest first."""
+        from affinage.checkpoint import CheckpointStore
+        from affinage.checkpoint.looking import listing
+
+        if isinstance(self.store, CheckpointStore):
+            return listing(self.store)
+        remote, states = self.store, self.states()
+
+        def saved(step: int) -> str | None:
+            """When a step was saved; its facts may be written by anybody, and be of any form."""
+            facts = {} if states[step] else remote.meta(step).get("facts")
+            found = facts.get("saved") if isinstance(facts, dict) else None
+            return found if isinstance(found, str) else None
+
+        found = remote.listing().items()
+        return [{"step": step, "saved": saved(step), **facts, "why_not": states[step]} for step, facts in found]
+
+    def chosen(self) -> list[int]:
+        """The step that was named, or all that are complete, oldest first. Raises UserError if there are none."""
+        states = self.states()
+        steps = [number for number, why in states.items() if not why]
+        if not steps:
+            incomplete = "; ".join(f"step {number}: {why}" for number, why in states.items())
+            what = f"no checkpoint is complete; {incomplete}" if incomplete else "there is no checkpoint"
+            fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model, or copy them again."
+            raise UserError(what, where=self.where, fix=fix)
+        if self.step is None or self.step in steps:
+            return steps if self.step is None else [self.step]
+        why = states.get(self.step)
+        what = f"the checkpoint of step {self.step} is not read: {why}" if why else f"there is no step {self.step}"
+        raise UserError(what, where=self.where, fix=f"There are {', '.join(f'@{known}' for known in steps)}.")
+
+
+@contextlib.contextmanager
+def _source(name: str, runs: Path, *, quiet: bool = False) -> Iterator[_Source]:
+    """The checkpoints that a name stands for. Of a run with several trainings, prints which it is."""
+    if "://" in name:
+        from affinage.checkpoint.remote import reached
+        from affinage.checkpoint.remote_steps import find_steps
+
+        url, at, step = name.rpartition("@")
+        wanted = int(step) if at and step.isdecimal() else None
+        with reached(name):
+            remote = find_steps(name if wanted is None else url)
+            yield _Source(remote, remote.folder.url, wanted)
+        return
     from affinage.pipeline.names import locate, run_of, trainings_of
 
     target = find(name, runs)  # before JAX is imported
-    folder, step = locate(target, runs)
+    folder, wanted = locate(target, runs)
     if target.kind == "hub":
         raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
     if target.kind in ("recipe", "run") and not quiet:
@@ -214,106 +269,24 @@ def _store(name: str, runs: Path, *, quiet: bool = False) -> "tuple[CheckpointSt
             print(f"{last}, the last training; others: {', '.join(others)}", file=sys.stderr)
     from affinage.checkpoint.looking import store_of
 
-    return store_of(folder), step
-
-
-def _listing(name: str, runs: Path, *, quiet: bool) -> list[dict[str, Any]]:
-    store, _ = _store(name, runs, quiet=quiet)
-    from affinage.checkpoint.looking import listing
-
-    return listing(store)
+    store = store_of(folder)
+    yield _Source(store, str(store.folder), wanted)
 
 
 @contextlib.contextmanager
 def _checkpoint(name: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
     """The store and the step of a checkpoint; of one at a URL, a temporary copy."""
-    if "://" not in name:
-        store, step = _store(name, runs, quiet=True)
-        steps = _steps(store)
-        yield store, steps[-1] if step is None else _known(store, step)
-        return
-    from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.remote import reached
+    with _source(name, runs, quiet=True) as source, TemporaryDirectory() as folder:
+        from affinage.checkpoint import CheckpointStore
 
-    remote, wanted = _remote(name)
-    with TemporaryDirectory() as folder, reached(name):
-        step = _complete(remote, wanted)
-        if damage := remote.fetch(step, Path(folder)):
+        step = source.chosen()[-1]
+        if isinstance(source.store, CheckpointStore):
+            yield source.store, step
+            return
+        if damage := source.store.fetch(step, Path(folder)):
             fix = "Copy it again, or name another step."
-            raise UserError(f"the checkpoint of step {step} is damaged: {damage}", where=remote.folder.url, fix=fix)
+            raise UserError(f"the checkpoint of step {step} is damaged: {damage}", where=source.where, fix=fix)
         yield CheckpointStore(Path(folder)), step
-
-
-def _remote(name: str) -> "tuple[RemoteSteps, int | None]":
-    """The checkpoints at a URL, and the step that is named."""
-    from affinage.checkpoint.remote_steps import find_steps
-
-    url, at, step = name.rpartition("@")
-    return (find_steps(url), int(step)) if at and step.isdecimal() else (find_steps(name), None)
-
-
-def _complete(remote: "RemoteSteps", step: int | None) -> int:
-    """The step that is named, or the newest one. Raises UserError if it is not there."""
-    steps, where = remote.steps(), remote.folder.url
-    if not steps:
-        fix = "Let the training save one, or name another URL."
-        raise UserError("no checkpoint is complete", where=where, fix=fix)
-    if step is not None and step not in steps:
-        raise _no_step(step, steps, where)
-    return steps[-1] if step is None else step
-
-
-def _remote_listing(name: str) -> list[dict[str, Any]]:
-    from affinage.checkpoint.remote import reached
-
-    def saved(step: int) -> str | None:
-        """When a step was saved; its facts may be written by anybody, and be of any form."""
-        facts = remote.meta(step).get("facts")
-        found = facts.get("saved") if isinstance(facts, dict) else None
-        return found if isinstance(found, str) else None
-
-    remote, _ = _remote(name)
-    with reached(name):
-        return [
-            {"step": step, "saved": saved(step), **facts, "why_not": ""}
-            if facts["complete"]
-            else {"step": step, "saved": None, **facts, "why_not": CUT_OFF}
-            for step, facts in remote.listing().items()
-        ]
-
-
-def _verified_remote(name: str) -> tuple[str, dict[int, str], dict[int, str]]:
-    """The URL, what is wrong with each checkpoint there, and why others are not read."""
-    from affinage.checkpoint.remote import reached
-
-    remote, step = _remote(name)
-    with reached(name):
-        chosen = _complete(remote, step)
-        steps = remote.steps() if step is None else [chosen]
-        not_read = {number: CUT_OFF for number in remote.listing() if step is None and number not in steps}
-        return remote.folder.url, {number: remote.damage(number) for number in steps}, not_read
-
-
-def _steps(store: "CheckpointStore") -> list[int]:
-    """The complete steps; raises UserError if there are none."""
-    if steps := store.steps():
-        return steps
-    where = str(store.folder)
-    if not_read := [f"step {step}: {store.why_not_read(step)}" for step, _ in store.entries()]:
-        fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model again, or copy them again."
-        raise UserError("no checkpoint is complete; " + "; ".join(not_read), where=where, fix=fix)
-    raise UserError("there is no checkpoint", where=where, fix="Train the model first.")
-
-
-def _known(store: "CheckpointStore", step: int) -> int:
-    if step not in store.steps():
-        raise _no_step(step, store.steps(), str(store.folder), store.why_not_read(step))
-    return step
-
-
-def _no_step(step: int, steps: list[int], where: str, why: str = "") -> UserError:
-    what = f"the checkpoint of step {step} is not read: {why}" if why else f"there is no checkpoint of step {step}"
-    return UserError(what, where=where, fix=f"There are {', '.join(f'@{known}' for known in steps)}.")
 
 
 def _nested(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
