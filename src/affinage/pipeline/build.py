@@ -9,9 +9,9 @@ from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
-from affinage.data.places import is_on_hub, is_url, location
 from affinage.config.training import OF_THE_ROWS
 from affinage.config.tuning import TuningSettings
+from affinage.data.places import is_on_hub, is_url, location
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
