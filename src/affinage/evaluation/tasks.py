@@ -133,9 +133,7 @@ def _meant(
     """What each of the names stands for, and the members of groups of which the folder of items has no file."""
     items = None if data_dir is None else from_home(data_dir)
     if items is not None and not items.is_dir():
-        raise UserError(
-            f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS
-        )
+        raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
     found: list[_Meant] = []
     chosen, missing = names_of(names, items)
     for name in chosen:
@@ -153,9 +151,7 @@ def _meant(
         if name in folders or name in POCKET_TASKS or place.exists():
             found.append(_Meant(name, place=place))
         elif place.suffix in {".yaml", ".yml"} or "/" in name:
-            raise UserError(
-                "there is no such task file or folder", where=name, fix=_PATHS
-            )
+            raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
         else:
             found.append(_Meant(name))
     return found, missing
