@@ -149,7 +149,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     from affinage.stopping import OwnProcess
 
     runs = opening.runs
-    run = find(name, runs).run
+    run = target.run
     as_made = recorded(run).get("evaluate") or {} if run is not None and "tasks" not in options else {}
     settings = {key: as_made[key] for key in _SETTINGS if as_made.get(key) is not None} | options
     tasks = settings.pop("tasks", [])

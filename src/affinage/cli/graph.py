@@ -54,6 +54,7 @@ def graph(
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
+    from affinage.pipeline.names import resolve, run_folder
     from affinage.pipeline.trainings import with_vocabulary
     from affinage.plugins import load_plugins
 
@@ -62,7 +63,8 @@ def graph(
         rates = _learning_rates(loaded)
         emit(rates, as_json, (line for name in rates for line in _drawn(name, rates[name])))
         return
-    model = parse(with_vocabulary(loaded.recipe.model, _vocabulary(loaded.recipe, runs)), loaded.locate)
+    vocabulary = _vocabulary(loaded.recipe, run_folder(resolve(recipe, runs), loaded, runs))
+    model = parse(with_vocabulary(loaded.recipe.model, vocabulary), loaded.locate)
     if as_mermaid:
         print(mermaid(model), end="")
         return
@@ -148,13 +150,13 @@ def _batch_size(recipe: "Recipe") -> int:
     return settings.batch_size or (settings.per_device_batch_size or 1) * devices
 
 
-def _vocabulary(recipe: "Recipe", runs: Path) -> int:
+def _vocabulary(recipe: "Recipe", run: Path) -> int:
     """The size that `vocab: auto` stands for."""
     from affinage.pipeline.store import read_manifest
 
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocab_size
-    trained = (read_manifest(runs / recipe.name / "tokenizer") or {}).get("summary", {}).get("vocabulary")
+    trained = (read_manifest(run / "tokenizer") or {}).get("summary", {}).get("vocabulary")
     if trained is None:
         warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
     return trained or _UNKNOWN_CHARACTERS

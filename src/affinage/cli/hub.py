@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,23 +164,23 @@ def _write(name: str, runs: Path, to: Path, settings: dict[str, Any]) -> None:
     if settings["dtype"] not in DTYPES:
         fix = f"Choose one of: {', '.join(DTYPES)}."
         raise UserError(f"`{settings['dtype']}` is not a dtype of weights", where="--dtype", fix=fix)
-    facts = _card(name, target, state, runs, settings.pop("license"))
+    facts = _card(target, state, settings.pop("license"))
     export(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
 
 
-def _card(name: str, target: "Target", state: "ModelState | None", runs: Path, license: str) -> "CardFacts":
-    """The facts of the model card: what its run knows; of a checkpoint and of a model from elsewhere, how far it is."""
+def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFacts":
+    """The facts of the model card: what its run knows, and of a model that is not trained to its end, how far it is."""
     from affinage.hub.card import CardFacts
     from affinage.pipeline.models import results_of
     from affinage.report.card import card_facts
     from affinage.report.facts import collect_facts
 
-    run = find(name, runs).run
+    run = target.run
     results = results_of(target.path, run) if run is not None and target.step is None else {}
-    progress = "" if state is None else str(state).partition(", ")[2]
-    if run is None or not results:
-        return CardFacts(license, training={"Checkpoint": progress} if progress else {})
-    return card_facts(collect_facts(run, results), license)
+    facts = card_facts(collect_facts(run, results), license) if run is not None and results else CardFacts(license)
+    if state is None or (state.step == state.steps and target.step is None):
+        return facts
+    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2]})
 
 
 def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
@@ -190,7 +191,7 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
     from affinage.pipeline.models import open_adapters
     from affinage.pipeline.names import command
 
-    found = adapter_base(find(name, runs), runs)
+    found = adapter_base(target, runs)
     place = base or found.place
     files = write_adapter(to, *open_adapters(target, runs), base=place)
     typer.echo(f"The adapter is in {to}: {sum(files.values()) / 1e6:,.1f} MB.")

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from affinage.cli.options import RUNS, RunsOption, find, opt
 from affinage.cli.working import Working
@@ -95,7 +95,8 @@ def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, 
     here = place()
     if announce and state is not None and (here is None or here.host == 0):
         print(f"Model: {state}", file=sys.stderr)
-    return replace(target, kind="hub" if target.kind == "hub" else "model", path=folder, step=step), state
+    kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
+    return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state
 
 
 def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:

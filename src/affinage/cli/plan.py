@@ -142,14 +142,15 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
     from affinage.config.load import load_recipe
     from affinage.data.preferences import documents_in_a_row
-    from affinage.pipeline.names import RECIPE, resolve
+    from affinage.pipeline.names import RECIPE, resolve, run_folder
     from affinage.pipeline.store import read_manifest
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
     from affinage.training.choices import check_choices
 
-    run, made = runs / loaded.recipe.name, resolve(name, runs).run
-    file = str(loaded.path if made is None else made / RECIPE)
+    target = resolve(name, runs)
+    run = run_folder(target, loaded, runs)
+    file = str(loaded.path if target.run is None else run / RECIPE)
     if training:
         overrides = [*overrides, *only(training, loaded.recipe)]
         loaded = load_recipe(file, overrides)

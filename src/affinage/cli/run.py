@@ -139,8 +139,11 @@ def run_pipeline(
 
     with OwnProcess():  # a signal that comes while the recipe is read has nothing to save
         from affinage.hardware.pulse import guarded
+        from affinage.pipeline.names import resolve
 
         loaded = load(name, how.overrides, how.runs)
+        if (made := resolve(name, how.runs).run) is not None:  # one that is named by its path is run where it is
+            how = replace(how, runs=made.parent)
         if how.profile is not None:
             loaded = load(name, [*(how.overrides or ()), f"runtime.profile={how.profile}"], how.runs)
         with guarded(loaded.recipe.name, loaded.recipe.runtime):

@@ -38,12 +38,13 @@ class Target:
     path: Path  # the recipe's file, or the folder
     step: int | None = None  # of the checkpoint that was named
     warning: str = ""  # where the name fits something else, too
+    belongs_to: Path | None = None  # the run, where its path does not lie in it
 
     @property
     def run(self) -> Path | None:
         """The folder of the run that it is or belongs to; None if it belongs to none."""
         folders = () if self.kind == "recipe" else (self.path, self.path.parent)
-        return next((folder for folder in folders if (folder / RECIPE).is_file()), None)
+        return self.belongs_to or next((folder for folder in folders if (folder / RECIPE).is_file()), None)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,7 @@ def _kind(place: Path) -> Any:
 
 def _unknown(word: str, runs: Path) -> UserError:
     if Path(word).suffix in _RECIPE_SUFFIXES:
-        with contextlib.suppress(IndexError):
-            find_recipe(word)  # raises, with the nearest file beside it
+        find_recipe(word)  # raises, with the nearest file beside it
     for folder in (Path(word), runs / word):
         if os.path.isdir(folder):
             inside = _models_in(folder)
@@ -138,9 +138,7 @@ def _unknown(word: str, runs: Path) -> UserError:
 
 def _models_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError):  # a folder of others, which this user may not read
-        return sorted(
-            str(entry) for entry in folder.iterdir() if entry.is_dir() and _kind(entry) not in (None, "result")
-        )
+        return sorted(str(entry) for entry in folder.iterdir() if _kind(entry) in ("run", "model", "hub"))
     return []
 
 
@@ -172,9 +170,8 @@ def recipe_of(
     that lists them is given to it. The command of a run's recipe is that of the run.
     """
     if target.kind == "recipe":
-        return load_recipe(
-            target.name if target.path == packaged_recipes().get(target.name) else target.path, overrides
-        )
+        packaged = target.path == packaged_recipes().get(target.name)
+        return load_recipe(target.name if packaged else target.path, overrides)
     if target.run is None and (target.path / "recipe.yaml").is_file():  # of an import
         return load_recipe(target.path / "recipe.yaml", overrides)
     if target.run is None:
@@ -195,6 +192,11 @@ def recipe_of(
         words += [] if override in words else ["--set", override]
     written = Path(str(note.get("recipe") or ""))  # settings that name files relative to their recipe still find them
     return replace(loaded, command=shlex.join(words), path=written if written.is_file() else loaded.path)
+
+
+def run_folder(target: Target, recipe: LoadedRecipe, runs: Path) -> Path:
+    """The folder of the run that a target is, or that its recipe has or will have."""
+    return target.run or runs / recipe.recipe.name
 
 
 def run_of(target: Target, runs: Path) -> Path:
@@ -247,10 +249,13 @@ def trainings_of(run: Path) -> list[str]:
 
 
 def is_current(run: Path, training: str) -> bool:
-    """Whether a run has this training, and it began from the base that the run has now, and that from its own."""
+    """Whether a run has this training, and it began from the base that the run has now, and that from its own.
+
+    Of a training that another version of affinage completed nobody can tell, so it is taken for current.
+    """
     request = read_request(run / training)
     if request is None:
-        return False
+        return read_manifest(run / training) is not None
     bases = {name: key for name, key in request[0].inputs.items() if name in TRAININGS}
     now = {name: found for name in bases if (found := read_request(run / name)) is not None}
     return all(found[1] == bases[name] and is_current(run, name) for name, found in now.items())
@@ -265,11 +270,8 @@ def planned_trainings(run: Path) -> list[str]:
 
 def incomplete(run: Path) -> list[str]:
     """The trainings of a run's recipe that are not complete, in their order."""
-    return [name for name in planned_trainings(run) if read_manifest(run / name) is None or _is_stale(run, name)]
-
-
-def _is_stale(run: Path, training: str) -> bool:
-    return read_request(run / training) is not None and not is_current(run, training)
+    wanted = planned_trainings(run)
+    return [name for name in wanted if read_manifest(run / name) is None or not is_current(run, name)]
 
 
 def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
@@ -283,8 +285,8 @@ def check_complete(target: Target, runs: Path, *, instead: str = "") -> None:
     if run is None or target.step is not None or not (missing := incomplete(run)):
         return
     if not instead:
-        place = str(target.path) if target.kind == "run" and not (runs / target.name).is_dir() else run.name
-        trained = [Target(f"{place}/{name}", "model", run / name) for name in reversed(trainings_of(run))]
+        name = target.name if target.kind == "run" else run.name
+        trained = [Target(f"{name}/{part}", "model", run / part) for part in reversed(trainings_of(run))]
         there = [str(state) for one in trained if (state := state_of(one, runs)) is not None and state.step]
         instead = f"Or name what is there: {'; '.join(there)}." if there else ""
     fix = "\n  ".join(filter(None, [f"Run it: {command('run', target.name, runs=runs)}", instead]))
