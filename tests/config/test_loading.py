@@ -1,11 +1,12 @@
 """Recipes: what is merged from where, which mistakes are named at which line, and what YAML words mean."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from affinage.config.load import load_recipe
+from affinage.config.load import load_recipe, load_saved
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
 
@@ -68,8 +69,8 @@ MISTAKES = [
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
     (ONE, ONE + "report: {language: de}\n", 2, "report.language | en, fr"),
     (ONE, ONE + "name: large\n", 2, "`name` | twice"),
-    (ONE, ONE + "packing: 3\n", 2, "`packing` | packing: {seq_len: 2048}"),
-    (ONE, ONE + "base: none.yaml\n", 2, "`none.yaml`"),
+    (ONE, ONE + "packing: 3\n", 2, "`packing` | seq_len, num_shards"),
+    (ONE, ONE + "base: none.yaml\n", 2, "base: none.yaml | `r.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "its own base"),
     (ONE, "name: !!python/name:os.system x\n", 1, "not allowed"),
     (
@@ -80,6 +81,17 @@ MISTAKES = [
     ),
     ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | Indent with spaces"),
     ("batch_size: 8", "batch_size: [8", 12, "not valid YAML | brackets"),
+    (ONE, "name: a/b\n", 1, "`name` | `a/b` | slash"),
+    (ONE, ONE + "hardware: {price: free}\n", 2, "hardware.price | `free` | a number, or a mapping"),
+    (ONE, ONE + "data2: {}\n", 2, "`data2` | `data`"),
+    ("peak_lr: 1e-3", "peak_lr: .inf", 13, "peak_lr | finite"),
+    ("peak_lr: 1e-3", "peak_lr: .nan", 13, "peak_lr | finite"),
+    ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
+    ("peak_lr: 1e-3", "peak_lr: true", 13, "peak_lr | `true` | a number"),
+    ("steps: 1_000", "steps:", 10, "`pretrain.steps` is empty | Leave it out"),
+    (ONE, ONE + "report: null\n", 2, "`report` is empty | Leave it out"),
+    (ONE, ONE + "packing: {seq_len: null}\n", 2, "`packing.seq_len` is empty"),
+    ("{kind: embedding", "&a {kind: embedding", 5, "anchors"),
 ]
 
 
@@ -89,6 +101,57 @@ def test_each_mistake_names_its_line_its_setting_and_its_cure(write: Write, good
     message = str(refused(write(GOOD.replace(good, bad))))
     assert f"r.yaml:{line}: " in message
     assert [each for each in held.split(" | ") if each not in message] == [], message
+
+
+def test_what_is_no_recipe_is_refused_by_one_message(write: Write, tmp_path: Path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder.yaml").mkdir()
+    texts = {
+        "large": "name: x\nnote: " + "x" * 10_000_000,
+        "list": "- a\n",
+        "empty": "",
+        "word": "quickstart",
+        "zero": "\0",
+    }
+    for name, text in texts.items():
+        write(text, f"{name}.yaml")
+    for name in (
+        *(f"{name}.yaml" for name in texts),
+        "binary.yaml",
+        "folder.yaml",
+        "none.yaml",
+        "no/such/recipe",
+        "x" * 5000,
+    ):
+        error = refused(name)
+        assert error.what.strip() and len(str(error)) < 12_000, name
+    assert refused("none.yaml").fix and "bytes" in refused("large.yaml").what
+    write("base: b.yaml\n", "a.yaml")
+    assert "its own base" in str(refused(write("base: a.yaml\n", "b.yaml")))
+
+
+def test_clipping_is_switched_off_by_null(write: Write):
+    assert (
+        load_recipe(write(GOOD), ["pretrain.optimizer.max_grad_norm=null"]).recipe.pretrain.optimizer.max_grad_norm
+        is None
+    )
+    base = write(GOOD.replace("name: small", "mesh: {data: auto}\nname: small"), "base.yaml")
+    child = write(f"base: {base}\nname: child\nmesh: {{data: null, fsdp: auto}}\n")
+    assert load_recipe(child).recipe.mesh == {"fsdp": "auto"}, "a key of one's own is taken away"
+
+
+def test_a_run_of_another_version_opens_without_what_is_gone(write: Write, tmp_path: Path):
+    recipe = json.loads(load_recipe("quickstart").recipe.model_dump_json())
+    whole, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
+    assert whole.recipe == load_recipe("quickstart").recipe and not gone
+    recipe["pretrain"]["colour"] = recipe["shade"] = 1
+    recipe["sft"]["schedule"] = {"peak": 1e-3}  # all of it had other names
+    recipe["tokenizer"]["kind"] = "characters"
+    loaded, gone = load_saved(write(json.dumps(recipe), "recipe.json"))
+    assert sorted(gone) == ["pretrain.colour", "sft.schedule", "sft.schedule.peak", "shade", "tokenizer.kind"]
+    assert loaded.recipe.pretrain == load_recipe("quickstart").recipe.pretrain
+    with pytest.raises(UserError):
+        load_saved(write('{"pretrain": {}}', "recipe.json"))
 
 
 def test_all_mistakes_are_told_at_once_in_reading_order(write: Write):

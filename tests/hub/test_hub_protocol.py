@@ -266,7 +266,7 @@ def test_a_recipe_whose_task_file_names_the_hub_is_not_kept_from_it(tmp_path, mo
 
     assert local() and local("evaluate={tasks: [near.yaml]}")
     assert not local("evaluate={tasks: [near.yaml, further.yaml]}")
-    assert not local("data.decontaminate={against: [far.yaml]}")
+    assert not local("data.decontaminate={benchmark_files: [far.yaml]}")
 
 
 def test_a_release_is_pushed_after_a_run_that_needed_no_network(hub, model, tmp_path, monkeypatch):

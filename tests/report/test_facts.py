@@ -127,8 +127,8 @@ def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tm
     sources = [
         {"path": "books/novels.jsonl", "license": "cc0-1.0"},
         {"path": "other/novels.txt", "license": "cc-by-4.0"},
-        {"path": "web/", "name": "pages", "licence": "odc-by"},
-        {"path": "of another version", "unknown": 1, "name": "old", "licence": "mit"},
+        {"path": "web/", "name": "pages", "license": "odc-by"},
+        {"path": "of another version", "unknown": 1, "name": "old", "license": "mit"},
     ]
     recipe = {"data": {"sources": sources, "languages": ["en", "fr"]}}
     by_source = {name: {"documents": 1, "bytes": 9} for name in ("novels", "novels-2", "pages", "old")}

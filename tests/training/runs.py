@@ -73,6 +73,7 @@ def be_run(order: str) -> None:
 
     import tiny
 
+    from affinage.config.runtime import CheckpointSettings, RuntimeSettings
     from affinage.errors import EXIT_PREEMPTED, Preempted
     from affinage.stopping import OwnProcess
     from affinage.training import TrainJob, train
@@ -93,6 +94,7 @@ def be_run(order: str) -> None:
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
                     settings=tiny.settings(job["steps"], eval_every=7),
+                    runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=5)),
                     mesh={"fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),

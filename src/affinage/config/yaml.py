@@ -52,7 +52,7 @@ def parse(text: str, name: str) -> Document:
         elif mark and "\t" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             fix = "Indent with spaces; YAML does not allow tabs."
         raise UserError(what, where=f"{name}:{mark.line + 1}" if mark else name, fix=fix) from None
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:  # of odd keys
         raise UserError(f"this is not valid YAML: {str(error)[:200]}", where=name, fix=fix) from None
 
 
