@@ -25,14 +25,14 @@ from statistics import median
 import numpy as np
 import pyarrow as pa
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.duplicates import find_duplicates
 from affinage.data.engine import LocalEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, written
 
-SETTINGS = DeduplicateSettings()
+SETTINGS = DedupSettings()
 
 
 class InMemory:
@@ -79,10 +79,10 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def quality(texts: list[str], pairs: list[tuple[int, int]], kept: np.ndarray) -> tuple[float, float]:
-    near = [(a, b) for a, b in pairs if jaccard_of(texts[a], texts[b]) >= SETTINGS.jaccard]
+    near = [(a, b) for a, b in pairs if jaccard_of(texts[a], texts[b]) >= SETTINGS.threshold]
     recall = sum(kept[a] == kept[b] for a, b in near) / len(near)
     removed = [i for i, keeper in enumerate(kept) if keeper != i]
-    right = sum(jaccard_of(texts[i], texts[kept[i]]) >= SETTINGS.jaccard for i in removed)
+    right = sum(jaccard_of(texts[i], texts[kept[i]]) >= SETTINGS.threshold for i in removed)
     return recall, right / len(removed)
 
 
@@ -94,7 +94,7 @@ def shingled(text: str) -> list[str]:
 def datasketch(texts: list[str]) -> None:
     from datasketch import MinHash, MinHashLSH
 
-    index = MinHashLSH(num_perm=96, params=(SETTINGS.bands, SETTINGS.rows))
+    index = MinHashLSH(num_perm=96, params=(SETTINGS.num_buckets, SETTINGS.hashes_per_bucket))
     for i, text in enumerate(texts):
         signature = MinHash(num_perm=96)
         signature.update_batch([shingle.encode() for shingle in shingled(text)])
@@ -105,7 +105,7 @@ def datasketch(texts: list[str]) -> None:
 def rensa(texts: list[str]) -> None:
     from rensa import RMinHash, RMinHashLSH
 
-    index = RMinHashLSH(threshold=SETTINGS.jaccard, num_perm=96, num_bands=SETTINGS.bands)
+    index = RMinHashLSH(threshold=SETTINGS.threshold, num_perm=96, num_bands=SETTINGS.num_buckets)
     for i, text in enumerate(texts):
         signature = RMinHash(num_perm=96, seed=1)
         signature.update(shingled(text))
@@ -122,13 +122,15 @@ def datatrove(texts: list[str]) -> None:
     def read(data: object, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         yield from (Document(text=text, id=str(i)) for i, text in enumerate(texts))
 
-    config = MinhashConfig(n_grams=SETTINGS.ngram, num_buckets=SETTINGS.bands, hashes_per_bucket=SETTINGS.rows)
+    config = MinhashConfig(
+        n_grams=SETTINGS.n_grams, num_buckets=SETTINGS.num_buckets, hashes_per_bucket=SETTINGS.hashes_per_bucket
+    )
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as folder:
         signatures, buckets, removed = f"{folder}/signatures", f"{folder}/buckets", f"{folder}/removed"
         for number, (step, tasks) in enumerate(
             (
                 (MinhashDedupSignature(signatures, config=config), 1),
-                (MinhashDedupBuckets(signatures, buckets, config=config), SETTINGS.bands),
+                (MinhashDedupBuckets(signatures, buckets, config=config), SETTINGS.num_buckets),
                 (MinhashDedupCluster(buckets, removed, config=config), 1),
             )
         ):
@@ -147,7 +149,7 @@ def main() -> None:
     ours = count / seconds(lambda: duplicates(part), 5)
     megabytes = part.table["text"].nbytes / 1e6
     print(f"{count} documents, {megabytes:.1f} MB; candidates {candidates}, pairs compared {compared}")
-    print(f"recall {recall:.4f} over pairs with J >= {SETTINGS.jaccard}, precision {precision:.4f}")
+    print(f"recall {recall:.4f} over pairs with J >= {SETTINGS.threshold}, precision {precision:.4f}")
     print(f"ours: {ours:,.0f} documents/s, {ours * megabytes / count:.0f} MB/s")
     results = [
         {"name": "recall at J >= 0.8", "ours": recall, "peer": None, "unit": "share", "ratio": None},

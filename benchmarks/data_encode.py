@@ -69,7 +69,7 @@ def main() -> None:
             for number, text in enumerate(texts):
                 writer.add(id=str(number), source="text", text=text)
         vocabulary = arguments.vocabulary or (50_000 if arguments.files else 3_000)
-        train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocabulary=vocabulary), (), seed=0)
+        train_tokenizer(folder, folder / "tokenizer", TokenizerSettings(vocab_size=vocabulary), (), seed=0)
         ours = Tokenizer.load(folder / "tokenizer")
         write_hf_tokenizer(ours, folder / "hf", context=2048)
         results = measure(ours, folder, texts)

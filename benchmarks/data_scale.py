@@ -153,9 +153,9 @@ def measure(folder: Path, megabytes: float, files: list[Path], identify: bool) -
         "base": "novels",
         "name": "scale",
         "data": {"root": str(folder), "sources": [{"path": "input", "name": "generated"}]}
-        | ({} if identify else {"clean": {"min_language_probability": 0}}),
-        "tokenizer": {"vocabulary": 16_000 if files else 3_000, "sample_megabytes": min(30, megabytes / 4)},
-        "rows": {"context": 2048, "shards": 16},
+        | ({} if identify else {"clean": {"language_threshold": 0}}),
+        "tokenizer": {"vocab_size": 16_000 if files else 3_000, "sample_bytes": round(min(30, megabytes / 4) * 1e6)},
+        "packing": {"seq_len": 2048, "num_shards": 16},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     samples = run_stages(folder, folder / "recipe.yaml")

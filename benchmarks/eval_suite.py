@@ -69,7 +69,7 @@ def model_like(recipe: str, tokenizer, *, drawn: bool):
         params=abstract_params(graph, kept) if params is None else params,
         tokenizer=tokenizer,
         name=recipe,
-        context=settings.rows.context,
+        context=settings.packing.seq_len,
         compute_dtype=computed,
     )
 
@@ -215,7 +215,7 @@ def host_only(model, data: Path, tasks: list[str], *, limit: int | None, batch: 
         with TemporaryDirectory() as folder, _host_alone(spans), computed.counting(model.graph):
             place = Path(folder)
             results = evaluate(
-                model, tasks, data_dir=data, limit=few, batch=batch, folder=place, keep=place / "answers.jsonl"
+                model, tasks, data_dir=data, limit=few, batch_size=batch, folder=place, keep=place / "answers.jsonl"
             )
         requests = results["requests"]
         if turn:
@@ -288,7 +288,7 @@ def suite(model, data: Path, tasks: list[str], *, limit: int | None, batch: int 
         computed = Computed()
         started = time.perf_counter()
         with computed.counting(model.graph):
-            requests = evaluate(model, tasks, data_dir=data, limit=limit, batch=rows)["requests"]
+            requests = evaluate(model, tasks, data_dir=data, limit=limit, batch_size=rows)["requests"]
         seconds.append(time.perf_counter() - started)
         said = "with compilation" if turn == 0 else "compiled"
         print(f"{said}: {requests:,} requests in {seconds[-1]:.1f} s, {requests / seconds[-1]:,.0f}/s", flush=True)

@@ -21,7 +21,7 @@ def train(recipe: str, seed: int, runs: Path, quick: bool) -> Path:
     """The folder of the trained model."""
     name = f"{recipe}-seed{seed}{'-quick' if quick else ''}"
     program = [sys.executable, "-c", "from affinage.cli import main; main()"]
-    settings = [f"name={name}", f"seed={seed}", *(["pretrain.steps=20", "pretrain.validate_every=20"] if quick else [])]
+    settings = [f"name={name}", f"seed={seed}", *(["pretrain.steps=20", "pretrain.eval_every=20"] if quick else [])]
     sets = [word for setting in settings for word in ("--set", setting)]
     command = [*program, "train", recipe, "--runs", str(runs), *sets]
     subprocess.run(command, check=True, stdout=sys.stderr, env={"JAX_PLATFORMS": "cpu", **os.environ})

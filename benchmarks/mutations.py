@@ -118,7 +118,7 @@ MUTATIONS = [
     Mutation(
         "the gradient is not clipped",
         "src/affinage/training/optimizer.py",
-        "_clipped_to(settings.clip_norm)",
+        "_clipped_to(settings.max_grad_norm)",
         "_clipped_to(1e9)",
         "tests/training",
     ),

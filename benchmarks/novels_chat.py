@@ -90,8 +90,8 @@ def among_both(run: Path) -> list[dict]:
     recipe = json.loads((run / "recipe.json").read_text())
     novels = json.loads((run / "decontaminate" / "manifest.json").read_text())["summary"]["benchmarks"]
     results = []
-    for task in recipe["sft"]["watch"]["tasks"]:
-        count, first = recipe["sft"]["watch"]["items"], recipe["evaluate"]["limit"]
+    for task in recipe["sft"]["monitor"]["tasks"]:
+        count, first = recipe["sft"]["monitor"]["limit"], recipe["evaluate"]["limit"]
         drawn = drawn_places(task, novels[task]["items"], count, recipe["seed"])
         both = sum(place < first for place in drawn)
         print(f"{task}: {both} of the {count} items that tunings are watched by are among the first {first}")

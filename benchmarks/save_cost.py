@@ -120,7 +120,7 @@ def begin(loop: str, size: Size, steps: int, folder: Path, hosts: int = 1) -> tu
     from affinage.training import TrainJob
     from affinage.training.program import Program
 
-    settings = {"steps": steps, "batch": size.batch, "schedule": {"peak": 1e-4, "floor": 1e-5}}
+    settings = {"steps": steps, "batch_size": size.batch, "schedule": {"peak_lr": 1e-4, "min_lr": 1e-5}}
     job = TrainJob(
         graph=parse(graph_of("llama", size)),
         settings=PretrainSettings.model_validate(settings),

@@ -18,14 +18,15 @@ import tiny
 from sick_layers import INJECTIONS, SITES, SPIKE, graph, sick_kind
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.training import TrainJob, train
 from affinage.training.health import Health
 
 STEPS = 300  # of a run; what is not finite comes at any of them, a spike from the second on, as the first is like none
 EARLY = 20  # steps in which wrong values beneath the last norm may leave the loss where an untrained model has it
 UNTRAINED = 1.02 * math.log(tiny.VOCABULARY)  # that loss and a little more, which is no spike in those steps
-EACH = {"skip": 30, "rewind": 10}  # injections of a run: after ten rewinds it goes back no more
-DONE = {"skip": "skipped", "rewind": "rewound"}  # how health.jsonl begins to tell of it
+EACH = {"skip": 30, "rollback": 10}  # injections of a run: after ten rewinds it goes back no more
+DONE = {"skip": "skipped", "rollback": "rewound"}  # how health.jsonl begins to tell of it
 POLICIES = tuple(EACH)
 KINDS = ("NaN", "Inf", "spike")
 
@@ -52,11 +53,11 @@ class Feed(tiny.RandomFeed):
 
 
 def _job(folder: Path, feed: Feed, policy: str) -> TrainJob:
-    never = {"most_in_a_row": STEPS, "most": STEPS}  # the breaker has its own tests
-    health = {"on_non_finite": policy, "on_spike": policy, **never}
-    saves = {"every_steps": 5, "keep_last": 3}
-    settings = tiny.settings(STEPS, checkpoint=saves, health=health, validate_every=STEPS)
-    return TrainJob(graph=graph(), settings=settings, mesh={"data": 1}, seed=1, feed=feed, folder=folder)
+    never = {"max_consecutive_skips": STEPS, "max_skips": STEPS}  # the breaker has its own tests
+    health = {"on_nonfinite": policy, "on_spike": policy, **never}
+    settings = tiny.settings(STEPS, health=health, eval_every=STEPS)
+    runtime = RuntimeSettings(checkpoint=CheckpointSettings(every_steps=5, keep_last=3))
+    return TrainJob(graph(), settings, mesh={"data": 1}, seed=1, feed=feed, folder=folder, runtime=runtime)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -22,18 +22,18 @@ SETTINGS = (
     "dpo=null",
     "export=null",
     "report={prompts: [], questions: []}",
-    "data.sources=[{path: pocket-world, megabytes: 1}]",
+    "data.sources=[{path: pocket-world, max_bytes: 1MB}]",
 )
 WHOLE = (
     "pretrain.steps=900",
-    "pretrain.checkpoint.keep_every=300",
-    "sweep={sft.base_step: [300, 900], sft.sources: [[{path: pocket-world, examples: 300}], [pocket-world]],"
+    "runtime.checkpoint.keep_every=300",
+    "sweep={sft.from_step: [300, 900], sft.sources: [[{path: pocket-world, max_examples: 300}], [pocket-world]],"
     " sft.steps: [100, 300]}",
 )
 QUICK = (
     "pretrain.steps=60",
     "evaluate.limit=10",
-    "sweep={sft.base_step: [60], sft.steps: [5, 10]}",
+    "sweep={sft.from_step: [60], sft.steps: [5, 10]}",
 )
 COLUMNS = ("pocket_facts", "pocket_chat", "pocket_agreement")
 KILLS = [120.0, 120.0]
@@ -59,7 +59,7 @@ def said(settings: dict) -> str:
     """The point of the three dimensions."""
     sources = settings.get("sft.sources", ["pocket-world"])
     number = next((source["examples"] for source in sources if isinstance(source, dict)), "all")
-    return f"base at step {settings['sft.base_step']}, {number} conversations, {settings['sft.steps']} steps"
+    return f"base at step {settings['sft.from_step']}, {number} conversations, {settings['sft.steps']} steps"
 
 
 def table(told: list[dict]) -> str:

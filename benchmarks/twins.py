@@ -88,9 +88,9 @@ def ours(family: str, size: Size, precision: str) -> tuple[Callable[[], None], C
     settings = {
         "attention": "cudnn" if on_cuda and precision == "bfloat16" else "auto",
         "steps": 10**6,
-        "batch": size.batch,
-        "optimizer": {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "clip_norm": 1.0},
-        "schedule": {"name": "constant", "peak": 1e-4, "floor": 0.0},
+        "batch_size": size.batch,
+        "optimizer": {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "max_grad_norm": 1.0},
+        "schedule": {"name": "constant", "peak_lr": 1e-4, "min_lr": 0.0},
         "precision": {"compute": precision},
     }
     index = np.arange(size.context, dtype=np.int32)

@@ -27,8 +27,8 @@ EVERY = 100  # steps
 
 def fine_tuned(runs: Path, name: str, when_worse: str, quick: bool) -> Path:
     """The run of that name, after its models were judged."""
-    settings = [f"name={name}", "dpo=null", "export=null", "report=null", f"sft.watch.when_worse={when_worse}"]
-    settings += [f"sft.watch.every_steps={EVERY // 2 if quick else EVERY}"]
+    settings = [f"name={name}", "dpo=null", "export=null", "report=null", f"sft.monitor.on_regression={on_regression}"]
+    settings += [f"sft.monitor.every_steps={EVERY // 2 if quick else EVERY}"]
     settings += ["pretrain.steps=200", "sft.steps=100", "evaluate.limit=20"] if quick else []
     command = [sys.executable, "-m", "affinage", "run", "quickstart", "--runs", str(runs)]
     command += [word for setting in settings for word in ("--set", setting)]
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     options = parser.parse_args()
-    told = fine_tuned(options.runs, TOLD, "tell", options.quick)
+    told = fine_tuned(options.runs, TOLD, "log", options.quick)
     stopped = fine_tuned(options.runs, STOPPED, "stop", options.quick)
     end, loss = ending(stopped), losses(told)
     results = watched(told, "sft")

@@ -52,7 +52,7 @@ _TEXT = [
 def tokenizer() -> Tokenizer:
     """A SentencePiece model of 420 pieces, trained on four sentences."""
     folder = Path(mkdtemp(prefix="affinage-test-"))
-    settings = TokenizerSettings(vocabulary=VOCABULARY, coverage=1.0)
+    settings = TokenizerSettings(vocab_size=VOCABULARY, character_coverage=1.0)
     (folder / "tokenizer.model").write_bytes(train_bpe(_TEXT * 20, settings))
     return Tokenizer.load(folder)
 

@@ -13,13 +13,13 @@ from filelock import FileLock
 
 RECIPE = Path(__file__).parent / "recipes" / "tiny.yaml"
 SETTINGS = [
-    "dpo={sources: [pocket-world], steps: 4, batch: 8, schedule: {peak: 1.0e-3, floor: 1.0e-4}, sample: 0.2}",
+    "dpo={sources: [pocket-world], steps: 4, batch_size: 8, schedule: {peak_lr: 1.0e-3, min_lr: 1.0e-4}, sample: 0.2}",
     "dpo.log_every=1",
-    "dpo.validate_every=2",
-    "dpo.validation_rows=8",
-    "dpo.max_epochs=null",
-    "dpo.lora={rank: 4}",
-    "dpo.checkpoint={every_steps: 2}",
+    "dpo.eval_every=2",
+    "dpo.eval_sequences=8",
+    "dpo.num_epochs=null",
+    "dpo.lora={r: 4}",
+    "runtime.checkpoint={every_steps: 2}",
 ]
 WORDS = [str(RECIPE), *(word for setting in SETTINGS for word in ("--set", setting))]
 

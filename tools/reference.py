@@ -12,8 +12,8 @@ from pathlib import Path
 from typer.main import get_command
 
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
+from affinage.cli.gallery import head
 from affinage.cli.program import app
-from affinage.config.gallery import head
 from affinage.config.layers import packaged_recipes
 from affinage.config.recipe import Recipe
 from affinage.config.reference import Section, sections

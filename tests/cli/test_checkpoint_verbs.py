@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps = {
         step: (
             {"params": {"a": jnp.ones(4), "b": jnp.full((2, 2), float(step))}, "step": jnp.int32(step)},
-            {"saved": "today", "identity": {"schedule": {"peak": peak}}},
+            {"saved": "today", "identity": {"schedule": {"peak_lr": peak}}},
         )
         for step, peak in ((1, 0.1), (2, 0.1), (3, 0.2))
     }
@@ -66,7 +66,7 @@ def test_ls_and_show_have_every_step_its_arrays_and_facts(said):
     expected = [*((step, True, "today") for step in (1, 2, 3)), (4, False, None)]
     assert [(each["step"], each["complete"], each["saved"]) for each in found] == expected
     _, newest, _ = said("show", "small/pretrain")
-    assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak": 0.2}}
+    assert newest["step"] == 3 and newest["identity"] == {"schedule": {"peak_lr": 0.2}}
     assert newest["arrays"]["params"] == {"arrays": 2, "numbers": 8, "bytes": 32, "dtypes": ["float32"]}
     assert "fingerprint" not in newest  # which is of arrays that were not read
     status, _, error = said("show", "small/pretrain@9")
@@ -97,7 +97,7 @@ def test_the_fingerprint_is_that_of_every_checkpoint_of_the_same_numbers(said, r
 
 def test_diff_tells_facts_and_arrays_also_of_numbers_that_are_not_finite(said, runs: Path, affinage):
     _, found, _ = said("diff", "small/pretrain@1", "small/pretrain@3", "--arrays")
-    assert found["facts"] == [{"name": "identity.schedule.peak", "saved": 0.1, "now": 0.2}]
+    assert found["facts"] == [{"name": "identity.schedule.peak_lr", "saved": 0.1, "now": 0.2}]
     assert found["arrays"]["same"] == 1 and found["arrays"]["only"] == []
     different = {each["name"]: each["most"] for each in found["arrays"]["different"]}
     assert different == {"params['b']": 2.0, "step": 2.0}

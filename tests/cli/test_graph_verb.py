@@ -26,7 +26,7 @@ def test_of_a_model_of_images_nothing_is_said_of_tokens(affinage):
 
 def test_it_draws_the_learning_rates(affinage):
     words = ["graph", "gpt2-124m", "--schedule", "--set", "pretrain.steps=1000"]
-    words += ["--set", "pretrain.schedule={name: cosine, peak: 1.0e-3, floor: 1.0e-4, warmup_steps: 100}"]
+    words += ["--set", "pretrain.schedule={name: cosine, peak_lr: 1.0e-3, min_lr: 1.0e-4, warmup_steps: 100}"]
     rates = json.loads(affinage(*words, "--json")[1])["pretrain"]
     by_step = {row["step"]: row["learning_rate"] for row in rates}
     # The last step of the warm-up and the last of all are among those that are shown.

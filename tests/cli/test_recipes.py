@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from affinage.config.gallery import FACTS, facts
+from affinage.cli.gallery import FACTS, facts
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.durations import duration
@@ -95,7 +95,7 @@ def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path: 
     changed = affinage("explain", "a.yaml", "--changes")[1]
     assert [line.split()[0] for line in changed.splitlines()] == ["name:", "pretrain:", "log_every:"]
     assert "a.yaml:3, was " in changed
-    assert affinage("explain", "a.yaml", "pretrain.log_every")[1].endswith(": steps\n")
+    assert affinage("explain", "a.yaml", "pretrain.log_every")[1].endswith(": Steps.\n")
     words = ("explain", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json")
     (row,) = json.loads(affinage(*words)[1])
     assert row["value"] == 9 and row["origin"] == "--set pretrain.log_every"
@@ -108,7 +108,7 @@ def test_whose_text_is_ones_own_is_told_what_is_still_the_bases(tmp_path: Path, 
     (tmp_path / "texts" / "one.txt").write_text("Une phrase assez longue pour être un document. " * 20)
     own = ["run", "quickstart", "--dry-run", "--set", f"data.sources=[{tmp_path / 'texts'}]"]
     status, _, said = affinage(*own)
-    assert status == 0 and "dpo.watch" not in said
-    assert all(setting in said for setting in ("sft.sources", "dpo.sources", "evaluate.tasks", "sft.watch.tasks"))
+    assert status == 0 and "dpo.monitor" not in said
+    assert all(setting in said for setting in ("sft.sources", "dpo.sources", "evaluate.tasks", "sft.monitor.tasks"))
     nothing_more = [word for key in ("sft", "dpo", "evaluate") for word in ("--set", f"{key}=null")]
     assert affinage(*own, *nothing_more)[::2] == (0, "")

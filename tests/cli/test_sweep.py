@@ -10,9 +10,9 @@ from tiny_run import RECIPE, WORDS
 
 
 def test_what_points_have_in_common_is_made_once(tmp_path: Path, affinage):
-    grid = "sweep={sft.base_step: [5, 10], sft.steps: [1, 2]}"
+    grid = "sweep={sft.from_step: [5, 10], sft.steps: [1, 2]}"
     words = ["sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--dry-run", "--json", "--set", grid]
-    status, out, said = affinage(*words, "--set", "pretrain.checkpoint={every_steps: 5, keep_every: 5}")
+    status, out, said = affinage(*words, "--set", "runtime.checkpoint={every_steps: 5, keep_every: 5}")
     planned = json.loads(out)
     assert status == 0 and len(planned) == 4 and "pretrain" in planned[0]["would_run"], said
     assert all("pretrain" in point["shared"] for point in planned[1:])
@@ -55,8 +55,8 @@ def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
 
 
 def test_a_step_that_no_point_will_have_is_refused_before_the_first(tmp_path: Path, affinage):
-    grid = "sweep={sft.base_step: [20, 15, 6], sft.steps: [1]}"
+    grid = "sweep={sft.from_step: [20, 15, 6], sft.steps: [1]}"
     status, _, said = affinage("sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--set", grid)
     told = " ".join(said.split())
-    assert status == 2 and "3 of 3, sft.base_step = 6, sft.steps = 1: " in told
+    assert status == 2 and "3 of 3, sft.from_step = 6, sft.steps = 1: " in told
     assert not list(tmp_path.rglob("manifest.json"))

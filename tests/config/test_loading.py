@@ -18,13 +18,13 @@ model:
     embed: {kind: embedding, in: tokens}
 data:
   sources: [pocket-world, {path: novels/, language: fr}]
-  deduplicate: {jaccard: 0.9}
+  dedup: {threshold: 0.9}
 pretrain:
   steps: 1_000
-  batch: 8
+  batch_size: 8
   schedule:
-    peak: 1e-3
-    floor: 1e-4
+    peak_lr: 1e-3
+    min_lr: 1e-4
 """
 Write = Callable[..., Path]
 
@@ -48,9 +48,9 @@ def refused(recipe: str | Path, *overrides: str) -> UserError:
 
 def test_a_good_recipe_and_its_places(write: Write):
     loaded = load_recipe(write(GOOD))
-    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.schedule.peak) == (1000, 1e-3)
+    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.schedule.peak_lr) == (1000, 1e-3)
     assert loaded.recipe.data.sources[0].path == "pocket-world"
-    assert loaded.locate(("pretrain", "schedule", "floor")) == "r.yaml:14"
+    assert loaded.locate(("pretrain", "schedule", "min_lr")) == "r.yaml:14"
     assert loaded.locate(("data", "sources", 1, "language")) == "r.yaml:7"
     assert loaded.locate(("pretrain", "optimizer", "b1")) == "r.yaml:9", "unwritten: the nearest thing around it"
 
@@ -58,23 +58,28 @@ def test_a_good_recipe_and_its_places(write: Write):
 ONE = "name: small\n"
 # What is replaced by what, the line that the message names, and what of the setting and its cure it holds.
 MISTAKES = [
-    ("batch: 8", "bacth: 8", 11, "`pretrain.bacth` | `pretrain.batch`"),
+    ("batch_size: 8", "bacth_size: 8", 11, "`pretrain.bacth_size` | `pretrain.batch_size`"),
     ("steps: 1_000", "steps: many", 10, "`pretrain.steps` | `many` | a whole number"),
-    ("peak: 1e-3", "peak: -1", 13, "`pretrain.schedule.peak` | more than 0"),
-    ("jaccard: 0.9", "jaccard: [1]", 8, "`data.deduplicate.jaccard` | a list"),
+    ("peak_lr: 1e-3", "peak_lr: -1", 13, "`pretrain.schedule.peak_lr` | more than 0"),
+    ("threshold: 0.9", "threshold: [1]", 8, "`data.dedup.threshold` | a list"),
     ("language: fr", "langage: fr", 7, "`data.sources.1.langage` | `data.sources.1.language`"),
     (ONE, "seed: 1\n", 1, "`name`"),
-    ("batch: 8", "batch: 8\n  micro_batches: 3", 9, "batch 8 | 3 micro_batches"),
+    ("batch_size: 8", "batch_size: 8\n  gradient_accumulation_steps: 3", 9, "batch_size 8 | 3 gradient"),
     (ONE, ONE + "mesh: {dta: 2}\n", 2, "`mesh.dta` | `mesh.data`"),
     (ONE, ONE + "report: {language: de}\n", 2, "report.language | en, fr"),
-    (ONE, ONE + "name: large\n", 2, "`name` | line 1"),
-    (ONE, ONE + "rows: 3\n", 2, "`rows` | rows: {context: 2048}"),
+    (ONE, ONE + "name: large\n", 2, "`name` | twice"),
+    (ONE, ONE + "packing: 3\n", 2, "`packing` | packing: {seq_len: 2048}"),
     (ONE, ONE + "base: none.yaml\n", 2, "`none.yaml`"),
     (ONE, ONE + "base: r.yaml\n", 2, "its own base"),
-    (ONE, "name: !!python/name:os.system x\n", 1, "is not allowed"),
-    ("  schedule:\n    peak: 1e-3\n    floor: 1e-4", "  schedule: x", 12, "pretrain.schedule | `x` | name, peak"),
-    ("  batch: 8", "\tbatch: 8", 11, "not valid YAML | Indent with spaces"),
-    ("batch: 8", "batch: [8", 12, "not valid YAML | brackets"),
+    (ONE, "name: !!python/name:os.system x\n", 1, "not allowed"),
+    (
+        "  schedule:\n    peak_lr: 1e-3\n    min_lr: 1e-4",
+        "  schedule: x",
+        12,
+        "pretrain.schedule | `x` | name, peak_lr",
+    ),
+    ("  batch_size: 8", "\tbatch_size: 8", 11, "not valid YAML | Indent with spaces"),
+    ("batch_size: 8", "batch_size: [8", 12, "not valid YAML | brackets"),
 ]
 
 
@@ -87,7 +92,11 @@ def test_each_mistake_names_its_line_its_setting_and_its_cure(write: Write, good
 
 
 def test_all_mistakes_are_told_at_once_in_reading_order(write: Write):
-    bad = GOOD.replace("batch: 8", "batch: x").replace("jaccard: 0.9", "jacard: 1").replace("name: small", "name: 3.5")
+    bad = (
+        GOOD.replace("batch_size: 8", "batch_size: x")
+        .replace("threshold: 0.9", "treshold: 1")
+        .replace("name: small", "name: 3.5")
+    )
     lines = [line for line in str(refused(write(bad))).splitlines() if line.startswith("r.yaml:")]
     assert [line.split(":")[1] for line in lines] == ["1", "8", "11"]
 
@@ -100,8 +109,11 @@ OVERRIDES = [
     ("data.sources=[{path: jl, langage: en}]", "langage"),
     # A setting in the wrong place is told by its whole name, and of several kinds of value one mistake is one.
     ("fdsp=8", "Did you mean `mesh.fsdp`?"),
-    ("micro_batches=2", "Did you mean `pretrain.micro_batches`?\n"),  # the others are of sections left out
-    ("context=64", "Did you mean `rows.context`? Or `mesh.context`, `sft.context`?"),
+    (
+        "gradient_accumulation_steps=2",
+        "Did you mean `pretrain.gradient_accumulation_steps`?\n",
+    ),  # the others are of sections left out
+    ("seq_len=64", "Did you mean `packing.seq_len`? Or `sft.seq_len`, `dpo.seq_len`?"),
     ("xyzzy=1", "name, description"),
     ("hardware.price=free", "`hardware.price` | `free` | a number, or a mapping"),
     ("pretrain.mixture={en: -1}", "pretrain.mixture | at least 0"),
@@ -119,8 +131,10 @@ def test_a_wrong_override_names_its_place_and_its_cure(write: Write, override: s
 
 def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     path = write(GOOD)
-    loaded = load_recipe(path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation=0.5"])
-    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch) == (7, 8), "the rest of the section stays"
+    loaded = load_recipe(
+        path, ["pretrain.steps=7", "data.sources=[mine/, {path: x}]", "data.split.validation_fraction=0.5"]
+    )
+    assert (loaded.recipe.pretrain.steps, loaded.recipe.pretrain.batch_size) == (7, 8), "the rest of the section stays"
     assert [source.path for source in loaded.recipe.data.sources] == ["mine/", "x"]
     assert loaded.locate(("pretrain", "steps")) == "--set pretrain.steps"
     assert loaded.locate(("data", "sources", 1, "path")) == "--set data.sources"
@@ -128,19 +142,19 @@ def test_overrides_lie_over_the_file_and_are_named_in_errors(write: Write):
     assert inside.recipe.data.sources[1].language == "en"
     assert inside.locate(("data", "sources", 1, "path")) == "r.yaml:7"
     assert inside.locate(("data", "sources", 1)) == "r.yaml:7, with --set data.sources.1.language=en"
-    merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak: 2.0e-3}}"])
-    assert (merged.recipe.pretrain.batch, merged.recipe.pretrain.schedule.floor) == (8, 1e-4), "mappings merge"
-    assert merged.locate(("pretrain", "schedule", "peak")) == "--set pretrain"
-    assert merged.locate(("pretrain", "schedule", "floor")) == "r.yaml:14"
+    merged = load_recipe(path, ["pretrain={steps: 5, schedule: {peak_lr: 2.0e-3}}"])
+    assert (merged.recipe.pretrain.batch_size, merged.recipe.pretrain.schedule.min_lr) == (8, 1e-4), "mappings merge"
+    assert merged.locate(("pretrain", "schedule", "peak_lr")) == "--set pretrain"
+    assert merged.locate(("pretrain", "schedule", "min_lr")) == "r.yaml:14"
 
 
 def test_what_was_set_within_a_mapping_is_named_where_the_whole_is_wrong(write: Write):
     path = write(GOOD)
-    where = refused(path, "pretrain.micro_batches=3", "data.split.validation=0.5").where
-    assert where == "r.yaml:9, with --set pretrain.micro_batches=3"
-    loaded = load_recipe(path, ["pretrain.steps=5", "model.nodes.other.kind=x", "rows.context=64"])
-    assert loaded.locate(("pretrain", "batch")) == "r.yaml:11", "a value has a place of its own"
-    assert loaded.locate(("rows",)) == "--set rows.context=64"
+    where = refused(path, "pretrain.gradient_accumulation_steps=3", "data.split.validation_fraction=0.5").where
+    assert where == "r.yaml:9, with --set pretrain.gradient_accumulation_steps=3"
+    loaded = load_recipe(path, ["pretrain.steps=5", "model.nodes.other.kind=x", "packing.seq_len=64"])
+    assert loaded.locate(("pretrain", "batch_size")) == "r.yaml:11", "a value has a place of its own"
+    assert loaded.locate(("packing",)) == "--set packing.seq_len=64"
     given = "--set model.nodes.other.kind=x"
     assert loaded.locate(("model", "nodes", "embed")) == f"r.yaml:5, with {given}", "a node takes what others give"
 
@@ -149,34 +163,62 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     write(GOOD, "base.yaml")
     child = write(
         "base: base.yaml\nname: child\npretrain: {steps: 9}\n"
-        "data: {sources: [a], deduplicate: null}\nmodel: {nodes: {embed: null, other: {kind: x}}}\nreport: null\n"
+        "data: {sources: [a], dedup: null}\nmodel: {nodes: {embed: null, other: {kind: x}}}\n"
     )
     loaded = load_recipe(child)
     recipe = loaded.recipe
-    assert (recipe.name, recipe.pretrain.steps, recipe.pretrain.batch) == ("child", 9, 8)
+    assert (recipe.name, recipe.pretrain.steps, recipe.pretrain.batch_size) == ("child", 9, 8)
     assert len(recipe.data.sources) == 1, "lists are replaced"
-    assert recipe.data.deduplicate is None, "null is a value where the setting has one"
+    assert recipe.data.dedup is None, "null is a value where the setting has one"
     assert recipe.model["nodes"] == {"other": {"kind": "x"}}
-    assert recipe.report.language == "en", "null is the default where it cannot be left out"
-    assert loaded.locate(("pretrain", "batch")) == "base.yaml:11" and loaded.locate(("pretrain", "steps")) == "r.yaml:3"
+    assert (
+        loaded.locate(("pretrain", "batch_size")) == "base.yaml:11"
+        and loaded.locate(("pretrain", "steps")) == "r.yaml:3"
+    )
     assert load_recipe(child, ["pretrain=null"]).recipe.pretrain is None
-    write(GOOD.replace("batch: 8", "batch: no"), "base.yaml")
+    write(GOOD.replace("batch_size: 8", "batch_size: no"), "base.yaml")
     assert refused(child).where == "base.yaml:11"
 
 
-def test_a_base_does_not_describe_another_recipe_nor_ask_about_another_text(write: Write):
-    def said_with(*overrides: str, recipe: str | Path = "quickstart") -> tuple[bool, bool, bool]:
-        found = load_recipe(recipe, overrides).recipe
-        return bool(found.description), bool(found.report.prompts), bool(found.report.questions)
+def test_what_training_says_is_said_for_every_training(write: Write):
+    sft = "sft: {sources: [chats], steps: 100, schedule: {peak_lr: 1e-4, min_lr: 0}}\n"
+    path = write(GOOD.replace("  batch_size: 8\n", "") + sft + "training:\n  batch_size: 4\n  optimizer: {b2: 0.9}\n")
+    loaded = load_recipe(path, ["sft.optimizer.b2=0.8", "sft.per_device_batch_size=2"])
+    pretrain, sft = loaded.recipe.pretrain, loaded.recipe.sft
+    assert (pretrain.batch_size, pretrain.optimizer.b2, pretrain.optimizer.weight_decay) == (4, 0.9, 0.1)
+    assert (sft.batch_size, sft.per_device_batch_size, sft.optimizer.b2, sft.optimizer.weight_decay) == (
+        None,
+        2,
+        0.8,
+        0.01,
+    )
+    assert loaded.locate(("pretrain", "batch_size")) == "r.yaml:16"
+    wrong = str(refused(path, "training.batchsize=4"))
+    assert "`training.batchsize`" in wrong and "`training.batch_size`" in wrong and "mistakes" not in wrong
 
-    assert said_with() == (True, True, True)
-    assert said_with("data.sources=[mine/]") == (False, False, True), "its chats are still the pocket world's"
-    assert said_with("data.sources=[mine/]", "sft.sources=[chats.jsonl]") == (False, False, False)
-    assert said_with("data.sources.0.megabytes=1") == (True, True, True), "less of the same text"
-    own = ("report.prompts=[Hello]", "description=mine")
-    assert said_with("data.sources=[mine/]", *own) == said_with(*own, "data.sources=[mine/]") == (True, True, True)
-    mine = write("base: quickstart\nname: mine\ndescription: mine\ndata: {sources: [mine/]}\n")
-    assert said_with(recipe=mine) == (True, False, True)
+
+def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
+    write(GOOD, "base.yaml")
+    child = write("base: base.yaml\nname: child\npretrain: {tokens: 1.0e+6, schedule: {warmup_ratio: 0.1}}\n")
+    recipe = load_recipe(child, ["packing.seq_len=256"]).recipe
+    assert recipe.pretrain.steps == 489 and recipe.pretrain_tokens == 489 * 8 * 256 >= 1e6, "rounded up to whole steps"
+    assert load_recipe(child, ["pretrain.steps=5"]).recipe.pretrain.steps == 5
+    devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
+    assert (devices.pretrain.batch_size, devices.pretrain.per_device_batch_size, devices.pretrain_tokens) == (
+        None,
+        2,
+        None,
+    )
+    assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
+    assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
+    both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
+    assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
+
+
+def test_a_base_does_not_describe_another_recipe(write: Write):
+    assert load_recipe("quickstart", ["data.sources=[mine/]"]).recipe.description
+    mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe
+    assert not mine.description and mine.report.prompts
 
 
 def test_a_name_finds_a_recipe_that_comes_along_and_a_wrong_one_is_corrected(write: Write):
@@ -198,15 +240,15 @@ def test_the_settings_in_effect_are_a_recipe_too_and_a_command_runs_it_again(wri
 def test_a_path_is_relative_to_the_file_that_says_it(write: Write, tmp_path: Path):
     for folder in ("base", "here", "plugins"):
         (tmp_path / folder).mkdir()
-    write(GOOD + "init: .\nplugins: [mine.py]\n", "base/recipe.yaml")
+    write(GOOD + "init_from: .\nplugins: [mine.py]\n", "base/recipe.yaml")
     (tmp_path / "base/mine.py").touch()
     derived = load_recipe(write("base: ../base/recipe.yaml\nname: derived\n", "here/r.yaml"))
-    assert derived.beside(derived.recipe.init, ("init",)).resolve() == tmp_path / "base"
+    assert derived.beside(derived.recipe.init_from, ("init_from",)).resolve() == tmp_path / "base"
     assert derived.beside("mine.py", ("plugins", 0)).resolve() == tmp_path / "base/mine.py"
-    own = load_recipe(write("base: ../base/recipe.yaml\ninit: .\n", "here/own.yaml"))
-    assert own.beside(".", ("init",)).resolve() == tmp_path / "here"
-    told = load_recipe("here/r.yaml", ["init=base"])
-    assert told.beside("base", ("init",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"
+    own = load_recipe(write("base: ../base/recipe.yaml\ninit_from: .\n", "here/own.yaml"))
+    assert own.beside(".", ("init_from",)).resolve() == tmp_path / "here"
+    told = load_recipe("here/r.yaml", ["init_from=base"])
+    assert told.beside("base", ("init_from",)).resolve() == tmp_path / "base", "not there beside the recipe: from here"
 
 
 def test_a_mixture_is_one_or_of_several_stages_and_in_the_key_of_the_training():
@@ -223,8 +265,8 @@ def test_a_mixture_is_one_or_of_several_stages_and_in_the_key_of_the_training():
     plain = settings()
     for override, changed in [
         ("pretrain.mixture={en: 1}", {"pretrain"}),
-        ("rows.packing=best-fit", {"rows"}),
-        ("rows.url=file:///elsewhere", {"rows"}),
+        ("packing.strategy=best_fit", {"rows"}),
+        ("packing.output_path=file:///elsewhere", {"rows"}),
     ]:
         other = settings(override)
         assert {name for name in plain if plain[name] != other[name]} == changed

@@ -10,14 +10,13 @@ import affinage.model.kinds  # noqa: F401  the kinds register themselves
 from affinage.config.effective import as_text, effective
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
-from affinage.config.marked_yaml import parse
 from affinage.config.recipe import Recipe
-from affinage.config.reference import sections
-from affinage.config.schema import json_schema
+from affinage.config.reference import json_schema, sections, settings_by_key
 from affinage.config.settings import Settings
+from affinage.config.yaml import parse
 from affinage.model.kind import KINDS
 
-KEYS = {setting.key for section in sections(Recipe) for setting in section.settings}
+KEYS = set(settings_by_key())
 
 
 @pytest.mark.parametrize("name", sorted(packaged_recipes()))
@@ -33,17 +32,17 @@ def test_the_values_in_effect_are_a_recipe_that_says_the_same_and_the_reference_
 
 
 def test_each_value_has_its_origin_and_what_the_base_says(tmp_path):
-    text = "base: quickstart\nname: a\npretrain:\n  steps: 77\nsft: null\ndpo: null\ndata: {deduplicate: null}\n"
+    text = "base: quickstart\nname: a\npretrain:\n  steps: 77\nsft: null\ndpo: null\ndata: {dedup: null}\n"
     (tmp_path / "a.yaml").write_text(text)
-    found = {value.path: value for value in effective(load_recipe(tmp_path / "a.yaml", ["pretrain.batch=3"]))}
-    steps, batch, eps = (found["pretrain", *path] for path in (("steps",), ("batch",), ("optimizer", "eps")))
+    found = {value.path: value for value in effective(load_recipe(tmp_path / "a.yaml", ["pretrain.batch_size=3"]))}
+    steps, batch, eps = (found["pretrain", *path] for path in (("steps",), ("batch_size",), ("optimizer", "eps")))
     base = load_recipe("quickstart").recipe.pretrain
     assert steps.value == 77 and steps.base == base.steps and steps.differs and steps.origin.endswith("a.yaml:4")
-    assert batch.origin == "--set pretrain.batch" and batch.base == base.batch
+    assert batch.origin == "--set pretrain.batch_size" and batch.base == base.batch_size
     assert eps.origin == "default" and not eps.differs
     assert {("name",), steps.path, batch.path} <= {path for path, value in found.items() if value.differs}
     # What a base had and the recipe takes away is not in effect.
-    assert not any(path[0] in ("sft", "dpo") for path in found) and found["data", "deduplicate"].value is None
+    assert not any(path[0] in ("sft", "dpo") for path in found) and found["data", "dedup"].value is None
 
 
 @pytest.mark.parametrize("model", [Recipe, *KINDS.values()], ids=lambda model: model.__name__)
@@ -62,7 +61,7 @@ def test_the_schema_takes_every_recipe_says_what_keys_mean_and_marks_mistakes():
     validator = Draft202012Validator(json.loads(json.dumps(schema)))
     for name, path in packaged_recipes().items():
         assert not list(validator.iter_errors(parse(path.read_text(), name).value)), name
-    assert schema["$defs"]["PretrainSettings"]["properties"]["validate_every"]["description"] == "steps"
+    assert schema["$defs"]["TrainSettings"]["properties"]["eval_every"]["description"]
     for text in (
         "pretrain: {stepz: 3}",
         "pretrain: {steps: none}",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from affinage.config.cleaning import CleanSettings
-from affinage.config.data import RowsSettings
+from affinage.config.data import PackingSettings
 from affinage.data.clean import clean, split_text
 from affinage.data.language import identify_language, known_languages, language_probabilities
 from affinage.data.rows import pack_rows
@@ -43,11 +43,11 @@ def test_every_rule_counts_what_it_removes(tmp_path):
 
 
 def test_lengths_are_counted_after_repair_and_letters_without_space(tmp_path):
-    settings = CleanSettings(min_language_probability=0)
+    settings = CleanSettings(language_threshold=0)
     summary, rows = run(tmp_path / "a", ["\u200b" * 60 + "a" * 99, "e\u0301" * 99 + ".\0"], settings)
     assert [row["text"] for row in rows] == ["é" * 99 + "."]
     assert summary["removed"] == {"too short": 1} and summary["repaired"] == 2
-    settings = CleanSettings(min_characters=1, min_language_probability=0)
+    settings = CleanSettings(min_characters=1, language_threshold=0)
     _, rows = run(tmp_path / "b", ["abcdefg...", "abcdef....", "a b c d e f g . . .", " \n "], settings)
     assert [row["id"] for row in rows] == ["d0", "d2"]
 
@@ -80,10 +80,10 @@ def test_mistakes_are_one_message(tmp_path):
     with pytest.raises(UserError) as error:
         run(tmp_path / "nothing", ["short", "tiny"])
     assert "2 are too short" in error.value.what and "d0 of s: 5 characters" in error.value.what
-    unknown = CleanSettings(min_language_probability_of={"zz": 0})
+    unknown = CleanSettings(language_threshold={"zz": 0})
     for where, named, options in (
         ("data.languages", "xx", {"languages": ("en", "xx")}),
-        ("data.clean.min_language_probability_of", "zz", {"settings": unknown}),
+        ("data.clean.language_threshold", "zz", {"settings": unknown}),
     ):
         with pytest.raises(UserError) as error:
             run(tmp_path / named, [ENGLISH], **options)
@@ -111,7 +111,7 @@ def test_addresses_are_masked_before_anything_else_sees_them(tmp_path):
 def test_sources_may_have_thresholds_of_their_own(tmp_path):
     half = f"{ENGLISH} {FRENCH}"  # French at 0.91, French or English at 0.94
     documents = [{"text": half, "source": "a"}, {"text": half, "source": "b"}, {"text": SPANISH, "source": "b"}]
-    settings = CleanSettings(min_language_probability=0.93, min_language_probability_of={"b": 0.9})
+    settings = CleanSettings(language_threshold={"default": 0.93, "b": 0.9})
     summary, rows = run(tmp_path / "of", documents, settings)
     assert [row["source"] for row in rows] == ["b"]
     assert summary["removed"] == {"language unclear": 1, "other language": 1}
@@ -125,7 +125,7 @@ def test_the_cost_of_a_threshold_is_what_another_threshold_keeps(tmp_path):
     found = run(tmp_path / "all", documents, settings)[0]["thresholds"]
     assert sum(row["documents"] for row in found["costs"]) < len(documents)  # Spanish is no question of a threshold
     for k, threshold in enumerate(found["grid"]):
-        settings = CleanSettings(min_characters=10, min_language_probability=threshold)
+        settings = CleanSettings(min_characters=10, language_threshold=threshold)
         _, rows = run(tmp_path / str(threshold), documents, settings)
         for row in found["costs"]:
             mine = [r["text"] for r in rows if (r["source"], r["language"]) == (row["source"], row["language"])]
@@ -164,7 +164,7 @@ def test_code_is_wrapped_in_the_rows(tmp_path, tokenizer):
     code = {"id": "c", "source": "stack", "language": "code", "text": CODE_TEXT}
     for part in ("train", "validation"):
         write_documents(tmp_path / "split" / part, [code, {"source": "web", "language": "en", "text": CODE_TEXT}])
-    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=64), 0)
+    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=64), 0)
 
     def tokens(folder):
         (path,) = (tmp_path / "rows").glob(folder)

@@ -100,12 +100,12 @@ def test_links_are_as_good_as_what_they_lead_to_and_are_followed_once(tmp_path):
 def test_parquet_with_a_text_key(tmp_path):
     table = pa.table({"content": ["eins", None, "drei"], "url": ["u1", "u2", "u3"], "score": [1, 2, 3]})
     pq.write_table(table, tmp_path / "t.parquet")
-    summary, rows = run(tmp_path, {"path": str(tmp_path / "t.parquet"), "text_key": "content", "licence": "CC0"})
+    summary, rows = run(tmp_path, {"path": str(tmp_path / "t.parquet"), "text_key": "content", "license": "CC0"})
     found = [(row["id"], row["text"], row["url"], row["licence"]) for row in rows]
     assert found == [("t.parquet#1", "eins", "u1", "CC0"), ("t.parquet#3", "drei", "u3", "CC0")]
     assert summary["removed"] == {"text is not a string": 1}
-    for damaged in ("stop", "skip"):
-        error = refused(tmp_path, str(tmp_path / "t.parquet"), damaged_files=damaged)
+    for damaged in ("raise", "skip"):
+        error = refused(tmp_path, str(tmp_path / "t.parquet"), on_error=damaged)
         assert "'text'" in error.what and "content" in error.what and "text_key" in error.fix
 
 
@@ -146,7 +146,7 @@ def test_bad_records_are_counted_with_their_place(tmp_path):
     assert [row["text"] for row in rows] == ["good one", "lone \ufffd half"]
     assert summary["removed"] == Counter(bad.values())
     assert summary["samples"]["not UTF-8"][0]["id"] == "bad.jsonl#10" and summary["documents_in"] == 11
-    error = refused(tmp_path, str(tmp_path / "bad.jsonl"), broken_records="stop")
+    error = refused(tmp_path, str(tmp_path / "bad.jsonl"), on_error="raise")
     assert error.where.endswith("bad.jsonl, line 2")
 
 
@@ -209,7 +209,7 @@ def test_an_unusable_source_is_one_message(tmp_path, name, content, told):
 def test_a_damaged_file_can_be_kept_up_to_the_damage(tmp_path):
     many = jsonl([{"text": f"text number {i} of many {i * 7919}"} for i in range(5_000)])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(many, mtime=0)[:-5_000])
-    summary, rows = run(tmp_path, str(tmp_path / "a.jsonl.gz"), damaged_files="skip")
+    summary, rows = run(tmp_path, str(tmp_path / "a.jsonl.gz"), on_error="skip")
     assert 100 < len(rows) < 5_000 and summary["removed"]["damaged file"] == 1
 
 
@@ -227,7 +227,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_limit_takes_the_beginning_of_every_part(folder, tmp_path):
-    source = {"path": str(folder), "megabytes": 0.00305}
+    source = {"path": str(folder), "max_bytes": 3050}
     summary, rows = run(tmp_path, source)
     assert [row["id"] for row in rows] == [str(100 * k + i) for k in range(3) for i in range(10)]
     assert summary["bytes_out"] == 3_000

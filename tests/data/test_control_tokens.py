@@ -50,7 +50,7 @@ def hold_to(plain: list[dict[str, str]], tokenizer: Tokenizer, evil: str) -> Non
     ]
     assert held(spelled, tokenizer) == held(plain, tokenizer)
     ids = encode_conversation(spelled, tokenizer, "")[-1][0]
-    assert tokenizer.kind == "characters" or evil in tokenizer.decode(ids, keep_special=True)
+    assert tokenizer.kind == "char" or evil in tokenizer.decode(ids, keep_special=True)
 
 
 @given(evil=texts)

@@ -35,7 +35,13 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int =
             lines = [each if isinstance(each, dict) else {"messages": each} for each in source]
             source = write_lines(folder / f"source-{number}.jsonl", lines)
         told.append(source if isinstance(source, dict) else str(source))
-    given = {"steps": 1, "batch": 1, "schedule": {"peak": 1e-3, "floor": 0}, "held_out": 0, "system_prompt": ""}
+    given = {
+        "steps": 1,
+        "batch_size": 1,
+        "schedule": {"peak_lr": 1e-3, "min_lr": 0},
+        "validation_fraction": 0,
+        "system_prompt": "",
+    }
     settings = SftSettings.model_validate(given | {"sources": told} | others)
     return prepare_conversations(settings, tokenizer, folder / "rows", context=context, seed=0)
 
@@ -66,7 +72,7 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
     for number in range(30):
         talk = (REASONED if number % 4 < 2 else THOUGHTFUL) if unrolled else PLAIN
         talks.append([{**talk[0], "content": f"{number}: où ?"}, *talk[1 : 2 + 2 * (number % 2)]])
-    summary = prepare(tmp_path, tokenizer, talks, held_out=0.2, context=400)
+    summary = prepare(tmp_path, tokenizer, talks, validation_fraction=0.2, context=400)
     train, held_out = (documents_in(tmp_path / "rows" / part) for part in ("train", "validation/source-0"))
     expected = [part for talk in talks for part in encode_documents(talk, tokenizer, "")]
     assert sorted(train + held_out) == sorted(expected) and len(expected) == 30 + 15 * unrolled
@@ -91,13 +97,13 @@ def test_every_conversation_is_packed_once_with_its_mask(form: str, bpe: Tokeniz
 
 def test_equal_conversations_and_parts_of_one_are_held_out_together(bpe: Tokenizer, tmp_path: Path):
     talks = [ask(f"What is {i}?", f"{i}") for i in range(12)]
-    prepare(tmp_path, bpe, talks * 3, talks, held_out=0.2)
+    prepare(tmp_path, bpe, talks * 3, talks, validation_fraction=0.2)
     train = documents_in(tmp_path / "rows/train")
     for name in ("source-0", "source-1"):
         held_out = documents_in(tmp_path / "rows/validation" / name)
         assert held_out and not any(each in train for each in held_out)
     talks = [[*THOUGHTFUL[:2], {"role": "user", "content": str(number)}, THOUGHTFUL[3]] for number in range(12)]
-    summary = prepare(tmp_path, ours("qwen3"), talks, held_out=0.3, context=300)
+    summary = prepare(tmp_path, ours("qwen3"), talks, validation_fraction=0.3, context=300)
     assert len(documents_in(tmp_path / "rows/train")) == 2 * summary["train"]["conversations"] < 24
 
 
@@ -112,7 +118,7 @@ def test_a_sample_and_a_limit_are_drawn_by_content(bpe: Tokenizer, tmp_path: Pat
     assert 35 <= len(sampled) <= 85 and sampled == chosen(talks[::-1], sample=0.3)
     paths = [write_lines(tmp_path / name, [{"messages": talk} for talk in some]) for name, some in
              (("a.jsonl", talks), ("b.jsonl", talks[::-1]))]  # fmt: skip
-    limited = [chosen({"path": str(path), "examples": 20}) for path in paths]
+    limited = [chosen({"path": str(path), "max_examples": 20}) for path in paths]
     assert len(limited[0]) == 20 and limited[0] == limited[1]
 
 
@@ -128,17 +134,17 @@ def test_the_example_marks_what_is_trained_and_what_was_cut(bpe: Tokenizer, tmp_
 
 
 @pytest.mark.parametrize(("form", "kept"), [
-    ("chatml", {"cut": 2, "turns": 2, "drop": 1}),
-    ("qwen3", {"cut": 4, "turns": 3, "drop": 1}),  # of the documents of a conversation those that fit are kept
+    ("chatml", {"right": 2, "drop_turns": 2, "drop": 1}),
+    ("qwen3", {"right": 4, "drop_turns": 3, "drop": 1}),  # of the documents of a conversation those that fit are kept
 ])  # fmt: skip
-@pytest.mark.parametrize("rule", ["cut", "turns", "drop"])
+@pytest.mark.parametrize("rule", ["right", "drop_turns", "drop"])
 def test_what_is_too_long_is_cut_loses_turns_or_is_left_out(
     bpe: Tokenizer, tmp_path: Path, rule: str, form: str, kept: dict[str, int]
 ):
     tokenizer = bpe if form == "chatml" else ours(form)
     long = {"role": "assistant", "content": "<think>\n" + "capital " * 200 + "\n</think>\n\nParis."}
     talks = [[*THOUGHTFUL[:2], PLAIN[0], long, *THOUGHTFUL[2:]], PLAIN[:2]]
-    summary = prepare(tmp_path, tokenizer, talks, context=200, too_long=rule)
+    summary = prepare(tmp_path, tokenizer, talks, context=200, truncation=rule)
     found = documents_in(tmp_path / "rows/train")
     assert len(found) == kept[rule]
     assert summary["truncated"] == (rule != "drop") and summary["dropped"] == (rule == "drop")
@@ -146,13 +152,13 @@ def test_what_is_too_long_is_cut_loses_turns_or_is_left_out(
     parts = [part for talk in fitting for part in encode_documents(talk, tokenizer, "")]
     assert all((tokens, trained) in parts for tokens, trained in found if len(tokens) < 200)
     cut = [tokens for tokens, _ in found if len(tokens) == 200]
-    assert len(cut) == (rule == "cut")
+    assert len(cut) == (rule == "right")
     assert all(tokens[:199] in [whole[:199] for whole, _ in parts] for tokens in cut)
 
 
 def test_what_has_nothing_to_train_is_left_out_and_must_not_be_all(bpe: Tokenizer, tmp_path: Path):
     nothing = [ask("river " * 200, "Because."), ask("Why?", "x")[:1]]
-    summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing], held_out=0.1)
+    summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *nothing], validation_fraction=0.1)
     assert summary["dropped"] == 2 and summary["train"]["conversations"] == 1 and summary["validation"] == {}
     for talks in (nothing, []):
         with pytest.raises(UserError) as error:
@@ -197,9 +203,9 @@ def test_the_shapes_of_published_sets_are_read_and_their_text_is_normalised(
 def test_a_named_shape_is_taken_before_what_the_keys_tell(tmp_path: Path):
     path = write_lines(tmp_path / "c.jsonl", [{"messages": ask("q", "a"), "instruction": "i", "output": "o"}])
     assert next(read(path)).messages == ask("q", "a")
-    assert next(read(path, shape="alpaca")).messages == ask("i", "o")
+    assert next(read(path, format="alpaca")).messages == ask("i", "o")
     with pytest.raises(UserError) as error:
-        next(read(path, shape="sharegpt"))
+        next(read(path, format="sharegpt"))
     assert "sharegpt" in error.value.fix
 
 
@@ -253,13 +259,13 @@ def test_bad_lines_stop_or_are_counted_with_the_first_reason(bpe: Tokenizer, tmp
     with pytest.raises(UserError):
         prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD])
     with pytest.warns(UserWarned, match=r"source-0.jsonl:2"):
-        summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD], bad_conversations="skip")
+        summary = prepare(tmp_path, bpe, [ask("Why?", "x"), *BAD], on_error="skip")
     assert summary["bad"] == len(BAD) and summary["train"]["conversations"] == 1
     with pytest.raises(UserError) as error:
-        prepare(tmp_path, bpe, BAD, bad_conversations="skip")
+        prepare(tmp_path, bpe, BAD, on_error="skip")
     assert "no conversation" in error.value.fix  # why the first one cannot be used
     with pytest.warns(UserWarned):  # one that the template cannot write
-        summary = prepare(tmp_path, ours("deepseek_r1_distill"), [PLAIN[:2], THOUGHTFUL[:2]], bad_conversations="skip")
+        summary = prepare(tmp_path, ours("deepseek_r1_distill"), [PLAIN[:2], THOUGHTFUL[:2]], on_error="skip")
     assert summary["bad"] == summary["train"]["conversations"] == 1
 
 

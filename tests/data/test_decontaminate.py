@@ -161,7 +161,7 @@ PLACES = "the capital of France is Paris and its river the Seine runs through ni
 
 
 def test_items_in_trained_text_are_those_that_looking_word_by_word_finds():
-    settings = DecontaminateSettings(ngram=6, min_words=4, boilerplate=2)
+    settings = DecontaminateSettings(n_grams=6, min_words=4, boilerplate=2)
     draw = np.random.default_rng(0)
     texts = [" ".join(draw.choice(PLACES, 30)) for _ in range(40)]
     told = [(" ".join(draw.choice(PLACES, 9)), "too short") for _ in range(20)]

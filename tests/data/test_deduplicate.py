@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles_of, written
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.deduplicate import deduplicate
 from affinage.data.duplicates import Duplicates, find_duplicates
 from affinage.data.engine import LocalEngine
 from affinage.data.minhash import jaccard, sign, write_shingle_sets
 from source_forms import rows_of, write_documents
 
-SETTINGS = DeduplicateSettings()
+SETTINGS = DedupSettings()
 
 
 class InMemory:
@@ -94,7 +94,7 @@ def test_recall_and_precision_over_planted_pairs(planted):
 
 def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
     """From the best text to the worst, every one is compared with every kept one that it shares a band with."""
-    keys = sign(pa.array(texts, pa.string()), ngram=5, bands=SETTINGS.bands, rows=SETTINGS.rows).keys
+    keys = sign(pa.array(texts, pa.string()), ngram=5, bands=SETTINGS.num_buckets, rows=SETTINGS.hashes_per_bucket).keys
     kept: list[int] = []
     contents: set[str] = set()
     for i in sorted(range(len(texts)), key=lambda i: (-len(texts[i].encode()), ids[i])):
@@ -103,7 +103,7 @@ def kept_by_the_rule(texts: list[str], ids: list[str]) -> set[str]:
             continue
         contents.add(content)
         rivals = [k for k in kept if (keys[:, i] == keys[:, k]).any()]
-        if not any(jaccard_of(texts[i], texts[k]) >= SETTINGS.jaccard for k in rivals):
+        if not any(jaccard_of(texts[i], texts[k]) >= SETTINGS.threshold for k in rivals):
             kept.append(i)
     return {ids[k] for k in kept}
 

@@ -11,7 +11,7 @@ import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
 from affinage.config.cleaning import DecontaminateSettings
-from affinage.config.data import CleanSettings, DataSettings, DeduplicateSettings, SplitSettings
+from affinage.config.data import CleanSettings, DataSettings, DedupSettings, SplitSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.clean import clean
 from affinage.data.collect import collect
@@ -67,9 +67,9 @@ def chain(lines: Path, folder: Path, items: list[BenchmarkItem], engine: Engine)
     summaries = [
         collect(DataSettings(sources=[source]), collected, engine=engine),
         clean(collected, cleaned, CleanSettings(), ("en",), engine=engine),
-        deduplicate(cleaned, unique, DeduplicateSettings(jaccard=0.9), memory=50_000, engine=engine),
+        deduplicate(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, engine=engine),
         decontaminate(unique, clear, DecontaminateSettings(), items, engine=engine),
-        split(clear, out, SplitSettings(validation=0.1), 0, engine=engine),
+        split(clear, out, SplitSettings(validation_fraction=0.1), 0, engine=engine),
     ]
     clusters = pq.read_table(unique / "clusters" / "clusters.parquet").to_pylist()
     documents = [rows_of(out / part) for part in ("train", "validation")]

@@ -36,11 +36,11 @@ EXPECTED = [f"text {file}-{row} of the dataset" for file in range(3) for row in 
 
 
 def test_a_folder_of_parquet(tables, tmp_path):
-    summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "licence": "odc-by"})
+    summary, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "tables", "license": "odc-by"})
     assert [row["text"] for row in rows] == EXPECTED and summary["documents_out"] == 120
     facts = {"source": "tables", "language": "en?", "licence": "odc-by", "text": EXPECTED[41]}
     assert rows[41] == facts | {"id": "tables/1-of-3#2", "url": "https://a.example/1/1"}
-    summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "where": {"lang": "fr"}})
+    summary, rows = collected(tmp_path / "fr", {"dataset": str(tables), "filter": {"lang": "fr"}})
     assert len(rows) == 30 and summary["removed"] == {"not asked for": 90}
 
 
@@ -99,7 +99,7 @@ def test_presets():
     stack = SourceSettings(preset="the-stack")
     assert (stack.dataset, stack.kind, stack.text_key) == ("bigcode/the-stack-dedup", "code", "content")
     mine = SourceSettings(preset="fineweb-edu", dataset="me/mine", split="dev")
-    assert (mine.dataset, mine.config, mine.split, mine.licence) == ("me/mine", "", "dev", "odc-by")
+    assert (mine.dataset, mine.config, mine.split, mine.license) == ("me/mine", "", "dev", "odc-by")
     assert SourceSettings(**mine.model_dump()) == mine, "settings that are written down are read back"
     for wrong in ({"preset": "nonsense"}, {"preset": "wikipedia"}, {}):
         with pytest.raises(ValueError):

@@ -18,7 +18,7 @@ def run(stage: str, documents: Path, folder: Path, progress=None) -> tuple[dict,
     """The summary of a stage over the documents, and what is in its files."""
     told = {"progress": progress, "engine": LocalEngine(1)}
     if stage == "clean":
-        settings = CleanSettings(min_language_probability=0.1, mixed_languages=True, gopher={}, mask={})
+        settings = CleanSettings(language_threshold=0.1, mixed_languages=True, gopher={}, mask={})
         summary = clean(documents, folder, settings, ("en", "fr"), **told)
     else:
         items = read_items(str(documents / "items.txt"))

@@ -63,7 +63,13 @@ def test_what_is_no_pair_is_refused_by_line(tmp_path: Path, line: str):
 
 def prepare(folder: Path, tokenizer: Tokenizer, items: list[dict], context: int = 400, **others: object) -> dict:
     source = write(folder / "pairs.jsonl", items)
-    given = {"steps": 1, "batch": 1, "schedule": {"peak": 1e-3, "floor": 0}, "sources": [source.path], "held_out": 0}
+    given = {
+        "steps": 1,
+        "batch_size": 1,
+        "schedule": {"peak_lr": 1e-3, "min_lr": 0},
+        "sources": [source.path],
+        "validation_fraction": 0,
+    }
     settings = DpoSettings.model_validate(given | others)
     return prepare_preferences(settings, tokenizer, folder / "rows", context=context, seed=0, system_prompt="")
 
@@ -99,7 +105,7 @@ def test_pairs_that_are_too_long_are_cut_on_both_sides_or_left_out(bpe: Tokenize
     assert [len(tokens) for tokens, _ in documents_in(tmp_path / "rows/train")].count(75) == 2
     shown = [text.plain.count("⟧ [cut here") for _, text in show_examples(tmp_path / "rows", tokenizer, 2, documents=2)]
     assert sorted(shown) == [0, 2]
-    dropped = prepare(tmp_path, tokenizer, [long, SHAPES[0]], context=150, too_long="drop")
+    dropped = prepare(tmp_path, tokenizer, [long, SHAPES[0]], context=150, truncation="drop")
     assert dropped["dropped"] == 1 and dropped["train"]["conversations"] == 1
 
 

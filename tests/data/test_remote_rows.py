@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from affinage.config.data import RowsSettings
+from affinage.config.data import PackingSettings
 from affinage.data import row_files
 from affinage.data.feed import RowFeed
 from affinage.data.row_order import BLOCK, WINDOW
@@ -45,7 +45,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def packed(split_folder: Path, tokenizer: Tokenizer, folder: Path, url: str = "", **others) -> Path:
-    settings = RowsSettings(context=32, shards=8, url=url)
+    settings = PackingSettings(seq_len=32, num_shards=8, output_path=url)
     summary = pack_rows(split_folder, tokenizer, folder, settings, seed=0, **others)
     assert summary["url"] == (f"{url}/{folder.name}" if url else "")
     return folder / "train"
@@ -129,7 +129,7 @@ import os, sys
 from pathlib import Path
 from affinage.data.rows import pack_rows
 from affinage.data.tokenizer import Tokenizer
-from affinage.config.data import RowsSettings
+from affinage.config.data import PackingSettings
 split, tokenizer, folder, settings, unfinished = sys.argv[1:]
 files = 0
 def at_the_fourth(doing):
@@ -138,7 +138,7 @@ def at_the_fourth(doing):
     if files == 4:
         Path(unfinished).write_bytes(b"half a shard")
         os.kill(os.getpid(), 9)
-settings = RowsSettings.model_validate_json(settings)
+settings = PackingSettings.model_validate_json(settings)
 pack_rows(Path(split), Tokenizer.load(tokenizer), Path(folder), settings, seed=0, progress=at_the_fourth)
 """
 
@@ -146,8 +146,10 @@ pack_rows(Path(split), Tokenizer.load(tokenizer), Path(folder), settings, seed=0
 def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
     split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
-    def settings(name: str) -> RowsSettings:
-        return RowsSettings(context=32, shards=8, url=f"file://{tmp_path}/{name}/store", packing="best-fit")
+    def settings(name: str) -> PackingSettings:
+        return PackingSettings(
+            seq_len=32, num_shards=8, output_path=f"file://{tmp_path}/{name}/store", strategy="best_fit"
+        )
 
     pack_rows(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
     shards = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole/store").rglob("*.npy"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
-from affinage.config.data import RowsSettings
+from affinage.config.data import PackingSettings
 from affinage.data.documents import DocumentWriter, read_documents
 from affinage.data.row_files import file_safe, open_rows, write_rows
 from affinage.data.rows import pack_rows
@@ -33,10 +33,10 @@ Documents = dict[tuple[str, str], str]  # text by source and id
 def packed(split_folder: Path, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of rows by the way of packing."""
     folder = tmp_path_factory.mktemp("rows")
-    for packing in ("concat", "best-fit"):
-        settings = RowsSettings(context=CONTEXT, shards=8, packing=packing)
+    for packing in ("concat", "best_fit"):
+        settings = PackingSettings(seq_len=CONTEXT, num_shards=8, strategy=packing)
         pack_rows(split_folder, bpe, folder / packing, settings, seed=0)
-    return {packing: folder / packing for packing in ("concat", "best-fit")}
+    return {packing: folder / packing for packing in ("concat", "best_fit")}
 
 
 def documents_by_group(split_folder: Path, part: str) -> dict[str, Documents]:
@@ -53,7 +53,7 @@ def read_all(folder: Path) -> np.ndarray:
     return np.concatenate([np.load(folder / name) for name in facts["files"] if name.startswith("rows")])
 
 
-@pytest.mark.parametrize("packing", ["concat", "best-fit"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize(("part", "overlap"), [("train", 0), ("validation", 1)])
 def test_rows_hold_every_token_of_every_document_and_tell_whose_it_is(
     packed: dict[str, Path], split_folder: Path, bpe: Tokenizer, packing: str, part: str, overlap: int
@@ -112,7 +112,7 @@ def test_a_limit_counts_the_bytes_of_the_rows_it_takes(packed: dict[str, Path]):
 def test_the_order_is_shuffled_and_does_not_depend_on_files(split_folder: Path, bpe: Tokenizer, tmp_path: Path):
     again = write_split(tmp_path / "split", reverse=True)
     for split, seed, name in ((split_folder, 0, "a"), (again, 0, "b"), (again, 1, "c")):
-        pack_rows(split, bpe, tmp_path / name, RowsSettings(context=CONTEXT), seed=seed)
+        pack_rows(split, bpe, tmp_path / name, PackingSettings(seq_len=CONTEXT), seed=seed)
     a, b, c = (read_all(tmp_path / name / "train/tales.en") for name in "abc")
     assert (a == b).all() and a.shape == c.shape and (a != c).any()
     ids = pq.read_table(tmp_path / "a/train/tales.en/documents.parquet").column("id").to_pylist()
@@ -152,7 +152,7 @@ def split_of(folder: Path, train: str, *validation: str) -> Path:
 def test_characters_count_the_bytes_of_strangers_too(characters: Tokenizer, tmp_path: Path):
     text = "漢 the 漢字 river" * 9
     pack_rows(
-        split_of(tmp_path, "the river", text), characters, tmp_path / "rows", RowsSettings(context=CONTEXT), seed=0
+        split_of(tmp_path, "the river", text), characters, tmp_path / "rows", PackingSettings(seq_len=CONTEXT), seed=0
     )
     assert ValidationRows(tmp_path / "rows/validation/s.und", batch=2).bytes == len(text.encode())
 
@@ -176,14 +176,14 @@ def test_ids_have_as_many_bits_as_they_need_and_long_tokens_all_their_bytes(
     text = "a" + " " * 300 + "b" + " " * 700 + "b"
     tokenizer = words(tmp_path / "words", vocabulary)
     split = split_of(tmp_path, text, text, text)
-    summary = pack_rows(split, tokenizer, tmp_path / "rows", RowsSettings(context=8), seed=0)
+    summary = pack_rows(split, tokenizer, tmp_path / "rows", PackingSettings(seq_len=8), seed=0)
     assert summary["dtype"] == dtype and read_all(tmp_path / "rows/train/s.und").dtype == dtype
     predicted = ValidationRows(tmp_path / "rows/validation/s.und", batch=1).bytes
     assert predicted == 2 * (len(text) - len("a")), "nothing comes before a first token that could predict it"
 
 
 def test_no_training_text_and_damaged_rows_are_refused(bpe: Tokenizer, tmp_path: Path):
-    settings = RowsSettings(context=CONTEXT)
+    settings = PackingSettings(seq_len=CONTEXT)
     with pytest.raises(UserError):
         pack_rows(split_of(tmp_path / "empty", "", "x"), bpe, tmp_path / "none", settings, seed=0)
     pack_rows(split_of(tmp_path / "split", "the river " * 99, "x"), bpe, tmp_path / "rows", settings, seed=0)

@@ -40,7 +40,7 @@ PAGES = [
 @pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
 def test_the_pages_of_a_web_archive(tmp_path, name):
     (tmp_path / name).write_bytes(web_archive(PAGES, gzipped=name.endswith("gz")))
-    summary, rows = run(tmp_path, {"path": str(tmp_path / name), "licence": "unknown"})
+    summary, rows = run(tmp_path, {"path": str(tmp_path / name), "license": "unknown"})
     assert [row["url"] for row in rows] == ["https://a.example/bridges", "https://a.example/fr"]
     first = rows[0]["text"]
     assert f"{prose('en', 1)}\n" in first, "paragraphs stay apart"
@@ -262,7 +262,7 @@ def test_presets_know_the_columns(tmp_path):
     record = {"content": "print(1)\n", "hexsha": "abc", "max_stars_repo_name": "a/b", "max_stars_repo_path": "x/y.py"}
     record |= {"max_stars_repo_head_hexsha": "f00", "max_stars_repo_licenses": ["MIT", "Apache-2.0"]}
     path = write_lines(tmp_path / "a.jsonl", [record | {"lang": lang} for lang in ("Python", "Java", "HTML")])
-    summary, rows = run(tmp_path, {"preset": "the-stack", "path": str(path), "where": {"lang": ["Python", "Java"]}})
+    summary, rows = run(tmp_path, {"preset": "the-stack", "path": str(path), "filter": {"lang": ["Python", "Java"]}})
     facts = {"id": "abc", "source": "the-stack", "language": "code", "text": "print(1)\n"}
     url = "https://github.com/a/b/blob/f00/x/y.py"
     assert rows[0] == facts | {"url": url, "licence": "MIT, Apache-2.0"}

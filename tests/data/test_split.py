@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, near_copy, random_text, shingles_of, written
 
-from affinage.config.data import DeduplicateSettings, SplitSettings
+from affinage.config.data import DedupSettings, SplitSettings
 from affinage.data.deduplicate import deduplicate
 from affinage.data.split import cut_tail, split
 from affinage.errors import UserError
@@ -45,30 +45,30 @@ def counts(summary):
 
 
 def test_every_group_gives_its_share(tmp_path):
-    summary, train, validation = halves(tmp_path, ALL, validation=0.03)
+    summary, train, validation = halves(tmp_path, ALL, validation_fraction=0.03)
     assert counts(summary) == {"news.en": 6, "news.fr": 1, "books.en": 1, "books.fr": 1}  # 0.03 of 10 rounds to none
     assert names(train) | names(validation) == names(ALL) and not names(train) & names(validation)
     assert summary["documents_in"] == 275 and summary["documents_out"] == len(train) == 266
     assert summary["validation_documents"] == len(validation) == 9
-    more = halves(tmp_path, None, validation=0.2, name="more")[2]
+    more = halves(tmp_path, None, validation_fraction=0.2, name="more")[2]
     assert names(validation) < names(more), "a growing share only adds"
-    least = halves(tmp_path, None, validation=0.001, name="least")[0]
+    least = halves(tmp_path, None, validation_fraction=0.001, name="least")[0]
     assert counts(least) == {"news.en": 1, "news.fr": 1, "books.en": 1, "books.fr": 1}
-    summary, train, validation = halves(tmp_path, None, validation=0, name="none")
+    summary, train, validation = halves(tmp_path, None, validation_fraction=0, name="none")
     assert summary["validation"] == {} and summary["documents_out"] == 275 and validation == []
 
 
 def test_the_order_does_not_matter_but_the_seed_does(tmp_path):
     shuffled = random.Random(1).sample(ALL, len(ALL))
-    chosen = names(halves(tmp_path / "one", ALL, 7, validation=0.1)[2])
-    assert names(halves(tmp_path / "two", shuffled, 7, files=3, validation=0.1)[2]) == chosen
-    assert names(halves(tmp_path / "three", ALL, 8, validation=0.1)[2]) != chosen
+    chosen = names(halves(tmp_path / "one", ALL, 7, validation_fraction=0.1)[2])
+    assert names(halves(tmp_path / "two", shuffled, 7, files=3, validation_fraction=0.1)[2]) == chosen
+    assert names(halves(tmp_path / "three", ALL, 8, validation_fraction=0.1)[2]) != chosen
 
 
 def test_by_tail_every_document_gives_its_end(tmp_path):
     text = "".join(f"line number {i}\n" for i in range(100))
     book = {"id": "book", "source": "s", "language": "en", "text": text}
-    summary, (head,), (tail,) = halves(tmp_path, [book], validation=0.1, by="tail")
+    summary, (head,), (tail,) = halves(tmp_path, [book], validation_fraction=0.1, by="tail")
     assert head["text"] + tail["text"] == text and tail["text"].startswith("line number 9")
     assert (head["id"], tail["id"]) == ("book", "book/tail") and tail["source"] == "s"
     assert summary["validation"]["s.en"] == {"documents": 1, "bytes": len(tail["text"])}
@@ -83,7 +83,7 @@ def test_a_tail_begins_a_line_or_a_word(text, share):
 
 def test_groups_that_are_small(tmp_path):
     with pytest.raises(UserError, match="none is left to train on"):
-        halves(tmp_path / "one", rows("only", 1), validation=0.9)
+        halves(tmp_path / "one", rows("only", 1), validation_fraction=0.9)
     summary = halves(tmp_path / "few", [*rows("four", 4), *rows("three", 3)])[0]
     assert summary["without_validation"] == ["three.en"] and counts(summary) == {"four.en": 1}
     summary = halves(tmp_path / "book", rows("book#", 100), group_separator="#")[0]
@@ -92,7 +92,7 @@ def test_groups_that_are_small(tmp_path):
 
 def test_sections_of_a_book_stay_together(tmp_path):
     sections = [row | {"id": f"book{i % 10}#{i // 10}"} for i, row in enumerate(rows("novels", 200))]
-    _, *parts = halves(tmp_path, sections, files=3, validation=0.12, group_separator="#")
+    _, *parts = halves(tmp_path, sections, files=3, validation_fraction=0.12, group_separator="#")
     books = [{row["id"].split("#")[0] for row in part} for part in parts]
     assert not books[0] & books[1]
     assert len(books[1]) == 2  # 24 documents of 200 are asked for: a whole book of 20 and the next one whole
@@ -121,13 +121,13 @@ def nearness(shown, row):
 def test_no_near_copy_of_a_validation_document_is_trained_on(tmp_path, deduplicated):
     write_documents(tmp_path / ("raw" if deduplicated else "in"), planted(1), files=3)
     if deduplicated:
-        deduplicate(tmp_path / "raw", tmp_path / "in", DeduplicateSettings())
-    summary, train, validation = halves(tmp_path, None, validation=0.1)
+        deduplicate(tmp_path / "raw", tmp_path / "in", DedupSettings())
+    summary, train, validation = halves(tmp_path, None, validation_fraction=0.1)
     shown = [shingles_of(row["text"]) for row in validation]
     assert max(map(partial(nearness, shown), train)) < 0.8 and len(validation) > 5
     left_out = summary["removed"].get("near copy of a validation document", 0)
     assert summary["documents_in"] == len(train) + len(validation) + left_out
-    _, everything, same = halves(tmp_path, None, name="copies", validation=0.1, max_similarity=0)
+    _, everything, same = halves(tmp_path, None, name="copies", validation_fraction=0.1, max_similarity=0)
     lost = [row for row in everything if row["id"] not in {other["id"] for other in train}]
     assert same == validation and len(lost) == left_out
     assert all(nearness(shown, row) >= 0.8 for row in lost), "nothing else is left out"

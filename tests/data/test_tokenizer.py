@@ -79,7 +79,7 @@ def split_of(folder: Path, *texts: str) -> Path:
 @pytest.mark.parametrize("split_digits", [True, False])
 def test_digits_are_split_only_if_asked_and_long_lines_are_learned_from(tmp_path: Path, split_digits: bool):
     split_of(tmp_path, "In 1999 it was 1999. " * 50, "xylophone quartz " * 1000)  # 17,000 bytes on one line
-    settings = TokenizerSettings(vocabulary=310, split_digits=split_digits)
+    settings = TokenizerSettings(vocab_size=310, split_digits=split_digits)
     train_tokenizer(tmp_path, tmp_path / "out", settings, ("en",), seed=0)
     tokenizer = Tokenizer.load(tmp_path / "out")
     assert (len(tokenizer.encode("1999")) == 4) == split_digits
@@ -88,7 +88,7 @@ def test_digits_are_split_only_if_asked_and_long_lines_are_learned_from(tmp_path
 
 def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_folder: Path, tmp_path: Path):
     again = write_split(tmp_path / "again", reverse=True)
-    settings = TokenizerSettings(vocabulary=400, sample_megabytes=0.02)
+    settings = TokenizerSettings(vocab_size=400, sample_bytes=20_000)
     for split, name in ((split_folder, "a"), (split_folder, "b"), (again, "c")):
         train_tokenizer(split, tmp_path / name, settings, ("en", "fr"), seed=3)
     assert len({(tmp_path / name / "tokenizer.model").read_bytes() for name in "abc"}) == 1
@@ -98,9 +98,11 @@ def test_training_twice_gives_the_same_bytes_whatever_the_order_of_files(split_f
 def test_a_vocabulary_that_cannot_be_is_refused_with_one_that_can(tmp_path: Path, vocabulary: int, advice: str):
     split_of(tmp_path, "".join(chr(0x4E00 + i) for i in range(200)) + " the river and the stone")
     with pytest.raises(UserError) as error:
-        train_tokenizer(tmp_path, tmp_path / "out", TokenizerSettings(vocabulary=vocabulary, coverage=1), ("en",), 0)
-    assert error.value.where == "tokenizer.vocabulary" and re.search(advice, error.value.fix)
-    for kind in ("bpe", "characters"):
+        train_tokenizer(
+            tmp_path, tmp_path / "out", TokenizerSettings(vocab_size=vocabulary, character_coverage=1), ("en",), 0
+        )
+    assert error.value.where == "tokenizer.vocab_size" and re.search(advice, error.value.fix)
+    for kind in ("bpe", "char"):
         with pytest.raises(UserError):  # no text
             train_tokenizer(split_of(tmp_path / kind), tmp_path, TokenizerSettings(kind=kind), ("en",), seed=0)
 

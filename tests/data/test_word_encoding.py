@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcesso
     train = sentencepiece.SentencePieceTrainer.train
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sentencepiece.SentencePieceTrainer, "train", lambda **options: train(**options, **request.param))
-        trained = train_bpe(TRAINING, TokenizerSettings(vocabulary=330))
+        trained = train_bpe(TRAINING, TokenizerSettings(vocab_size=330))
     return sentencepiece.SentencePieceProcessor(model_proto=trained)
 
 

@@ -71,7 +71,7 @@ def test_the_reference_has_every_setting_verb_recipe_and_kind(tmp_path: Path):
     settings, verbs, recipes, kinds = (
         (tmp_path / f"{name}.md").read_text() for name in ("settings", "verbs", "recipes", "kinds")
     )
-    assert "min_language_probability" in settings and "share of letters and digits" in settings
+    assert "language_threshold" in settings and "Share of letters and digits" in settings
     assert "## affinage checkpoint verify" in verbs and "Exit status" in verbs
     assert all(f"## {name}\n" in recipes for name in packaged_recipes())
     assert all(f"## {name}\n" in kinds for name in KINDS)

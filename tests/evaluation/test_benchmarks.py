@@ -69,7 +69,7 @@ def test_groups_take_what_the_folder_has_and_say_what_it_has_not(tmp_path):
 def test_every_benchmark_is_scored_with_its_metrics_and_standard_errors(tmp_path):
     besides = [name for name in BENCHMARKS if name.startswith("french_bench_") and name not in FRENCH]
     folder = write_items(tmp_path / "items", [*JULIAN, *FRENCH, *besides], copies=2)
-    results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch=8, max_new_tokens=8)
+    results = evaluate(tiny_llama(), ["julian", "french", *besides], data_dir=folder, batch_size=8, max_new_tokens=8)
     scored = results["tasks"]
     assert set(scored) == {*JULIAN, *FRENCH, *besides} and not results["missing"]
     headline = headline_metrics()

@@ -87,16 +87,16 @@ def test_a_run_tells_which_questions_its_documents_and_conversations_hold(tmp_pa
     talks += [{"prompt": f"Say {n}", "completion": f"{n} it is"} for n in range(20)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     settings = [
-        f"data.sources=[{{path: pocket-world, megabytes: 0.05}}, '{tmp_path}/text.jsonl']",
-        "data.split={validation: 0.02}",
+        f"data.sources=[{{path: pocket-world, max_bytes: 0.05MB}}, '{tmp_path}/text.jsonl']",
+        "data.split={validation_fraction: 0.02}",
         "data.decontaminate=null",
-        "rows.context=256",
+        "packing.seq_len=256",
         f"sft.sources=['{tmp_path}/talks.jsonl']",
-        "sft.held_out=0",
+        "sft.validation_fraction=0",
         "pretrain.steps=2",
         "sft.steps=1",
         "export=null",
-        f"evaluate={{tasks: ['{name}'], batch: 16}}",
+        f"evaluate={{tasks: ['{name}'], batch_size: 16}}",
     ]
     words = [word for setting in settings for word in ("--set", setting)]
     with pytest.raises(SystemExit) as ended:

@@ -102,24 +102,24 @@ def test_a_benchmark_can_be_asked_in_the_chat_template_and_is_then_another_quest
 
     plain, told, without = asked("auto")
     assert "<|im_start|>" not in plain and not told
-    templated, told, within = asked("always", chat_template="always")
+    templated, told, within = asked("always", apply_chat_template=True)
     assert templated == f"<s><|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n" and told
     assert [one.task for one in unlike(without, within)] == ["piqa"]
     with pytest.raises(UserError) as refused:
-        evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", chat_template="always")
-    assert refused.value.where == "evaluate.chat_template" and refused.value.fix
+        evaluate(tiny_llama(), ["piqa"], data_dir=tmp_path / "items", apply_chat_template=True)
+    assert refused.value.where == "evaluate.apply_chat_template" and refused.value.fix
 
 
 def test_chat_tasks_are_asked_of_base_models_where_no_template_is_to_be_used(world):
-    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, chat_template="never", limit=1)
+    results = evaluate(tiny_llama(), ["pocket-world"], task_folders=world, apply_chat_template=False, limit=1)
     assert results["skipped"] == [] and results["samples"]["answers"][0]["prompt"] == "0 plus 0 is"
-    assert find_tasks(["gsm8k"], {}).rounds(chat=False, template="always") == [(["gsm8k"], True)]
+    assert find_tasks(["gsm8k"], {}).rounds(chat=False, template=True) == [(["gsm8k"], True)]
 
 
 @pytest.mark.parametrize(("said", "asked", "shots"), [(None, 2, 2), (2, 0, 0)])
 def test_as_many_examples_come_before_a_question_as_the_task_says_or_as_are_asked_for(tmp_path, said, asked, shots):
     task = write_task(tmp_path / "task", "sums", ITEMS, fewshot_split="test", num_fewshot=said)
-    results = evaluate(tiny_llama(), [str(task)], shots=asked, limit=2)
+    results = evaluate(tiny_llama(), [str(task)], num_fewshot=asked, limit=2)
     assert results["tasks"]["sums"]["shots"] == shots
     assert results["samples"]["sums"][0]["prompt"].count(" plus ") == shots + 1
 

@@ -51,7 +51,7 @@ def test_transformers_gives_the_same_tokens_and_logits(exported):
 
 def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_path):
     model = tiny_llama(scale=3.0)
-    export(model, tmp_path / "m", facts=FACTS, dtype="bfloat16", shard_gigabytes=5e-5)
+    export(model, tmp_path / "m", facts=FACTS, dtype="bfloat16", max_shard_size=50_000)
     index = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 1

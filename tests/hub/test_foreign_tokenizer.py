@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from affinage.cli.program import main
-from affinage.config.data import RowsSettings
+from affinage.config.data import PackingSettings
 from affinage.data.documents import DocumentWriter
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import open_rows
@@ -133,8 +133,8 @@ def sft(folder):
     turns = [{"role": "user", "content": "Où ?"}, {"role": "assistant", "content": "\nIci, <|im_end|> là."}]
     lines = [json.dumps({"id": str(i), "messages": turns * (1 + i % 3)}, ensure_ascii=False) for i in range(24)]
     (folder / "turns.jsonl").write_text("\n".join(lines))
-    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., context: 128, steps: 1, batch: 4"
-    return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak: 1.0e-3, floor: 0}}}}"
+    sources = f"sources: [{folder / 'turns.jsonl'}], system_prompt: Hi., seq_len: 128, steps: 1, batch_size: 4"
+    return "data=null", "pretrain=null", f"sft={{{sources}, schedule: {{peak_lr: 1.0e-3, min_lr: 0}}}}"
 
 
 def test_rows_of_it_hold_the_documents(imported, tmp_path):
@@ -144,7 +144,7 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
         with DocumentWriter(tmp_path / "split" / part) as writer:
             for number, text in enumerate(texts):
                 writer.add(id=str(number), source="a", language="fr", text=text)
-    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", RowsSettings(context=96, packing="best-fit"), 0)
+    pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
     (folder,) = (tmp_path / "rows/train").iterdir()
     rows = open_rows(folder).rows
     batch = RowFeed(folder, seed=0, batch=rows).batch(0)

@@ -218,12 +218,12 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
     hub.commit("datasets/me/large", tables())
     source = "[{dataset: me/large, config: tables}]"
     hub.faults[:] = [Fault("resolve.*train/1.parquet", 503, times=99)]
-    told = refusal(machine.collect(source, "--set", "data.damaged_files=skip"))
+    told = refusal(machine.collect(source, "--set", "data.on_error=skip"))
     assert "me/large/1-of-3" in told and "503" in told
     # After that it breaks off now and then, which is lived through; a new commit is not mixed with the old one.
     commit = hub.commit("datasets/me/large", tables(of=" anew"))
     hub.faults[:] = [Fault("^/[0-9a-f]{64}", cut=1000, times=2), Fault("resolve.*train/2.parquet", 500, times=2)]
-    ended = machine.collect(source, "--set", "data.damaged_files=skip")
+    ended = machine.collect(source, "--set", "data.on_error=skip")
     assert ended.returncode == 0, ended.stderr
     assert not any(fault.times for fault in hub.faults)
     texts = [row["text"] for row in machine.collected()]

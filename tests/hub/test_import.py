@@ -54,7 +54,7 @@ GRAPHS["llama"]["nodes"]["norm"]["eps"] = 1e-5
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "model"
     model = replace(tiny_llama(), system_prompt='Say "oui".\nBe brief.')
-    export(model, folder, facts=FACTS, chat=True, dtype="bfloat16", shard_gigabytes=5e-5)
+    export(model, folder, facts=FACTS, chat=True, dtype="bfloat16", max_shard_size=50_000)
     return folder
 
 
@@ -70,7 +70,7 @@ def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path
     locate_model(str(imported), tmp_path)
     again, recipe = open_model(str(imported), tmp_path), (imported / "recipe.yaml").read_text()
     assert is_chat(imported) and "dtype: bfloat16" in recipe
-    export(again, tmp_path / "m", facts=FACTS, chat=True, dtype="bfloat16", shard_gigabytes=5e-5)
+    export(again, tmp_path / "m", facts=FACTS, chat=True, dtype="bfloat16", max_shard_size=50_000)
     assert {file.name for file in exported.iterdir()} == {file.name for file in (tmp_path / "m").iterdir()}
     for file in exported.iterdir():
         if file.name != "README.md":  # the model has another name

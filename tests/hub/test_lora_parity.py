@@ -18,7 +18,7 @@ from affinage.training.state import TrainState
 from tiny_models import CONTEXT, VOCABULARY, fused_experts, tiny_llama, tiny_mixtral
 
 TARGETS = ("query", "value", "out", "gate", "down")
-LORA = LoraSettings(rank=3, alpha=7, targets=TARGETS)
+LORA = LoraSettings(r=3, alpha=7, target_modules=TARGETS)
 RATE = 1e-2
 
 
@@ -52,7 +52,7 @@ def in_transformers(ours, params=None):
 def peft_model(adapted):
     ours, adapters, params = adapted
     modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    config = LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    config = LoraConfig(r=LORA.r, lora_alpha=LORA.alpha, target_modules=modules, task_type="CAUSAL_LM")
     model = get_peft_model(in_transformers(ours), config)
     tensors = {
         name.replace(".weight", ".default.weight"): torch.tensor(array)
@@ -86,11 +86,11 @@ def test_loss_gradients_and_one_update(adapted, peft_model):
     settings = SftSettings.model_validate(
         {
             "steps": 1,
-            "batch": 4,
+            "batch_size": 4,
             "sources": ["none"],
             "lora": LORA.model_dump(),
-            "schedule": {"name": "constant", "peak": RATE, "floor": RATE},
-            "optimizer": {"clip_norm": 0.5, "weight_decay": 0.1},
+            "schedule": {"name": "constant", "peak_lr": RATE, "min_lr": RATE},
+            "optimizer": {"max_grad_norm": 0.5, "weight_decay": 0.1},
         }
     )
     held = frozen_of(ours.graph, settings)
@@ -132,7 +132,7 @@ def test_loss_gradients_and_one_update(adapted, peft_model):
 )
 def test_an_exported_adapter_is_read_by_peft_and_gives_the_merged_models_logits(make, targets, tmp_path):
     ours = make()
-    adapters = Adapters(ours.graph, LoraSettings(rank=3, alpha=7, targets=targets))
+    adapters = Adapters(ours.graph, LoraSettings(r=3, alpha=7, target_modules=targets))
     draw = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: init_params(adapters, jax.random.key(0)))
     params = jax.tree.map(lambda p: draw.normal(0, 0.1, p.shape).astype(np.float32), shapes)

@@ -27,7 +27,7 @@ def split_folder(tmp_path_factory):
 def both(request, split_folder, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
     """Our tokenizer, and what transformers loads from its export."""
     folder = tmp_path_factory.mktemp(request.param)
-    settings = TokenizerSettings(kind=request.param, vocabulary=700)
+    settings = TokenizerSettings(kind=request.param, vocab_size=700)
     train_tokenizer(split_folder, folder, settings, ("en", "fr"), seed=0)
     ours = Tokenizer.load(folder)
     write_hf_tokenizer(ours, folder / "hf", context=256, system_prompt=SYSTEM)

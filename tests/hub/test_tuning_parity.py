@@ -27,7 +27,13 @@ from affinage.model.preferred import preference_graph
 from affinage.training.frozen import frozen_of
 from tiny_models import CONTEXT, tiny_llama, tokenizer
 
-COMMON = {"steps": 1, "batch": 4, "schedule": {"peak": 1e-3, "floor": 0}, "held_out": 0, "system_prompt": "Be kind."}
+COMMON = {
+    "steps": 1,
+    "batch_size": 4,
+    "schedule": {"peak_lr": 1e-3, "min_lr": 0},
+    "validation_fraction": 0,
+    "system_prompt": "Be kind.",
+}
 TALKS = [
     [("user", "Où est Paris ?"), ("assistant", "En France."), ("user", "Yen?"), ("assistant", "The yen is Japan's.")],
     [("user", "Twelve plus seven?"), ("assistant", "Nineteen.")],
@@ -171,7 +177,7 @@ def test_one_step_of_dpo_against_log_probabilities_that_were_computed_before(lla
 def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenizer, tmp_path, loss):
     """TRL's own trainer computes the loss of the same documents, one to a row, against a reference that it holds."""
     ours, theirs = llama
-    settings, rows, count = preferences(tmp_path, loss=loss, reference="held")
+    settings, rows, count = preferences(tmp_path, loss=loss, precompute_ref_log_probs=False)
     graph, batch = preference_graph(ours.graph, settings, count), rows.batch(0)
     reference = jax.tree.map(lambda leaf: 0.9 * leaf, ours.params)
     held = frozen_of(graph, settings)

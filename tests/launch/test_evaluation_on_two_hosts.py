@@ -55,13 +55,13 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]
     folder = tmp_path_factory.mktemp("two")
     task = str(write_task(folder / "task", "sums", sums(20)))
     settings = [
-        "data.sources=[{path: pocket-world, megabytes: 0.05}]",
+        "data.sources=[{path: pocket-world, max_bytes: 0.05MB}]",
         "mesh={data: 2, fsdp: 2}",
         "pretrain.steps=4",
-        "pretrain.profile=2",
-        f"pretrain.evaluate={{tasks: ['{task}'], every_steps: 2, items: 12, batch: 4}}",
+        "runtime.profile=2",
+        f"pretrain.monitor={{tasks: ['{task}'], every_steps: 2, limit: 12, batch_size: 4}}",
         "sft.steps=2",
-        f"sft.watch={{tasks: ['{task}'], every_steps: 1, items: 12, batch: 4, when_worse: tell}}",
+        f"sft.monitor={{tasks: ['{task}'], every_steps: 1, limit: 12, batch_size: 4, on_regression: log}}",
         f"evaluate={{tasks: ['{task}', pocket-world], limit: 3, max_new_tokens: 4}}",
         "export=null",
     ]
@@ -127,7 +127,7 @@ def test_a_model_is_judged_by_two_hosts_as_by_one_device(tmp_path: Path):
     said = subprocess.run(launcher, capture_output=True, text=True, timeout=500, check=True).stdout.splitlines()
     one = tmp_path / "one"
     alone = open_model(str(model), tmp_path, mesh={"data": 1})
-    expected = evaluate(alone, tasks, folder=one, keep=one / "answers.jsonl", batch=4)
+    expected = evaluate(alone, tasks, folder=one, keep=one / "answers.jsonl", batch_size=4)
     [found] = tmp_path.glob("two/evaluations/*/results.json")
     scores = [numbers(results["tasks"]) for results in (json.loads(found.read_text()), expected)]
     assert len(scores[1]) == 9 and scores[0] == pytest.approx(scores[1], rel=ALIKE)

@@ -67,21 +67,20 @@ def test_hosts_that_are_killed_again_and_again_change_no_bit(warm_python: list[s
 def test_a_host_that_stands_still_is_named_and_the_run_goes_on(
     warm_python: list[str], alone: Path, tmp_path: Path, by: int | str
 ):
-    survival = {"survival": {"stuck_seconds": 4}}
-    launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=[(1, 6, by)], settings=survival)
+    launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=[(1, 6, by)], runtime={"hang_timeout": 4})
     assert trained(launcher, Restarts(preemptions=9, failures=2)) == 0, "\n".join(launcher.said)
     assert "host 1" in (launcher.folder / "stuck.txt").read_text()
     assert ended_alike(launcher.folder, alone, STEPS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_batch_that_is_not_finite_on_one_host_is_judged_alike_by_all(
     warm_python: list[str], tmp_path: Path, policy: str
 ):
     done, folders = [], []
     for hosts in (1, 2):
-        settings = {"health": {"on_non_finite": policy}}
+        settings = {"health": {"on_nonfinite": policy}}
         launcher = Training(warm_python, tmp_path / f"{hosts}", STEPS, hosts, sick=[8], settings=settings)
         assert trained(launcher) == 0, "\n".join(launcher.said)
         events = [json.loads(line) for line in (launcher.folder / "health.jsonl").read_text().splitlines()]

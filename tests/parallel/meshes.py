@@ -61,9 +61,9 @@ def program(
     settings = PretrainSettings.model_validate(
         {
             "steps": 20,
-            "batch": rows,
-            "micro_batches": micro_batches,
-            "schedule": {"peak": 2e-3, "floor": 1e-3, "warmup_steps": 4},
+            "batch_size": rows,
+            "gradient_accumulation_steps": micro_batches,
+            "schedule": {"peak_lr": 2e-3, "min_lr": 1e-3, "warmup_steps": 4},
         }
     )
     job = TrainJob(

@@ -59,7 +59,7 @@ def test_steps_equal_those_of_one_program_and_a_sick_one_is_left_out_by_every_st
         ([("early", {"data": 2}), ("logits", {"data": 2})], False, {}, "graph"),
         ([("blocks", {"data": 2}), ("early", {"data": 1}), ("loss", {"data": 1})], False, {}, "graph"),
         ([("early", {"data": 3}), ("loss", {"data": 1})], False, {}, "batch 8"),
-        (UNEQUAL, False, {"update": "layerwise"}, "layerwise"),
+        (UNEQUAL, False, {"optimizer_in_backward": True}, "optimizer_in_backward"),
         (UNEQUAL, True, {}, "weights"),
     ],
     ids=["no loss", "out of order", "rows", "layer by layer", "tied"],

@@ -18,11 +18,16 @@ from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.runner import PipelineRunner, Runs
 from tiny_models import CONTEXT, tiny_llama
 
-_STEPS = ["steps=1", "batch=4", "schedule={peak: 1.0e-12, floor: 0}", "validation_rows=4"]
+_STEPS = ["steps=1", "batch_size=4", "schedule={peak_lr: 1.0e-12, min_lr: 0}", "eval_sequences=4"]
 PRETRAIN = [f"pretrain.{setting}" for setting in _STEPS]
-POCKET = "data={sources: [{path: pocket-world, megabytes: 0.02}], languages: [en, fr], split: {validation: 0.2}}"
-SFT = ["sft={sources: [talks.jsonl], steps: 1, batch: 4, schedule: {peak: 1.0e-12, floor: 0}}", "mesh={data: 1}"]
-SFT += ["sft.held_out=0", "sft.max_epochs=null", "data=null", "pretrain=null"]
+POCKET = (
+    "data={sources: [{path: pocket-world, max_bytes: 0.02MB}], languages: [en, fr], split: {validation_fraction: 0.2}}"
+)
+SFT = [
+    "sft={sources: [talks.jsonl], steps: 1, batch_size: 4, schedule: {peak_lr: 1.0e-12, min_lr: 0}}",
+    "mesh={data: 1}",
+]
+SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretrain=null"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,7 @@ def test_pretraining_goes_on_from_it(imported, tmp_path):
 
 def test_it_is_fine_tuned_without_any_text(imported, tmp_path):
     """With adapters, which name the model that was imported; the card is one, whichever verb writes it."""
-    run(imported, tmp_path, *SFT, "sft.lora={rank: 2}")
+    run(imported, tmp_path, *SFT, "sft.lora={r: 2}")
     assert_begun_with(imported, "tiny/sft", tmp_path)
     assert is_chat((tmp_path / "tiny/sft").resolve()) and open_model("tiny", tmp_path).context == CONTEXT
     assert (tmp_path / "tiny/report.html").is_file()

@@ -15,8 +15,8 @@ from choice_task import write_items, write_task
 RECIPE = """\
 name: small
 model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
-data: {sources: [texts.jsonl], clean: {min_characters: 3, min_language_probability: 0}}
-pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+data: {sources: [texts.jsonl], clean: {min_characters: 3, language_threshold: 0}}
+pretrain: {steps: 20, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}}
 evaluate: {tasks: [%s]}
 """
 QUESTION = "Which of the five harbours on the northern coast was rebuilt after the storm, and by whom was it done?"
@@ -52,7 +52,9 @@ def test_the_stage_is_there_if_there_is_something_to_look_for(load):
     assert stage_of(load("harbours.yaml", "data.decontaminate.benchmarks=false")) is None
     named = stage_of(load("pocket-world, hellaswag, harbours.yaml"))
     assert named.config["evaluate"] == {"tasks": ["hellaswag", "harbours.yaml"]}
-    only = stage_of(load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.against=[mine.txt]"))
+    only = stage_of(
+        load("hellaswag", "data.decontaminate.benchmarks=false", "data.decontaminate.benchmark_files=[mine.txt]")
+    )
     assert "evaluate" not in only.config
     split = next(stage for stage in build_steps(load("harbours.yaml")) if stage.name == "split")
     assert split.inputs == ("decontaminate",)
@@ -63,8 +65,8 @@ def test_how_items_are_looked_for_in_the_text_is_part_of_judging(load):
         road = build_steps(load("harbours.yaml", "data.decontaminate.benchmarks=false", *overrides))
         return next(stage.config for stage in road if stage.name == "evaluate-base")
 
-    assert judged("data.decontaminate.ngram=8") != judged()
-    unasked = judged("evaluate.contamination=false", "data.decontaminate.ngram=8")
+    assert judged("data.decontaminate.n_grams=8") != judged()
+    unasked = judged("evaluate.contamination=false", "data.decontaminate.n_grams=8")
     assert unasked == judged("evaluate.contamination=false")
 
 

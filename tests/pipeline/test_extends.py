@@ -34,7 +34,7 @@ def _train(*settings: str, status: int = 0) -> None:
 def _longer(*words: str) -> list[str]:
     return [
         "name=longer",
-        "pretrain.extends=runs/short",
+        "pretrain.resume_from=runs/short",
         "pretrain.steps=14",
         "pretrain.schedule.name=constant",
         *words,
@@ -66,7 +66,7 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
     changed = _longer(f"plugins=['{plugin}']")
     _train(*changed, status=2)
     told = " ".join(capsys.readouterr().err.split())
-    assert str(plugin) in told and "pretrain.checkpoint.accept_changes=[code" in told
+    assert str(plugin) in told and "runtime.checkpoint.accept_changes=[code" in told
 
 
 def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -76,20 +76,28 @@ def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Pa
         road = build_steps(load_recipe(TINY, _longer(*words)))
         return next((stage.sources, stage.config) for stage in road if stage.name == "pretrain")
 
-    assert sources() == sources("pretrain.extends=runs/short/pretrain") == sources("pretrain.extends=runs/short@10")
-    assert sources() != sources("pretrain.extends=runs/short/pretrain@5")
+    assert (
+        sources()
+        == sources("pretrain.resume_from=runs/short/pretrain")
+        == sources("pretrain.resume_from=runs/short@10")
+    )
+    assert sources() != sources("pretrain.resume_from=runs/short/pretrain@5")
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
-    [("name=short", "this run itself"), ("pretrain.extends=runs/short@7", "5, 10"), ("pretrain.extends=runs/no", "no")],
+    [
+        ("name=short", "this run itself"),
+        ("pretrain.resume_from=runs/short@7", "5, 10"),
+        ("pretrain.resume_from=runs/no", "no"),
+    ],
     ids=["itself", "step", "run"],
 )
 def test_what_cannot_be_extended_is_refused_before_anything_runs(runs, monkeypatch, override: str, named: str):
     monkeypatch.chdir(runs.parent)
     with pytest.raises(UserError, match=named) as refused:
         build_steps(load_recipe(TINY, _longer(override)))
-    assert "--set pretrain.extends" in refused.value.where and refused.value.fix
+    assert "--set pretrain.resume_from" in refused.value.where and refused.value.fix
 
 
 def test_a_training_that_is_refused_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys):

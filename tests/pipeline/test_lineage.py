@@ -14,7 +14,7 @@ from affinage.pipeline.lineage import TrainingRows
 from tiny_corpus import write_split
 
 STEPS, BATCH = 90, 4
-PACKINGS = ["concat", "best-fit"]
+PACKINGS = ["concat", "best_fit"]
 SECRET = "the cheese cellar of Aurillac"
 RECIPE = """
 name: cellar
@@ -22,11 +22,11 @@ seed: 3
 data:
   sources: [{{path: {folder}/tales.jsonl, language: en}}, {{path: {folder}/lettres.jsonl, language: fr}},
     {{path: {folder}/programs.jsonl, kind: code}}]
-  clean: {{min_language_probability: 0, min_characters: 10, min_alphanumeric: 0}}
-  deduplicate: null
+  clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
+  dedup: null
   split: {{validation: 0.1}}
-tokenizer: {{kind: characters}}
-rows: {{context: 64, packing: {packing}}}
+tokenizer: {{kind: char}}
+packing: {{seq_len: 64, strategy: {packing}}}
 model:
   inputs: [tokens]
   nodes:
@@ -35,8 +35,8 @@ model:
     loss: {{kind: next_token_loss, in: [logits, tokens]}}
 pretrain:
   steps: 90
-  batch: 4
-  schedule: {{peak: 1.0e-3, floor: 1.0e-4}}
+  batch_size: 4
+  schedule: {{peak_lr: 1.0e-3, min_lr: 1.0e-4}}
   mixture: [{{weights: {{tales: 1, fr: 1}}}}, {{from_step: 40, weights: {{tales: 3, code: 1}}}}]
 """
 

@@ -17,8 +17,8 @@ model:
     logits: {kind: unembed, in: embed, vocab: 64, tied: false}
     loss: {kind: next_token_loss, in: [logits, tokens]}
 data: {sources: [{path: texts.txt, language: EN}]}
-tokenizer: {kind: characters}
-pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
+tokenizer: {kind: char}
+pretrain: {steps: 20, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}}
 evaluate: {tasks: []}
 """
 
@@ -45,9 +45,9 @@ def ahead(tmp_path, monkeypatch):
         ("data.languages=[en, french]", "Did you mean `fr`?"),
         ("data.languages=[en, xx]", "ISO 639-1"),
         ("data.sources=[{path: texts.txt, language: en-US}]", "Did you mean `en`?"),
-        ("data.decontaminate.against=[none.yaml]", "`none.yaml`"),
-        ("data.decontaminate.against=[exam.pdf]", ".jsonl"),
-        ("data.decontaminate.against=[exam.yaml]", "dataset_path"),
+        ("data.decontaminate.benchmark_files=[none.yaml]", "`none.yaml`"),
+        ("data.decontaminate.benchmark_files=[exam.pdf]", ".jsonl"),
+        ("data.decontaminate.benchmark_files=[exam.yaml]", "dataset_path"),
         ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
         ("evaluate.tasks=[none.yaml]", "`none.yaml`"),
         ("pretrain.mixture=[{weights: {text: 1}}]", "texts"),
@@ -64,8 +64,8 @@ def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
     [("sft", "tasks: [none.yaml]"), ("sft", "data_dir: ."), ("dpo", "data_dir: nowhere")],
 )
 def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch):
-    how = "schedule: {peak: 1e-6, floor: 0}"
-    given = f"{tuning}={{sources: [texts.txt], steps: 10, batch: 8, {how}, watch: {{every_steps: 5, {watch}}}}}"
+    how = "schedule: {peak_lr: 1e-6, min_lr: 0}"
+    given = f"{tuning}={{sources: [texts.txt], steps: 10, batch_size: 8, {how}, monitor: {{every_steps: 5, {watch}}}}}"
     assert ahead(given, stages=(tuning,)).where.startswith(f"--set {tuning}")
 
 
@@ -81,7 +81,7 @@ def test_names_of_any_case_are_languages(ahead):
         ("pretrain.optimizer.name=adammm", "--set pretrain.optimizer.name"),
         ("pretrain.schedule.settings={share: 1}", "--set pretrain.schedule.settings"),
         ("mesh.data=7", "data = 7"),
-        ("pretrain.batch=7", "batch 7"),
+        ("pretrain.batch_size=7", "batch 7"),
         ("evaluate.tasks=[hellaswagg]", "Did you mean `hellaswag`?"),
     ],
 )
@@ -96,8 +96,8 @@ def test_a_dry_run_refuses_it_too(ahead, override, named, capsys):
     [
         ("quickstart", ["mesh={pipeline: 2, context: 4}", "parallel.context_attention=ring"], "mesh"),
         ("quickstart", ["mesh={pipeline: 2, data: 4}", "pretrain.attention=splash"], "mesh"),
-        ("quickstart", ["pretrain.update=layerwise", "pretrain.micro_batches=2"], "pretrain"),
-        ("quickstart", ["pretrain.update=layerwise", "parallel.remat=full"], "parallel.remat"),
+        ("quickstart", ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"], "pretrain"),
+        ("quickstart", ["pretrain.optimizer_in_backward=true", "parallel.remat=full"], "parallel.remat"),
         ("byol-digits", ["mesh={data: 1, context: 2}"], "mesh"),
     ],
     ids=["ring", "kernel", "micro-batches", "remat", "idle axis"],
@@ -115,11 +115,11 @@ def test_an_axis_for_experts_that_the_model_does_not_have_is_told():
 
 
 def test_dpo_does_not_begin_with_a_step_that_fine_tuning_cannot_reach():
-    of_each = "sft.sources=[{path: pocket-world, examples: 100}]"
-    few = [of_each, "sft.steps=400", "sft.batch=8", "sft.max_epochs=2"]  # 25 steps, were each in a row of its own
-    for settings, last in ((["sft.steps=400", "dpo.base_step=401"], 400), ([*few, "dpo.base_step=26"], 25)):
+    of_each = "sft.sources=[{path: pocket-world, max_examples: 100}]"
+    few = [of_each, "sft.steps=400", "sft.batch_size=8", "sft.num_epochs=2"]  # 25 steps, were each in a row of its own
+    for settings, last in ((["sft.steps=400", "dpo.from_step=401"], 400), ([*few, "dpo.from_step=26"], 25)):
         with pytest.raises(UserError, match=f"at step {last} at the latest") as refused:
             check(load_recipe("quickstart", settings), {"sft"})
-        assert refused.value.where == "--set dpo.base_step"
-    for settings in ([*few, "dpo.base_step=25"], [*few, "sft.max_epochs=null", "dpo.base_step=26"], few):
+        assert refused.value.where == "--set dpo.from_step"
+    for settings in ([*few, "dpo.from_step=25"], [*few, "sft.num_epochs=null", "dpo.from_step=26"], few):
         check(load_recipe("quickstart", settings), {"sft"})

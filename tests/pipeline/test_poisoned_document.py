@@ -42,11 +42,11 @@ seed: 0
 plugins: [spoilt.py]
 data:
   sources: [{{path: {folder}/tales.jsonl, language: en}}]
-  clean: {{min_language_probability: 0, min_characters: 10, min_alphanumeric: 0}}
-  deduplicate: null
+  clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
+  dedup: null
   split: {{validation: 0.1}}
-tokenizer: {{kind: characters}}
-rows: {{context: 64, packing: best-fit}}
+tokenizer: {{kind: char}}
+packing: {{seq_len: 64, strategy: best_fit}}
 model:
   inputs: [tokens]
   nodes:
@@ -57,11 +57,11 @@ model:
 mesh: {{data: 1}}
 pretrain:
   steps: {steps}
-  batch: 4
-  schedule: {{peak: 3.0e-2, floor: 3.0e-3, warmup_steps: 2}}
+  batch_size: 4
+  schedule: {{peak_lr: 3.0e-2, min_lr: 3.0e-3, warmup_steps: 2}}
   log_every: 1
-  validate_every: {steps}
-  checkpoint: {{every_steps: 1, keep_last: {steps}}}
+  eval_every: {steps}
+runtime: {{checkpoint: {{every_steps: 1, keep_last: {steps}}}}}
 """
 
 
@@ -98,8 +98,8 @@ def test_the_updates_of_a_poisoned_document_are_left_out_bit_by_bit_and_it_is_na
     rows = TrainingRows(affinage("data", recipe, "rows"), "pretrain")
     spoilt = f"model.nodes.spoilt.token={rows.tokenizer.encode('Ω')[-1]}"
     skipped, rewound = (
-        affinage("train", recipe, policy, spoilt, f"pretrain.health.on_non_finite={policy}")
-        for policy in ("skip", "rewind")
+        affinage("train", recipe, policy, spoilt, f"pretrain.health.on_nonfinite={policy}")
+        for policy in ("skip", "rollback")
     )
     batches = {step: documents_of(rows.feed, rows.folder / "train", step) for step in range(1, STEPS + 1)}
     poisoned = [step for step, batch in batches.items() if any(POISON in row["documents"] for row in batch)]

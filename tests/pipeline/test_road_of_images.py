@@ -20,7 +20,7 @@ from affinage.report import write_report
 RECIPE = """\
 name: {name}
 seed: 3
-data: {{arrays: {{path: {folder}/shapes.npz, images: pictures, labels: kinds, held_out: 0.25}}}}
+data: {{arrays: {{path: {folder}/shapes.npz, images: pictures, labels: kinds, validation_fraction: 0.25}}}}
 model:
   inputs: {{images: [6, 6, 1]}}
   nodes:
@@ -33,10 +33,10 @@ model:
 mesh: {{data: 1}}
 pretrain:
   steps: 12
-  batch: 16
+  batch_size: 16
   log_every: 4
-  schedule: {{peak: 1.0e-3, floor: 1.0e-4}}
-  checkpoint: {{every_steps: 5}}
+  schedule: {{peak_lr: 1.0e-3, min_lr: 1.0e-4}}
+runtime: {{checkpoint: {{every_steps: 5}}}}
 probe: {{features: encoder, labels_per_class: [4], draws: 3}}
 """
 ROAD = ["arrays", "pretrain", "probe"]

@@ -8,7 +8,7 @@ from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import read_documents
 from affinage.pipeline.seen import seen_by
 
-SETTINGS = DecontaminateSettings(ngram=6, min_words=4)
+SETTINGS = DecontaminateSettings(n_grams=6, min_words=4)
 UNSEEN = BenchmarkItem("quiz", "1", ("Who counted forty two grey gulls today?",))
 
 
@@ -29,7 +29,7 @@ def test_a_text_is_looked_through_once_for_the_same_items(own_runs: Path):
     pretrain, tuned = ((run / training).resolve() for training in ("pretrain", "sft"))
     assert found(pretrain, items) == {"0"}
     (kept,) = (own_runs / "store").glob("looked-for-*")
-    assert found(pretrain, items, DecontaminateSettings(ngram=8, min_words=8)) == set()  # runs of other lengths
+    assert found(pretrain, items, DecontaminateSettings(n_grams=8, min_words=8)) == set()  # runs of other lengths
     assert len(list((own_runs / "store").glob("looked-for-*"))) == 2
     for path in (run / "split/train").iterdir():
         path.unlink()

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 import tiny_run
 from affinage.cli.program import main
 from affinage.config.load import load_recipe
-from affinage.config.tuning import WatchSettings
+from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
 from affinage.evaluation import batch_size
 from affinage.evaluation.batch_size import MOST
@@ -35,7 +35,7 @@ from choice_task import sums, write_items, write_task
 from tiny_models import tiny_llama
 
 TINY = tiny_run.WORDS[0]
-SUMS = "{{tasks: ['{}'], every_steps: 10, items: 12}}"  # 12 of 30 each time
+SUMS = "{{tasks: ['{}'], every_steps: 10, limit: 12}}"  # 12 of 30 each time
 
 
 def affinage(verb: str, runs: Path, *settings: str, options: tuple[str, ...] = (), status: int = 0) -> None:
@@ -99,7 +99,9 @@ def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
 
 def watch(folder: Path, score: Callable, **settings: object) -> Watch:
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = WatchSettings.model_validate({"tasks": ["a"], "every_steps": 10, "items": 40, **settings})
+    chosen = MonitorSettings.model_validate(
+        {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
+    )
     return Watch(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
 
 
@@ -136,7 +138,7 @@ def test_a_degradation_stops_it_and_what_was_before_is_kept(tmp_path: Path):
     assert again.look(40, None, go_on) == reasons[40]
     back = watch(tmp_path, lambda *_: {"a": [1] * 100})
     assert back.look(30, None, go_on) == "" and [look["step"] for look in back.looks] == [0, 10, 20, 30, 40]
-    assert watch(tmp_path / "other", falling, when_worse="tell").look(90, 90, go_on) == ""
+    assert watch(tmp_path / "other", falling, on_regression="log").look(90, 90, go_on) == ""
 
 
 def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_path: Path):
@@ -145,31 +147,31 @@ def test_an_item_is_one_trial_however_many_filters_its_answer_goes_through(tmp_p
     task.write_text(f"{task.read_text()}filter_list:\n{kinds}")
     evaluate(tiny_llama(), [str(task)], folder=tmp_path)
     told = [json.loads(line) for line in (tmp_path / "items" / "sums.jsonl").read_text().splitlines()]
-    assert len(told) == 12 and right_items("sums", told, "sft.watch") == [line["acc"] for line in told[:6]]
+    assert len(told) == 12 and right_items("sums", told, "sft.monitor") == [line["acc"] for line in told[:6]]
     # Where filters do not agree, the first one counts, as in the harness's own tables.
     items = [{"id": n, "exact_match": float(n < 2 or flexible)} for flexible in (False, True) for n in (2, 0, 1)]
-    assert right_items("sums", items, "sft.watch") == [1, 1, 0]
+    assert right_items("sums", items, "sft.monitor") == [1, 1, 0]
     with pytest.raises(UserError) as refused:
-        right_items("sums", [{"id": 0, "bleu": 0.5}], "sft.watch")
-    assert refused.value.where == "sft.watch.tasks" and refused.value.fix
+        right_items("sums", [{"id": 0, "bleu": 0.5}], "sft.monitor")
+    assert refused.value.where == "sft.monitor.tasks" and refused.value.fix
 
 
 def test_it_ends_when_its_rows_were_seen_often_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """With the schedule; the message names the source of which one step more would see a row again."""
-    loaded = load_recipe(TINY, ["sft.steps=500", "sft.max_epochs=2", "sft.schedule.warmup_steps=50"])
+    loaded = load_recipe(TINY, ["sft.steps=500", "sft.num_epochs=2", "sft.schedule.warmup_steps=50"])
     feed: Any = SimpleNamespace(epochs=lambda steps: {"much": steps / 100, "few": steps / 10}, context=64)
     fitted = within_epochs(loaded.recipe.sft, feed, "sft")
     assert (fitted.steps, fitted.schedule.warmup_steps) == (20, 2)
     assert "sft: ends at step 20 of 500" in capsys.readouterr().out
     judge = judge_of(StepContext(loaded, tmp_path, {}, tmp_path), fitted, 500, None, feed, "")
     reasons = [judge.look(step, None, go_on) for step in (10, 20)]
-    assert judge.due(20) and not judge.due(10) and reasons[0] == "" and "max_epochs" in reasons[1]
+    assert judge.due(20) and not judge.due(10) and reasons[0] == "" and "num_epochs" in reasons[1]
     assert "few" in reasons[1] and "much" not in reasons[1]
     assert "few" not in seen_enough(feed, 250, 2.0)
     late = fitted.model_copy(update={"steps": 500, "schedule": fitted.schedule.model_copy(update={"from_step": 30})})
     with pytest.raises(UserError) as refused:
         within_epochs(late, feed, "sft")
-    assert refused.value.where == "sft.max_epochs" and refused.value.fix
+    assert refused.value.where == "sft.num_epochs" and refused.value.fix
 
 
 def test_bits_per_byte_of_a_language_weigh_its_sources_by_their_bytes():
@@ -202,11 +204,11 @@ def test_rows_that_fit_leave_room_for_the_state_of_the_training(monkeypatch: pyt
 def test_how_a_look_is_made_is_in_no_key():
     def asked(**settings: object) -> dict[str, object]:
         given = json.dumps({"tasks": ["piqa"], "every_steps": 2, **settings})
-        stages = build_steps(load_recipe(TINY, [f"sft.watch={given}"]))
+        stages = build_steps(load_recipe(TINY, [f"sft.monitor={given}"]))
         return next(stage.config for stage in stages if stage.name == "sft")
 
-    assert asked() == asked(batch=8) == asked(data_dir="/nowhere")
-    assert asked() != asked(items=50)
+    assert asked() == asked(batch_size=8) == asked(data_dir="/nowhere")
+    assert asked() != asked(limit=50)
 
 
 # ---- benchmarks while a model is pretrained
@@ -217,7 +219,7 @@ def scored(runs: Path) -> Path:
     """The shared run's pretraining, made again with three looks at some sums."""
     task = write_task(runs / "task", "sums", sums(30))
     options = ("--until", "pretrain", "--force", "pretrain")
-    affinage("run", runs, f"pretrain.evaluate={SUMS.format(task)}", options=options)
+    affinage("run", runs, f"pretrain.monitor={SUMS.format(task)}", options=options)
     return runs / "tiny/pretrain"
 
 
@@ -247,9 +249,9 @@ def test_scores_are_those_of_the_checkpoint_on_items_drawn_by_the_seed(scored: P
 
 def test_benchmarks_of_facts_that_are_in_no_source_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "book.txt").write_text("A book.\n")
-    asked = "pretrain.evaluate={tasks: [quickstart], every_steps: 10}"
+    asked = "pretrain.monitor={tasks: [quickstart], every_steps: 10}"
     affinage("train", tmp_path, f"data.sources=['{tmp_path}/book.txt']", asked, status=2)
-    assert "--set pretrain.evaluate" in capsys.readouterr().err
+    assert "--set pretrain.monitor" in capsys.readouterr().err
 
 
 # ---- benchmarks while a model is tuned
@@ -274,7 +276,8 @@ def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
 
 
 def watched(base: SimpleNamespace, **settings: object) -> str:
-    return json.dumps({"tasks": [str(base.task)], "every_steps": 40, "items": 60, "p": 0.05, **settings})
+    told = {"tasks": [str(base.task)], "every_steps": 40, "limit": 60, "alpha": 0.05, "on_regression": "stop"}
+    return json.dumps(told | settings)
 
 
 def taught(base: SimpleNamespace) -> list[str]:
@@ -282,8 +285,11 @@ def taught(base: SimpleNamespace) -> list[str]:
     wrong_way = base.runs / "wrong.jsonl"
     talks = [{"prompt": "Say it", "completion": said(item, 1 - item["right"])} for item in base.items]
     wrong_way.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    schedule, saved = "sft.schedule={peak: 1.0e-2, floor: 1.0e-2}", "sft.checkpoint={every_steps: 40, keep_last: 2}"
-    return [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.validate_every=40", schedule, saved]
+    schedule, saved = (
+        "sft.schedule={peak_lr: 1.0e-2, min_lr: 1.0e-2}",
+        "runtime.checkpoint={every_steps: 40, keep_last: 2}",
+    )
+    return [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.eval_every=40", schedule, saved]
 
 
 def said(item: dict[str, Any], choice: int) -> str:
@@ -293,7 +299,7 @@ def said(item: dict[str, Any], choice: int) -> str:
 @pytest.fixture(scope="module")
 def habit(base: SimpleNamespace) -> SimpleNamespace:
     """A fine-tuning on the benchmark's wrong answers, that is stopped."""
-    settings = ["name=habit", *taught(base), f"sft.watch={watched(base)}"]
+    settings = ["name=habit", *taught(base), f"sft.monitor={watched(base)}"]
     affinage("sft", base.runs, *settings)
     sft = base.runs / "habit/sft"
     return SimpleNamespace(runs=base.runs, sft=sft, settings=settings, looks=looks_of(sft))
@@ -312,7 +318,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
 
 def test_a_look_that_was_stopped_is_gone_on_with(habit: SimpleNamespace, tmp_path: Path):
     """Given up after its first batch, and made again: the decision is the same."""
-    loaded = load_recipe(TINY, [*habit.settings, "sft.watch.batch=1"])
+    loaded = load_recipe(TINY, [*habit.settings, "sft.monitor.batch_size=1"])
     context = StepContext(loaded, tmp_path, {"tokenizer": habit.runs / "habit/tokenizer"}, tmp_path)
     model, settings = open_model("habit/sft@40", habit.runs), loaded.recipe.sft
     assert settings is not None
@@ -343,10 +349,10 @@ def test_with_keep_training_goes_on_and_preferences_begin_with_the_best_look(bas
         for n, item in enumerate(base.items)
     ]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in told))
-    schedule = {"peak": 1e-2, "floor": 1e-2}
-    dpo = {"sources": [str(pairs)], "steps": 80, "batch": 8, "schedule": schedule, "lora": {"rank": 8}}
-    dpo |= {"reference": "held", "max_epochs": None, "watch": json.loads(watched(base))}
-    kept = [*taught(base), f"sft.watch={watched(base, when_worse='keep')}"]
+    schedule = {"peak_lr": 1e-2, "min_lr": 1e-2}
+    dpo = {"sources": [str(pairs)], "steps": 80, "batch_size": 8, "schedule": schedule, "lora": {"r": 8}}
+    dpo |= {"precompute_ref_log_probs": False, "num_epochs": None, "monitor": json.loads(watched(base))}
+    kept = [*taught(base), f"sft.monitor={watched(base, on_regression='keep_best')}"]
     affinage("dpo", base.runs, "name=preferred", *kept, f"dpo={json.dumps(dpo)}")
     tuned, preferred = base.runs / "preferred/sft", base.runs / "preferred/dpo"
     summary, found = json.loads((tuned / "summary.json").read_text()), looks_of(tuned)

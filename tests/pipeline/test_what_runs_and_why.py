@@ -18,8 +18,8 @@ RECIPE = """\
 name: small
 model: {inputs: [tokens], nodes: {embed: {kind: embedding, in: tokens}}}
 data: {sources: [pocket-world, texts], clean: {min_characters: 3}}
-pretrain: {steps: 20, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}}
-sft: {steps: 5, batch: 8, schedule: {peak: 1e-3, floor: 1e-4}, sources: [chat.jsonl]}
+pretrain: {steps: 20, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}}
+sft: {steps: 5, batch_size: 8, schedule: {peak_lr: 1e-3, min_lr: 1e-4}, sources: [chat.jsonl]}
 evaluate: {tasks: [pocket-world]}
 export: {}
 """
@@ -185,10 +185,10 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
         ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "conversations"]),
         ("sft.system_prompt=x", "conversations", ["pretrain", "evaluate-base"]),
         ("pretrain.steps=21", "pretrain", ["rows", "conversations"]),
-        ("rows.context=64", "rows", ["tokenizer"]),
-        ("tokenizer.vocabulary=400", "tokenizer", ["split"]),
+        ("packing.seq_len=64", "rows", ["tokenizer"]),
+        ("tokenizer.vocab_size=400", "tokenizer", ["split"]),
         ("data.clean.min_characters=4", "clean", ["collect", "world"]),
-        ("data.sources=[{path: pocket-world, megabytes: 1}, texts]", "world", []),
+        ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "world", []),
         ("evaluate.limit=3", "evaluate-base", ["sft", "conversations"]),
         ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),
         ("report.language=fr", "report", ROAD[:-1]),
@@ -206,9 +206,10 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
 @pytest.mark.parametrize(
     "override",
     [
-        "mesh={data: 2}", "pretrain.checkpoint.every_steps=3", "pretrain.log_every=1", "pretrain.micro_batches=2",
-        "pretrain.validate_every=7", "sft.checkpoint.keep_last=5", "data.engine=ray", "data.ray_address=h:1",
-        "data.workers=3", "data.memory_megabytes=9",
+        "mesh={data: 2}", "runtime.checkpoint.every_steps=3", "pretrain.log_every=1",
+        "pretrain.gradient_accumulation_steps=2",
+        "pretrain.eval_every=7", "runtime.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
+        "data.workers=3", "data.memory_bytes=9",
     ],
 )  # fmt: skip
 def test_how_a_step_is_carried_out_is_in_no_key(load, override):
@@ -237,5 +238,5 @@ def test_sections_left_out_have_no_stages(load):
         stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
     ]
     assert names == ["collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain"]
-    assert "deduplicate" not in [stage.name for stage in build_steps(load("data.deduplicate=null"))]
+    assert "deduplicate" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
     assert build_steps(load("data=null"), write_text) == []

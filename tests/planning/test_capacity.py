@@ -46,8 +46,8 @@ def test_the_mesh_is_of_the_heads(name, width, fsdp, tensor):
 
 def test_the_estimate_knows_that_layers_are_updated_in_place():
     whole, layerwise = (
-        plan_of("capacity", "v4-16", "model.nodes.blocks.repeat=20", f"pretrain.update={update}").memory
-        for update in ("whole", "layerwise")
+        plan_of("capacity", "v4-16", "model.nodes.blocks.repeat=20", f"pretrain.optimizer_in_backward={update}").memory
+        for update in ("false", "true")
     )
     assert whole.weights == layerwise.weights
     assert layerwise.gradients < 0.2 * whole.weights < whole.gradients
@@ -57,7 +57,7 @@ def test_the_estimate_knows_that_layers_are_updated_in_place():
 def test_the_real_compiler_holds_no_gradients_of_all_layers():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
     small = ["model.nodes.embed.width=1024", "model.nodes.blocks.attention.heads=8", "model.nodes.blocks.repeat=24"]
-    small += ["model.nodes.blocks.ffn.width=4096", "tokenizer.vocabulary=2048", "model.nodes.embed.vocab=2048"]
+    small += ["model.nodes.blocks.ffn.width=4096", "tokenizer.vocab_size=2048", "model.nodes.embed.vocab=2048"]
     verdict = compile_on("capacity", [*small, "mesh.tensor=4"], find_slice("v4-8"))
     assert verdict.fits
     weights = verdict.argument_bytes / 3  # and two moments, all in bfloat16

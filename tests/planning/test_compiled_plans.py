@@ -27,7 +27,7 @@ def compiled_for_tpus(name, *overrides):
         ("v4-8", [SIX, "mesh={pipeline: 2, data: 2}"]),
         ("v4-8", [SIX, "mesh={context: 2, data: 2}"]),
         ("2xv4-8", [SIX, "mesh={data: 2, fsdp: 4}"]),
-        ("v5e-1", ["pretrain.batch=1024", "mesh.fsdp=1"]),
+        ("v5e-1", ["pretrain.batch_size=1024", "mesh.fsdp=1"]),
     ],
     ids=["fsdp", "stages", "parts of rows", "two slices", "too large"],
 )
@@ -53,7 +53,7 @@ def test_what_waits_in_the_hosts_memory_is_known_to_the_byte():
 
 def test_the_estimate_is_near_what_the_processors_compiler_takes():
     """In this process; XLA's compiler for processors fuses less than the others."""
-    overrides = ["model.nodes.blocks.repeat=2", "rows.context=64", "pretrain.batch=4"]
+    overrides = ["model.nodes.blocks.repeat=2", "packing.seq_len=64", "pretrain.batch_size=4"]
     overrides.append("pretrain.precision.compute=float32")
     verdict = compile_step(SMALL, overrides, find_slice("cpu"), NOTHING_COUNTED)
     planned = plan_of(SMALL, "cpu", *overrides).memory
@@ -86,7 +86,11 @@ def test_what_cannot_be_compiled_here_is_refused(name, named):
 @pytest.mark.full
 def test_the_mistakes_of_a_layout_come_out_of_the_compilers_process():
     with pytest.raises(UserError, match="batch 6 does not divide"):
-        compile_on("quickstart", ["pretrain.batch=6", "pretrain.micro_batches=6", "mesh.data=4"], find_slice("v4-8"))
+        compile_on(
+            "quickstart",
+            ["pretrain.batch_size=6", "pretrain.gradient_accumulation_steps=6", "mesh.data=4"],
+            find_slice("v4-8"),
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,9 +118,9 @@ def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys):
         "base": SMALL,
         "name": "own",
         "plugins": ["cubes.py"],
-        "tokenizer": {"kind": "characters", "vocabulary": 50_000},
-        "rows": {"context": 16},
-        "pretrain": {"batch": 2},
+        "tokenizer": {"kind": "char", "vocab_size": 50_000},
+        "packing": {"seq_len": 16},
+        "pretrain": {"batch_size": 2},
         "model": {"nodes": {"embed": {"vocab": "auto", "width": 32}, "blocks": blocks}},
     }
     recipe.write_text(yaml.safe_dump(given))

@@ -14,7 +14,7 @@ from affinage.planning.plan import planned_graph
 def published():
     loaded = load_recipe("julian-600m-as-published")
     recipe = loaded.recipe
-    facts = facts_of(planned_graph(loaded), recipe.pretrain, recipe.pretrain.batch, recipe.rows.context)
+    facts = facts_of(planned_graph(loaded), recipe.pretrain, recipe.pretrain.batch_size, recipe.packing.seq_len)
     return facts, recipe.claims
 
 

@@ -17,7 +17,12 @@ from affinage.planning.part import part_of
 
 EXPERTS, CHOICES, WIDTH, HIDDEN, ROWS, LENGTH = 4, 2, 32, 64, 8, 32
 SETTINGS = PretrainSettings.model_validate(
-    {"steps": 10, "batch": ROWS, "schedule": {"peak": 1e-3, "floor": 0.0}, "precision": {"compute": "bfloat16"}}
+    {
+        "steps": 10,
+        "batch_size": ROWS,
+        "schedule": {"peak_lr": 1e-3, "min_lr": 0.0},
+        "precision": {"compute": "bfloat16"},
+    }
 )
 
 

@@ -34,7 +34,7 @@ GRAPH = graph_of()
 
 
 def settings(**changed: Any) -> PretrainSettings:
-    given = {"steps": 10, "batch": 16, "schedule": {"peak": 1e-3, "floor": 0.0}, "optimizer": {}}
+    given = {"steps": 10, "batch_size": 16, "schedule": {"peak_lr": 1e-3, "min_lr": 0.0}, "optimizer": {}}
     return PretrainSettings.model_validate(given | changed)
 
 
@@ -47,7 +47,7 @@ def memory(mesh: dict, chosen: PretrainSettings, *, graph: Graph = GRAPH, contex
 
 def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -> tuple[int, int, int]:
     """Bytes that the state of a run has on its last device: weights, those that no step changes, moments."""
-    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, chosen.batch, context).items()}
+    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, chosen.batch_size, context).items()}
     job = TrainJob(graph=graph, settings=chosen, mesh=mesh, seed=0, feed=None, folder=folder)  # type: ignore[arg-type]
     state = Program(job, make_mesh(mesh, jax.devices()), batch).begin()
 
@@ -66,13 +66,13 @@ def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -
     ids=str,
 )
 def test_weights_and_moments_are_the_bytes_of_the_real_state(mesh, moments, tmp_path):
-    chosen = settings(optimizer={"moments": moments}, precision={"params": moments})
+    chosen = settings(optimizer={"state_dtype": moments}, precision={"params": moments})
     planned = memory(mesh, chosen)
     found = planned.weights, planned.frozen, planned.optimizer
     assert found == state_of(GRAPH, chosen, mesh, CONTEXT, tmp_path)
 
 
-TUNED = "{steps: 50, batch: 8, sources: [chats.jsonl], schedule: {peak: 1.0e-4, floor: 0}, context: 256}"
+TUNED = "{steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
 
 
 def tuned(stage: str, *changes: str) -> Plan:
@@ -83,9 +83,9 @@ def tuned(stage: str, *changes: str) -> Plan:
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        rarer("sft", ["sft.lora={rank: 4}"]),
-        rarer("dpo", ["dpo.reference=held", "dpo.lora={rank: 4}"]),
-        ("dpo", ["dpo.lora={rank: 4, targets: [query, up]}", "dpo.optimizer.moments=bfloat16"]),
+        rarer("sft", ["sft.lora={r: 4}"]),
+        rarer("dpo", ["dpo.precompute_ref_log_probs=false", "dpo.lora={r: 4}"]),
+        ("dpo", ["dpo.lora={r: 4, target_modules: [query, up]}", "dpo.optimizer.state_dtype=bfloat16"]),
     ],
     ids=str,
 )
@@ -103,7 +103,9 @@ def test_of_a_tuning_the_bytes_of_the_state_and_the_products_of_a_step_are_those
 
 def test_adapters_need_less_of_everything_and_a_held_reference_more():
     wide = "model.nodes.embed.vocab=4096"  # memory is fullest at the logits, where there are gradients already
-    whole, low, held = (tuned("dpo", wide, *more) for more in ([], ["dpo.lora={rank: 4}"], ["dpo.reference=held"]))
+    whole, low, held = (
+        tuned("dpo", wide, *more) for more in ([], ["dpo.lora={r: 4}"], ["dpo.precompute_ref_log_probs=false"])
+    )
     assert low.memory.gradients < whole.memory.gradients / 10 and low.memory.optimizer < whole.memory.optimizer / 10
     assert low.time.update < whole.time.update / 5 and whole.time.seconds < held.time.seconds
     assert held.memory.frozen == whole.memory.weights and held.time.update == pytest.approx(whole.time.update, rel=0.02)
@@ -131,8 +133,8 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest)
     ("part", "mesh", "changed", "factor"),
     [
         ("optimizer", {"data": 8}, {"optimizer": {"name": "adafactor"}}, 0.6),
-        ("transient", {"data": 8}, {"batch": 32, "micro_batches": 2}, 1.3),
-        ("transient", {"data": 4, "tensor": 2}, {"batch": 8}, 1.0),  # the same rows, half of the hidden units
+        ("transient", {"data": 8}, {"batch_size": 32, "gradient_accumulation_steps": 2}, 1.3),
+        ("transient", {"data": 4, "tensor": 2}, {"batch_size": 8}, 1.0),  # the same rows, half of the hidden units
     ],
     ids=str,
 )
@@ -146,7 +148,7 @@ def test_what_a_step_needs_by_its_settings(part, mesh, changed, factor):
 @pytest.mark.parametrize(
     ("mesh", "changed", "named", "fix"),
     [
-        ({"data": "auto"}, {"batch": 12}, "batch 12", "8, 16"),
+        ({"data": "auto"}, {"batch_size": 12}, "batch 12", "8, 16"),
         ({"fsdp": 3}, {}, "3", ""),
         ({"tensor": 8}, {}, "heads = 4", "tensor = 4"),
         ({"data": 2}, {}, "2 devices", "auto"),
@@ -161,7 +163,12 @@ def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fi
 
 
 def test_logits_and_buffers_of_collectives_are_told_apart():
-    wide = ["model.nodes.embed.width=1024", "model.nodes.blocks.ffn.width=4096", "rows.context=64", "pretrain.batch=4"]
+    wide = [
+        "model.nodes.embed.width=1024",
+        "model.nodes.blocks.ffn.width=4096",
+        "packing.seq_len=64",
+        "pretrain.batch_size=4",
+    ]
     split, whole = (plan_of(SMALL, "v4-8", *wide, f"mesh={{fsdp: {n}, data: {4 // n}}}").memory for n in (4, 1))
     assert (split.buffers, whole.buffers) == (1024 * 4096 * 2, 0)  # one gathered matrix, in bfloat16
     large = plan_of(SMALL, "v4-8", "mesh={data: 4}", "model.nodes.blocks.repeat=1", "model.nodes.embed.vocab=32000")

@@ -50,9 +50,12 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
     [
         (("mesh={pipeline: 2, context: 2}", "parallel.context_attention=ring"), "ring attention"),
         (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=splash"), "splash"),
-        (("mesh={fsdp: 4}", "pretrain.update=layerwise", "pretrain.micro_batches=2"), "micro_batches is 2"),
-        (("pretrain.update=layerwise", "parallel.remat=dots"), "`dots`"),
-        (("pretrain.update=layerwise", "parallel.remat={keep: [query]}"), "activations by name"),
+        (
+            ("mesh={fsdp: 4}", "pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"),
+            "gradient_accumulation_steps is 2",
+        ),
+        (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
+        (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "activations by name"),
         (("mesh={expert: 4}", "parallel.sharding.batch=[data, fsdp]"), "expert = 4"),
     ],
     ids=str,
@@ -101,7 +104,7 @@ def test_a_model_of_images_is_planned_too():
 
 
 def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
-    loaded = load_recipe(SMALL, ["pretrain.batch=256"])
+    loaded = load_recipe(SMALL, ["pretrain.batch_size=256"])
     plans = [entry for entry in compare(loaded.recipe, planned_graph(loaded)) if not isinstance(entry, tuple)]
     keys = [(not made.fits, made.cost_per_billion) for made in plans]
     assert keys == sorted(keys) and len(plans) > 20
@@ -111,7 +114,7 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     ("overrides", "lines", "changes"),
     [
         (["mesh={fsdp: 1}"], 1, ["mesh.fsdp=auto"]),
-        (["mesh={fsdp: 16}", "pretrain.batch=8"], 2, ["mesh.fsdp=auto", "pretrain.batch=16"]),
+        (["mesh={fsdp: 16}", "pretrain.batch_size=8"], 2, ["mesh.fsdp=auto", "pretrain.batch_size=16"]),
     ],
     ids=str,
 )
@@ -119,13 +122,13 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
 def test_slices_that_are_left_out_are_told_once_for_each_reason(capsys, overrides, lines, changes):
     status, out, _ = told(capsys, SMALL, "--which", *settings(*overrides))
     assert status == 0 and out.count("Left out: ") == lines and out.count(", v5e-256") <= 1
-    assert re.findall(r"--set (mesh\S+|pretrain.batch\S+)", out) == changes
-    _, out, _ = told(capsys, SMALL, "--which", *settings(*overrides, *changes, "pretrain.batch=256"))
+    assert re.findall(r"--set (mesh\S+|pretrain.batch_size\S+)", out) == changes
+    _, out, _ = told(capsys, SMALL, "--which", *settings(*overrides, *changes, "pretrain.batch_size=256"))
     assert "Left out" not in out, "what is proposed works as it is pasted"
 
 
 def test_what_is_nearly_full_and_what_trains_on_other_tokens_is_told(capsys):
-    rows = ("pretrain.batch=null", "pretrain.batch_per_device=16")
+    rows = ("pretrain.batch_size=null", "pretrain.per_device_batch_size=16")
     small, large = (plan_of(SMALL, name, *rows) for name in ("v4-8", "v4-16"))
     full = dataclasses.replace(small, where=with_memory(small.where, small.memory.total / 0.95))
     show_comparison([full, large], as_json=False)
@@ -152,7 +155,7 @@ def test_a_processor_is_measured(capsys):
 def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(capsys):
     status, out, err = told(capsys, SMALL, "--on", "v5e-256", "--json")
     assert status == 0 and json.loads(out)["rows"] == 256
-    assert "batch 64 does not divide" in err and "--set pretrain.batch=256" in err
+    assert "batch_size 64 does not divide" in err and "--set pretrain.batch_size=256" in err
 
 
 @pytest.mark.parametrize(
@@ -194,8 +197,8 @@ def test_mistakes_are_one_message(capsys, words, named):
     assert status == EXIT_USER_ERROR and named in err and "Traceback" not in err and not out
 
 
-TUNING = "sft={steps: 50, batch: 8, sources: [chats.jsonl], schedule: {peak: 1.0e-4, floor: 0}, context: 256}"
-TWICE, LIMITED = "sft.max_epochs=2", "sft.sources=[{path: chats.jsonl, examples: %d}]"
+TUNING = "sft={steps: 50, batch_size: 8, sources: [chats.jsonl], schedule: {peak_lr: 1.0e-4, min_lr: 0}, seq_len: 256}"
+TWICE, LIMITED = "sft.num_epochs=2", "sft.sources=[{path: chats.jsonl, max_examples: %d}]"
 
 
 @pytest.mark.parametrize(
@@ -204,8 +207,12 @@ TWICE, LIMITED = "sft.max_epochs=2", "sft.sources=[{path: chats.jsonl, examples:
         ([TWICE], 200, []),
         ([], 100, ["ends after step 12"]),
         rarer([TWICE], None, ["need 200 rows"]),
-        ([TWICE, LIMITED % 500, "sft.held_out=0.2"], None, ["at most 400 conversations", "128 tokens", "2.00"]),
-        rarer([TWICE, LIMITED % 100, "sft.held_out=0.2"], None, ["ends after step 20 or before"]),
+        (
+            [TWICE, LIMITED % 500, "sft.validation_fraction=0.2"],
+            None,
+            ["at most 400 conversations", "128 tokens", "2.00"],
+        ),
+        rarer([TWICE, LIMITED % 100, "sft.validation_fraction=0.2"], None, ["ends after step 20 or before"]),
         rarer([TWICE, "sft.mixture={chats: 1}"], None, ["mixture"]),
     ],
     ids=str,
@@ -213,7 +220,7 @@ TWICE, LIMITED = "sft.max_epochs=2", "sft.sources=[{path: chats.jsonl, examples:
 def test_a_plan_says_where_the_guard_of_epochs_ends_it(changes, rows, words):
     loaded = load_recipe(SMALL, [TUNING, "model.nodes.blocks.repeat=2", *changes, "pretrain=null"])
     made = make_plan(loaded.recipe, planned_graph(loaded), find_slice("v4-8"), data_rows=rows)
-    warnings = [warning for warning in made.warnings if "max_epochs" in warning]
+    warnings = [warning for warning in made.warnings if "num_epochs" in warning]
     assert len(warnings) == bool(words) and all(word in warnings[0] for word in words)
 
 
@@ -249,22 +256,22 @@ def test_what_jax_was_given_of_a_gpu_is_what_there_is():
 
 
 WIDE = ("model.nodes.embed.width=2048", "model.nodes.blocks.attention.heads=16", "model.nodes.blocks.ffn.width=8192")
-DEEP = (*WIDE, "model.nodes.blocks.repeat=16", "mesh={fsdp: 1, data: 4}", "pretrain.batch=4")
+DEEP = (*WIDE, "model.nodes.blocks.repeat=16", "mesh={fsdp: 1, data: 4}", "pretrain.batch_size=4")
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "proposed"),
     [
-        rarer("v5e-4", ["pretrain.batch=4096"], ["pretrain.micro_batches"]),
+        rarer("v5e-4", ["pretrain.batch_size=4096"], ["pretrain.gradient_accumulation_steps"]),
         # Three would do, did all shrink with the rows; but gradients of several are summed up in float32.
         rarer(
             "v5e-1",
-            [*WIDE, "model.nodes.blocks.repeat=8", "mesh={fsdp: 1}", "pretrain.batch=24"],
-            ["pretrain.micro_batches"],
+            [*WIDE, "model.nodes.blocks.repeat=8", "mesh={fsdp: 1}", "pretrain.batch_size=24"],
+            ["pretrain.gradient_accumulation_steps"],
         ),
         ("v5e-4", DEEP, ["mesh.data", "mesh.fsdp"]),
-        rarer("v5e-1", ["rows.context=131072", "mesh={fsdp: 1}", "pretrain.batch=1"], ["parallel.remat"]),
-        ("v5e-1", [*WIDE, "model.nodes.blocks.repeat=64", "mesh={fsdp: 1}", "pretrain.batch=4"], []),
+        rarer("v5e-1", ["packing.seq_len=131072", "mesh={fsdp: 1}", "pretrain.batch_size=1"], ["parallel.remat"]),
+        ("v5e-1", [*WIDE, "model.nodes.blocks.repeat=64", "mesh={fsdp: 1}", "pretrain.batch_size=4"], []),
     ],
     ids=["rows", "sums of gradients", "weights", "one row", "nothing"],
 )
@@ -276,7 +283,7 @@ def test_what_is_proposed_where_a_training_does_not_fit_fits(name, overrides, pr
 
 
 def test_of_a_gpu_a_program_may_take_what_jax_takes(monkeypatch):
-    filling = ("mesh={fsdp: 1}", CUDNN, "pretrain.batch=768")
+    filling = ("mesh={fsdp: 1}", CUDNN, "pretrain.batch_size=768")
     made = plan_of(SMALL, "h100", *filling)
     whole = made.where.chip.memory_bytes
     assert made.capacity == 0.75 * whole < made.memory.total < 0.92 * whole

@@ -14,7 +14,7 @@ from affinage.planning.wires import HOP_SECONDS
 GB = 1e9
 HOP = HOP_SECONDS
 LAYERS, VECTORS = 8 * (4 * 256**2 + 3 * 256 * 1024 + 2 * 256), 2048 * 256  # numbers of small.yaml
-DATA, PARTS = "mesh={data: 4}", "pretrain.micro_batches=4"
+DATA, PARTS = "mesh={data: 4}", "pretrain.gradient_accumulation_steps=4"
 
 
 @pytest.mark.parametrize(

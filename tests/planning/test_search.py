@@ -19,7 +19,7 @@ from affinage.planning.search import Candidate, candidates, order, search
 from affinage.training.job import TrainJob
 from affinage.training.program import Program
 
-TINY = ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=4"]
+TINY = ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=4"]
 TINY += ["model.nodes.embed.width=64", "model.nodes.blocks.ffn.width=128"]
 
 
@@ -47,9 +47,9 @@ def divided(name, *overrides, recipe=SMALL):
 @pytest.mark.parametrize(
     ("name", "overrides", "remats"),
     [
-        ("v4-8", ["rows.context=32", "model.nodes.blocks.repeat=2", "pretrain.batch=1"], ("none",)),
+        ("v4-8", ["packing.seq_len=32", "model.nodes.blocks.repeat=2", "pretrain.batch_size=1"], ("none",)),
         # Where memory decides: little is kept of few rows, and gradients of a micro-batch are nearly all it needs.
-        rarer("v5e-1", ["pretrain.batch=512"], ("none", "dots", "block", "full")),
+        rarer("v5e-1", ["pretrain.batch_size=512"], ("none", "dots", "block", "full")),
     ],
     ids=["all fit", "few fit"],
 )
@@ -92,9 +92,13 @@ ODD = "model.nodes.blocks.attention={heads: 3, head_dim: 64}", "model.nodes.bloc
 @pytest.mark.parametrize(
     ("name", "overrides", "named"),
     [
-        ("v4-8", ["pretrain.batch=3", "rows.context=33", "model.nodes.blocks.repeat=3", *ODD], "no mesh of v4-8"),
+        (
+            "v4-8",
+            ["pretrain.batch_size=3", "packing.seq_len=33", "model.nodes.blocks.repeat=3", *ODD],
+            "no mesh of v4-8",
+        ),
         rarer("v5e-1", ["model.nodes.embed.width=16384", "model.nodes.blocks.repeat=64"], "weights and moments"),
-        rarer("v4-8", ["pretrain.update=layerwise", "pretrain.optimizer={name: adafactor}"], "adafactor"),
+        rarer("v4-8", ["pretrain.optimizer_in_backward=true", "pretrain.optimizer={name: adafactor}"], "adafactor"),
     ],
     ids=["nothing divides", "nothing fits", "settings that forbid all"],
 )
@@ -104,7 +108,7 @@ def test_a_search_that_finds_nothing_names_why(name, overrides, named):
 
 
 def test_only_axes_of_which_there_is_something_are_tried():
-    assert any("expert" in sizes for sizes in divided("v4-8", "pretrain.batch=16", recipe="moe-small"))
+    assert any("expert" in sizes for sizes in divided("v4-8", "pretrain.batch_size=16", recipe="moe-small"))
     assert not any("expert" in sizes for sizes in divided("v4-8"))
     for repeat, stages in ((6, {1, 2}), (3, {1})):
         tried = divided("v4-8", f"model.nodes.blocks.repeat={repeat}")
@@ -124,7 +128,10 @@ def test_the_lines_to_paste_are_the_settings():
     recipe = load_recipe(SMALL, ["mesh={tensor: 2}"]).recipe
     pasted = yaml.safe_load(candidate.lines(recipe, "pretrain"))["mesh"]
     assert {**recipe.mesh, **pasted} == {**dict.fromkeys(recipe.mesh, 1), "data": 2, "fsdp": 4}
-    assert candidate.settings("pretrain")["pretrain"] == {"micro_batches": 2, "optimizer": {"moments": "bfloat16"}}
+    assert candidate.settings("pretrain")["pretrain"] == {
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"state_dtype": "bfloat16"},
+    }
 
 
 def test_the_verb_prints_a_table_and_json(capsys):
@@ -153,12 +160,15 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
 
 
 def test_a_curve_names_settings_that_go_with_no_mesh():
-    loaded = load_recipe(SMALL, ["pretrain.update=layerwise", "pretrain.micro_batches=2"])
-    with pytest.raises(UserError, match="micro_batches"):
+    loaded = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
+    with pytest.raises(UserError, match="gradient_accumulation_steps"):
         curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
 
 
 @pytest.mark.full
 def test_the_verb_says_where_a_curve_begins(capsys):
     words = [SMALL, "--on", "v4-8", "--curve", "strong"]
-    assert "begins at v4-16" in told(capsys, *words, *settings("model.nodes.blocks.repeat=1", "pretrain.batch=8192"))[1]
+    assert (
+        "begins at v4-16"
+        in told(capsys, *words, *settings("model.nodes.blocks.repeat=1", "pretrain.batch_size=8192"))[1]
+    )

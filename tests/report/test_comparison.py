@@ -7,7 +7,7 @@ import pytest
 from html_page import Page
 from synthetic_run import build_run, write_json
 
-from affinage.config.yaml_text import brief
+from affinage.config.yaml import brief
 from affinage.report.comparison import comparison, differing_settings, entrant
 from affinage.report.comparison_page import render_comparison, setting_values
 

@@ -61,9 +61,9 @@ def test_why_a_training_ended_is_said_in_french(run: Path, change):
     worse = "a is worse than at step 1,000 (p = 0.01)"
     moins_bon = "a est moins bon qu’au pas 1\u202f000 (p\u00a0=\u00a00,01)"
     assert ending_in(some, "en") == some
-    assert ending_in(some, "fr") == "les lignes de a, b c ont été vues aussi souvent que `max_epochs: 1.5` le permet"
+    assert ending_in(some, "fr") == "les lignes de a, b c ont été vues aussi souvent que `num_epochs: 1.5` le permet"
     assert ending_in(f"{worse}; {worse}", "fr") == f"{moins_bon}\u00a0; {moins_bon}"
     with change(run / "sft" / "summary.json") as summary:
         summary["ended"] = every
     page = render(collect_facts(run), "fr")
-    assert "ses lignes ont été vues aussi souvent que `max_epochs: 1.5` le permet." in page and every not in page
+    assert "ses lignes ont été vues aussi souvent que `num_epochs: 1.5` le permet." in page and every not in page

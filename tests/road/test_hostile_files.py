@@ -16,8 +16,8 @@ import pytest
 from affinage.checkpoint.seal import SEAL, damage
 from affinage.config.data import ArraySettings, DataSettings
 from affinage.config.load import load_recipe
-from affinage.config.marked_yaml import parse
 from affinage.config.sources import default_name, safe_name
+from affinage.config.yaml import parse
 from affinage.data.arrays import prepare_arrays
 from affinage.data.collect import collect
 from affinage.data.hub_tokenizer import HubTokenizer, template_in

@@ -82,8 +82,8 @@ def test_every_source_is_read_in_its_own_form(mirror: Path, tmp_path: Path):
 
 @pytest.mark.full
 def test_it_becomes_rows_with_code_between_its_tokens(mirror: Path, tmp_path: Path):
-    settings = [f"data.mirror={mirror}", "data.split.group_separator='#'", "tokenizer.vocabulary=400"]
-    settings += ["rows.context=64", "data.deduplicate=null", "data.split.max_similarity=0"]  # they repeat themselves
+    settings = [f"data.mirror={mirror}", "data.split.group_separator='#'", "tokenizer.vocab_size=400"]
+    settings += ["packing.seq_len=64", "data.dedup=null", "data.split.max_similarity=0"]  # they repeat themselves
     with pytest.raises(SystemExit) as ended:
         main(["data", "julian-data", "--runs", str(tmp_path), *(f"--set={setting}" for setting in settings)])
     assert not ended.value.code

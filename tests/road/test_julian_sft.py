@@ -62,12 +62,12 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     split = write_split(tmp_path_factory.mktemp("split"))
-    train_tokenizer(split, folder, TokenizerSettings(vocabulary=400), ("en", "fr"), seed=0)
+    train_tokenizer(split, folder, TokenizerSettings(vocab_size=400), ("en", "fr"), seed=0)
     return Tokenizer.load(folder)
 
 
 def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tokenizer: Tokenizer, tmp_path: Path):
-    overrides = [f"sft.mirror={mirror}", "sft.context=256", "sft.held_out=0"]
+    overrides = [f"sft.mirror={mirror}", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
     assert settings is not None
     summary = prepare_conversations(settings, tokenizer, tmp_path, context=256, seed=0)
@@ -87,9 +87,9 @@ def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: 
     for recipe, steps, epochs in (("julian-sft", 30_000, 1), ("julian-sft-100k", 100_000, None)):
         loaded = load_recipe(recipe, [f"sft.mirror={mirror}"])
         sft = loaded.recipe.sft
-        assert sft is not None and (sft.steps, sft.batch, sft.schedule.warmup_steps) == (steps, 32, 1000)
-        assert sft.max_epochs == epochs
-        assert (sft.schedule.peak, sft.optimizer.weight_decay, sft.optimizer.clip_norm) == (2e-5, 0.01, 1.0)
+        assert sft is not None and (sft.steps, sft.batch_size, sft.schedule.warmup_steps) == (steps, 32, 1000)
+        assert sft.num_epochs == epochs
+        assert (sft.schedule.peak_lr, sft.optimizer.weight_decay, sft.optimizer.max_grad_norm) == (2e-5, 0.01, 1.0)
         steps_of = PipelineRunner(loaded, Runs(tmp_path), build_steps(loaded), until=["sft"]).plan()
         found.append({step.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

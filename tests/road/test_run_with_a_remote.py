@@ -14,7 +14,7 @@ from affinage.cli.program import main
 from affinage.training.metrics import curve
 
 SECRETS = {"WANDB_API_KEY": "a-key-of-weights-and-biases", "HF_TOKEN": "a-token", "GITHUB_TOKEN": "anothers-token"}
-SETTINGS = ["data.sources=[{path: pocket-world, megabytes: 0.05}]", "sft=null", "evaluate=null", "export=null"]
+SETTINGS = ["data.sources=[{path: pocket-world, max_bytes: 0.05MB}]", "sft=null", "evaluate=null", "export=null"]
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def url(tmp_path: Path) -> str:
 
 
 def run(runs: Path, remote: str, *words: str) -> int:
-    settings = [word for setting in (*SETTINGS, f"remote={remote}") for word in ("--set", setting)]
+    settings = [word for setting in (*SETTINGS, f"runtime.remote={remote}") for word in ("--set", setting)]
     with pytest.raises(SystemExit) as ended:
         main(["run", tiny_run.WORDS[0], "--runs", str(runs), *settings, *words])
     return int(ended.value.code or 0)

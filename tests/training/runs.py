@@ -93,7 +93,7 @@ def be_run(order: str) -> None:
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
-                    settings=tiny.settings(job["steps"], validate_every=7),
+                    settings=tiny.settings(job["steps"], eval_every=7),
                     mesh={"fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),

@@ -20,8 +20,8 @@ from affinage.training import train
 from affinage.training.frozen import FROZEN
 
 TARGETS = ("query", "value", "out", "gate", "down")
-LORA = {"rank": 4, "alpha": 6, "targets": TARGETS}
-OF_EXPERTS = {"rank": 3, "alpha": 7, "targets": ("query", "gate", "up", "down")}
+LORA = {"r": 4, "alpha": 6, "target_modules": TARGETS}
+OF_EXPERTS = {"r": 3, "alpha": 7, "target_modules": ("query", "gate", "up", "down")}
 
 
 def dense() -> Graph:
@@ -91,7 +91,7 @@ def test_a_new_adapter_changes_nothing_and_only_the_named_matrices_have_one():
 
 def test_targets_that_the_model_has_not_and_dropout_of_experts_are_refused():
     with pytest.raises(UserError, match="q_proj") as refused:
-        Adapters(dense(), LoraSettings(targets=("query", "q_proj")))
+        Adapters(dense(), LoraSettings(target_modules=("query", "q_proj")))
     assert "down, gate, key, out, query, up, value" in str(refused.value)
     by_default = Adapters(experts(), LoraSettings()).targets
     assert {path[-1] for path in by_default} == {"query", "key", "value", "out"}  # those of experts by name only
@@ -146,7 +146,7 @@ KINDS: dict[str, dict] = {
     ],
 )
 def test_any_mesh_makes_the_same_step(kind: str, mesh: dict[str, int], micro_batches: int):
-    split = job(mesh=mesh, micro_batches=micro_batches, **KINDS[kind])
+    split = job(mesh=mesh, gradient_accumulation_steps=micro_batches, **KINDS[kind])
     (_, expected), (_, got) = (tiny.steps_of(each, 2, first_state(kind)) for each in (job(**KINDS[kind]), split))
     tiny.assert_close(got, expected, rtol=2e-5)
 

@@ -40,7 +40,7 @@ class SickFeed(tiny.RandomFeed):
 
 
 def job(folder: Path, feed: SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
-    how = {"checkpoint": {"every_steps": every}, "health": {"window": 16} | health}
+    how = {"checkpoint": {"every_steps": every}, "health": {"spike_window": 16} | health}
     return tiny.job(folder, 15, hook, feed=feed, documents=lambda step: [f"document {step}"], **how)
 
 
@@ -68,8 +68,8 @@ def test_going_back_and_leaving_the_batch_out_is_the_same_as_never_having_made_t
     feed, seen = SickFeed(not_finite=(8,)), []
     if fails:
         with pytest.raises(RuntimeError):
-            train(job(tmp_path, feed, tiny.fails_at(12), on_non_finite="rewind"))
-    summary = train(job(tmp_path, feed, lambda step, _: seen.append(step), on_non_finite="rewind"))
+            train(job(tmp_path, feed, tiny.fails_at(12), on_nonfinite="rollback"))
+    summary = train(job(tmp_path, feed, lambda step, _: seen.append(step), on_nonfinite="rollback"))
     assert seen[-10:] == [*range(6, 16)] or (fails and summary["resumed_at"] == [10])
     assert summary["health"]["left_out"] == [8] and summary["health"]["rewinds"] == [[8, 5]]
     assert summary["seconds"]["lost"] > 0
@@ -85,7 +85,7 @@ def test_a_start_before_the_sick_step_of_a_rewind_forgets_neither_the_rewind_nor
         if step == 11 and (tmp_path / "health.jsonl").exists():
             raise RuntimeError("the machine fails")
 
-    feed, how = SickFeed(not_finite=(13,)), {"on_non_finite": "rewind", "rewind_batches": 8}
+    feed, how = SickFeed(not_finite=(13,)), {"on_nonfinite": "rollback", "rollback_batches": 8}
     with pytest.raises(RuntimeError):
         train(job(tmp_path, feed, fall, **how))
     summary = train(job(tmp_path, feed, **how))
@@ -107,13 +107,13 @@ def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", ["rewind", "note"])
+@pytest.mark.parametrize("policy", ["rollback", "log"])
 def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
     summary = train(job(tmp_path, SickFeed(spikes=(13,)), on_spike=policy))
     (event,) = events(tmp_path)
     assert event["step"] == 13 and event["cause"] == "spike" and event["loss_z"] > 6
-    assert event["done"] == {"note": "noted", "rewind": "rewound to 10"}[policy]
-    assert summary["health"]["left_out"] == ([13] if policy == "rewind" else [])
+    assert event["done"] == {"log": "noted", "rollback": "rewound to 10"}[policy]
+    assert summary["health"]["left_out"] == ([13] if policy == "rollback" else [])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_spike_is_noted_or_gone_back_from(tmp_path: Path, policy: str):
         ({}, [10, 11, 13, 14], False),
         ({}, [1, 26, 51, 76, 100], True),
         ({}, [1, 26, 51, 76, 101], False),
-        ({"most": 2, "within": 5}, [3, 9, 12], True),
+        ({"max_skips": 2, "window": 5}, [3, 9, 12], True),
     ],
     ids=["3 in a row", "2 in a row", "5 in 100", "5 in 101", "2 in 5"],
 )
@@ -137,7 +137,7 @@ def test_three_in_a_row_or_five_in_a_hundred_are_too_many(tmp_path: Path, limits
 
 
 def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path: Path):
-    health = Health(HealthSettings(window=8, on_spike="note"), tmp_path, 0, {})
+    health = Health(HealthSettings(spike_window=8, on_spike="log"), tmp_path, 0, {})
     metrics = {"skipped": 1.0, "loss": 9.0, "grad_norm": float("inf"), "spike": 1.0, "loss_z": 60.0}
     health.look(10, metrics)
     assert [(event["cause"], event["done"]) for event in events(tmp_path)] == [("not finite", "skipped")]
@@ -150,7 +150,7 @@ def test_a_run_that_only_notes_spikes_is_stopped_by_what_is_not_finite(tmp_path:
 
 def test_after_ten_ways_back_it_goes_back_no_more(tmp_path: Path):
     said: list[str] = []
-    settings = HealthSettings(on_non_finite="rewind", most_in_a_row=99, most=99)
+    settings = HealthSettings(on_nonfinite="rollback", max_consecutive_skips=99, max_skips=99)
     ten = {"rewinds": [[step, step - 1] for step in range(1, 11)]}
     health = Health(settings, tmp_path, 0, ten, say=said.append)
     health.look(30, {"skipped": 1.0, "loss": NAN, "grad_norm": NAN})

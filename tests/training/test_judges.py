@@ -42,7 +42,7 @@ class EndsAt:
 
 
 def trained(folder: Path, judge: EndsAt, hook: Any = None) -> dict:
-    rhythm = {"validate_every": 100, "checkpoint": {"every_steps": 100, "keep_last": 9}}
+    rhythm = {"eval_every": 100, "checkpoint": {"every_steps": 100, "keep_last": 9}}
     return train(tiny.job(folder, 10, hook, judge=judge, validation={"held-out": tiny.HeldOut()}, **rhythm))
 
 

@@ -16,7 +16,9 @@ STEPS = 3
 SPLIT_SEQUENCE = {"sharding": {"batch": ["data"], "sequence": ["fsdp"], "residual": ["fsdp", "tensor"]}}
 
 
-def job(update: str, mesh=None, parallel=None, tied: str | bool = False, block=None, clip: float = 1e9, **changed: Any):
+def job(
+    in_backward: bool, mesh=None, parallel=None, tied: str | bool = False, block=None, clip: float = 1e9, **changed: Any
+):
     graph = tiny.graph().to_dict()
     graph["nodes"]["blocks"] |= block or {}
     graph["nodes"]["logits"] = {"kind": "unembed", "in": "norm", "tied": tied}
@@ -27,8 +29,8 @@ def job(update: str, mesh=None, parallel=None, tied: str | bool = False, block=N
         graph=parse(graph),
         mesh=mesh or {"data": 1},
         parallel=ParallelSettings.model_validate(parallel or {}),
-        update=update,
-        optimizer={"clip_norm": clip, **changed.pop("optimizer", {})},
+        optimizer_in_backward=in_backward,
+        optimizer={"max_grad_norm": clip, **changed.pop("optimizer", {})},
         **changed,
     )
 
@@ -36,7 +38,7 @@ def job(update: str, mesh=None, parallel=None, tied: str | bool = False, block=N
 @pytest.mark.parametrize(
     ("mesh", "parallel", "changed"),
     [
-        ({"data": 1}, {}, {"tied": "embed", "block": {"dropout": 0.1}, "optimizer": {"moments": "bfloat16"}}),
+        ({"data": 1}, {}, {"tied": "embed", "block": {"dropout": 0.1}, "optimizer": {"state_dtype": "bfloat16"}}),
         pytest.param({"fsdp": 2, "tensor": 2}, SPLIT_SEQUENCE, {}, marks=pytest.mark.full),
         pytest.param({"fsdp": 2}, {}, {"tied": "embed", "optimizer": {"name": "lion"}}, marks=pytest.mark.full),
     ],
@@ -44,7 +46,7 @@ def job(update: str, mesh=None, parallel=None, tied: str | bool = False, block=N
 )
 def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed):
     (before, plain), (after, ours) = (
-        tiny.steps_of(job(update, mesh, parallel, **dict(changed)), STEPS) for update in ("whole", "layerwise")
+        tiny.steps_of(job(update, mesh, parallel, **dict(changed)), STEPS) for update in (False, True)
     )
     for one, other in zip(plain, ours, strict=True):
         assert other.pop("torn") == 0.0 and one.keys() == other.keys()
@@ -59,7 +61,7 @@ def test_it_is_the_plain_step_where_nothing_is_clipped(mesh, parallel, changed):
 
 @pytest.mark.full
 def test_each_layer_is_clipped_by_its_own_norm():
-    layerwise, whole = (tiny.steps_of(job(update, clip=1e-3), 2)[1] for update in ("layerwise", "whole"))
+    layerwise, whole = (tiny.steps_of(job(update, clip=1e-3), 2)[1] for update in (True, False))
     assert layerwise[0]["grad_norm"] == pytest.approx(whole[0]["grad_norm"], rel=1e-5)  # before clipping
     assert layerwise[1]["loss"] != whole[1]["loss"]
 
@@ -67,7 +69,7 @@ def test_each_layer_is_clipped_by_its_own_norm():
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"micro_batches": 2}, "micro_batches"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
         ({"optimizer": {"name": "muon"}}, "muon"),
         ({"block": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "width": 16}}}, "mixture of experts"),
         ({"parallel": {"remat": "dots"}}, "dots"),
@@ -75,4 +77,4 @@ def test_each_layer_is_clipped_by_its_own_norm():
 )
 def test_what_it_does_not_go_with_is_refused(changed: dict, why: str):
     with pytest.raises(UserError, match=why):
-        tiny.compiled(job("layerwise", **changed))
+        tiny.compiled(job(True, **changed))

@@ -38,7 +38,7 @@ def _ours(settings: OptimizerSettings, params: dict, gradients: list[dict], rate
 
 def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only():
     rate, gradients = 3e-3, _gradients(20)
-    settings = OptimizerSettings(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0)
+    settings = OptimizerSettings(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
     theirs = {k: torch.nn.Parameter(torch.from_numpy(v)) for k, v in _start().items()}
     groups = [
         {"params": [theirs["weight"]], "weight_decay": 0.1},
@@ -60,9 +60,9 @@ def test_twenty_steps_equal_torch_adamw_with_clipping_and_decay_on_matrices_only
 @pytest.mark.parametrize(("moments", "given", "rtol"), [("float32", False, 1e-5), ("bfloat16", True, 1e-2)])
 def test_every_optimizer_gets_the_gradient_that_optax_clips(name: str, moments: str, given: bool, rtol: float):
     params = {k: jnp.ones(v) for k, v in SHAPES.items()}
-    settings = OptimizerSettings(name=name, moments=moments, clip_norm=2.0)
+    settings = OptimizerSettings(name=name, state_dtype=moments, max_grad_norm=2.0)
     ours = make_optimizer(settings, WEIGHTS)
-    unclipped = make_optimizer(settings.model_copy(update={"clip_norm": 1e30}), WEIGHTS)
+    unclipped = make_optimizer(settings.model_copy(update={"max_grad_norm": 1e30}), WEIGHTS)
     clip, (state, expected) = optax.clip_by_global_norm(2.0), (ours.init(params), unclipped.init(params))
     for scale in (0.01, 3.0, 1e20):
         grads = jax.tree.map(lambda p, s=scale: s * jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), params)
@@ -78,17 +78,17 @@ def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     params = {k: jnp.ones(v) for k, v in SHAPES.items()}
     gradients = _gradients(50)
     exact, _ = _ours(OptimizerSettings(), params, gradients, 1e-3)
-    rounded, state = _ours(OptimizerSettings(moments="bfloat16"), params, gradients, 1e-3)
+    rounded, state = _ours(OptimizerSettings(state_dtype="bfloat16"), params, gradients, 1e-3)
     assert {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim} == {jnp.dtype("bfloat16")}
     moved = jnp.abs(exact["weight"] - 1).mean()
     assert jnp.abs(exact["weight"] - rounded["weight"]).mean() < 0.01 * moved
-    of_muon = make_optimizer(OptimizerSettings(name="muon", moments="bfloat16"), WEIGHTS).init(params)
+    of_muon = make_optimizer(OptimizerSettings(name="muon", state_dtype="bfloat16"), WEIGHTS).init(params)
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(of_muon)}
     assert kinds == {"bfloat16", "float32", "int32"}  # moments; Muon's coefficients and counts are left alone
 
 
 def test_lion_is_the_sign_of_the_interpolated_momentum():
-    settings = OptimizerSettings(name="lion", b1=0.9, b2=0.99, weight_decay=0.1, clip_norm=1e9)
+    settings = OptimizerSettings(name="lion", b1=0.9, b2=0.99, weight_decay=0.1, max_grad_norm=1e9)
     gradients = _gradients(5)
     ours, _ = _ours(settings, jax.tree.map(jnp.asarray, _start()), gradients, 1e-2)
     for name, weight in _start().items():
@@ -119,7 +119,7 @@ def test_muon_orthogonalises_each_layer_of_a_hidden_matrix_and_gives_the_rest_to
     grads = {k: jnp.asarray(draw.normal(size=v), jnp.float32) for k, v in shapes.items()}
     params = jax.tree.map(jnp.zeros_like, grads)
     weights = Weights(dict.fromkeys(shapes, True), {"hidden": ((1,), (2, 3)), "embedding": None})
-    settings = OptimizerSettings(name="muon", clip_norm=1e9, weight_decay=0.0, settings={"rms": 0.2})
+    settings = OptimizerSettings(name="muon", max_grad_norm=1e9, weight_decay=0.0, settings={"rms": 0.2})
     optimizer = make_optimizer(settings, weights)
     direction, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     for layer in range(3):
@@ -152,7 +152,7 @@ def _rates(steps: int, **settings: object) -> np.ndarray:
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_cosine_warms_up_to_the_peak_and_ends_on_the_floor(warmup: int):
-    rates, top = _rates(100, peak=1e-2, floor=1e-3, warmup_steps=warmup), max(warmup - 1, 0)
+    rates, top = _rates(100, peak_lr=1e-2, min_lr=1e-3, warmup_steps=warmup), max(warmup - 1, 0)
     np.testing.assert_allclose(rates[: top + 1], 1e-2 * np.arange(1, top + 2) / max(warmup, 1), rtol=1e-5)
     progress = (np.arange(top, 100) - top) / (99 - top)
     np.testing.assert_allclose(rates[top:], 1e-3 + 9e-3 * (1 + np.cos(np.pi * progress)) / 2, rtol=1e-4)
@@ -161,10 +161,10 @@ def test_cosine_warms_up_to_the_peak_and_ends_on_the_floor(warmup: int):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"name": "constant", "peak": 2.0, "floor": 0.1, "warmup_steps": 4}, [0.5, 1.0, 1.5, *[2.0] * 8]),
-        ({"name": "linear", "peak": 1.0, "floor": 0.1, "warmup_steps": 2}, [0.5, *np.linspace(1.0, 0.1, 10)]),
+        ({"name": "constant", "peak_lr": 2.0, "min_lr": 0.1, "warmup_steps": 4}, [0.5, 1.0, 1.5, *[2.0] * 8]),
+        ({"name": "linear", "peak_lr": 1.0, "min_lr": 0.1, "warmup_steps": 2}, [0.5, *np.linspace(1.0, 0.1, 10)]),
         (
-            {"name": "wsd", "peak": 1.0, "floor": 0.2, "warmup_steps": 1, "settings": {"decay_share": 0.5}},
+            {"name": "wsd", "peak_lr": 1.0, "min_lr": 0.2, "warmup_steps": 1, "settings": {"decay_ratio": 0.5}},
             [*[1.0] * 5, *(0.2 + 0.8 * (1 - np.sqrt(np.arange(6) / 5)))],
         ),
     ],
@@ -175,12 +175,14 @@ def test_the_other_schedules_are_their_formulas(settings: dict, expected: list[f
 
 
 def test_a_share_of_the_steps_warms_up_as_so_many_steps_do():
-    by_share, by_steps = (_rates(30, peak=1e-2, floor=1e-3, **w) for w in ({"warmup_share": 0.1}, {"warmup_steps": 3}))
+    by_share, by_steps = (
+        _rates(30, peak_lr=1e-2, min_lr=1e-3, **w) for w in ({"warmup_ratio": 0.1}, {"warmup_steps": 3})
+    )
     np.testing.assert_array_equal(by_share, by_steps)
     with pytest.raises(ValueError, match="give either"):
-        ScheduleSettings(peak=1.0, floor=0.1, warmup_share=0.1, warmup_steps=10)
+        ScheduleSettings(peak_lr=1.0, min_lr=0.1, warmup_ratio=0.1, warmup_steps=10)
 
 
 def test_a_run_of_one_step_takes_it_at_the_peak():
     for name in ("cosine", "linear", "wsd", "constant"):
-        assert _rates(1, name=name, peak=1e-2, floor=1e-3) == pytest.approx(1e-2)
+        assert _rates(1, name=name, peak_lr=1e-2, min_lr=1e-3) == pytest.approx(1e-2)

@@ -13,7 +13,7 @@ from affinage.training import train
 from affinage.training.state import TrainState
 
 SAVED, STEPS = 4, 8
-SETTINGS = {"checkpoint": {"every_steps": SAVED, "keep_last": 99}, "validate_every": STEPS}
+SETTINGS = {"checkpoint": {"every_steps": SAVED, "keep_last": 99}, "eval_every": STEPS}
 
 
 def job(folder: Path, mesh: dict[str, int]):

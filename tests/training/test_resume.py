@@ -26,7 +26,7 @@ from affinage.training.program import Program
 from affinage.training.summary import identity
 
 STEPS = 6
-LORA = {"lora": {"rank": 4, "targets": ["query", "down"], "dropout": 0.2}}
+LORA = {"lora": {"r": 4, "target_modules": ["query", "down"], "dropout": 0.2}}
 
 
 class Images(tiny.RandomFeed):
@@ -43,16 +43,20 @@ def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
     graph = tiny.graph(dropout=0.1, layers=1)
     match kind:
         case "bfloat16":
-            how |= {"precision": {"params": "bfloat16", "rounding": "stochastic"}, "optimizer": {"moments": "bfloat16"}}
+            how |= {
+                "precision": {"params": "bfloat16", "rounding": "stochastic"},
+                "optimizer": {"state_dtype": "bfloat16"},
+            }
         case "layer by layer":
-            how["update"] = "layerwise"
+            how["optimizer_in_backward"] = True
         case "averages":
             return tiny.job(folder, STEPS, hook, graph=parse(tiny_graphs.byol()), feed=Images(), **how)
         case "sft with adapters":
-            how = {"settings": tiny.tuning(SftSettings, STEPS, own=LORA, **how)}
+            how |= {"settings": tiny.tuning(SftSettings, STEPS, own=LORA)}
         case "dpo with adapters":
-            chosen = tiny.tuning(DpoSettings, STEPS, own=LORA | {"reference": "held"}, **how)
-            graph, how = preference_graph(tiny.graph(layers=1), chosen, documents=2), {"settings": chosen}
+            chosen = tiny.tuning(DpoSettings, STEPS, own=LORA | {"precompute_ref_log_probs": False})
+            graph = preference_graph(tiny.graph(layers=1), chosen, documents=2)
+            how |= {"settings": chosen}
     return tiny.job(folder, STEPS, hook, graph=graph, **how)
 
 
@@ -93,7 +97,7 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
     assert not steps and again["final_loss"] == first["final_loss"]
 
     changed: dict[str, Any] = {"data": {"rows": "other"}, "code": {"plugin a.py": "2"}}
-    changed |= {"optimizer": {"b1": 0.8}, "log_every": 2, "micro_batches": 2}  # the last two only say how
+    changed |= {"optimizer": {"b1": 0.8}, "log_every": 2, "gradient_accumulation_steps": 2}  # the last two only say how
     with pytest.raises(UserError) as refused:
         train(tiny.job(tmp_path, 12, **changed))
     names = ["code.plugin a.py", "data.rows", "optimizer.b1", "steps"]
@@ -110,7 +114,7 @@ def test_a_finished_run_started_again_trains_no_step_and_one_that_is_changed_is_
         ("data.rows", {"data": {"rows": "other"}}),
         ("model.nodes.blocks.ffn.width", {"graph": tiny.graph(layers=1, width=96)}),
         ("optimizer.name", {"settings": tiny.settings(10, optimizer={"name": "lion"})}),
-        ("batch", {"settings": tiny.settings(10, batch=16), "feed": tiny.RandomFeed(rows=16)}),
+        ("batch_size", {"settings": tiny.settings(10, batch_size=16), "feed": tiny.RandomFeed(rows=16)}),
         ("seed", {"seed": 2}),
     ],
 )

@@ -82,7 +82,7 @@ def room() -> tuple[Any, Any, Feed]:
     feed = Feed({2 * at + 1: sick for at, sick in enumerate(INJECTIONS)})
     changes = {
         "precision": {"params": "bfloat16", "rounding": "stochastic"},
-        "health": {"window": 16, "on_spike": "skip"},
+        "health": {"spike_window": 16, "on_spike": "skip"},
     }
     return *tiny.compiled(job(Path("unused"), feed, **changes)), feed
 
@@ -122,7 +122,7 @@ def test_a_loss_of_more_than_six_deviations_is_left_out_bit_for_bit(room, deviat
 def test_a_gradient_that_comes_too_late_to_leave_all_layers_out_is_gone_back_from(tmp_path: Path):
     found, ends = {}, {}
     for where, sick in {"loss": "loss", "above": ("above", "gradient", np.nan), "below": INJECTIONS[3]}.items():
-        found[where] = train(job(tmp_path / where, Feed({7: sick}), layers=2, update="layerwise"))
+        found[where] = train(job(tmp_path / where, Feed({7: sick}), layers=2, optimizer_in_backward=True))
         ends[where] = tiny.saved_bits(tmp_path / where, 10, "params", "opt_state")
     for where in ("loss", "above"):  # no layer was updated
         assert found[where]["skipped_updates"] == 1 and found[where]["health"]["rewinds"] == []

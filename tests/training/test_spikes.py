@@ -94,5 +94,5 @@ def test_what_is_not_finite_is_no_spike_and_is_not_sound():
     for loss in np.linspace(3.0, 2.9, 8, dtype=np.float32):
         window = window.with_loss(loss)
     for loss, sound, spike in ((jnp.inf, False, False), (jnp.float32(9.0), True, True)):
-        _, is_sound, told = judged(window, loss, HealthSettings(window=8, on_spike="note"))
+        _, is_sound, told = judged(window, loss, HealthSettings(spike_window=8, on_spike="log"))
         assert (bool(is_sound), bool(told["spike"])) == (sound, spike)

@@ -60,7 +60,7 @@ def expected() -> list[dict[str, float]]:
     ids=str,
 )
 def test_steps_on_any_mesh_equal_those_on_one_device(mesh: dict[str, int], micro_batches: int, expected):
-    tiny.assert_close(run(8, mesh, micro_batches=micro_batches)[1], expected)
+    tiny.assert_close(run(8, mesh, gradient_accumulation_steps=micro_batches)[1], expected)
 
 
 def test_the_gradient_is_that_of_the_mean_loss(expected):
@@ -85,7 +85,7 @@ def test_a_run_begins_with_the_same_weights_on_any_mesh():
 def test_accumulation_over_uneven_masks_changes_nothing():
     # One step: later ones amplify rounding. Dropout is on, so the rows must keep their random numbers.
     whole, (expected,) = run(1)
-    parts, (got,) = run(1, micro_batches=4)
+    parts, (got,) = run(1, gradient_accumulation_steps=4)
     for name in expected:
         assert got[name] == pytest.approx(expected[name], rel=1e-6)
     # Adam's first step is a sign: where a gradient is nearly 0, rounding moves the weight by up to its rate.
@@ -97,7 +97,7 @@ def test_accumulation_over_uneven_masks_changes_nothing():
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
 def test_any_optimizer_moves_the_same_on_a_mesh(name: str):
     settings = {"adafactor": {"smallest_factored": 8}}.get(name, {})
-    changes = {"optimizer": {"name": name, "settings": settings}, "schedule": {"name": "constant", "peak": 1e-2}}
+    changes = {"optimizer": {"name": name, "settings": settings}, "schedule": {"name": "constant", "peak_lr": 1e-2}}
     changes["schedule"]["floor"] = 0.0
     (_, one), (_, split) = (tiny.steps_of(job(mesh, **changes), 6) for mesh in (ONE, {"fsdp": 2, "tensor": 2}))
     losses = [[step["loss"] for step in run] for run in (one, split)]
@@ -132,7 +132,7 @@ def test_weights_move_down_the_gradient(expected):
 @pytest.mark.full
 def test_bfloat16_weights_moments_and_products_train():
     precision = {"compute": "bfloat16", "params": "bfloat16", "rounding": "stochastic"}
-    state, seen = run(20, precision=precision, optimizer={"moments": "bfloat16"})
+    state, seen = run(20, precision=precision, optimizer={"state_dtype": "bfloat16"})
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert np.mean([m["loss"] for m in seen[-5:]]) < seen[0]["loss"] - 0.2
 
@@ -148,7 +148,7 @@ def test_dropout_depends_on_the_step_alone(expected):
 def test_the_feed_must_yield_the_batch_that_the_settings_say():
     program = alone()[0]
     with pytest.raises(ValueError, match="8 rows"):
-        dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch=16)))
+        dataclasses.replace(program, job=dataclasses.replace(program.job, settings=tiny.settings(batch_size=16)))
 
 
 def test_weights_before_moments_are_the_same_bits_in_a_fraction_of_the_memory():

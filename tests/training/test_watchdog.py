@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.hardware import beats, standstill
 from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.hosts import Hosts
@@ -37,8 +37,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     return why
 
 
-def of_a_start(folder: Path, leave: bool | None = True, stuck_seconds: float = 0.2) -> Watchdog:
-    settings = SurvivalSettings(stuck_seconds=stuck_seconds, leave_when_stuck=leave)
+def of_a_start(folder: Path, leave: bool | None = True, hang_timeout: float = 0.2) -> Watchdog:
+    settings = RuntimeSettings(hang_timeout=hang_timeout, exit_on_hang=leave)
     return Watchdog("train", folder, settings, LifeSign(None))
 
 
@@ -65,8 +65,8 @@ def test_a_step_that_does_not_end_is_told_with_all_stacks_and_one_that_is_slow_i
         if step == 7:
             until(lambda: "in stuck_in_this_hook" in told(tmp_path).partition("step 7 has not ended for")[2])
 
-    train(tiny.job(tmp_path, 10, stuck_in_this_hook, survival={"stuck_seconds": 0.3}))
-    train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), survival={"stuck_seconds": 300}))
+    train(tiny.job(tmp_path, 10, stuck_in_this_hook, hang_timeout=0.3))
+    train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), hang_timeout=300))
     assert not told(tmp_path / "slow")
 
 
@@ -91,7 +91,7 @@ def test_it_leaves_though_nobody_reads_what_it_says(tmp_path: Path, left, stream
 
 
 def test_a_save_beside_the_steps_that_does_not_end_is_told_once_with_all_stacks_and_not_left(tmp_path: Path, left):
-    with of_a_start(tmp_path, stuck_seconds=9.0) as dog:
+    with of_a_start(tmp_path, hang_timeout=9.0) as dog:
         for step, seconds in enumerate([0.0, 3.0, 6.0, 0.0, 3.0, 29.0, 31.0, 40.0, 0.0, 9.0]):
             dog.step_begins(step)
             dog.save_lasts(seconds)
@@ -116,7 +116,7 @@ def test_a_process_is_left_at_once_where_somebody_starts_it_again_and_else_late(
         monkeypatch.delenv(name, raising=False)
     if by:
         monkeypatch.setenv(by, "1")
-    found = standstill.stays_when_stuck(SurvivalSettings(leave_when_stuck=leave), Hosts.current)
+    found = standstill.stays_when_stuck(RuntimeSettings(exit_on_hang=leave), Hosts.current)
     assert found == seconds
 
 
@@ -150,7 +150,7 @@ def test_a_host_that_shows_no_sign_of_life_is_named_and_left(tmp_path: Path, lef
     first, other = (HostInMemory(host, 2, coordinator=coordinator) for host in range(2))
     monkeypatch.setattr(Hosts, "current", first)
     its_beats = Beats(other, lambda: Doing(2, "the compilation", late=False))
-    with of_a_start(tmp_path, stuck_seconds=2) as dog:
+    with of_a_start(tmp_path, hang_timeout=2) as dog:
         dog.begins("the compilation", told_after=1e6)
         until(lambda: "affinage/beat/1" in coordinator.words)
         its_beats.close()
@@ -165,13 +165,13 @@ TRAINING = """
 import sys, time
 from pathlib import Path
 from affinage.hardware import stops
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.stopping import OwnProcess
 from affinage.training.ledger import LifeSign
 from affinage.training.watchdog import Watchdog
 
 stops.JUMP, began = 1.5, time.monotonic()
-settings = SurvivalSettings(stuck_seconds=4, leave_when_stuck=False)
+settings = RuntimeSettings(hang_timeout=4, exit_on_hang=False)
 with OwnProcess(), Watchdog("train", Path(sys.argv[1]), settings, LifeSign(None)) as dog:
     dog.step_begins(1)
     time.sleep(0.5)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import Call, Graph, init_params, parse
 from affinage.parallel import make_mesh
@@ -91,18 +92,17 @@ def settings(steps: int = 20, **changes: object) -> PretrainSettings:
     return PretrainSettings.model_validate(
         {
             "steps": steps,
-            "batch": 8,
-            "schedule": {"peak": 1e-2, "floor": 1e-3, "warmup_steps": 4},
-            "validate_every": 10,
+            "batch_size": 8,
+            "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
+            "eval_every": 10,
             "log_every": 1,
-            "checkpoint": {"every_steps": 5},
             **changes,
         }
     )
 
 
 # What says how a training goes on, and nothing of what its steps compute.
-_NOT_IN_STEPS = {"checkpoint", "survival", "log_every", "validate_every", "validation_rows", "profile"}
+_NOT_IN_STEPS = {"log_every", "eval_every", "eval_sequences"}
 _weights: dict[str, Any] = {}
 _OF_JOB = {field.name for field in dataclasses.fields(TrainJob)}
 
@@ -115,7 +115,7 @@ class Kept:
     def __init__(self, job: TrainJob) -> None:
         of_settings = job.settings.model_dump(mode="json", exclude=_NOT_IN_STEPS)
         health = job.settings.health
-        of_settings["health"] = [health.window, health.spike_deviations, health.on_spike == "note"]
+        of_settings["health"] = [health.spike_window, health.spike_deviations, health.on_spike == "log"]
         self.key = [job.graph.to_dict(), of_settings, dict(job.mesh), job.seed, job.parallel.model_dump(mode="json")]
 
     def check(self, graph: Graph, rows: int, call: Call) -> None: ...
@@ -137,8 +137,10 @@ class Kept:
 
 
 def job(folder: Path, steps: int = 10, hook: Hook | None = None, **changes: Any) -> TrainJob:
-    """A training of one layer on one device. `changes` are fields of the job, or else of its settings."""
+    """A training of one layer on one device. `changes` are fields of the job, of its runtime or of its settings."""
     of_job = {name: changes.pop(name) for name in _OF_JOB & changes.keys()}
+    how = {name: changes.pop(name) for name in RuntimeSettings.model_fields.keys() & changes.keys()}
+    of_job.setdefault("runtime", RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **how}))
     values = {"graph": graph(layers=1), "mesh": {"data": 1}, "seed": 1, "feed": RandomFeed(), "folder": folder}
     values |= {"on_step": (hook,) if hook else ()} | of_job
     made = TrainJob(**{"settings": settings(steps, **changes), **values})

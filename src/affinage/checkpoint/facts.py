@@ -44,7 +44,7 @@ def refuse_changes(
     Args:
         meta: as `CheckpointStore.meta` gives it; one without an identity, such as an import's, fits any run.
         now: the identity of the run.
-        accepted: names of facts that may differ; `schedule` stands for `schedule.peak` and all others below it.
+        accepted: names of facts that may differ; `schedule` stands for `schedule.peak_lr` and all others below it.
         where: of the checkpoints, for the message.
         setting: under which the user accepts changes, for the message.
 

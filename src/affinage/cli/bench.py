@@ -86,9 +86,11 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
         "batch": rows or (_ROWS_OF_CPU if small else None),
         "context": context or (_CONTEXT_OF_CPU if small else None),
     }
-    settings = [*overrides, "pretrain.micro_batches=1"]
-    settings += ["pretrain.batch_per_device=null", f"pretrain.batch={sized['batch']}"] if sized["batch"] else []
-    settings += [f"rows.context={sized['context']}"] if sized["context"] else []
+    settings = [*overrides, "pretrain.gradient_accumulation_steps=1"]
+    settings += (
+        ["pretrain.per_device_batch_size=null", f"pretrain.batch_size={sized['batch']}"] if sized["batch"] else []
+    )
+    settings += [f"packing.seq_len={sized['context']}"] if sized["context"] else []
     loaded = load(recipe, settings)
     pretrain = loaded.recipe.pretrain
     images = loaded.recipe.data is not None and loaded.recipe.data.arrays is not None
@@ -104,18 +106,18 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
     graph = planned_graph(loaded)
     mesh = {str(axis): size for axis, size in loaded.recipe.mesh.items()}
     number = rows_per_step(pretrain, len(acquire()))
-    batch = synthetic_batch(graph, number, loaded.recipe.rows.context)
+    batch = synthetic_batch(graph, number, loaded.recipe.packing.seq_len)
     program = program_of(graph, pretrain, loaded.recipe.parallel, mesh, batch)
     if program.mesh.shape["pipeline"] > 1:
         raise UserError("the stages of a pipeline do not part into forward and backward", where="mesh")
     found = measure(program, batch, steps)
-    tokens = number * loaded.recipe.rows.context
+    tokens = number * loaded.recipe.packing.seq_len
     planned = forecast(
         graph,
         pretrain,
         loaded.recipe.parallel,
         rows=number,
-        context=loaded.recipe.rows.context,
+        context=loaded.recipe.packing.seq_len,
         mesh=program.mesh.shape,
         device_kind=device.device_kind,
         devices=program.mesh.size,
@@ -125,7 +127,7 @@ def _step(recipe: str, overrides: list[str], steps: int, rows: int | None, conte
         "device": device.device_kind,
         "devices": len(acquire()),
         "rows": number,
-        "context": loaded.recipe.rows.context,
+        "context": loaded.recipe.packing.seq_len,
         "repetitions": steps,
         "seconds": {name: {"mean": timing.mean, "deviation": timing.deviation} for name, timing in found.items()},
         "cpu_seconds": {name: statistics.fmean(timing.processor) for name, timing in found.items()} if small else None,

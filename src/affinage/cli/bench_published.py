@@ -14,7 +14,7 @@ _SMALL = (
     "model.nodes.blocks.repeat=8",
     "model.nodes.blocks.attention.heads=4",
     "model.nodes.blocks.ffn.width=512",
-    "rows.context=128",
+    "packing.seq_len=128",
 )
 _SMALL_LAYOUTS = (
     {"data": 8},

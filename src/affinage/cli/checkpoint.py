@@ -137,7 +137,7 @@ def diff(
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
     from affinage.checkpoint.looking import compare
-    from affinage.config.yaml_text import brief
+    from affinage.config.yaml import brief
 
     with (
         Working("reading checkpoints"),

@@ -23,7 +23,7 @@ _PACKAGES = (
 _OPTIONAL = (  # package, what needs it, how to get it
     ("transformers", "export --verify", "pip install 'affinage[verify]'"),
     ("torch", "export --verify", "pip install 'affinage[verify]'"),
-    ("ray", "data.engine: ray, the data stages on many machines", "pip install 'affinage[ray]'"),
+    ("ray", "data.executor: ray, the data stages on many machines", "pip install 'affinage[ray]'"),
     ("libtpu", "TPUs, and plans for TPUs", "pip install 'affinage[tpu]'"),
 )
 _HUB = "https://huggingface.co"

@@ -74,7 +74,7 @@ def graph(
 
         as_svg.write_text(svg(model), encoding="utf-8")
         return
-    batch, context = _rows_per_step(loaded.recipe), loaded.recipe.rows.context
+    batch, context = _rows_per_step(loaded.recipe), loaded.recipe.packing.seq_len
     of_tokens = any(SEQUENCE in shape.dims for _, shape in model.inputs)
     facts = {
         "batch": batch,
@@ -173,7 +173,7 @@ def _rows_per_step(recipe: "Recipe") -> int:
     if settings is None:
         return 1
     devices = math.prod(size for size in recipe.mesh.values() if isinstance(size, int))
-    return settings.batch or (settings.batch_per_device or 1) * devices
+    return settings.batch_size or (settings.per_device_batch_size or 1) * devices
 
 
 def _vocabulary(recipe: "Recipe", runs: Path) -> int:
@@ -181,7 +181,7 @@ def _vocabulary(recipe: "Recipe", runs: Path) -> int:
     from affinage.pipeline.store import read_manifest
 
     if recipe.tokenizer.kind == "bpe":
-        return recipe.tokenizer.vocabulary
+        return recipe.tokenizer.vocab_size
     trained = (read_manifest(runs / recipe.name / "tokenizer") or {}).get("summary", {}).get("vocabulary")
     if trained is None:
         print(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted.", file=sys.stderr)

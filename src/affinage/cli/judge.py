@@ -30,7 +30,17 @@ from affinage.errors import UserError
 _NUMBERS = 12  # of items, that are listed on the terminal
 STAGES = ("evaluate-base", "evaluate-sft", "evaluate-dpo")
 # Of `evaluate` in a recipe.
-_SETTINGS = ("tasks", "data_dir", "limit", "shots", "chat_template", "batch", "max_new_tokens", "contamination")
+_USES: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
+_SETTINGS = (
+    "tasks",
+    "data_dir",
+    "limit",
+    "num_fewshot",
+    "apply_chat_template",
+    "batch_size",
+    "max_new_tokens",
+    "contamination",
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -62,7 +72,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples before each question; default: as many as the task says.")
     ] = None,
     chat_template: Annotated[
-        Literal["auto", "always", "never"] | None,
+        Literal["auto", "true", "false"] | None,
         typer.Option(help="Ask in the model's chat template: what is made for chat (auto), everything, or nothing."),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Whole rows at once; default: what fits, to 64.")] = None,
@@ -82,12 +92,12 @@ def evaluate(
     """
     chosen = [name for names in tasks or () for name in names.split(",") if name]
     asked: dict[str, Any] = {"tasks": chosen or None, "data_dir": data_dir and str(data_dir)}
-    asked |= {"limit": limit, "shots": shots, "chat_template": chat_template}
-    asked |= {"batch": batch, "contamination": contamination}
+    asked |= {"limit": limit, "num_fewshot": shots, "apply_chat_template": chat_template and _USES[chat_template]}
+    asked |= {"batch_size": batch, "contamination": contamination}
     given = {name: value for name, value in asked.items() if value is not None}
     if is_recipe(target, runs):
         if context is not None:
-            raise UserError("--context is of models", where=target, fix="A recipe's is `rows.context`.")
+            raise UserError("--context is of models", where=target, fix="A recipe's is `packing.seq_len`.")
         settings = [f"evaluate.{name}={json.dumps(value)}" for name, value in given.items()]
         settings += [f"mesh={json.dumps(mesh)}"] if mesh else []
         folder = walk(target, Walking([*(overrides or ()), *settings], runs, force, as_json=as_json), STAGES)
@@ -108,7 +118,7 @@ def evaluate(
         raise UserError("no task was named", fix="For example: --tasks julian, or --task my_task.yaml")
     if overrides or force:
         raise UserError("--set and --force are of recipes", where=target, fix="Leave them out for a model.")
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
     from affinage.evaluation.tasks import check_names
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
@@ -120,7 +130,7 @@ def evaluate(
     with joined() as hosts, contextlib.ExitStack() as watched, hosts.all_at_work():
         if hosts.count > 1:
             watched.enter_context(OwnProcess())  # one that waits for a host that stands still is left
-        watched.enter_context(Standstill(target, folder, SurvivalSettings()))
+        watched.enter_context(Standstill(target, folder, RuntimeSettings()))
         results = _evaluate_model(target, Opening(mesh, context, runs), chosen, given, worlds)
         hosts.meet("the end of the evaluation")
     if not hosts.first:

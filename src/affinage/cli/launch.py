@@ -121,7 +121,7 @@ def _check_mesh(loaded: "LoadedRecipe", until: Sequence[str] | None, hosts: int,
     trainings = loaded.recipe.trainings
     if devices is None or not trainings or (until and not set(until) & set(trainings)):
         return
-    from affinage.config.mesh import axis_sizes
+    from affinage.hardware.mesh import axis_sizes
 
     try:
         axis_sizes({str(axis): size for axis, size in loaded.recipe.mesh.items()}, hosts * devices, hosts)

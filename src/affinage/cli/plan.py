@@ -71,7 +71,7 @@ def plan(
 
     affinage plan julian-600m --on v4-32 --search
 
-    affinage plan julian-sft --stage sft --set sft.lora.rank=16 --on h100
+    affinage plan julian-sft --stage sft --set sft.lora.r=16 --on h100
 
     affinage plan julian-600m --which
 
@@ -163,7 +163,7 @@ def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Pa
     vocabulary = _summary(runs, loaded, "tokenizer").get("vocabulary")
     packed = _summary(runs, loaded, _ROWS[section]).get("train", {})
     tokens, rows = packed.get("tokens"), packed.get("rows")
-    characters = loaded.recipe.tokenizer.kind == "characters"
+    characters = loaded.recipe.tokenizer.kind == "char"
     counted = Counted(vocabulary if characters else None, _documents(runs, loaded, section))
     return _Asked(
         recipe,
@@ -202,15 +202,15 @@ def _dividing(asked: _Asked, where: "Slice") -> _Asked:
     if batch is None:
         return asked
     _, settings, _ = training_settings(recipe)
-    change = f"{batch / (settings.batch or batch):.3g} times the tokens in as many steps"
+    change = f"{batch / (settings.batch_size or batch):.3g} times the tokens in as many steps"
     keeps = micro_batches_that_keep(recipe, where)
-    other = f", or --set {section}.micro_batches={keeps}, which keeps the batch" if keeps else ""
+    other = f", or --set {section}.gradient_accumulation_steps={keeps}, which keeps the batch" if keeps else ""
     print(
-        f"Warning: batch {settings.batch} does not divide over the mesh on {where.name}; planned with {batch}, the "
-        f"nearest that does, and {change}: --set {section}.batch={batch}{other}",
+        f"Warning: batch_size {settings.batch_size} does not divide over the mesh on {where.name}; planned with "
+        f"{batch}, the nearest that does, and {change}: --set {section}.batch_size={batch}{other}",
         file=sys.stderr,
     )
-    overrides = [*asked.overrides, f"{section}.batch={batch}"]
+    overrides = [*asked.overrides, f"{section}.batch_size={batch}"]
     return asked._replace(overrides=overrides, loaded=load(asked.recipe, overrides))
 
 

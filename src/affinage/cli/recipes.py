@@ -47,7 +47,7 @@ def recipes(as_json: JsonOption = False) -> None:
 
     Example: affinage recipes
     """
-    from affinage.config.gallery import facts, head
+    from affinage.cli.gallery import facts, head
     from affinage.config.layers import packaged_recipes, read_file
 
     found = []
@@ -144,11 +144,9 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     if found:
         return found
     # It may be one that is left out: then what it means is all there is to say.
-    from affinage.config.recipe import Recipe
-    from affinage.config.reference import sections
+    from affinage.config.reference import settings_by_key
 
-    plain = re.sub(r"\.\d+(?=\.|$)", "[]", key)
-    settings = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
+    plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()
     if plain in settings:
         setting = settings[plain]
         print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")
@@ -167,7 +165,7 @@ def schema() -> None:
 
 def _schema_text() -> str:
     import affinage.model.kinds  # noqa: F401  the kinds register themselves
-    from affinage.config.schema import json_schema
+    from affinage.config.reference import json_schema
     from affinage.model.kind import KINDS
 
     written: dict[str, Any] = json_schema(KINDS)

@@ -112,7 +112,7 @@ def export(
     else:
         if overrides:
             raise UserError("--set is of recipes", where=target, fix="Leave it out for a model.")
-        written = {"dtype": dtype, "shard_gigabytes": shard_gigabytes, "trim_vocabulary": trim}
+        written = {"dtype": dtype, "max_shard_size": shard_gigabytes, "trim_vocabulary": trim}
         anew = (dtype, licence, shard_gigabytes, trim) != (_DTYPE, _LICENCE, _SHARD_GIGABYTES, False)
         folder = _exported(target, runs, anew=anew) if to is None else to
         if to is not None:

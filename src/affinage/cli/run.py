@@ -153,9 +153,8 @@ def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = Fals
 
         loaded = load(recipe, how.overrides)
         if how.profile is not None:
-            profiled = (f"{name}.profile={how.profile}" for name in loaded.recipe.trainings)
-            loaded = load(recipe, [*(how.overrides or ()), *profiled])
-        with guarded(loaded.recipe.name, loaded.recipe.survival):
+            loaded = load(recipe, [*(how.overrides or ()), f"runtime.profile={how.profile}"])
+        with guarded(loaded.recipe.name, loaded.recipe.runtime):
             return _walk(loaded, recipe, how, until, strict)
 
 
@@ -186,10 +185,10 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
         _tell([*unchecked(steps), *doubts(loaded)])
         return runner.folder
     prepare_process(loaded)
-    survival = loaded.recipe.survival
+    runtime = loaded.recipe.runtime
     with (
-        joined(survival.silence_seconds) as hosts,
-        Standstill(loaded.recipe.name, runner.folder, survival),
+        joined(runtime.heartbeat_timeout) as hosts,
+        Standstill(loaded.recipe.name, runner.folder, runtime),
         only_data_on_stdout(how.as_json),
     ):
         if not hosts.first:

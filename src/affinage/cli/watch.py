@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NAME = 14  # columns for the names of stages
 REASONS = 3  # for which documents were left out, named per stage
 _FEW_HELD_OUT = 5  # documents: fewer say little of all others
-_TOO_FEW = "[yellow](few to judge by; data.split.validation=0.1 holds more out)[/yellow]"
+_TOO_FEW = "[yellow](few to judge by; data.split.validation_fraction=0.1 holds more out)[/yellow]"
 NAMES = 6  # benchmarks without an item in the text that are named
 
 

@@ -4,22 +4,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from affinage.config.load import LoadedRecipe, load_recipe
-from affinage.config.reference import comments
+from affinage.config.reference import meaning
 from affinage.config.settings import Settings
-from affinage.config.yaml_text import as_yaml
+from affinage.config.yaml import Path, as_yaml, common
 
-Path = tuple[str | int, ...]
-_WIDE = 60  # characters of a value, after which its origin goes on a line of its own
+_WIDE = 60  # characters of a value, after which its origin stands further right
 
 
 class Value(NamedTuple):
     """One value in effect."""
 
     path: Path
-    value: Any  # a word, number, list or empty mapping
-    origin: str  # `file:line`, `--set key` or `default`; of a short mapping also what was set within it
-    base: Any  # what the recipe's base has there; `value` itself where it agrees, or where there is no base
-    meaning: str  # the comment beside the setting
+    value: Any
+    """A word, number, list or short mapping."""
+    is_default: bool
+    meaning: str
+    origin: str = ""
+    """`file:line`, `--set key` or `default`; for a short mapping also what was set within it."""
+    base: Any = None
+    """What the recipe's base has there; `value` itself where it agrees, or where there is no base."""
 
     @property
     def differs(self) -> bool:
@@ -33,12 +36,14 @@ def effective(loaded: LoadedRecipe) -> list[Value]:
     Raises:
         UserError: if the base cannot be read.
     """
-    base = {} if loaded.base is None else {path: value for path, value, *_ in _leaves(load_recipe(loaded.base).recipe)}
+    base = (
+        {} if loaded.base is None else {value.path: value.value for value in _leaves(load_recipe(loaded.base).recipe)}
+    )
     found = []
-    for path, value, is_default, meaning in _leaves(loaded.recipe):
-        origin = "default" if is_default and not _written(loaded.raw, path) else loaded.locate(path)
-        before = value if loaded.base is None else base.get(path)
-        found.append(Value(path, value, origin, before, meaning))
+    for each in _leaves(loaded.recipe):
+        origin = "default" if each.is_default and not _is_written(loaded.raw, each.path) else loaded.locate(each.path)
+        before = each.value if loaded.base is None else base.get(each.path)
+        found.append(each._replace(origin=origin, base=before))
     return found
 
 
@@ -47,73 +52,45 @@ def as_text(values: Sequence[Value], meanings: bool = False) -> str:
     lines: list[str] = []
     above: Path = ()
     for value in values:
-        shared = next(
-            (n for n, (a, b) in enumerate(zip(above, value.path)) if a != b), min(len(above), len(value.path))
-        )
-        lines += _opening(value.path, shared)
-        last = value.path[-1]
-        indent = "  " * (len(value.path) - 1)
-        text = (
-            f"{indent}- {as_yaml(value.value)}" if isinstance(last, int) else f"{indent}{last}: {as_yaml(value.value)}"
-        )
-        note = value.origin + _change(value)
-        note += f": {value.meaning}" if meanings and value.meaning else ""
-        lines.append(f"{text:<{_WIDE}}  # {note}")
+        *around, last = value.path
+        for depth in range(common(above, value.path), len(around)):
+            lines.append("  " * depth + ("-" if isinstance(around[depth], int) else f"{around[depth]}:"))
+        key = "- " if isinstance(last, int) else f"{last}: "
+        note = value.origin
+        if value.differs:
+            note += ", not in the base" if value.base is None else f", was {as_yaml(value.base)}"
+        if meanings and value.meaning:
+            note += f": {value.meaning}"
+        lines.append(f"{'  ' * len(around) + key + as_yaml(value.value):<{_WIDE}}  # {note}")
         above = value.path
     return "\n".join(lines) + "\n"
 
 
-def _change(value: Value) -> str:
-    if not value.differs:
-        return ""
-    return ", not in the base" if value.base is None else f", was {as_yaml(value.base)}"
-
-
-def _opening(path: Path, shared: int) -> list[str]:
-    """The lines of the mappings and list entries that begin above a value."""
-    return [
-        "  " * depth + ("-" if isinstance(key, int) else f"{key}:")
-        for depth, key in enumerate(path[:-1])
-        if depth >= shared
-    ]
-
-
-class _Leaf(NamedTuple):
-    path: Path
-    value: Any
-    is_default: bool
-    meaning: str
-
-
-def _leaves(settings: Settings, path: Path = ()) -> Iterator[_Leaf]:
+def _leaves(settings: Settings, path: Path = ()) -> Iterator[Value]:
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         default = field.get_default(call_default_factory=True, validated_data={})
-        if value == default and (value is None or value in ("", (), {})):
-            continue  # nothing is in effect there
-        yield from _inside(value, (*path, name), value == default, comments(type(settings)).get(name, ""))
+        if value != default or not (value is None or value in ("", (), {})):  # else nothing is in effect there
+            yield from _inside(Value((*path, name), value, value == default, meaning(field)))
 
 
-def _inside(value: Any, path: Path, is_default: bool, meaning: str) -> Iterator[_Leaf]:
+def _inside(found: Value) -> Iterator[Value]:
+    value, inner = found.value, []
     if isinstance(value, Settings):
-        yield from _leaves(value, path)
-    elif isinstance(value, Mapping) and value and not _flat(value):
-        for key, inner in value.items():
-            yield from _inside(inner, (*path, key), is_default, meaning)
-    elif isinstance(value, tuple | list) and any(isinstance(inner, Settings | Mapping) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _inside(inner, (*path, index), is_default, meaning)
-    else:
-        yield _Leaf(path, value, is_default, meaning)
+        yield from _leaves(value, found.path)
+        return
+    if isinstance(value, Mapping):
+        nested = any(isinstance(each, Mapping | tuple | list | Settings) for each in value.values())
+        inner = list(value.items()) if nested or len(as_yaml(dict(value))) > _WIDE else []
+    elif isinstance(value, tuple | list) and any(isinstance(each, Settings | Mapping) for each in value):
+        inner = list(enumerate(value))
+    for key, each in inner:
+        yield from _inside(found._replace(path=(*found.path, key), value=each))
+    if not inner:
+        yield found
 
 
-def _flat(value: Any) -> bool:
-    """Whether a mapping is short enough for one line: words and numbers, a few."""
-    simple = all(not isinstance(inner, Mapping | tuple | list | Settings) for inner in value.values())
-    return simple and len(as_yaml(dict(value))) <= _WIDE
-
-
-def _written(raw: Any, path: Path) -> bool:
+def _is_written(raw: Any, path: Path) -> bool:
     for key in path:
         try:
             raw = raw[key]

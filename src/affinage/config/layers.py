@@ -1,22 +1,22 @@
 """A recipe is made of layers: the bases it names, the file itself, and `--set` on the command line."""
 
+import copy
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import affinage
-from affinage.config import marked_yaml
+from affinage.config.yaml import MAX_BYTES, parse
+from affinage.config.yaml import Path as Keys
 from affinage.errors import UserError, did_you_mean
 
-PathTuple = marked_yaml.Path
 _NODES = ("model", "nodes")
 _SHOWN = 80  # characters of an override, in messages
-_SAID_OF: dict[PathTuple, tuple[PathTuple, ...]] = {  # sources of text -> what a recipe says of them, and asks of them
-    ("data", "sources"): (("description",), ("report", "prompts")),
-    ("sft", "sources"): (("report", "questions"),),
-}
+# Two ways to say one thing: the one that a later layer gives takes the place of the other in an earlier one.
+_ALTERNATIVES = (("steps", "tokens"), ("batch_size", "per_device_batch_size"), ("warmup_steps", "warmup_ratio"))
+_INSTEAD = dict(_ALTERNATIVES) | {other: one for one, other in _ALTERNATIVES}
 
 
 @dataclass
@@ -24,154 +24,124 @@ class Layers:
     """The merged values, and where each of them was written (`file:line` or `--set key`)."""
 
     value: dict[str, Any] = field(default_factory=dict)
-    origins: dict[PathTuple, str] = field(default_factory=dict)
-    base: Path | None = None  # the recipe that the file itself starts from
-    given: dict[str, str] = field(default_factory=dict)  # `--set key` -> as it was given, with the value
+    origins: dict[Keys, str] = field(default_factory=dict)
+    base: Path | None = None
+    """The recipe that the file itself starts from."""
+    overrides: dict[str, str] = field(default_factory=dict)
+    """`--set key` -> the same with the value."""
 
     def locate(self, path: Sequence[str | int]) -> str:
-        """Say where `path`, or the nearest thing around it that was written down, comes from.
+        """Return where `path`, or the nearest thing around it that was written down, comes from.
 
-        Of a mapping, also what was set within it on the command line: whatever is wrong with it may come from there.
+        For a mapping this includes what was set within it on the command line, since the mistake may be there.
         """
-        written = next((n for n in range(len(path), -1, -1) if tuple(path[:n]) in self.origins), None)
+        keys = tuple(path)
+        written = next((n for n in range(len(keys), -1, -1) if keys[:n] in self.origins), None)
         if written is None:
             return ""
-        origin = self.origins[tuple(path[:written])]
-        changed = [] if origin in self.given else self._set_within(tuple(path))
-        if changed and written < len(path):
+        origin = self.origins[keys[:written]]
+        changed = [] if origin in self.overrides else self._overrides_within(keys)
+        if changed and written < len(keys):
             return ", ".join(changed)
         return f"{origin}, with {', '.join(changed)}" if changed else origin
 
-    def _set_within(self, path: PathTuple) -> list[str]:
-        """The overrides that lie within a mapping; of a node of the model, within any: it takes what others give."""
-        value: Any = self.value
-        for key in path:
-            known = (isinstance(value, dict) and key in value) or (isinstance(value, list) and key in range(len(value)))
-            value = value[key] if known else None
-        if not path or not isinstance(value, dict):
-            return []
-        around = _NODES if path[:-1] == _NODES else path
-        found = [origin for known, origin in self.origins.items() if known[: len(around)] == around]
-        return [self.given[origin] for origin in dict.fromkeys(found) if origin in self.given]
+    def _overrides_within(self, keys: Keys) -> list[str]:
+        """The overrides below a mapping; for a node of the model, those of all nodes, whose output it may read."""
+        around = _NODES if keys[:-1] == _NODES else keys
+        below = (origin for known, origin in self.origins.items() if known[: len(around)] == around != known)
+        return [self.overrides[origin] for origin in dict.fromkeys(below) if around and origin in self.overrides]
 
-    def texts(self) -> dict[PathTuple, Any]:
-        """The sources that are named, without how much is taken of each."""
-        return {path: _texts(self._at(path)) for path in _SAID_OF}
-
-    def forget_what_was_said(self, before: dict[PathTuple, Any], own: Collection[str]) -> None:
-        """Take away what was said of sources which the last layer replaced by others.
-
-        Args:
-            before: `texts` before that layer was laid.
-            own: origins of what the layer says itself, which stays.
-        """
-        now = self.texts()
-        for sources in _SAID_OF:
-            if before[sources] and now[sources] != before[sources]:
-                for said in _SAID_OF[sources]:
-                    if self.origins.get(said, "") not in own:
-                        self.forget(said)
-
-    def forget(self, path: PathTuple) -> None:
-        """Take away what stands at the keys `path`, if anything does."""
-        around = self._at(path[:-1])
-        if isinstance(around, dict) and path[-1] in around:
-            del around[path[-1]]
-            self.origins = {known: origin for known, origin in self.origins.items() if known[: len(path)] != path}
-
-    def _at(self, path: PathTuple) -> Any:
-        value: Any = self.value
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
-    def put(self, path: PathTuple, value: Any, origins: dict[PathTuple, str]) -> None:
+    def put(self, path: Keys, value: Any, origins: Mapping[Keys, str]) -> None:
         """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
+        *above, key = path
         target: Any = self.value
-        for key in path[:-1]:
-            if isinstance(target, dict) and not isinstance(target.get(key), dict | list):
-                target[key] = {}
-            target = target[key]
-        key = path[-1]
-        old = target.get(key) if isinstance(target, dict) else target[key]
+        for step in above:
+            if isinstance(target, dict) and not isinstance(target.get(step), dict | list):
+                target[step] = {}
+            target = target[step]
         # What lies inside an override comes from where the override does.
         origin = next(origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in origins)
-        if isinstance(value, dict) and isinstance(old, dict):
+        other = (*above, _INSTEAD.get(str(key), ""))
+        if value is not None and other in self.origins and other not in origins and self.origins[other] != origin:
+            del target[other[-1]], self.origins[other]
+        if isinstance(value, dict) and isinstance(target, dict) and isinstance(target.get(key), dict):
             self.origins[path] = origin
-            for child, child_value in value.items():
-                self.put((*path, child), child_value, origins)
+        else:
+            self.origins = {known: place for known, place in self.origins.items() if known[: len(path)] != path}
+            self.origins |= {known: place for known, place in origins.items() if known[: len(path)] == path}
+            self.origins[path] = origin
+            target[key] = {} if isinstance(value, dict) else value
+        for child, inner in value.items() if isinstance(value, dict) else ():
+            self.put((*path, child), inner, origins)
+
+    def share(self) -> None:
+        """Lay each training's own settings over those that `training` gives for all of them."""
+        shared = self.value.pop("training", None)
+        if shared is None:
             return
-        for known in [known for known in self.origins if known[: len(path)] == path]:
-            del self.origins[known]
-        self.origins |= {known: origin for known, origin in origins.items() if known[: len(path)] == path}
-        self.origins[path] = origin
-        target[key] = _copy(value)
-
-
-def _texts(sources: Any) -> Any:
-    if not isinstance(sources, list):
-        return sources
-    named = ({"path": one} if isinstance(one, str) else one for one in sources)
-    return [{k: v for k, v in one.items() if k != "megabytes"} if isinstance(one, dict) else one for one in named]
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(child) for key, child in value.items()}
-    return [_copy(child) for child in value] if isinstance(value, list) else value
+        if not isinstance(shared, dict):
+            raise UserError("`training` must be a mapping of settings", where=self.locate(("training",)))
+        for section in ("pretrain", "sft", "dpo"):
+            own = self.value.get(section)
+            if not isinstance(own, dict):
+                continue
+            origins = {known: place for known, place in self.origins.items() if known[:1] == (section,)}
+            common = {(section, *known[1:]): o for known, o in self.origins.items() if known[:1] == ("training",)}
+            self.origins = {known: place for known, place in self.origins.items() if known not in origins}
+            del self.value[section]
+            self.put((section,), copy.deepcopy(shared), common)
+            self.put((section,), own, origins)
 
 
 def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     """Read a recipe file over the recipe that its `base` names, if any."""
     shown = shown_path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError:
         raise UserError("this is not a text file in UTF-8", where=shown) from None
     except OSError as error:
         raise UserError(f"cannot read this recipe: {error.strerror}", where=shown) from None
-    marked = marked_yaml.parse(text, shown)
-    if not isinstance(marked.value, dict):
+    document = parse(text, shown)
+    if not isinstance(document.value, dict):
         raise UserError("a recipe is a mapping of settings, such as `name: my-run`", where=shown)
     layers, base_path = Layers(), None
-    base = marked.value.pop("base", None)
+    base = document.value.pop("base", None)
     if base is not None:
-        where = f"{shown}:{marked.lines[('base',)]}"
+        where = f"{shown}:{document.lines[('base',)]}"
         base_path = _base_path(base, path, where)
         if base_path in (*below, path.resolve()):
-            raise UserError("this recipe is its own base", where=where)
+            raise UserError("this recipe is its own base", where=where, fix="Name another recipe, or leave `base` out.")
         layers = read_file(base_path, (*below, path.resolve()))
-        layers.forget(("description",))  # what the base is, its descendants are not
-    layers.base, texts = base_path, layers.texts()
-    origins = {known: f"{shown}:{line}" for known, line in marked.lines.items() if known[:1] != ("base",)}
+        layers.value.pop("description", None)  # what the base is, its descendants are not
+    layers.base = base_path
+    origins = {known: f"{shown}:{line}" for known, line in document.lines.items()}
     layers.origins[()] = origins[()]
-    for key, value in marked.value.items():
+    for key, value in document.value.items():
         layers.put((key,), value, origins)
-    layers.forget_what_was_said(texts, origins.values())
     return layers
 
 
 def put_override(layers: Layers, override: str) -> None:
     """Lay one `dotted.key=YAML` over the recipe."""
     dotted, equals, text = override.partition("=")
-    dotted = dotted.strip()
-    shown = f"--set {dotted}"
-    if not equals or not dotted or not all(dotted.split(".")):
-        raise UserError(
-            "this is not `key=value`", where=f"--set {override}", fix="For example: --set pretrain.steps=100"
-        )
-    if dotted.split(".")[0] == "base":
+    keys = dotted.strip().split(".")
+    shown = f"--set {dotted.strip()}"
+    if not equals or not all(keys):
+        fix = "For example: --set pretrain.steps=100"
+        raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
+    if keys[0] == "base":
         raise UserError("`base` can only be given in the file", where=shown)
-    path, texts = _existing(layers.value, dotted.split("."), shown), layers.texts()
-    layers.put(path, marked_yaml.parse(text, shown).value, {path: shown})
+    path = _existing(layers.value, keys, shown)
+    layers.put(path, parse(text, shown).value, {path: shown})
     whole = f"{shown}={text.strip()}"
-    layers.given[shown] = whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
-    layers.forget_what_was_said(texts, layers.given)
+    layers.overrides[shown] = whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
 
 
-def _existing(value: Any, keys: list[str], shown: str) -> PathTuple:
+def _existing(value: Any, keys: list[str], shown: str) -> Keys:
     """The path that `keys` mean in `value`: where they lead into a list, a position in it."""
-    path: PathTuple = ()
+    path: Keys = ()
     for key in keys:
         dotted = ".".join(map(str, path))
         if isinstance(value, list):

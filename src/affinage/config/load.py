@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from affinage.config.layers import find_recipe, put_override, read_file
-from affinage.config.mistakes import admits_null, explain
+from affinage.config.layers import Layers, find_recipe, put_override, read_file
+from affinage.config.mistakes import explain, settings_at, written
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
 from affinage.paths import from_home
@@ -42,24 +42,57 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     """Load a recipe by path, or by name if it comes with affinage, with `key=value` overrides laid over it.
 
     `base: other.yaml` in a file starts from another recipe (beside it, or one that comes with affinage): mappings
-    merge, lists and single values replace. A key that is null takes away what the base says: the section is left out,
-    or, where a setting cannot be left out, its default holds. Where other sources replace a base's, on the command line
-    or in a file, its description and the report's prompts are left out (its questions, for those of `sft`).
+    merge, lists and single values replace. Null switches off what can be off, such as a section or a limit; in a
+    mapping with keys of the user's, such as `mesh` or the nodes of the model, it takes away what the base says.
 
     Raises:
         UserError: with one line for each thing that is wrong and where it was written.
     """
+    path, layers = _layers(path_or_name, overrides)
+    try:
+        recipe = Recipe.model_validate(layers.value)
+    except ValidationError as error:
+        raise explain(error, Recipe, layers.value, layers.locate) from None
+    return LoadedRecipe(recipe, path, layers.value, layers.locate, _command(path_or_name, overrides), layers.base)
+
+
+def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, list[str]]:
+    """Load the recipe.json of a run that any version made, and the names of the settings that were left out.
+
+    Those are the ones that this version does not have, and the sections that are not complete without them.
+
+    Raises:
+        UserError: nothing can be made of it.
+    """
+    path, layers = _layers(path, overrides)
+    left_out: list[str] = []
+    while True:
+        try:
+            recipe = Recipe.model_validate(layers.value)
+            loaded = LoadedRecipe(recipe, path, layers.value, layers.locate, _command(path, overrides), layers.base)
+            return loaded, left_out
+        except ValidationError as error:
+            unknown = [found for found in error.errors() if found["type"] == "extra_forbidden"]
+            wrong = {written(found["loc"], layers.value) for found in unknown or error.errors()}
+            if () in wrong:
+                raise explain(error, Recipe, layers.value, layers.locate) from None
+            for *above, key in sorted(wrong, key=str, reverse=True):
+                around: Any = layers.value
+                for step in above:
+                    around = around[step]
+                del around[key]
+                left_out.append(".".join(map(str, (*above, key))))
+
+
+def _layers(path_or_name: str | Path, overrides: Sequence[str]) -> tuple[Path, Layers]:
     path = find_recipe(path_or_name)
     layers = read_file(path)
     for override in overrides:
         put_override(layers, override)
-    raw = _without_nulls(layers.value, ())
-    _refuse_secrets(raw, (), layers.locate)
-    try:
-        recipe = Recipe.model_validate(raw)
-    except ValidationError as error:
-        raise explain(error, Recipe, raw, layers.locate) from None
-    return LoadedRecipe(recipe, path, raw, layers.locate, _command(path_or_name, overrides), layers.base)
+    layers.share()
+    layers.value = _without_nulls(layers.value, ())
+    _refuse_secrets(layers.value, (), layers.locate)
+    return path, layers
 
 
 def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[Sequence[str | int]], str]) -> None:
@@ -82,13 +115,8 @@ def _command(path_or_name: str | Path, overrides: Sequence[str]) -> str:
 
 
 def _without_nulls(value: Any, path: tuple[str, ...]) -> Any:
-    """Drop nulls that mean "not what the base said"; keep those that a setting of its own meaning admits."""
+    """Drop the nulls in mappings with keys of the user's, which take away what the base says."""
     if not isinstance(value, dict):
         return value
-    kept = {}
-    for key, child in value.items():
-        inside = (*path, key)
-        removed = path[:1] == ("model",) or not admits_null(Recipe, inside)
-        if child is not None or not removed:
-            kept[key] = _without_nulls(child, inside)
-    return kept
+    free = settings_at(Recipe, path) is None
+    return {key: _without_nulls(child, (*path, key)) for key, child in value.items() if child is not None or not free}

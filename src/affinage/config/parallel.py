@@ -34,8 +34,10 @@ ActivationName = Literal["block_input", "query", "key", "value", "attended", "ff
 class RematSettings(Settings):
     """Which activations of a block wait for the backward pass, by name; all others are computed again there."""
 
-    keep: tuple[ActivationName, ...] = ()  # stay in the accelerator's memory
-    offload: tuple[ActivationName, ...] = ()  # wait in the host's memory; not on CPUs
+    keep: tuple[ActivationName, ...] = ()
+    """Stay in the accelerator's memory."""
+    offload: tuple[ActivationName, ...] = ()
+    """Wait in the host's memory; not on CPUs."""
 
     @model_validator(mode="after")
     def _once(self) -> "RematSettings":
@@ -53,14 +55,17 @@ RematChoice = Remat | Literal["auto"]  # auto: as the planner says for the devic
 class ParallelSettings(Settings):
     """Beside the mesh, how the work is split. Nothing here changes what a step computes beyond rounding."""
 
-    sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}  # replaces lines of the sharding table
-    context_attention: Literal["all_gather", "ring"] = "all_gather"  # how the parts of a sequence see each other's keys
-    # In the pipeline at once; default: as many as divide the rows, up to 4 x its stages.
+    sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}
+    """Replaces lines of the sharding table."""
+    context_attention: Literal["all_gather", "ring"] = "all_gather"
+    """How the parts of a sequence see each other's keys."""
     pipeline_micro_batches: int | None = Field(default=None, ge=1)
-    pipeline_rounds: int = Field(default=1, ge=1)  # times each goes round the stages; more: smaller bubble, more talk
-    # What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
-    # of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto:
-    # the first of these that by the planner's estimate fits the devices; before `full`, block inputs go to the host.
+    """In the pipeline at once; default: as many as divide the rows, up to 4 x its stages."""
+    pipeline_rounds: int = Field(default=1, ge=1)
+    """Times each goes round the stages; more: smaller bubble, more talk."""
     remat: RematChoice = "none"
-    # Options for XLA, by their names, beside those of `affinage.hardware.xla_flags`.
+    """What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
+    of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto:
+    the first of these that by the planner's estimate fits the devices; before `full`, block inputs go to the host."""
     xla_flags: dict[str, bool | int | str] = {}
+    """Options for XLA, by their names, beside those of `affinage.hardware.xla_flags`."""

@@ -13,7 +13,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "config": "default",
         "url_key": "url",
         "language": "en",
-        "licence": "odc-by",
+        "license": "odc-by",
     },
     # Common Crawl of November 2022 by language. Gated: accept its terms on the Hub, then `hf auth login`. Its loading
     # script no longer runs, so its files are read; 2301 holds `content`, and the record's headers beside it.
@@ -22,24 +22,24 @@ PRESETS: dict[str, dict[str, Any]] = {
         "text_key": "content",
         "id_key": "warc_headers.warc-record-id",
         "url_key": "warc_headers.warc-target-uri",
-        "licence": "cc0-1.0 (metadata only; the pages have their authors' rights)",
+        "license": "cc0-1.0 (metadata only; the pages have their authors' rights)",
     },
     # Source code under permissive licences, near-deduplicated. Gated like OSCAR. `data_dir: data/python` takes one
-    # programming language, `where: {lang: [Python, Java]}` reads all and keeps these.
+    # programming language, `filter: {lang: [Python, Java]}` reads all and keeps these.
     "the-stack": {
         "dataset": "bigcode/the-stack-dedup",
         "kind": "code",
         "text_key": "content",
         "id_key": "hexsha",
         "url_key": ("https://github.com/{max_stars_repo_name}/blob/{max_stars_repo_head_hexsha}/{max_stars_repo_path}"),
-        "licence_key": "max_stars_repo_licenses",
+        "license_key": "max_stars_repo_licenses",
     },
     # Wikipedia as plain text. A newer one is the `path` of a dump: .../frwiki-latest-pages-articles-multistream.xml.bz2
     "wikipedia": {
         "dataset": "wikimedia/wikipedia",
         "config": "20231101.{language}",
         "url_key": "url",
-        "licence": "cc-by-sa-4.0",
+        "license": "cc-by-sa-4.0",
     },
     # Books in the public domain in the USA; the splits are named by language.
     "gutenberg": {"dataset": "manu/project_gutenberg", "split": "{language}", "kind": "gutenberg"},

@@ -1,153 +1,151 @@
-"""What every setting means, read from the classes that hold it: its type, bounds, default and the comment beside it."""
+"""What every setting means, read from the classes that hold it: its type, bounds, default and docstring."""
 
-import ast
 import inspect
-import io
-import textwrap
-import tokenize
-import types
-import typing
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from affinage.config.settings import Settings
-from affinage.config.yaml_text import as_yaml
+from affinage.config.recipe import TRAININGS, Recipe
+from affinage.config.settings import Settings, classes_in
+from affinage.config.training import TrainSettings
+from affinage.config.yaml import as_yaml
 
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", ByteSize: "bytes", Any: "any value"}
+_OF_A_NODE = {  # what every node of a graph may have besides the settings of its kind
+    "in": {"description": "the node, or nodes, that it reads", "anyOf": [{"type": "string"}, {"type": "array"}]},
+    "repeat": {"description": "times in a row, with parameters of its own each time", "type": "integer", "minimum": 1},
+    "scan": {"description": "one compiled body for all repeats", "enum": [True, False, "auto"]},
+}
 
 
 class Setting(NamedTuple):
     """One key of a recipe."""
 
-    key: str  # dotted; `*` stands for a name of the user's, `[]` for a place in a list
-    type: str  # in words, with bounds
-    default: str  # as YAML, "" where the key must be given
-    meaning: str  # "" where the name says it all
+    key: str
+    """Dotted; `*` stands for a name of the user's, `[]` for a place in a list."""
+    type: str
+    """In words, with bounds."""
+    default: str
+    """As YAML, "" where the key must be given."""
+    meaning: str
+    """Empty where the name says it all."""
 
 
 class Section(NamedTuple):
-    """The settings of one class, as they stand in one place of the recipe."""
+    """The settings of one class, as they stand in one place of the recipe; its key is "" for the recipe itself."""
 
-    key: str  # "" for the recipe itself
+    key: str
     meaning: str
     settings: tuple[Setting, ...]
 
 
 def sections(model: type[Settings], key: str = "") -> Iterator[Section]:
-    """The class's own settings, then those of the classes inside it, depth first."""
+    """The class's own settings, then those of the classes inside it, depth first.
+
+    What all trainings share stands once, in the section `training`.
+    """
     inside: list[tuple[str, type[Settings]]] = []
     found = []
+    shared = TrainSettings.model_fields if issubclass(model, TrainSettings) and model is not TrainSettings else {}
     for name, field in model.model_fields.items():
+        if name in shared:
+            continue
         dotted = f"{key}.{name}" if key else name
-        inner = [(dotted + suffix, child) for suffix, child in _classes(field.annotation)]
+        inner = [(dotted + place, child) for place, child in classes_in(field.annotation)]
+        if name == TRAININGS[0]:
+            found.append(Setting("training", "section", "left out", ""))
+            inner.insert(0, ("training", TrainSettings))
         inside += inner
-        default = "" if field.is_required() else _default(field, bool(inner))
-        found.append(Setting(dotted, _type(field), default, comments(model).get(name, "")))
+        found.append(Setting(dotted, _type(field), _default(field, bool(inner)), meaning(field)))
     yield Section(key, inspect.cleandoc(model.__doc__ or ""), tuple(found))
     for dotted, child in inside:
         yield from sections(child, dotted)
 
 
-def classes_inside(model: type[Settings]) -> set[type[Settings]]:
-    """The settings classes that values of `model` are made of, itself included."""
-    found, waiting = set(), [model]
-    while waiting:
-        current = waiting.pop()
-        if current not in found:
-            found.add(current)
-            waiting += [child for field in current.model_fields.values() for _, child in _classes(field.annotation)]
-    return found
+def settings_by_key() -> dict[str, Setting]:
+    """Every setting of a recipe by its dotted key, those of `training` for each training, too."""
+    found = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
+    shared = {key: setting for key, setting in found.items() if key.startswith("training.")}
+    return found | {name + key.removeprefix("training"): each for key, each in shared.items() for name in TRAININGS}
 
 
-@cache
-def comments(model: type[Settings]) -> dict[str, str]:
-    """The comment of each field, its class's or the one it is inherited from: beside it, or in the lines above it."""
-    found: dict[str, str] = {}
-    for owner in reversed(model.__mro__):
-        if issubclass(owner, Settings) and owner is not Settings:
-            found |= _own_comments(owner)
-    return {name: text for name, text in found.items() if name in model.model_fields}
-
-
-def _own_comments(model: type[Settings]) -> dict[str, str]:
-    source = textwrap.dedent(inspect.getsource(model))
-    beside: dict[int, str] = {}
-    alone: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            whole_line = not token.line[: token.start[1]].strip()
-            (alone if whole_line else beside)[token.start[0]] = token.string.lstrip("# ").strip()
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for node in body.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        first = node.lineno
-        while first - 1 in alone:
-            first -= 1
-        lines = [alone[line] for line in range(first, node.lineno)]
-        lines += [beside[line] for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in beside]
-        found[node.target.id] = " ".join(lines)
-    return found
-
-
-def _classes(annotation: Any, suffix: str = "") -> Iterator[tuple[str, type[Settings]]]:
-    """The settings classes in a type, and where in a value of it they stand."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        yield suffix, annotation
-        return
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        yield from _classes(inner[0], suffix)
-    elif origin in (tuple, list):
-        yield from _classes(inner[0], f"{suffix}[]")
-    elif origin is dict:
-        yield from _classes(inner[1], f"{suffix}.*")
-    elif origin in (typing.Union, types.UnionType):
-        for member in inner:
-            yield from _classes(member, suffix)
+def meaning(field: FieldInfo) -> str:
+    """The docstring of a setting in one line."""
+    return " ".join((field.description or "").split())
 
 
 def _type(field: FieldInfo) -> str:
-    text = _words(field.annotation)
-    bounds = [
+    found = [
         f"{sign} {bound:g}"
         for constraint in field.metadata
         for name, sign in _BOUNDS.items()
         if (bound := getattr(constraint, name, None)) is not None
     ]
-    return f"{text} {', '.join(bounds)}" if bounds else text
+    return f"{_words(field.annotation)} {', '.join(found)}".rstrip()
 
 
 def _words(annotation: Any) -> str:
-    if annotation in _WORDS:
-        return _WORDS[annotation]
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return "section"
     origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _words(inner[0])
-    if origin is Literal:
-        return " | ".join(str(word) for word in inner)
     if origin in (tuple, list):
         return f"list of {_words(inner[0])}"
     if origin is dict:
         return f"mapping of {_words(inner[0])} to {_words(inner[1])}"
-    if origin in (typing.Union, types.UnionType):
+    if origin is Literal:
+        return " | ".join(str(word) for word in inner)
+    if origin is Annotated:
+        return _words(inner[0])
+    if origin is not None:
         return " | ".join(dict.fromkeys(_words(member) for member in inner if member is not type(None)))
-    return getattr(annotation, "__name__", str(annotation))
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    return "section" if issubclass(annotation, Settings) else str(getattr(annotation, "__name__", annotation))
 
 
 def _default(field: FieldInfo, is_section: bool) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
+    if field.is_required():
+        return ""
     if value is PydanticUndefined or isinstance(value, Settings):
         return "its own defaults"
     if value is None:
-        return "none" if not is_section else "left out"
+        return "left out" if is_section else "none"
     return as_yaml(value)
+
+
+def json_schema(kinds: Mapping[str, type[Settings]]) -> dict[str, Any]:
+    """The schema of a recipe file (draft 2020-12), so that an editor completes keys and marks what is wrong.
+
+    No key is required, since a base may give it. `affinage` itself checks more than a schema can say.
+
+    Args:
+        kinds: the kinds of nodes, by name. Nodes of other kinds, such as a plug-in's, are let pass.
+    """
+    schema = Recipe.model_json_schema()
+    definitions = schema.setdefault("$defs", {})
+    nodes = []
+    for name, kind in kinds.items():
+        of_kind = kind.model_json_schema(ref_template="#/$defs/{model}")
+        definitions |= of_kind.pop("$defs", {})
+        settings = of_kind.setdefault("properties", {})
+        if "vocab" in settings:
+            settings["vocab"] = {"anyOf": [settings["vocab"], {"const": "auto"}]}
+        of_kind["properties"] = {"kind": {"const": name}, **_OF_A_NODE, **settings}
+        definitions[f"node.{name}"] = of_kind
+        known = {"properties": {"kind": {"const": name}}, "required": ["kind"]}
+        nodes.append({"if": known, "then": {"$ref": f"#/$defs/node.{name}"}})
+    definitions |= {"TrainSettings": TrainSettings.model_json_schema(ref_template="#/$defs/{model}")}
+    definitions |= definitions["TrainSettings"].pop("$defs", {})
+    for definition in (schema, *definitions.values()):
+        definition.pop("required", None)
+    node = {"properties": {"kind": {"anyOf": [{"enum": list(kinds)}, {"type": "string"}]}, **_OF_A_NODE}}
+    inputs = {"description": "what the graph reads", "type": ["array", "object"]}
+    some = {"type": "object", "additionalProperties": {"type": ["object", "null"], "allOf": nodes, **node}}
+    base = {"description": "the recipe that this one starts from: a path or a name", "type": "string"}
+    model = schema["properties"]["model"] | {"properties": {"inputs": inputs, "nodes": some}}
+    schema["properties"] |= {"base": base, "training": {"$ref": "#/$defs/TrainSettings"}, "model": model}
+    return {"$schema": DIALECT, **schema, "title": "A recipe of affinage"}

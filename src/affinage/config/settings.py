@@ -1,23 +1,26 @@
 """The base of every settings class: frozen, and a key nobody knows is an error."""
 
 import types
-import typing
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+Bytes = Annotated[ByteSize, Field(gt=0)]  # a number of bytes: 5000, or "5kB", "40MB", "1.5GiB"
 
 
 class Settings(BaseModel):
     """Values that a recipe may set. Immutable once parsed; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`clip_norm: true` would be 1.0 to pydantic."""
+        """`max_grad_norm: true` would be 1.0 to pydantic."""
         if isinstance(value, bool) and info.field_name is not None:
             number = _number_asked_for(cls.model_fields[info.field_name].annotation)
             if number:
@@ -27,17 +30,31 @@ class Settings(BaseModel):
 
 def _number_asked_for(annotation: Any) -> Literal["int_type", "float_type", ""]:
     """Pydantic's name of the mistake to give true or false where this is asked for; "" where it is none."""
-    members = list(_members(annotation))
-    if bool in members or not (int in members or float in members):
-        return ""
-    return "float_type" if float in members else "int_type"
+    kinds = {kind for place, kind in members(annotation) if not place}
+    return "" if bool in kinds else "float_type" if float in kinds else "int_type" if int in kinds else ""
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _members(member)
-    elif get_origin(annotation) is typing.Annotated:
-        yield from _members(get_args(annotation)[0])
+def members(annotation: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What the members of a union are, with `Annotated` taken off: (where they stand in the value, type).
+
+    The place is `[]` for the entries of a list, and `.*` for the values of a mapping.
+    """
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        for member in inner:
+            yield from members(member, place)
+    elif origin is Annotated:
+        yield from members(inner[0], place)
+    elif origin in (tuple, list):
+        yield from members(inner[0], f"{place}[]")
+    elif origin is dict:
+        yield from members(inner[1], f"{place}.*")
     else:
-        yield annotation
+        yield place, annotation
+
+
+def classes_in(annotation: Any) -> Iterator[tuple[str, type[Settings]]]:
+    """The settings classes in a type, and where in a value of it they stand."""
+    for place, kind in members(annotation):
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            yield place, kind

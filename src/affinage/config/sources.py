@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from affinage.config.presets import with_preset
-from affinage.config.settings import Settings
+from affinage.config.settings import Bytes, Settings
 
 POCKET_WORLD = "pocket-world"
-POCKET_MEGABYTES = 3.0  # of the pocket world, unless a recipe says how much
+POCKET_BYTES = 3_000_000  # of the pocket world, unless a recipe says how much
 _SUFFIX = re.compile(
     r"\.(txt|md|markdown|jsonl|ndjson|parquet|warc|wet|xml)(\.(gz|zst|bz2|xz))?$|\.(gz|zst|bz2|xz)$", re.IGNORECASE
 )
@@ -23,27 +23,45 @@ Language = Annotated[str, StringConstraints(to_lower=True)]
 class SourceSettings(Settings):
     """One place that documents come from. A plain string in a recipe is short for `path`."""
 
-    path: str = ""  # a file, a folder, a glob, an fsspec URL, or `pocket-world` for the generated corpus
-    dataset: str = ""  # instead of `path`: a dataset of the Hugging Face Hub, or a folder of `datasets`; streamed
-    preset: str = ""  # a well-known corpus: fineweb-edu, oscar-2301, the-stack, wikipedia, gutenberg
-    config: str = ""  # of a dataset that has several
-    data_dir: str = ""  # a folder within a dataset, such as data/python
-    split: str = "train"  # of a dataset
-    revision: str = ""  # of a dataset: a branch, tag or commit, so that a later run reads the same
-    name: str = ""  # how reports call it; default: the last part of the path
-    # text; code: goes past language id, is wrapped in <|code|> <|endcode|> and is its own group beside the languages;
-    # gutenberg: a book of Project Gutenberg, freed of its header and licence and cut into chapters
+    path: str = ""
+    """A file, a folder, a glob, an fsspec URL, or `pocket-world` for the generated corpus."""
+    dataset: str = ""
+    """Instead of `path`: a dataset of the Hugging Face Hub, or a folder of `datasets`; streamed."""
+    preset: str = ""
+    """A well-known corpus: fineweb-edu, oscar-2301, the-stack, wikipedia, gutenberg."""
+    config: str = ""
+    """Of a dataset that has several."""
+    data_dir: str = ""
+    """A folder within a dataset, such as data/python."""
+    split: str = "train"
+    """Of a dataset."""
+    revision: str = ""
+    """Of a dataset: a branch, tag or commit, so that a later run reads the same."""
+    name: str = ""
+    """How reports call it; default: the last part of the path."""
     kind: Literal["text", "code", "gutenberg"] = "text"
-    language: Language = ""  # ISO 639-1 code, if the user knows it; default: identified per document
-    licence: str = ""  # carried with every document into the manifest
-    text_key: str = "text"  # the JSON key or Parquet column that holds the text; `a.b` is the key b within a
-    id_key: str = "id"  # of a document; where it has none, its place in the file
-    url_key: str = "url"  # or a pattern of other keys: https://example.org/{repository}/{path}
-    licence_key: str = ""  # default: licence or license
-    where: dict[str, str | tuple[str, ...]] = {}  # only records whose key has this value, or one of these
-    megabytes: float | None = Field(default=None, gt=0)  # 1e6 bytes of text at most; of the pocket world: to generate
-    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")  # of the file at a URL, checked after the download
-    download: bool = True  # files at URLs are fetched once into the cache; false: read over the network each time
+    """Text; code: goes past language id, is wrapped in <|code|> <|endcode|> and is its own group beside the languages;
+    gutenberg: a book of Project Gutenberg, freed of its header and licence and cut into chapters."""
+    language: Language = ""
+    """ISO 639-1 code, if the user knows it; default: identified per document."""
+    license: str = ""
+    """Carried with every document into the manifest."""
+    text_key: str = "text"
+    """The JSON key or Parquet column that holds the text; `a.b` is the key b within a."""
+    id_key: str = "id"
+    """Of a document; where it has none, its place in the file."""
+    url_key: str = "url"
+    """Or a pattern of other keys: https://example.org/{repository}/{path}."""
+    license_key: str = ""
+    """Default: licence or license."""
+    filter: dict[str, str | tuple[str, ...]] = {}
+    """Only records whose key has this value, or one of these."""
+    max_bytes: Bytes | None = None
+    """Of text, at most, such as 40MB; of the pocket world: how much is generated."""
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    """Of the file at a URL, checked after the download."""
+    download: bool = True
+    """Files at URLs are fetched once into the cache; false: read over the network each time."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,11 +87,12 @@ class SourceSettings(Settings):
         return is_url(self.path) or (bool(self.dataset) and not is_folder(self.dataset))
 
 
-def _from_string(value: Any) -> Any:
+def path_from_string(value: Any) -> Any:
+    """`x` is short for `path: x`."""
     return {"path": value} if isinstance(value, str) else value
 
 
-Source = Annotated[SourceSettings, BeforeValidator(_from_string, json_schema_input_type=str | SourceSettings)]
+Source = Annotated[SourceSettings, BeforeValidator(path_from_string, json_schema_input_type=str | SourceSettings)]
 
 
 def location(source: SourceSettings, root: str, mirror: str) -> str:

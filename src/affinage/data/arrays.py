@@ -36,9 +36,9 @@ def prepare_arrays(settings: ArraySettings, folder: Path, *, seed: int) -> dict[
     """
     images, labels = _read(settings)
     order = [permuted(index, len(images), seed, "arrays") for index in range(len(images))]
-    held_out = round(settings.held_out * len(images))
+    held_out = round(settings.validation_fraction * len(images))
     if not held_out < len(images):
-        raise UserError(f"all {len(images)} images would be held out", where="data.arrays.held_out")
+        raise UserError(f"all {len(images)} images would be held out", where="data.arrays.validation_fraction")
     for name, chosen in ((TRAIN, order[held_out:]), (HELD_OUT, order[:held_out])):
         (folder / name).mkdir(parents=True, exist_ok=True)
         np.save(folder / name / _IMAGES, images[chosen])

@@ -37,11 +37,11 @@ def read_items(path: str) -> Iterator[BenchmarkItem]:
             id = value.get("id") if isinstance(value, dict) else None
             yield BenchmarkItem(name, str(number if id is None else id), tuple(strings_in(value)))
     except (OSError, EOFError, ValueError, pa.ArrowException) as error:
-        where = f"data.decontaminate.against, {path}" + (f" after item {number}" if number else "")
+        where = f"data.decontaminate.benchmark_files, {path}" + (f" after item {number}" if number else "")
         raise UserError(f"the benchmark's items cannot be read: {of_a_line(error)}", where=where) from error
 
 
-def kind_of_items(path: str, where: str = "data.decontaminate.against") -> str:
+def kind_of_items(path: str, where: str = "data.decontaminate.benchmark_files") -> str:
     """What a file of items is by its name: jsonl, parquet or txt. Raises UserError for any other."""
     name = path.rstrip("/").rsplit("/", 1)[-1]
     kind = name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst").rsplit(".", 1)[-1].lower()

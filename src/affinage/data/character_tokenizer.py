@@ -15,7 +15,7 @@ from affinage.errors import UserError
 class CharacterTokenizer(Tokenizer):
     """One id per character of the training text, after the ten fixed ones; every other character is <unk>."""
 
-    kind = "characters"
+    kind = "char"
 
     def __init__(self, characters: Sequence[str]) -> None:
         self._pieces = [*FIXED_PIECES, *characters]

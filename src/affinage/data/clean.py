@@ -38,7 +38,7 @@ class _Task:
     @property
     def identifies(self) -> bool:
         """Whether any document's language is looked at."""
-        return any((self.settings.min_language_probability, *self.settings.min_language_probability_of.values()))
+        return self.settings.identifies_languages
 
 
 @dataclass
@@ -120,16 +120,17 @@ def _check(tasks: Sequence[_Task], settings: CleanSettings, languages: Sequence[
         raise UserError(
             f"language id does not know {', '.join(sorted(unknown))}",
             where="data.languages",
-            fix="Use ISO 639-1 codes such as en and fr, or turn it off: data.clean.min_language_probability=0.",
+            fix="Use ISO 639-1 codes such as en and fr, or turn it off: data.clean.language_threshold=0.",
         )
-    if settings.min_language_probability_of:
+    if isinstance(settings.language_threshold, dict):
         batches = (group.read(["source"]) for task in tasks for group in row_groups(task.path))
         sources = {name for batch in batches for name in pc.unique(batch.column("source")).to_pylist()}
-        if missing := set(settings.min_language_probability_of) - sources:
+        known = sources | set(languages) | {"default"}
+        if missing := set(settings.language_threshold) - known:
             raise UserError(
-                f"no document is of the source {', '.join(sorted(missing))}",
-                where="data.clean.min_language_probability_of",
-                fix=f"The sources are {', '.join(sorted(sources))}.",
+                f"no document is of the source or language {', '.join(sorted(missing))}",
+                where="data.clean.language_threshold",
+                fix=f"There are {', '.join(sorted(known))}.",
             )
 
 
@@ -189,7 +190,7 @@ def _cheap_rules(texts: Repaired, settings: CleanSettings, code: np.ndarray) -> 
     """Rows that break a rule which needs no model."""
     verdicts: Verdicts = {}
     share = texts.alphanumeric / np.maximum(texts.counted, 1)
-    for row in np.flatnonzero(~code & ((share < settings.min_alphanumeric) | (texts.counted == 0))).tolist():
+    for row in np.flatnonzero(~code & ((share < settings.min_alnum_ratio) | (texts.counted == 0))).tolist():
         verdicts[row] = ("not enough letters", f"{share[row]:.2f} of its characters")
     for row in np.flatnonzero(texts.characters > settings.max_characters).tolist():
         verdicts[row] = ("too long", f"{texts.characters[row]} characters")
@@ -208,13 +209,14 @@ def _languages(batch: pa.RecordBatch, task: _Task, verdicts: Verdicts, result: _
     for row, stated in enumerate(languages):
         if row in verdicts or stated == CODE_LANGUAGE:
             continue
-        threshold = settings.min_language_probability_of.get(sources[row], settings.min_language_probability)
+        threshold = settings.threshold_of(sources[row], stated.removesuffix("?"))
         if threshold == 0 or not task.languages:
             languages[row] = stated.removesuffix("?")
         elif not stated or stated.endswith("?"):
             text = batch.column("text")[row].as_py()
             found, probability, detail = language_among(text, task.languages, mixed=settings.mixed_languages)
             languages[row] = found
+            threshold = settings.threshold_of(sources[row], found)
             if found not in task.languages:
                 verdicts[row] = ("other language", detail)
                 continue

@@ -16,6 +16,6 @@ def broken_rule(text: str, settings: CodeSettings) -> tuple[str, str] | None:
     if mean > settings.max_mean_line:
         return "code: long lines", f"{mean:.0f} characters on average"
     share = sum(map(str.isalnum, text)) / max(1, len(text))
-    if share < settings.min_alphanumeric:
+    if share < settings.min_alnum_ratio:
         return "code: not enough letters", f"{share:.2f} of its characters"
     return None

@@ -66,7 +66,7 @@ def collect(
 
     Documents keep the order of the recipe's sources, then of the sorted file names, then of the file. A record that
     cannot be used is counted by reason; a source of which nothing can be used, and a damaged file (unless
-    `damaged_files` is `skip`), is a UserError. What an interrupted call left in `folder` is kept if it is finished.
+    `on_error` is `skip`), is a UserError. What an interrupted call left in `folder` is kept if it is finished.
     The summary also counts `not_sampled` documents, and `repeated_ids`, of which all but the first got a number, and
     has the `commits` at which datasets of the Hub were read.
     """
@@ -118,8 +118,8 @@ def divide(sources: Iterable[ResolvedSource], folder: Path, settings: DataSettin
                 parts=tuple(group),
                 stem=f"documents-{len(tasks):05d}",
                 folder=folder,
-                skip_damaged=settings.damaged_files == "skip",
-                stop_broken=settings.broken_records == "stop",
+                skip_damaged=settings.on_error == "skip",
+                stop_broken=settings.on_error == "raise",
                 sample=source.sample,
                 limit=limit,
             )
@@ -167,10 +167,10 @@ def _stored(part: SourceFile | DatasetPart) -> int:
 
 def _limits(groups: list[list[SourceFile | DatasetPart]], settings: SourceSettings, sample: float) -> list[int | None]:
     """The bytes of text that each task may take: the source's limit, divided as its stored bytes are."""
-    if settings.megabytes is None or settings.path == "pocket-world":
+    if settings.max_bytes is None or settings.path == "pocket-world":
         return [None] * len(groups)
     sizes = [sum(map(_stored, group)) for group in groups]
-    limit, total = settings.megabytes * 1e6 * sample, max(1, sum(sizes))
+    limit, total = settings.max_bytes * sample, max(1, sum(sizes))
     return [max(1, round(limit * size / total)) for size in sizes]
 
 
@@ -194,7 +194,7 @@ def run(task: Task) -> Progressed:
                 source=task.name if task.settings.name or not record.source else safe_name(record.source),
                 language=_language(record, task.settings),
                 url=record.url,
-                licence=record.licence or task.settings.licence,
+                licence=record.licence or task.settings.license,
                 text=record.text,
             )
             if resumable and stream is not None and len(writer.files) > len(done.files):
@@ -228,7 +228,7 @@ def _usable(task: Task, done: Progressed) -> Iterator[tuple[Record, Stream | Non
                         raise UserError(
                             f"{record.reason}: {record.detail}",
                             where=record.id.replace("#", ", line "),
-                            fix="Mend it, or count and skip such records: data.broken_records=skip.",
+                            fix="Mend it, or count and skip such records: data.on_error=skip.",
                         )
                     skip(record.id, record.reason, record.detail, record.text)
                 elif _in_sample(task, record):
@@ -240,7 +240,7 @@ def _usable(task: Task, done: Progressed) -> Iterator[tuple[Record, Stream | Non
                 raise UserError(
                     str(damage),
                     where=part.url.removeprefix("file://") if isinstance(part, SourceFile) else part.name,
-                    fix="Replace the file, or set data.damaged_files=skip to keep what can be read of such files.",
+                    fix="Replace the file, or set data.on_error=skip to keep what can be read of such files.",
                 ) from None
             skip(part.name, "damaged file", str(damage))
 

@@ -30,7 +30,7 @@ class Contamination:
     # Items that only runs in more than `boilerplate` texts tell of: copied that often, or an idiom of many texts.
     common: frozenset[tuple[str, str]] = frozenset()
     boilerplate: int = DecontaminateSettings().boilerplate
-    ngram: int = DecontaminateSettings().ngram  # words in a row that were looked for
+    ngram: int = DecontaminateSettings().n_grams  # words in a row that were looked for
     items: Mapping[str, int] = field(default_factory=dict)  # by benchmark, of which too_short is a part
 
 
@@ -43,8 +43,8 @@ class Occurrences:
 
 
 def runs_of(items: Iterable[BenchmarkItem], settings: DecontaminateSettings) -> Items:
-    """What is looked for: runs of `settings.ngram` words, or shorter items whole."""
-    return index_items(items, ngram=settings.ngram, min_words=settings.min_words, boilerplate=settings.boilerplate)
+    """What is looked for: runs of `settings.n_grams` words, or shorter items whole."""
+    return index_items(items, ngram=settings.n_grams, min_words=settings.min_words, boilerplate=settings.boilerplate)
 
 
 def look_through(texts: Iterable[pa.Array], runs: Items) -> Occurrences:
@@ -76,7 +76,7 @@ def contamination(runs: Items, found: Iterable[Occurrences], settings: Decontami
         texts=sum(one.texts for one in looked),
         common=_items_of(runs, ~few) - standing,
         boilerplate=settings.boilerplate,
-        ngram=settings.ngram,
+        ngram=settings.n_grams,
         items=Counter(item.benchmark for item in runs.items),
     )
 

@@ -42,7 +42,7 @@ def read_conversations(source: ConversationSettings, place: str | None = None) -
             yield item
             continue
         try:
-            yield conversation(item, source.shape, where=where, name=name)
+            yield conversation(item, source.format, where=where, name=name)
         except UserError as error:
             yield error
 

@@ -20,7 +20,7 @@ _ADDED = ("input", "context")  # to an instruction: the text that it is about
 _SYSTEMS = ("system", "system_prompt")
 _REASONINGS = (REASONING, "thinking", "reasoning")  # of a message; the first one that says something counts
 _CALLS = ("tool_calls", "function_call")
-_NO_TOOLS = "Leave such conversations out, or skip and count them with `bad_conversations: skip`."
+_NO_TOOLS = "Leave such conversations out, or skip and count them with `on_error: skip`."
 
 Item = Mapping[str, Any]
 

@@ -39,7 +39,7 @@ def prepare_conversations(
     """Write the conversations as rows; see `write_tuning_rows`.
 
     Several conversations share a row; each begins with <s>, so that none sees another. What is longer than `context`
-    is shortened or left out as `too_long` says, and left out if nothing trained remains. One that the chat template
+    is shortened or left out as `truncation` says, and left out if nothing trained remains. One that the chat template
     writes several times is `unrolled`; one of whose reasoning it does not write some is `reasoning_dropped`.
     `world_folder` is where `pocket-world` was written.
     """
@@ -67,11 +67,11 @@ def _examples(
     documents = encode_documents(messages, tokenizer, settings.system_prompt)
     unrolled = len(documents) > 1
     shortened = any(len(tokens) > context for tokens, _ in documents)
-    if shortened and settings.too_long == "drop":
+    if shortened and settings.truncation == "drop":
         counts["too_long"] += 1
         counts["dropped"] += 1
         return ()
-    if shortened and settings.too_long == "turns":
+    if shortened and settings.truncation == "drop_turns":
         for fewer in _shorter(messages):
             if any(len(tokens) <= context for tokens, _ in documents):
                 break

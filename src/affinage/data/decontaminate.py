@@ -64,9 +64,9 @@ def decontaminate(
 ) -> dict[str, Any]:
     """Copy the documents that hold no item to `folder`, write `matches/matches.parquet`, and return the summary.
 
-    A match is a run of `settings.ngram` words of an item, or a shorter item whole (see `overlap`). Runs that more than
-    `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count as
-    `in a benchmark`; with `action: cut` the matches and 200 characters on both sides are cut out instead, and only
+    A match is a run of `settings.n_grams` words of an item, or a shorter item whole (see `overlap`). Runs that more
+    than `settings.boilerplate` items of a benchmark, or documents, have in common are no match. Removed documents count
+    as `in a benchmark`; with `action: cut` the matches and 200 characters on both sides are cut out instead, and only
     a document that falls into more than 10 pieces, or of which no piece of 200 characters is left, is removed (Brown et
     al. 2020, appendix C). The summary has `benchmarks` (items, those too short to be told, those found, and the
     documents they are in), `matches` (the first), `boilerplate` (runs left out) and `cut`.
@@ -76,7 +76,7 @@ def decontaminate(
     start = time.perf_counter()
     folder = Path(folder)
     clear_documents(folder)
-    index = index_items(items, ngram=settings.ngram, min_words=settings.min_words, boilerplate=settings.boilerplate)
+    index = index_items(items, ngram=settings.n_grams, min_words=settings.min_words, boilerplate=settings.boilerplate)
     scanner, finished = Scanner(index), Finished(folder)
     paths = document_files(documents_folder)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.clusters import write_clusters
 from affinage.data.documents import (
     DocumentWriter,
@@ -51,7 +51,7 @@ class _Task:
 def deduplicate(
     documents_folder: Path,
     folder: Path,
-    settings: DeduplicateSettings,
+    settings: DedupSettings,
     *,
     memory: int = MEMORY,
     engine: Engine = LOCAL,

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.exchange import read_part, write_parts
 from affinage.data.near_duplicates import find_near_duplicates
@@ -73,7 +73,7 @@ class _Members:
 
 def find_duplicates(
     shards: Sequence[Shard],
-    settings: DeduplicateSettings,
+    settings: DedupSettings,
     scratch: Path,
     *,
     memory: int = MEMORY,
@@ -83,7 +83,7 @@ def find_duplicates(
     """Find the exact and near duplicates among the texts of all shards, with at most `memory` bytes for comparing.
 
     Of texts with the same content (case and white space apart) the best stays: the longest in bytes, then the one with
-    the smallest id, then source. Then, from the best text to the worst: a text with J >= `settings.jaccard` to a text
+    the smallest id, then source. Then, from the best text to the worst: a text with J >= `settings.threshold` to a text
     that was kept is removed, any other is kept. So every removed text has a kept one this near, and no two kept ones
     are known to be this near. A union of all near pairs would not say so much: along a chain of small changes it
     removes texts unlike all that stay.

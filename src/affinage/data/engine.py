@@ -109,9 +109,9 @@ def cores() -> int:
 
 @contextmanager
 def open_engine(settings: DataSettings) -> Iterator[Engine]:
-    """The engine that a recipe asks for (`data.engine`, `data.workers`), shut down afterwards."""
+    """The engine that a recipe asks for (`data.executor`, `data.workers`), shut down afterwards."""
     workers = None if settings.workers == "auto" else settings.workers
-    if settings.engine == "local":
+    if settings.executor == "local":
         yield LocalEngine(workers)
         return
     from affinage.data.ray_engine import RayEngine  # Ray is an extra

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.comparison import COPIES_IN_MEMORY, Batch, candidates_path, compare
 from affinage.data.compiled import kernel
 from affinage.data.engine import Engine
@@ -47,16 +47,16 @@ class _Spread:
     corpus: Corpus
     shard: int
     batches: int
-    settings: DeduplicateSettings
+    settings: DedupSettings
 
 
-def find_near_duplicates(corpus: Corpus, settings: DeduplicateSettings, memory: int, engine: Engine) -> NearDuplicates:
+def find_near_duplicates(corpus: Corpus, settings: DedupSettings, memory: int, engine: Engine) -> NearDuplicates:
     """Compare all texts that share a band, but for those noted in the array `exact` of the corpus.
 
     Only texts of one component of the graph "shares a band with" are ever compared, so components are independent.
     """
     count = ranges(corpus.size, memory, engine.workers)
-    bands = [_Band(corpus, band, part, count) for band in range(settings.bands) for part in range(count)]
+    bands = [_Band(corpus, band, part, count) for band in range(settings.num_buckets) for part in range(count)]
     engine.map(_link_band, bands, releases_gil=True)
     parent = corpus.per_document("parent", np.int64)
     for band in bands:
@@ -68,7 +68,7 @@ def find_near_duplicates(corpus: Corpus, settings: DeduplicateSettings, memory: 
     if not batches:
         return NearDuplicates([], 0, 0, 0)
     engine.map(_spread, [_Spread(corpus, k, batches, settings) for k in range(len(corpus.shards))], releases_gil=True)
-    tasks = [Batch(corpus, batch, settings.jaccard, room) for batch in range(batches)]
+    tasks = [Batch(corpus, batch, settings.threshold, room) for batch in range(batches)]
     counts = engine.map(compare, tasks, releases_gil=True)
     compared, capped = (sum(column) for column in zip(*counts))
     return NearDuplicates([task.path for task in tasks], candidates, compared, capped)
@@ -178,7 +178,7 @@ def _spread(task: _Spread) -> None:
         "document": pa.array(corpus.starts[task.shard] + rows),
         "bytes": pa.array(signatures[BYTES]),
         "content": pa.array(signatures[CONTENT]),
-        "keys": pa.FixedSizeListArray.from_arrays(keys, task.settings.bands),
+        "keys": pa.FixedSizeListArray.from_arrays(keys, task.settings.num_buckets),
         "shingles": _shingle_lists(task, rows, signatures[SHINGLES].astype(np.int64)),
     }
     for name, column in columns.items():
@@ -196,7 +196,7 @@ def _shingle_lists(task: _Spread, rows: np.ndarray, shingles: np.ndarray) -> pa.
         write_shingle_sets(
             part.column("text"),
             rows[mine] - start,
-            ngram=task.settings.ngram,
+            ngram=task.settings.n_grams,
             out=sets,
             starts=room[:-1][mine],
             sizes=sizes[mine],

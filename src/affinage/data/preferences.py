@@ -126,7 +126,7 @@ def _example(
 ) -> Sequence[Example]:
     sides = [_side(pair, answer, tokenizer, system_prompt) for answer in (pair.chosen, pair.rejected)]
     too_long = sum(len(tokens) for tokens, _ in sides) > context
-    if too_long and settings.too_long == "drop":
+    if too_long and settings.truncation == "drop":
         counts["too_long"] += 1
         counts["dropped"] += 1
         return ()

@@ -42,7 +42,7 @@ class RayEngine(Engine):
         self._ray = connect(
             self._address,
             self._asked,
-            asked_by="data.engine",
+            asked_by="data.executor",
             address_by="data.ray_address",
             open_by="data.ray_open_cluster: true",
             may_be_open=self._may_be_open,

@@ -43,15 +43,15 @@ BROKEN = ("not JSON", "not UTF-8", "not a JSON object", "no text key", "text is 
 
 def needed_columns(settings: SourceSettings) -> set[str]:
     """The top-level keys or columns that may be read for a record of this source."""
-    keys = ["source", "language", "lang", "licence", "license", "metadata", *settings.where]
-    for key in (settings.text_key, settings.id_key, settings.url_key, settings.licence_key):
+    keys = ["source", "language", "lang", "licence", "license", "metadata", *settings.filter]
+    for key in (settings.text_key, settings.id_key, settings.url_key, settings.license_key):
         keys += _FIELD.findall(key) or [key]
     return {part for key in keys for part in (key, key.split(".", 1)[0])}
 
 
 def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -> Record | BadRecord:
     """A record from a JSON object or the row of a table; its id is `place` if it has none of its own."""
-    for key, wanted in settings.where.items():
+    for key, wanted in settings.filter.items():
         value = plain(look_up(fields, key))
         if value not in ((wanted,) if isinstance(wanted, str) else wanted):
             return BadRecord(place, NOT_ASKED_FOR, f"{key} is {value!r}")
@@ -64,7 +64,7 @@ def record_of(fields: Mapping[str, Any], place: str, settings: SourceSettings) -
         return BadRecord(place, "text is not a string", f"{settings.text_key!r} is {kind}", str(text)[:200])
     if not text.strip():
         return BadRecord(place, "empty", f"{settings.text_key!r} is empty")
-    licences = [settings.licence_key] if settings.licence_key else ["licence", "license"]
+    licences = [settings.license_key] if settings.license_key else ["licence", "license"]
     return Record(
         id=_first(fields, [settings.id_key]) or place,
         text=encodable(text),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from affinage.config.data import RowsSettings
+from affinage.config.data import PackingSettings
 from affinage.data.atomic import write_array, write_json
 from affinage.data.documents import document_files
 from affinage.data.encoded import EncodeTask, encode_file, encoded_groups, group_tokens, read_group
@@ -38,7 +38,7 @@ def pack_rows(
     split_folder: Path,
     tokenizer: Tokenizer,
     folder: Path,
-    settings: RowsSettings,
+    settings: PackingSettings,
     seed: int,
     *,
     engine: Engine = LOCAL,
@@ -46,9 +46,10 @@ def pack_rows(
 ) -> dict[str, Any]:
     """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of rows into `folder`.
 
-    With `settings.url`, the shards of training rows go to `<url>/<name of folder>/train/...` instead, with a copy of
-    what else numpy needs. The order of documents depends on `seed` and their ids alone. Tokens pass through scratch
-    files beside the result, so memory grows with the number of documents (about 150 bytes each), not with their length.
+    With `settings.output_path`, the shards of training rows go to `<path>/<name of folder>/train/...` instead, with a
+    copy of what else numpy needs. The order of documents depends on `seed` and their ids alone. Tokens pass through
+    scratch files beside the result, so memory grows with the number of documents (about 150 bytes each), not with
+    their length.
     `folder` may hold what a killed call with the same arguments left, and nothing else: that is gone on with.
     Raises UserError if there is no training text.
     """
@@ -65,7 +66,7 @@ def pack_rows(
         raise UserError("there is no text to train on", where=str(split_folder / "train"))
     validation = writer.write("validation", encode("validation"))
     total = _total(train.values())
-    slots = total["rows"] * settings.context
+    slots = total["rows"] * settings.seq_len
     summary = {
         "train": total,
         "by_language": _by(train, "language"),
@@ -74,11 +75,11 @@ def pack_rows(
             name: {key: facts[key] for key in ("source", "language", *_COUNTS)} for name, facts in train.items()
         },
         "validation": {name: {key: facts[key] for key in _COUNTS} for name, facts in validation.items()},
-        "packing": settings.packing,
+        "packing": settings.strategy,
         "padding": (slots - total["tokens"]) / slots,
         "cut": sum(facts["cut"] for facts in train.values()),
         "dtype": np.dtype(tokenizer.dtype).name,
-        "context": settings.context,
+        "context": settings.seq_len,
         "shards": sum(len(facts["files"]) for facts in train.values()),
         "url": writer.url,
         "seconds": time.monotonic() - started,
@@ -127,11 +128,11 @@ class _Writer:
     """Writes groups of encoded documents as folders of rows."""
 
     def __init__(
-        self, folder: Path, settings: RowsSettings, tokenizer: Tokenizer, progress: Callable[[str], None]
+        self, folder: Path, settings: PackingSettings, tokenizer: Tokenizer, progress: Callable[[str], None]
     ) -> None:
         self._folder, self._settings, self._progress = folder, settings, progress
         self._dtype, self._marks = tokenizer.dtype, tokenizer.marks
-        self.url = f"{settings.url.rstrip('/')}/{folder.name}" if settings.url else ""
+        self.url = f"{settings.output_path.rstrip('/')}/{folder.name}" if settings.output_path else ""
 
     def write(self, part: str, encoded: Sequence[Path]) -> dict[str, dict[str, Any]]:
         """Write all groups of one part; gives what rows.json says of each."""
@@ -140,7 +141,7 @@ class _Writer:
             if stale.name not in groups:
                 shutil.rmtree(stale)
         sizes = {name: group_tokens(encoded, name) for name in groups}
-        shards = _shares(sizes, self._settings.shards) if part == "train" else dict.fromkeys(groups, 1)
+        shards = _shares(sizes, self._settings.num_shards) if part == "train" else dict.fromkeys(groups, 1)
         found = {}
         for name, names in groups.items():
             folder = self._folder / part / name
@@ -153,9 +154,9 @@ class _Writer:
         return found
 
     def _write_group(self, part: str, name: str, stream: Stream, shards: int, told: dict[str, Any]) -> dict[str, Any]:
-        context, dtype, folder = self._settings.context, self._dtype, self._folder / part / name
+        context, dtype, folder = self._settings.seq_len, self._dtype, self._folder / part / name
         overlap = int(part == "validation")
-        if part == "train" and self._settings.packing == "best-fit":
+        if part == "train" and self._settings.strategy == "best_fit":
             layout = whole_where_they_fit(stream.lengths, context)
         else:
             layout = end_to_end(stream.lengths, context, overlap)
@@ -191,7 +192,7 @@ class _Writer:
     def _write_shards(
         self, place: ShardFolder, layout: Layout, stream: Stream, shards: int, name: str
     ) -> dict[str, dict[str, Any]]:
-        context, dtype = self._settings.context, self._dtype
+        context, dtype = self._settings.seq_len, self._dtype
         files = {}
         for shard in range(shards):
             file = shard_name("rows", shard, shards)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from affinage.config.data import DeduplicateSettings
+from affinage.config.data import DedupSettings
 from affinage.data.code_points import text_buffers
 from affinage.data.engine import Engine, Progress
 from affinage.data.minhash import sign
@@ -36,7 +36,7 @@ class Shard(Protocol):
 class _Task:
     shard: Shard
     path: Path
-    settings: DeduplicateSettings
+    settings: DedupSettings
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Corpus:
 
 
 def sign_corpus(
-    shards: Sequence[Shard], settings: DeduplicateSettings, folder: Path, engine: Engine, progress: Progress | None
+    shards: Sequence[Shard], settings: DedupSettings, folder: Path, engine: Engine, progress: Progress | None
 ) -> Corpus:
     """Write the signatures of all shards into `folder`."""
     starts = np.concatenate([[0], np.cumsum([shard.rows for shard in shards], dtype=np.int64)]).astype(np.int64)
@@ -94,10 +94,12 @@ def _sign_shard(task: _Task) -> None:
     parts = []
     for batch in task.shard.read(["text"]):
         text = batch.column("text")
-        found = sign(text, ngram=task.settings.ngram, bands=task.settings.bands, rows=task.settings.rows)
+        found = sign(
+            text, ngram=task.settings.n_grams, bands=task.settings.num_buckets, rows=task.settings.hashes_per_bucket
+        )
         numbers = np.array([found.shingles, np.diff(text_buffers(text)[1])], np.int64).astype(np.uint64)
         parts.append(np.vstack([found.content, numbers, found.keys]))
-    nothing = np.zeros((FIRST_BAND + task.settings.bands, 0), np.uint64)
+    nothing = np.zeros((FIRST_BAND + task.settings.num_buckets, 0), np.uint64)
     np.save(task.path, np.concatenate([nothing, *parts], axis=1))
 
 

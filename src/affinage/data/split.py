@@ -63,7 +63,7 @@ def split(
     paths = document_files(documents_folder)
     groups = [group for path in paths for group in row_groups(path)]
     if settings.by == "tail":
-        divide: Divide = partial(_by_tail, settings.validation)
+        divide: Divide = partial(_by_tail, settings.validation_fraction)
     else:
         held_out = _held_out(groups, settings, seed)
         divide = partial(_by_document, held_out, _known_copies(held_out, settings.max_similarity, engine))
@@ -78,20 +78,22 @@ def split(
     if train.documents_in and not train.documents_out:
         raise UserError(
             "every document went to validation; none is left to train on",
-            where=f"data.split.validation={settings.validation}",
+            where=f"data.split.validation_fraction={settings.validation_fraction}",
             fix="Lower the share, or cut the end of every document off: data.split.by=tail.",
         )
     return train.summary(time.perf_counter() - start) | {
         "validation": validation.by_group(),
         "validation_documents": validation.documents_out,
         "validation_bytes": validation.bytes_out,
-        "without_validation": sorted(train.by_both.keys() - validation.by_both.keys()) if settings.validation else [],
+        "without_validation": sorted(train.by_both.keys() - validation.by_both.keys())
+        if settings.validation_fraction
+        else [],
     }
 
 
 def _held_out(groups: list[RowGroup], settings: SplitSettings, seed: int) -> dict[RowGroup, np.ndarray]:
     """For every row group which of its documents are for validation, bool."""
-    share, separator = settings.validation, settings.group_separator
+    share, separator = settings.validation_fraction, settings.group_separator
     if not groups or share == 0:
         return {group: np.zeros(group.rows, bool) for group in groups}
     keys_of, number_of = [], []  # of every document 12 bytes; its id may be as long as an address

@@ -119,8 +119,8 @@ def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> bytes:
             sentence_iterator=_lines(texts),
             model_writer=model,
             model_type="bpe",
-            vocab_size=settings.vocabulary,
-            character_coverage=settings.coverage,
+            vocab_size=settings.vocab_size,
+            character_coverage=settings.character_coverage,
             byte_fallback=True,
             split_digits=settings.split_digits,
             allow_whitespace_only_pieces=True,  # runs of spaces, which indent code, become pieces
@@ -150,16 +150,16 @@ def _explained(message: str, settings: TokenizerSettings) -> Exception:
     """SentencePiece's refusal as advice in terms of the recipe."""
     if match := re.search(r"Vocabulary size too high.*?<= (\d+)", message, re.DOTALL):
         return UserError(
-            f"the training text is too small for a vocabulary of {settings.vocabulary} pieces",
-            where="tokenizer.vocabulary",
-            fix=f"Set tokenizer.vocabulary to {match[1]} or less, or give more text.",
+            f"the training text is too small for a vocabulary of {settings.vocab_size} pieces",
+            where="tokenizer.vocab_size",
+            fix=f"Set tokenizer.vocab_size to {match[1]} or less, or give more text.",
         )
     if match := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return UserError(
-            f"{settings.vocabulary} pieces do not hold the bytes and the characters of the training text",
-            where="tokenizer.vocabulary",
-            fix=f"Set tokenizer.vocabulary to {int(match[1]) + 1} or more, or lower tokenizer.coverage (now "
-            f"{settings.coverage}).",
+            f"{settings.vocab_size} pieces do not hold the bytes and the characters of the training text",
+            where="tokenizer.vocab_size",
+            fix=f"Set tokenizer.vocab_size to {int(match[1]) + 1} or more, or lower tokenizer.character_coverage (now "
+            f"{settings.character_coverage}).",
         )
     return RuntimeError(message)
 
@@ -191,13 +191,13 @@ def train_tokenizer(
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     train = split_folder / "train"
-    if settings.kind == "characters":
+    if settings.kind == "char":
         progress("collecting characters")
         CharacterTokenizer(collect_characters(train)).write(folder)
     else:
         progress("choosing the sample")
-        sample = balanced_sample(train, languages, round(settings.sample_megabytes * 1e6), seed)
-        progress(f"training {settings.vocabulary} pieces on {sample.bytes / 1e6:.1f} MB")
+        sample = balanced_sample(train, languages, settings.sample_bytes, seed)
+        progress(f"training {settings.vocab_size} pieces on {sample.bytes / 1e6:.1f} MB")
         write_atomically(folder / MODEL, train_bpe(sample.texts, settings))
     progress("measuring")
     tokenizer = Tokenizer.load(folder)

@@ -91,9 +91,9 @@ def write_tuning_rows(job: Job, tokenizer: Tokenizer, folder: Path) -> dict[str,
             said = f"{found:,} conversations cannot be used, first: {bad[0].where}: {bad[0].what}"
             warnings.warn(said, UserWarned, stacklevel=2)
         stream = spool.shuffled()
-        limits = {name: job.settings.sources[index].examples for _, name, index in _places(job)}
+        limits = {name: job.settings.sources[index].max_examples for _, name, index in _places(job)}
         chosen = _limited(stream, limits, job.settings.sample, counts)
-        held_out = _held_out(chosen, stream.keys, job.settings.held_out)
+        held_out = _held_out(chosen, stream.keys, job.settings.validation_fraction)
         job.progress("packing")
         # A copy of a held-out example in another source is not trained on either.
         unseen = np.concatenate([stream.keys[:0], *(stream.keys[some] for some in held_out.values())])
@@ -139,7 +139,7 @@ def _spool_source(
     share = job.settings.sample * 2**64
 
     def leave_out(error: UserError) -> None:
-        if job.settings.bad_conversations == "stop":
+        if job.settings.on_error == "raise":
             raise error
         counts["bad"] += 1
         if not bad:
@@ -244,5 +244,5 @@ def _nothing_to_train(counts: Counter[str], section: str, bad: Sequence[UserErro
         f"not one token of {counts['conversations']} conversations would be trained",
         where=f"{section}.sources",
         fix=f"{counts['bad']} of them cannot be used{why}; {counts['dropped']} have no answer within the context; "
-        f"only what the assistant says is trained: look at the roles, or raise {section}.context",
+        f"only what the assistant says is trained: look at the roles, or raise {section}.seq_len",
     )

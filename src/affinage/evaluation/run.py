@@ -47,11 +47,11 @@ def evaluate(
     task_folders: Mapping[str, Path] | None = None,
     data_dir: str | Path | None = None,
     chat: bool = False,
-    chat_template: ChatTemplateUse = "auto",
+    apply_chat_template: ChatTemplateUse = "auto",
     limit: int | None = None,
     draw: int | None = None,
-    shots: int | None = None,
-    batch: int | Literal["auto"] = "auto",
+    num_fewshot: int | None = None,
+    batch_size: int | Literal["auto"] = "auto",
     max_new_tokens: int = 64,
     texts: Mapping[str, Sequence[str]] | None = None,
     compressors: bool = False,
@@ -65,11 +65,11 @@ def evaluate(
 
     `tasks` are looked up by `find_tasks` with `task_folders` and `data_dir`. Tasks that ask for generated text in the
     chat template are put to chat models only (`chat`); all others are asked without it, of base and chat models alike,
-    so that their scores can be compared. By `chat_template` all tasks are asked in it (always), or none (never).
-    `limit` is items per task, the first ones or, with `draw`, those that the seed draws; `shots` examples before each
-    question (None: as many as the task says, which is none for most), `batch` rows of the context at once (auto: as
-    many as fit), `samples` items per task in the results for people to read. Of `texts` (validation texts by name) the
-    bits per byte are measured, beside those of gzip and xz if `compressors`.
+    so that their scores can be compared. By `apply_chat_template` all tasks are asked in it (true), or none (false).
+    `limit` is items per task, the first ones or, with `draw`, those that the seed draws; `num_fewshot` examples before
+    each question (None: as many as the task says, which is none for most), `batch_size` rows of the context at once
+    (auto: as many as fit), `samples` items per task in the results for people to read. Of `texts` (validation texts by
+    name) the bits per byte are measured, beside those of gzip and xz if `compressors`.
 
     `seen` finds items in the text that the model was trained on: those found are listed, and scores given without them.
     Tasks of `task_folders` are not looked for: they are of closed worlds, whose facts are their text.
@@ -86,9 +86,9 @@ def evaluate(
     Raises UserError for tasks that cannot be found or scored, and for a model that has no chat template to be asked in
     always.
     """
-    if chat_template == "always" and not has_chat_template(model, chat):
-        fix = "Ask a model that was trained to chat, or say `auto` or `never`."
-        raise UserError(f"{model.name} has no chat template", where="evaluate.chat_template", fix=fix)
+    if apply_chat_template is True and not has_chat_template(model, chat):
+        fix = "Ask a model that was trained to chat, or say `auto` or `false`."
+        raise UserError(f"{model.name} has no chat template", where="evaluate.apply_chat_template", fix=fix)
     started, contamination, hosts = time.monotonic(), None, Hosts.at_work()
     found = find_tasks(tasks, task_folders or {}, data_dir)
     with tamed_harness():
@@ -96,16 +96,16 @@ def evaluate(
         refuse_unscorable([*found.local, *found.named], manager)
     weights = fingerprint(model)
     ledger = None if keep is None else Ledger(keep, weights)
-    rows = rows_that_fit(model) if batch == "auto" else batch
+    rows = rows_that_fit(model) if batch_size == "auto" else batch_size
     lm = JaxLM(model, batch=rows, max_new_tokens=max_new_tokens, ledger=ledger, progress=progress)
     outcome: dict[str, Any] = {}
     items: dict[str, list[dict[str, Any]]] = {}
     asked = [*(str(task["task"]) for task in found.local), *found.named]
     with tamed_harness(), readable(asked), reachable_data(found.fetched), collected_seldom():
-        for chosen, templated in found.rounds(chat, chat_template):
+        for chosen, templated in found.rounds(chat, apply_chat_template):
             if chosen:
                 drawn = None if draw is None or limit is None else _drawn(chosen, manager, limit, draw)
-                raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=shots, templated=templated)
+                raw = _run(lm, chosen, manager, limit=limit, drawn=drawn, shots=num_fewshot, templated=templated)
                 outcome |= _by_task(raw, templated, lm)
                 items |= raw["samples"]
         if seen is not None:
@@ -119,7 +119,7 @@ def evaluate(
         "context": model.context,
         "tasks": outcome,
         "missing": list(found.missing),
-        "skipped": [] if chat or chat_template != "auto" else [str(task["task"]) for task in found.chat()],
+        "skipped": [] if chat or apply_chat_template != "auto" else [str(task["task"]) for task in found.chat()],
         "seconds": seconds,
         "items_per_second": count / seconds,
         "requests": lm.requests,

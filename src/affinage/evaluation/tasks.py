@@ -13,7 +13,7 @@ from affinage.evaluation.benchmarks import BENCHMARKS, POCKET_TASKS, names_of
 from affinage.evaluation.known import harness_names, unknown_task
 from affinage.paths import from_home
 
-ChatTemplateUse = Literal["auto", "always", "never"]
+ChatTemplateUse = Literal["auto"] | bool
 CHAT_TAG = "chat"  # says of a local task that it is asked in the chat template, and only of chat models
 
 
@@ -44,7 +44,7 @@ class TaskSet:
     def rounds(self, chat: bool, template: ChatTemplateUse) -> list[tuple[list[dict[str, Any] | str], bool]]:
         """What a model is asked, and whether in the chat template; by `auto` chat models alone are put chat tasks."""
         if template != "auto":
-            return [([*self.plain(), *self.chat()], template == "always")]
+            return [([*self.plain(), *self.chat()], template is True)]
         rounds: list[tuple[list[dict[str, Any] | str], bool]] = [(self.plain(), False)]
         if chat:
             rounds.append(([*self.chat()], True))

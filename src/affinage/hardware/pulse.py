@@ -20,7 +20,7 @@ from affinage.hardware.standstill import ELSEWHERE, patience_of, stays_when_stuc
 from affinage.stopping import PARENT, OwnProcess
 
 if TYPE_CHECKING:
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
 
 _EVERY = 1.0  # seconds
 _TO_SPEAK = 4.0  # seconds in which other hosts, which see no sign either, tell their stacks and leave
@@ -28,8 +28,8 @@ _ENDED_WITHIN = 5.0  # seconds for the process, and for the thread; what hangs i
 
 
 @contextlib.contextmanager
-def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
-    """Inside, another process tells when this one shows no sign of life for stuck_seconds.
+def guarded(name: str, settings: "RuntimeSettings") -> Iterator[None]:
+    """Inside, another process tells when this one shows no sign of life for hang_timeout.
 
     That is one that is stopped (SIGSTOP), or whose threads native code lets none run, at whatever it is, also while it
     joins the others. Where it is started again it is killed, so that it is: soon if it is stopped, else late. Where
@@ -43,7 +43,7 @@ def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
     patience, stays = max(patience_of(settings), SILENT_FOR_LONG), stays_when_stuck(settings, Hosts.current)
     stays = stays if os.path.exists("/proc/self/stat") else math.inf  # else nothing tells that a process is stopped
     stopped = patience + _TO_SPEAK if watched_over and stays < math.inf else math.inf
-    longest = max(patience, ELSEWHERE * settings.stuck_seconds, stays)
+    longest = max(patience, ELSEWHERE * settings.hang_timeout, stays)
     words = [str(Path(__file__).with_name("guard.py")), *map(str, (os.getpid(), patience, stopped, longest))]
     try:
         guard = subprocess.Popen(

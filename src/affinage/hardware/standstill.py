@@ -16,9 +16,9 @@ from affinage.hardware.stacks import Stacks, needs_no_telling, say, told_without
 from affinage.stopping import PARENT, OwnProcess, leave
 
 if TYPE_CHECKING:
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
 
-ELSEWHERE = 20.0  # times stuck_seconds without a movement until a process is left
+ELSEWHERE = 20.0  # times hang_timeout without a movement until a process is left
 _ALONE = 3600.0  # seconds, at least, until one is left that nobody is known to start again
 LAST_WORDS = 1.0  # seconds in which the other hosts, which began to wait a little later, can still ask this one
 TO_END = 10.0  # seconds for a thread that looks on; one that writes to a disk that does not answer is not waited for
@@ -30,18 +30,18 @@ _SEEN_LATER = 1.0  # seconds that a movement, or a sign of life, was there befor
 class Standstill:
     """A thread beside a run. While entered, it expects the run to move; see `affinage.hardware.movement`.
 
-    Where nothing has moved for stuck_seconds, it writes the stacks of all threads to stuck.txt and says so, once for
+    Where nothing has moved for hang_timeout, it writes the stacks of all threads to stuck.txt and says so, once for
     each standstill; after 20 times that it leaves the process, see `stays_when_stuck`. It is no standstill to wait
     for another host, or for another process. Of many hosts all show signs of life meanwhile. The first one looks at
-    all, the others at the first: one that gives none for stuck_seconds is named, with the stacks of whoever misses it,
+    all, the others at the first: one that gives none for hang_timeout is named, with the stacks of whoever misses it,
     and left as well.
     """
 
     current: ClassVar["Standstill | None"] = None
 
-    def __init__(self, name: str, folder: Path, settings: "SurvivalSettings") -> None:
+    def __init__(self, name: str, folder: Path, settings: "RuntimeSettings") -> None:
         self._name, self._hosts = name, Hosts.current
-        self._patience, self._stuck_seconds = patience_of(settings), settings.stuck_seconds
+        self._patience, self._stuck_seconds = patience_of(settings), settings.hang_timeout
         self._stays = stays_when_stuck(settings, self._hosts)
         self._stacks = Stacks(stacks_in(folder))
         self._what, self._blamed = "the beginning", ""
@@ -160,9 +160,9 @@ def looks_on(look: Callable[[], None], ended: threading.Event, every: float, me:
             told = said
 
 
-def patience_of(settings: "SurvivalSettings") -> float:
+def patience_of(settings: "RuntimeSettings") -> float:
     """Seconds without a movement after which it is told: so that it is so, as seen once a second, in time."""
-    return max(settings.stuck_seconds - _SEEN_LATER, settings.stuck_seconds / 2)
+    return max(settings.hang_timeout - _SEEN_LATER, settings.hang_timeout / 2)
 
 
 def stacks_in(folder: Path) -> Path:
@@ -171,12 +171,12 @@ def stacks_in(folder: Path) -> Path:
     return folder / (_FILE if hosts.first else f"stuck-{hosts.index}.txt")
 
 
-def stays_when_stuck(settings: "SurvivalSettings", hosts: Hosts) -> float:
+def stays_when_stuck(settings: "RuntimeSettings", hosts: Hosts) -> float:
     """Seconds for which this process is not left, however patient one is with what it is at; infinity: never.
 
     By itself none where somebody is taken to start it again, which is `affinage launch`, or whoever starts many hosts.
     """
-    if settings.leave_when_stuck is not None:
-        return 0.0 if settings.leave_when_stuck else math.inf
+    if settings.exit_on_hang is not None:
+        return 0.0 if settings.exit_on_hang else math.inf
     again = hosts.count > 1 or PARENT in os.environ or COORDINATOR in os.environ
     return 0.0 if again else _ALONE

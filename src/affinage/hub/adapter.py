@@ -49,7 +49,7 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
-        "r": settings.rank,
+        "r": settings.r,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": sorted(modules),
@@ -71,7 +71,7 @@ def adapter_tensors(adapters: Adapters, params: Tree) -> dict[str, NDArray[Any]]
             if path in adapters.of_experts:
                 of_layers.setdefault(layer, {})[path[-1]] = a, b
             else:
-                place, rank = f"{_PREFIX}model.layers.{layer}.{_their_name(path)}", adapters.settings.rank
+                place, rank = f"{_PREFIX}model.layers.{layer}.{_their_name(path)}", adapters.settings.r
                 tensors[f"{place}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
                 tensors[f"{place}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
     for layer, experts in of_layers.items():
@@ -125,7 +125,7 @@ def _config_of_experts(adapters: Adapters) -> dict[str, Any]:
     parameters = [fused] * bool(names & {"gate", "up"}) + [f"{_EXPERTS}.{_DOWN}"] * ("down" in names)
     told: dict[str, Any] = {"target_parameters": parameters}
     if names >= {"gate", "up"}:
-        told |= {"rank_pattern": {fused: 2 * settings.rank}, "alpha_pattern": {fused: 2 * settings.alpha}}
+        told |= {"rank_pattern": {fused: 2 * settings.r}, "alpha_pattern": {fused: 2 * settings.alpha}}
     return told
 
 

@@ -28,13 +28,13 @@ def export(
     facts: CardFacts,
     dtype: str = "float32",
     chat: bool = False,
-    shard_gigabytes: float = 5.0,
+    max_shard_size: int = 5_000_000_000,
     trim_vocabulary: bool = False,
 ) -> dict[str, Any]:
     """Write `folder`: configuration, weights in safetensors, tokenizer, chat template for chat models, and a card.
 
     The folder appears whole or not at all, in place of one that was there. The same model gives the same bytes.
-    `shard_gigabytes` is the most that one weight file holds, in 1e9 bytes. A vocabulary that is larger than the
+    `max_shard_size` is the most that one weight file holds, in bytes. A vocabulary that is larger than the
     tokenizer's stays so, unless `trim_vocabulary` leaves the ids above it out. Returns the files with their sizes.
     Raises UserError for graphs that no architecture of transformers computes.
     """
@@ -56,7 +56,7 @@ def export(
         name: np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
         for name, tensor in family.to_hf(jax.device_get(model.params), model.graph).items()
     }
-    _write_weights(tensors, partial, shard_gigabytes)
+    _write_weights(tensors, partial, max_shard_size)
     write_hf_tokenizer(
         model.tokenizer, partial, context=model.context, chat=chat, system_prompt=model.system_prompt if chat else ""
     )
@@ -69,13 +69,13 @@ def export(
     return {"dtype": dtype, "parameters": parameters, "files": {path.name: path.stat().st_size for path in files}}
 
 
-def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, shard_gigabytes: float) -> None:
+def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_size: int) -> None:
     """One file, or numbered ones with an index, as transformers' save_pretrained would lay them out."""
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=int(shard_gigabytes * 1e9),
+        max_shard_size=max_shard_size,
     )
     for filename, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})

@@ -42,7 +42,7 @@ class Adapters:
 
     def __post_init__(self) -> None:
         names = {path[-2] for path in self._matrices}
-        targets = self.settings.targets
+        targets = self.settings.target_modules
         unknown = [] if targets == "all" else [name for name in targets if name not in names]
         if unknown or not names:
             raise UserError(
@@ -80,7 +80,7 @@ class Adapters:
     @cached_property
     def targets(self) -> tuple[tuple[str, ...], ...]:
         """The paths of the matrices that get an adapter; experts' do if they are named."""
-        wanted = self.settings.targets
+        wanted = self.settings.target_modules
         return tuple(
             path[:-1]
             for path, matrix in self._matrices.items()
@@ -107,7 +107,7 @@ class Adapters:
 
     def _declared(self, matrix: Parameter) -> Tree:
         stacked = [i for i, axis in enumerate(matrix.axes) if axis in _STACKED]
-        inputs, outputs, rank = matrix.inputs, matrix.outputs, self.settings.rank
+        inputs, outputs, rank = matrix.inputs, matrix.outputs, self.settings.r
 
         def of(which: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
             return tuple(matrix.shape[i] for i in which), tuple(matrix.axes[i] for i in which)
@@ -131,7 +131,7 @@ class Adapters:
     @property
     def scale(self) -> float:
         """What the product of A and B is multiplied by."""
-        return self.settings.alpha / self.settings.rank
+        return self.settings.alpha / self.settings.r
 
     def beside(self, weights: Tree, adapters: Tree) -> Tree:
         """The tree that the graph is applied to, with the adapters beside the matrices and the scale in them.

@@ -7,9 +7,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from affinage.config.mesh import AXES as AXES
-from affinage.config.mesh import axis_sizes as axis_sizes
 from affinage.errors import UserError
+from affinage.hardware.mesh import AXES as AXES
+from affinage.hardware.mesh import axis_sizes as axis_sizes
 
 
 def make_mesh(sizes: Mapping[str, int | str], devices: Sequence[jax.Device]) -> Mesh:

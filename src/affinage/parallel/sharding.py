@@ -185,7 +185,7 @@ def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = 
         rest = [axis for axis in table["batch"] if axis != "fsdp"]
         hint = f"The nearest batches that work: {f'{lower}, ' if lower else ''}{upper}."
         fewer = [n for n in range(1, micro_batches) if rows % (rows_split(mesh, table) * n) == 0]
-        hint += f" Or micro_batches: {fewer[-1]}." if fewer else ""
+        hint += f" Or gradient_accumulation_steps: {fewer[-1]}." if fewer else ""
         if "fsdp" in axes and rows % (pieces // mesh.shape["fsdp"]) == 0:
             hint += (
                 f" Or let fsdp split the sequence: `parallel: {{sharding: {{batch: [{', '.join(rest)}], "
@@ -206,6 +206,6 @@ def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> Non
             lower, upper = length // pieces * pieces, (length // pieces + 1) * pieces
             raise UserError(
                 f"a context of {length} does not divide over {' x '.join(table[axis])} = {pieces}",
-                where="rows.context",
+                where="packing.seq_len",
                 fix=f"The nearest lengths that work: {f'{lower}, ' if lower else ''}{upper}.",
             )

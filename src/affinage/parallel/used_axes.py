@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import jax
 
-from affinage.config.mesh import AXES
 from affinage.errors import UserError
+from affinage.hardware.mesh import AXES
 from affinage.model.graph import Graph
 from affinage.model.module import logical_axes
 from affinage.model.shape import SEQUENCE

@@ -28,7 +28,7 @@ def adapter_base(spec: str, runs: Path) -> AdapterBase:
     found = None if before is None else made_from(training, before)
     if request is None or before is None or found is None:
         return AdapterBase("", begun_with(training))
-    step = request[0].settings.get(request[0].step, {}).get("base_step")
+    step = request[0].settings.get(request[0].step, {}).get("from_step")
     exports = [] if step else [export_of(found, export.parent) for export in sorted(runs.glob("*/export"))]
     exported = next(filter(None, exports), None)
     named = meant(spec.partition("@")[0], runs)

@@ -68,7 +68,7 @@ def _image_steps(loaded: LoadedRecipe) -> list[Step]:
 def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     data, steps = recipe.data, []
     if uses_pocket_world(recipe):
-        size = {"data": {"sources": {"megabytes": texts.pocket_megabytes(recipe)}}}
+        size = {"data": {"sources": {"max_bytes": texts.pocket_bytes(recipe)}}}
         steps.append(Step("world", texts.world, {**_part(recipe, "seed"), **size}))
     if data is None:  # an imported model is only fine-tuned
         return [*steps, Step("tokenizer", texts.given_tokenizer, {}, sources=begun)]
@@ -76,8 +76,8 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
     steps.append(Step("collect", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
     steps.append(Step("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",), resumable=True))
-    if data.deduplicate is not None:
-        steps.append(Step("deduplicate", texts.deduplicate, {"data": _json(data, "deduplicate")}, ("clean",)))
+    if data.dedup is not None:
+        steps.append(Step("deduplicate", texts.deduplicate, {"data": _json(data, "dedup")}, ("clean",)))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
@@ -92,14 +92,14 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "tokenizer")
         steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files))
-    steps.append(Step("rows", texts.rows, _part(recipe, "rows", "seed"), ("split", "tokenizer"), resumable=True))
+    steps.append(Step("rows", texts.rows, _part(recipe, "packing", "seed"), ("split", "tokenizer"), resumable=True))
     return steps
 
 
 def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], last: str) -> Step:
     assert data.decontaminate is not None
     config: dict[str, Any] = {"data": _json(data, "decontaminate")}
-    files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.against]
+    files = [*task_files(filter(_is_task_file, targets)), *data.decontaminate.benchmark_files]
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
@@ -108,7 +108,7 @@ def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], las
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
     """The settings of what is read from the sources, without those of how their files get here."""
-    config = _json(data, "sources", "root", "mirror", "sample", "broken_records", "damaged_files")
+    config = _json(data, "sources", "root", "mirror", "sample", "on_error")
     config["sources"] = [{**source, "download": None} for source in config["sources"]]
     return config
 
@@ -134,8 +134,8 @@ def _tuning_data_step(
         config["chat_template"] = recipe.chat_template
     elif (template := chat_template_of(loaded, None)) is not None:
         config["chat_template"] = template
-    if tuning.context is None:
-        config["rows"] = _json(recipe.rows, "context")
+    if tuning.seq_len is None:
+        config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
     return Step(name, fn, config, ("tokenizer", *_if(tuning.from_world, "world")), files=tuple(files))
@@ -158,9 +158,9 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
         base = ("sft",)
     if recipe.dpo is not None:
         inputs, sources = (*base, "preferences", "tokenizer"), {} if base else begun
-        precomputed = _if(recipe.dpo.reference == "precomputed", "reference")
+        precomputed = _if(recipe.dpo.precompute_ref_log_probs, "reference")
         if precomputed:
-            config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "base_step")}
+            config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
             steps.append(Step("reference", preferences.reference, config, inputs, sources=sources, distributed=True))
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
@@ -193,7 +193,7 @@ def _training_step(
 
 def _read_by_monitor(tuning: TuningSettings) -> tuple[tuple[str, ...], list[str]]:
     """The steps and the user's files that the benchmarks of a tuning's monitor read."""
-    monitor = tuning.watch
+    monitor = tuning.monitor
     if monitor is None:
         return (), []
     own = [task for task in monitor.tasks if not of_pocket_world(task) and _is_task_file(task)]
@@ -215,10 +215,10 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> list[Step]:
     evaluate, decontaminate = recipe.evaluate, recipe.data.decontaminate if recipe.data else None
     if evaluate is None:
         return []
-    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch", "attention", "data_dir"})}
+    settings = {"evaluate": evaluate.model_dump(mode="json", exclude={"batch_size", "attention", "data_dir"})}
     if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
         # How items are found in the text; otherwise the same settings have decided over the text itself.
-        settings["data"] = {"decontaminate": _json(decontaminate, "ngram", "min_words", "boilerplate")}
+        settings["data"] = {"decontaminate": _json(decontaminate, "n_grams", "min_words", "boilerplate")}
     world = _if(POCKET_WORLD in _tasks(recipe), "world")
     read = ("tokenizer", *world, *_if(evaluate.compressors and recipe.data is not None, "split"))
     files = (*task_files(local_tasks(recipe)), *_item_files(evaluate))
@@ -252,7 +252,7 @@ def is_local(recipe: Recipe) -> bool:
     sources = [(source, data.root, data.mirror) for source in data.sources] if data else []
     for tuning in _tunings(recipe):
         sources += [(source.as_source(), tuning.root, tuning.mirror) for source in tuning.sources]
-    targets = data.decontaminate.against if data and data.decontaminate else ()
+    targets = data.decontaminate.benchmark_files if data and data.decontaminate else ()
     return (
         not any(is_on_hub(source, mirror) for source, _, mirror in sources)
         and not any(of_the_hub(from_home(path)) for path in targets if path.endswith((".yaml", ".yml")))
@@ -276,7 +276,7 @@ def contamination_targets(recipe: Recipe) -> list[str]:
     if decontaminate is None:
         return []
     benchmarks = [task for task in _tasks(recipe) if task != POCKET_WORLD] if decontaminate.benchmarks else []
-    return [*benchmarks, *decontaminate.against]
+    return [*benchmarks, *decontaminate.benchmark_files]
 
 
 def _tunings(recipe: Recipe) -> list[TuningSettings]:
@@ -285,7 +285,7 @@ def _tunings(recipe: Recipe) -> list[TuningSettings]:
 
 def _monitors(recipe: Recipe) -> list[Any]:
     """The monitors of the trainings."""
-    found = [recipe.pretrain.evaluate if recipe.pretrain else None, *(tuning.watch for tuning in _tunings(recipe))]
+    found = [recipe.pretrain.monitor if recipe.pretrain else None, *(tuning.monitor for tuning in _tunings(recipe))]
     return [monitor for monitor in found if monitor is not None]
 
 

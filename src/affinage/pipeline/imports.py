@@ -36,15 +36,15 @@ data:
 
 pretrain:
   steps: 1000
-  batch: 8
-  schedule: {{peak: 5.0e-5, floor: 5.0e-6, warmup_share: 0.05}}
+  batch_size: 8
+  schedule: {{peak_lr: 5.0e-5, min_lr: 5.0e-6, warmup_ratio: 0.05}}
 
 # sft:
 #   sources: [my_conversations.jsonl]
 #   system_prompt: {system_prompt}
 #   steps: 1000
-#   batch: 8
-#   schedule: {{peak: 2.0e-5, floor: 2.0e-6, warmup_share: 0.05}}
+#   batch_size: 8
+#   schedule: {{peak_lr: 2.0e-5, min_lr: 2.0e-6, warmup_ratio: 0.05}}
 """
 
 
@@ -161,8 +161,8 @@ def own_template_of(source: Path) -> str | None:
 def _write_recipe(path: Path, shown: Path, name: str, model: "HubModel", system_prompt: str) -> None:
     settings = {
         "name": name,
-        "init": ".",
-        "rows": {"context": model.architecture.context},
+        "init_from": ".",
+        "packing": {"seq_len": model.architecture.context},
         "model": model.graph.to_dict(),
         "export": {"dtype": model.architecture.dtype},
     }

@@ -25,9 +25,9 @@ class InLoop:
         length: int,
         held_out: "Mapping[str, ValidationRows]",
     ) -> None:
-        assert settings.evaluate is not None
+        assert settings.monitor is not None
         self.say: Callable[[str], None] = print
-        self._context, self._settings, self._asked = context, settings, settings.evaluate
+        self._context, self._settings, self._asked = context, settings, settings.monitor
         self._graph, self._length, self._held_out = graph, length, held_out
         self._world = made_from(context.inputs["rows"], "world")
 
@@ -44,7 +44,7 @@ class InLoop:
     ) -> dict[str, Any] | None:
         """{tasks: {task: {metric: {value, stderr}}}, bits_per_byte: {language: bits}}; None if stopped."""
         model = model_in_training(self._context, self._settings, self._graph, self._length, "", state.params)
-        results = evaluated(self._context, self._asked, "pretrain.evaluate", model, state, stop, world=self._world)
+        results = evaluated(self._context, self._asked, "pretrain.monitor", model, state, stop, world=self._world)
         if results is None:
             return None
         tasks = {task: entry["metrics"] for task, entry in results["tasks"].items()}

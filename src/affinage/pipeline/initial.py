@@ -26,13 +26,13 @@ def initial_folder(loaded: LoadedRecipe) -> Path | None:
     Raises:
         UserError: there is no imported model.
     """
-    if loaded.recipe.init is None:
+    if loaded.recipe.init_from is None:
         return None
-    folder = loaded.beside(loaded.recipe.init, ("init",))
+    folder = loaded.beside(loaded.recipe.init_from, ("init_from",))
     if "imported" not in _facts(folder):
         raise UserError(
-            f"there is no imported model in `{loaded.recipe.init}`",
-            where=loaded.locate(("init",)),
+            f"there is no imported model in `{loaded.recipe.init_from}`",
+            where=loaded.locate(("init_from",)),
             fix="Make one: affinage import FOLDER_OR_HUB_ID --to FOLDER",
         )
     return folder
@@ -170,7 +170,7 @@ def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
             raise UserError(
                 f"the recipe's model has {name} {own.get(name, 'not at all')}, "
                 f"the one it begins with {given.get(name, 'not at all')}",
-                where="init",
+                where="init_from",
                 fix="Let `model:` be what the imported model's recipe.yaml says.",
             )
     store = CheckpointStore(folder / "checkpoints")

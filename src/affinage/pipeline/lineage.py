@@ -71,14 +71,14 @@ class TrainingRows:
         if read_manifest(made) is None:
             fix = f"Pack them: affinage data {recipe['name']}"
             raise UserError(f"the rows of `{self.stage}` are not packed yet", where=str(self.run), fix=fix)
-        if settings["batch"] is None:
+        if settings["batch_size"] is None:
             raise UserError(
                 "how many rows a step has depends on the devices, and this training has not begun",
                 where=str(self.run),
-                fix=f"Begin it, or give --set {self.stage}.batch=ROWS.",
+                fix=f"Begin it, or give --set {self.stage}.batch_size=ROWS.",
             )
         mixture = [(stage["from_step"], stage["weights"]) for stage in settings.get("mixture") or ()]
-        facts = {"rows": made.resolve().name, "seed": recipe["seed"], "batch": settings["batch"]}
+        facts = {"rows": made.resolve().name, "seed": recipe["seed"], "batch": settings["batch_size"]}
         return facts | {"mixture": mixture or None, "steps": settings["steps"]}
 
     @property

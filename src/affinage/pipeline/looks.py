@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.config.data import POCKET_WORLD
-from affinage.config.training import InLoopSettings, TrainSettings
-from affinage.config.tuning import WatchSettings
+from affinage.config.training import MonitorSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.texts import chat_tokenizer
@@ -27,7 +26,7 @@ class _GivenUp(Exception):
 
 def evaluated(
     context: StepContext,
-    asked: InLoopSettings | WatchSettings,
+    asked: MonitorSettings,
     setting: str,
     model: "LoadedModel",
     state: "TrainState",
@@ -64,9 +63,9 @@ def evaluated(
             keep=context.folder / ANSWERS,
             task_folders={} if world is None else {POCKET_WORLD: world / "tasks"},
             data_dir=asked.data_dir,
-            limit=asked.items,
+            limit=asked.limit,
             draw=context.recipe.seed,
-            batch=rows_beside(model, state) if asked.batch == "auto" else asked.batch,
+            batch_size=rows_beside(model, state) if asked.batch_size == "auto" else asked.batch_size,
             samples=0,
             answered=answered,
             progress=go_on,

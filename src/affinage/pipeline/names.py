@@ -40,7 +40,7 @@ def check_languages(loaded: LoadedRecipe) -> None:
     if data is None:
         return
     places: list[tuple[str, tuple[str | int, ...]]] = []
-    if data.clean.min_language_probability > 0 or data.clean.min_language_probability_of:
+    if data.clean.identifies_languages:
         places += [(language, ("data", "languages", index)) for index, language in enumerate(data.languages)]
     for index, source in enumerate(data.sources):
         if source.language and source.kind != "code" and source.language not in data.languages:
@@ -56,7 +56,7 @@ def _hint(language: str) -> str:
     from affinage.data.language import known_languages
 
     code = _CODES.get(language, language.replace("_", "-").partition("-")[0])
-    wanted = "Languages are ISO 639-1 codes, such as en and fr; data.clean.min_language_probability=0 turns it off."
+    wanted = "Languages are ISO 639-1 codes, such as en and fr; data.clean.language_threshold=0 turns it off."
     return f"Did you mean `{code}`? {wanted}" if code in known_languages() else wanted
 
 
@@ -70,7 +70,7 @@ def check_tasks(loaded: LoadedRecipe) -> None:
 def check_tasks_in_loop(loaded: LoadedRecipe, training: Literal["pretrain", "sft", "dpo"]) -> None:
     """The same of the benchmarks that a training asks for on the way, without which it could not go on."""
     recipe = loaded.recipe
-    key: tuple[str, ...] = (training, "evaluate" if training == "pretrain" else "watch")
+    key: tuple[str, ...] = (training, "monitor")
     asked = getattr(getattr(recipe, training), key[1])
     if asked is None:
         return
@@ -91,14 +91,14 @@ def _check_each(loaded: LoadedRecipe, tasks: Sequence[str], data_dir: str | None
 
 
 def check_against(loaded: LoadedRecipe) -> None:
-    """See that what `data.decontaminate.against` names is a task file, or a file of items. Raises UserError."""
+    """See that what `data.decontaminate.benchmark_files` names is a task file, or a file of items. Raises UserError."""
     from affinage.data.benchmark_items import kind_of_items
 
     data = loaded.recipe.data
     if data is None or data.decontaminate is None:
         return
-    for index, path in enumerate(data.decontaminate.against):
-        key = ("data", "decontaminate", "against", index)
+    for index, path in enumerate(data.decontaminate.benchmark_files):
+        key = ("data", "decontaminate", "benchmark_files", index)
         if "://" not in path and not from_home(path).exists():
             fix = "Paths start from the working directory."
             raise UserError(f"there is no `{path}`", where=loaded.locate(key), fix=fix)

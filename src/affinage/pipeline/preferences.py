@@ -26,7 +26,7 @@ def preferences(context: StepContext) -> Summary:
         recipe.dpo,
         chat_tokenizer(context),
         context.folder,
-        context=recipe.dpo.context or recipe.rows.context,
+        context=recipe.dpo.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
         system_prompt=recipe.chat_system_prompt,
         world_folder=context.inputs.get("world"),
@@ -69,7 +69,7 @@ def _write_reference(context: StepContext, program: Any, params: Any, rows: Path
     (context.folder / part).mkdir(exist_ok=True)
     counts, compiled = {}, None
     for name, folder in find_row_folders(rows / part).items():
-        batches = ValidationRows(folder, batch=program.rows // program.job.settings.micro_batches)
+        batches = ValidationRows(folder, batch=program.rows // program.job.settings.gradient_accumulation_steps)
         found = []
         for number, batch in enumerate(batches):
             context.progress(f"{part}/{name} {number / len(batches):.0%}")
@@ -115,7 +115,7 @@ def _job(context: StepContext, graph: "Graph", settings: DpoSettings, feed: Any,
     from affinage.training import TrainJob
 
     base = _base_graph(context)
-    tokens = context.recipe.rows.context if settings.context is None else settings.context
+    tokens = context.recipe.packing.seq_len if settings.seq_len is None else settings.seq_len
     return TrainJob(
         graph=graph,
         settings=settings,
@@ -124,7 +124,7 @@ def _job(context: StepContext, graph: "Graph", settings: DpoSettings, feed: Any,
         seed=context.recipe.seed,
         feed=feed,
         folder=context.folder,
-        initial_params=begin_with(context, base, ("sft", "pretrain"), _settings(context).base_step),
+        initial_params=begin_with(context, base, ("sft", "pretrain"), _settings(context).from_step),
         name=context.folder.name.rpartition("-")[0],
         **more,
     )

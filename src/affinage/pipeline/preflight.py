@@ -50,9 +50,9 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if "compare-tokenizers" in stages:
         for index, path in enumerate(recipe.tokenizer.compare):
             _exists(loaded, path, ("tokenizer", "compare", index))
-    if recipe.data is not None and recipe.data.engine == "ray" and importlib.util.find_spec("ray") is None:
-        fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.engine=local"
-        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "engine")), fix=fix)
+    if recipe.data is not None and recipe.data.executor == "ray" and importlib.util.find_spec("ray") is None:
+        fix = "Install it: pip install 'affinage[ray]', or leave the work to this machine: data.executor=local"
+        raise UserError("the package `ray` is not installed", where=loaded.locate(("data", "executor")), fix=fix)
     if _asks_for_tasks(loaded, stages):
         _check_tasks(loaded)
     if recipe.export is not None and recipe.export.verify and "export" in stages:
@@ -63,15 +63,15 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
                 raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
     if recipe.export is not None and "export" in stages:
         _check_export(loaded)
-    if recipe.rows.url and "rows" in stages:
+    if recipe.packing.output_path and "rows" in stages:
         from affinage.data.shards import check_url
 
-        with _written(loaded, "rows", "url"):
-            check_url(recipe.rows.url)
+        with _written(loaded, "packing", "output_path"):
+            check_url(recipe.packing.output_path)
     if {"pretrain", "sft", "dpo"} & set(stages):
         signing_key()
         with _written(loaded, "trackers"):
-            check_trackers(recipe.trackers)
+            check_trackers(recipe.runtime.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
         check_tasks_in_loop(loaded, "pretrain")
         _check_training(loaded, recipe.pretrain, "pretrain")
@@ -105,7 +105,7 @@ def _left_of_the_base(loaded: LoadedRecipe) -> Iterator[str]:
                 f"of yours, or leave it out with --set {section}=null"
             )
     asked = [("evaluate", recipe.evaluate.tasks if recipe.evaluate else ())]
-    asked += [(f"{name}.watch", tuning.watch.tasks) for name, tuning in tunings if tuning and tuning.watch]
+    asked += [(f"{name}.monitor", tuning.monitor.tasks) for name, tuning in tunings if tuning and tuning.monitor]
     for key, tasks in asked:
         if any(map(of_pocket_world, tasks)):
             yield f"the benchmarks are those of the pocket world, which your text does not speak of: {key}.tasks"
@@ -133,7 +133,7 @@ def _without_experts(loaded: LoadedRecipe) -> Iterator[str]:
     from affinage.parallel import table_with
     from affinage.parallel.used_axes import without_experts
 
-    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocabulary), loaded.locate)
+    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
     said = without_experts(graph, table_with(recipe.parallel.sharding))
     if said:
         yield said
@@ -144,9 +144,9 @@ def _check_export(loaded: LoadedRecipe) -> None:
     from affinage.model import parse
 
     recipe = loaded.recipe
-    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocabulary), loaded.locate)
+    graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
     try:
-        family_of(graph).hf_config(graph, context=recipe.rows.context)
+        family_of(graph).hf_config(graph, context=recipe.packing.seq_len)
     except UserError as error:
         fix = "Set `export: null`: everything else works with it, as a MODEL too."
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
@@ -210,14 +210,14 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     from affinage.training.layerwise import check_remat, check_update
 
     recipe = loaded.recipe
-    wanted = recipe.tokenizer.vocabulary
+    wanted = recipe.tokenizer.vocab_size
     graph = parse(with_vocabulary(recipe.model, wanted), loaded.locate)
     is_text = recipe.data is None or recipe.data.arrays is None
     folder = initial_folder(loaded)
     if folder is not None:
         from affinage.data.tokenizer import Tokenizer
 
-        with _written(loaded, "init"):
+        with _written(loaded, "init_from"):
             initial_params(folder, graph)
             given = Tokenizer.load(folder / TOKENIZER)
             if recipe.sft is not None or recipe.dpo is not None:
@@ -226,14 +226,14 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
     elif is_text and recipe.tokenizer.kind == "bpe" and wanted > graph.vocabulary:
         raise UserError(
             f"the tokenizer will have {wanted} pieces, the model's vocabulary is {graph.vocabulary}",
-            where=loaded.locate(("tokenizer", "vocabulary")),
+            where=loaded.locate(("tokenizer", "vocab_size")),
             fix=f"Set `vocab: auto`, or at least {wanted}, where the model says {graph.vocabulary}.",
         )
     with _written(loaded, "mesh"):
         mesh = make_mesh(dict(recipe.mesh.items()), acquire())
     with _written(loaded, name, "lora"):
         held = frozen_of(graph, settings)
-    with _written(loaded, name, "update"):
+    with _written(loaded, name, "optimizer_in_backward"):
         check_update(held, settings, in_stages=mesh.shape["pipeline"] > 1)
     with _written(loaded, "parallel", "remat"):
         check_remat(settings, recipe.parallel.remat)
@@ -242,16 +242,16 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
         table = table_with(recipe.parallel.sharding)
     with _written(loaded, "mesh"):
         check_axes_used(graph, mesh.shape, table)
-    with _written(loaded, name, "batch"):
-        check_rows_divide(rows_per_step(settings, mesh.size), settings.micro_batches, mesh, table)
+    with _written(loaded, name, "batch_size"):
+        check_rows_divide(rows_per_step(settings, mesh.size), settings.gradient_accumulation_steps, mesh, table)
     with _written(loaded, "mesh"):
-        rows = rows_per_step(settings, mesh.size) // settings.micro_batches
+        rows = rows_per_step(settings, mesh.size) // settings.gradient_accumulation_steps
         call = call_on(MeshLayout(mesh, table), settings.attention, recipe.parallel)
         strategy_for(mesh, recipe.parallel).check(graph, rows, call)
         param_shardings(mesh, logical_axes(graph), abstract_params(graph), table)
     if is_text:
-        with _written(loaded, "rows", "context"):
-            check_positions_divide(recipe.rows.context, mesh, table)
+        with _written(loaded, "packing", "seq_len"):
+            check_positions_divide(recipe.packing.seq_len, mesh, table)
 
 
 def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> None:
@@ -259,43 +259,43 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
     from affinage.checkpoint.steps import kept_steps
 
     tunings = [name for name in loaded.recipe.trainings if name != "pretrain"]
-    step = getattr(loaded.recipe, tunings[0]).base_step if tunings else None
+    step = getattr(loaded.recipe, tunings[0]).from_step if tunings else None
     if step is None or step == pretrain.steps:
         return
-    keep = pretrain.checkpoint
+    keep = loaded.recipe.runtime.checkpoint
     saved = range(keep.every_steps, pretrain.steps, keep.every_steps)
     if step not in saved or step not in kept_steps([*saved, pretrain.steps], keep.keep_last, keep.keep_every):
         raise UserError(
             f"pretrain will keep no checkpoint of step {step}: of its {pretrain.steps} steps it saves every "
             f"{keep.every_steps} and keeps the last {keep.keep_last}"
             + (f" and multiples of {keep.keep_every}" if keep.keep_every else ""),
-            where=loaded.locate((tunings[0], "base_step")),
-            fix=f"Set pretrain.checkpoint.every_steps and keep_every to numbers that divide {step}.",
+            where=loaded.locate((tunings[0], "from_step")),
+            fix=f"Set runtime.checkpoint.every_steps and keep_every to numbers that divide {step}.",
         )
 
 
 def _check_base_of_dpo(loaded: LoadedRecipe, sft: SftSettings) -> None:
     """What follows a fine-tuning that is still to be made begins with no step that this cannot reach.
 
-    Where it ends by `max_epochs` is known once its conversations are packed; before, at most one is in a row.
+    Where it ends by `num_epochs` is known once its conversations are packed; before, at most one is in a row.
     """
     from affinage.hardware.devices import acquire
     from affinage.parallel import make_mesh
     from affinage.training import rows_per_step
 
-    step = loaded.recipe.dpo.base_step if loaded.recipe.dpo is not None else None
+    step = loaded.recipe.dpo.from_step if loaded.recipe.dpo is not None else None
     if step is None:
         return
     last, why = sft.steps, "so many are sft.steps"
-    given = [source.examples for source in sft.sources if source.examples is not None]
-    if sft.max_epochs is not None and sft.mixture is None and len(given) == len(sft.sources):
+    given = [source.max_examples for source in sft.sources if source.max_examples is not None]
+    if sft.num_epochs is not None and sft.mixture is None and len(given) == len(sft.sources):
         rows = rows_per_step(sft, make_mesh(dict(loaded.recipe.mesh.items()), acquire()).size)
-        seen = max(1, int(sum(given) * sft.max_epochs / rows))
+        seen = max(1, int(sum(given) * sft.num_epochs / rows))
         if seen < last:
             last = seen
-            why = f"sft.max_epochs is {sft.max_epochs:g}, and {sum(given):,} conversations are at most as many rows"
+            why = f"sft.num_epochs is {sft.num_epochs:g}, and {sum(given):,} conversations are at most as many rows"
     if step > last:
-        where = loaded.locate(("dpo", "base_step"))
+        where = loaded.locate(("dpo", "from_step"))
         fix = "Set a step that sft saves and keeps, or leave it out for its last one."
         raise UserError(f"sft ends at step {last:,} at the latest, before {step:,}: {why}", where=where, fix=fix)
 

@@ -29,7 +29,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
     assert settings is not None
     model = _trained(context, training, f"{recipe.name}/{training}")
     chat = training in CHAT
-    unlearned = settings.chat_template == "always" and not has_chat_template(model, chat)
+    unlearned = settings.apply_chat_template is True and not has_chat_template(model, chat)
     results = evaluate(
         replace(model, attention=settings.attention),
         settings.tasks,
@@ -39,9 +39,9 @@ def evaluate(context: StepContext, training: str) -> Summary:
         data_dir=settings.data_dir,
         chat=chat,
         limit=settings.limit,
-        shots=settings.shots,
-        chat_template="auto" if unlearned else settings.chat_template,
-        batch=settings.batch,
+        num_fewshot=settings.num_fewshot,
+        apply_chat_template="auto" if unlearned else settings.apply_chat_template,
+        batch_size=settings.batch_size,
         max_new_tokens=settings.max_new_tokens,
         texts=_validation_texts(inputs["split"]) if settings.compressors and "split" in inputs else None,
         compressors=settings.compressors,
@@ -73,10 +73,10 @@ def export(context: StepContext) -> Summary:
     summary = export(
         model,
         folder,
-        facts=card_facts(facts, recipe.export.licence),
+        facts=card_facts(facts, recipe.export.license),
         dtype=recipe.export.dtype,
         chat=training in CHAT,
-        shard_gigabytes=recipe.export.shard_gigabytes,
+        max_shard_size=recipe.export.max_shard_size,
         trim_vocabulary=recipe.export.trim_vocabulary,
     )
     if recipe.export.verify:

@@ -168,7 +168,7 @@ class PipelineRunner:
                 if missing and remote is not None:
                     remote.copy(planned.request)
             if remote is not None and (failure := remote.wait()):
-                _print(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
+                _print(f"NOT all results were copied to {self.loaded.recipe.runtime.remote}: {failure}; run it again to try")
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
@@ -318,11 +318,11 @@ class PipelineRunner:
 
 
 def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
-    if loaded.recipe.remote is None:
+    if loaded.recipe.runtime.remote is None:
         return None
     from affinage.pipeline.remote_results import RemoteResults  # imports JAX, which a plan does without
 
-    return RemoteResults(loaded.recipe.remote, store)
+    return RemoteResults(loaded.recipe.runtime.remote, store)
 
 
 def _print(line: str) -> None:

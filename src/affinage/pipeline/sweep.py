@@ -31,7 +31,7 @@ def points(recipe: str, overrides: Sequence[str]) -> list[Point]:
         raise UserError(
             "this recipe has no `sweep`",
             where=str(loaded.path),
-            fix="Give settings and values: --set 'sweep={sft.steps: [100, 300], sft.schedule.peak: [1e-3, 3e-4]}'",
+            fix="Give settings and values: --set 'sweep={sft.steps: [100, 300], sft.schedule.peak_lr: [1e-3, 3e-4]}'",
         )
     found = []
     for number, values in enumerate(itertools.product(*grid.values()), 1):

@@ -7,7 +7,7 @@ import rich
 
 from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.recipe import Recipe
-from affinage.config.sources import POCKET_MEGABYTES
+from affinage.config.sources import POCKET_BYTES
 from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary
 
@@ -19,7 +19,7 @@ def world(context: StepContext) -> Summary:
     """Generate the pocket world: documents, conversations, preferences and benchmarks."""
     from affinage.data.world import write_world
 
-    return write_world(context.folder, megabytes=pocket_megabytes(context.recipe), seed=context.recipe.seed)
+    return write_world(context.folder, megabytes=pocket_bytes(context.recipe) / 1e6, seed=context.recipe.seed)
 
 
 def collect(context: StepContext) -> Summary:
@@ -55,13 +55,13 @@ def deduplicate(context: StepContext) -> Summary:
     from affinage.data.engine import open_engine
 
     settings = _data(context)
-    assert settings.deduplicate is not None
+    assert settings.dedup is not None
     with open_engine(settings) as engine:
         return deduplicate(
             context.inputs["clean"],
             context.folder,
-            settings.deduplicate,
-            memory=round(settings.memory_megabytes * 1e6),
+            settings.dedup,
+            memory=settings.memory_bytes,
             engine=engine,
             progress=_share(context),
         )
@@ -78,11 +78,11 @@ def decontaminate(context: StepContext) -> Summary:
     data = _data(context)
     settings, evaluated = data.decontaminate, context.recipe.evaluate
     assert settings is not None
-    tasks = [name for name in settings.against if name.endswith((".yaml", ".yml"))]
+    tasks = [name for name in settings.benchmark_files if name.endswith((".yaml", ".yml"))]
     if settings.benchmarks and evaluated is not None:
         tasks += [task for task in evaluated.tasks if not of_pocket_world(task)]
     items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
-    for path in settings.against:
+    for path in settings.benchmark_files:
         items += read_items(path) if path not in tasks else ()
     documents = context.inputs.get("deduplicate") or context.inputs["clean"]
     with open_engine(data) as engine:
@@ -141,7 +141,7 @@ def rows(context: StepContext) -> Summary:
     recipe, progress = context.recipe, context.progress
     split, trained = context.inputs["split"], Tokenizer.load(context.inputs["tokenizer"])
     with open_engine(_data(context)) as engine:
-        return pack_rows(split, trained, context.folder, recipe.rows, recipe.seed, engine=engine, progress=progress)
+        return pack_rows(split, trained, context.folder, recipe.packing, recipe.seed, engine=engine, progress=progress)
 
 
 def conversations(context: StepContext) -> Summary:
@@ -154,7 +154,7 @@ def conversations(context: StepContext) -> Summary:
         recipe.sft,
         chat_tokenizer(context),
         context.folder,
-        context=recipe.sft.context or recipe.rows.context,
+        context=recipe.sft.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
         world_folder=context.inputs.get("world"),
         progress=context.progress,
@@ -183,10 +183,10 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
     return tokenizer
 
 
-def pocket_megabytes(recipe: Recipe) -> float:
+def pocket_bytes(recipe: Recipe) -> int:
     """How much text of the pocket world the recipe asks for, in 1e6 bytes."""
     worlds = [source for source in (recipe.data.sources if recipe.data else ()) if source.path == POCKET_WORLD]
-    return max((source.megabytes or POCKET_MEGABYTES for source in worlds), default=POCKET_MEGABYTES)
+    return max((source.max_bytes or POCKET_BYTES for source in worlds), default=POCKET_BYTES)
 
 
 def _share(context: StepContext) -> Callable[[float], None]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import rich
 from rich.markup import escape
 
-from affinage.config.tuning import DpoSettings, TuningSettings, WatchSettings
+from affinage.config.training import MonitorSettings
+from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.pipeline.initial import KEPT
@@ -50,7 +51,7 @@ def worse(before: list[int], now: list[int]) -> float:
 class Watch:
     """Ends a training where a benchmark is worse than at an earlier look, or where its rows have been seen enough."""
 
-    settings: WatchSettings | None
+    settings: MonitorSettings | None
     folder: Path
     steps: int
     score: "Callable[[TrainState, Stop], Answers | None]"  # None if it was stopped
@@ -94,12 +95,12 @@ class Watch:
             answers = {task: list(right) for task, right in scored.items()}
             found = {"step": step, "scores": scores(answers), "worse": self.degraded(answers), "right": answers}
             self.looks.append(found)
-            if not found["worse"] and self.settings.when_worse != "tell":
+            if not found["worse"] and self.settings.on_regression != "log":
                 self.keep(step, state)
             if Hosts.at_work().first:
                 write_json(self.folder / LOOKS, {"threshold": self.threshold(len(answers)), "looks": self.looks})
             self.say(f"step {step:,}/{self.steps:,}  watched: {', '.join(_in_words(found))}")
-        return "; ".join(_degradations(found)) if self.settings.when_worse == "stop" else ""
+        return "; ".join(_degradations(found)) if self.settings.on_regression == "stop" else ""
 
     def degraded(self, answers: Answers) -> list[dict[str, Any]]:
         """Which tasks are worse than at which earlier look: {task, than: its step, p}."""
@@ -115,7 +116,7 @@ class Watch:
         """What `p` is divided down to: by tasks times pairs of looks."""
         assert self.settings is not None
         looks = sum(self._is_look(step) for step in range(min(self.steps, self.last_step or self.steps) + 1))
-        return self.settings.p / (tasks * max(1, math.comb(looks, 2)))
+        return self.settings.alpha / (tasks * max(1, math.comb(looks, 2)))
 
 
 def _degradations(look: Mapping[str, Any]) -> list[str]:
@@ -137,27 +138,27 @@ def scores(answers: Answers) -> dict[str, dict[str, float]]:
 
 
 def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
-    """The settings with no more steps than `max_epochs` allows, at the last of which the schedule ends, too.
+    """The settings with no more steps than `num_epochs` allows, at the last of which the schedule ends, too.
 
     A warm-up that is longer than they are becomes a tenth of them. Fewer steps are told of before the training begins.
     Raises UserError if the schedule begins after them.
     """
-    if settings.max_epochs is None:
+    if settings.num_epochs is None:
         return settings
-    steps, schedule = _last_step(feed, settings.steps, settings.max_epochs), settings.schedule
+    steps, schedule = _last_step(feed, settings.steps, settings.num_epochs), settings.schedule
     if steps == settings.steps:
         return settings
     if schedule.from_step >= steps:
         raise UserError(
-            f"the rows have been seen {settings.max_epochs:g} times after step {steps:,}, and the schedule begins at "
+            f"the rows have been seen {settings.num_epochs:g} times after step {steps:,}, and the schedule begins at "
             f"step {schedule.from_step:,}",
-            where=f"{where}.max_epochs",
+            where=f"{where}.num_epochs",
             fix="Allow more epochs (null: any number), or give more conversations.",
         )
     if schedule.warmup_steps > steps - schedule.from_step:
         schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
     if Hosts.current.first:
-        why = seen_enough(feed, steps, settings.max_epochs)
+        why = seen_enough(feed, steps, settings.num_epochs)
         rich.print(f"{where}: ends at step {steps:,} of {settings.steps:,}, when {escape(why)}; null lets it go on")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})
 
@@ -167,7 +168,7 @@ def seen_enough(feed: "RowFeed", last_step: int, epochs: float) -> str:
     seen = feed.epochs(last_step + 1)
     spent = [name for name, times in seen.items() if times > epochs]
     rows = "its rows" if len(spent) == len(seen) else f"the rows of {', '.join(spent)}"
-    return f"{rows} have been seen as often as `max_epochs: {epochs:g}` allows"
+    return f"{rows} have been seen as often as `num_epochs: {epochs:g}` allows"
 
 
 def judge_of(
@@ -178,7 +179,7 @@ def judge_of(
     `asked` is how many steps the recipe has; those of `settings` may be fewer, see `within_epochs`.
     """
     last_step = settings.steps if settings.steps < asked else None
-    if settings.watch is None and last_step is None:
+    if settings.monitor is None and last_step is None:
         return None
 
     def keep(step: int, state: "TrainState") -> None:
@@ -189,14 +190,14 @@ def judge_of(
         store.wait()
 
     def score(state: "TrainState", stop: Stop) -> Answers | None:
-        assert settings.watch is not None
+        assert settings.monitor is not None
         params = _whole_model(graph, settings, state)
         model = model_in_training(context, settings, graph, feed.context, system_prompt, params)
-        setting = "dpo.watch" if isinstance(settings, DpoSettings) else "sft.watch"
-        return _answers(context, settings.watch, setting, model, state, stop)
+        setting = "dpo.monitor" if isinstance(settings, DpoSettings) else "sft.monitor"
+        return _answers(context, settings.monitor, setting, model, state, stop)
 
-    ending = "" if last_step is None else seen_enough(feed, last_step, settings.max_epochs or 0.0)
-    return Watch(settings.watch, context.folder, settings.steps, score, keep, last_step, ending)
+    ending = "" if last_step is None else seen_enough(feed, last_step, settings.num_epochs or 0.0)
+    return Watch(settings.monitor, context.folder, settings.steps, score, keep, last_step, ending)
 
 
 def _whole_model(graph: "Graph", settings: TuningSettings, state: "TrainState") -> Any:
@@ -221,7 +222,7 @@ def _last_step(feed: "RowFeed", steps: int, epochs: float) -> int:
 
 
 def _answers(
-    context: StepContext, watch: WatchSettings, setting: str, model: "LoadedModel", state: "TrainState", stop: Stop
+    context: StepContext, watch: MonitorSettings, setting: str, model: "LoadedModel", state: "TrainState", stop: Stop
 ) -> Answers | None:
     lines: dict[str, list[dict[str, Any]]] = {}
 

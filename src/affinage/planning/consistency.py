@@ -223,15 +223,15 @@ def _sft_sources(facts: Facts, claims: Claims, where: Slice | None) -> Iterator[
 
 def _sft_steps(facts: Facts, claims: Claims, where: Slice | None) -> Iterator[Contradiction]:
     sft = claims.sft
-    if sft.examples is None or sft.batch is None or sft.steps_per_epoch is None:
+    if sft.examples is None or sft.batch_size is None or sft.steps_per_epoch is None:
         return
-    steps = math.ceil(sft.examples / sft.batch)
+    steps = math.ceil(sft.examples / sft.batch_size)
     if not _close(steps, sft.steps_per_epoch):
         packed = steps / sft.steps_per_epoch
         reading = f"packing {packed:.1f} conversations to a row makes both true" if packed > 1 else ""
         yield Contradiction(
             "sft.steps_per_epoch",
-            f"{_count(sft.examples)} examples at batch {sft.batch} are {steps:,} steps an epoch, "
+            f"{_count(sft.examples)} examples at batch {sft.batch_size} are {steps:,} steps an epoch, "
             f"not {sft.steps_per_epoch:,}",
             reading,
         )

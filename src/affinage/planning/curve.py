@@ -60,11 +60,11 @@ def curve(recipe: Recipe, graph: Graph, kind: Literal["weak", "strong"], first: 
     name, settings, _ = training_settings(recipe)
     check_remat(settings, recipe.parallel.remat)
     check_update(frozen_of(graph, settings), settings, in_stages=False)
-    rows = settings.batch or (settings.batch_per_device or 1) * first.devices
+    rows = settings.batch_size or (settings.per_device_batch_size or 1) * first.devices
     plans = []
     for where in _larger(first):
         batch = rows if kind == "strong" else rows * where.devices // first.devices
-        sized = settings.model_copy(update={"batch": batch, "batch_per_device": None})
+        sized = settings.model_copy(update={"batch_size": batch, "per_device_batch_size": None})
         best = _fastest(recipe.model_copy(update={name: sized}), graph, where)
         if best is not None:
             plans.append(best)

@@ -16,7 +16,8 @@ from affinage.model.parameter import Tree, map_parameters
 class OwnExperts(MoeSettings):
     """Experts of which one device has its part; its router knows all of them."""
 
-    owners: int  # devices that the experts lie on
+    owners: int
+    """Devices that the experts lie on."""
 
     @override
     def parameters(self, width: int, std: float) -> Tree:

@@ -65,7 +65,7 @@ def forecast(
         return None
     where = measured(where)
     sizes = {axis: mesh.get(axis, 1) for axis in AXES} if where.platform != "cpu" else {"data": 1}
-    settings = settings.model_copy(update={"batch": rows, "batch_per_device": None})
+    settings = settings.model_copy(update={"batch_size": rows, "per_device_batch_size": None})
     try:
         split = lay_out(graph, settings, dict(sizes), context, where.devices, parallel)
     except UserError:

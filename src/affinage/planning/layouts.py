@@ -94,7 +94,7 @@ def _measure(recipe: str, overrides: Sequence[str], mesh: Mesh, steps: int) -> M
     assert settings is not None
     graph = planned_graph(loaded)
     rows = rows_per_step(settings, DEVICES)
-    batch = synthetic_batch(graph, rows, loaded.recipe.rows.context)
+    batch = synthetic_batch(graph, rows, loaded.recipe.packing.seq_len)
     program = program_of(graph, settings, loaded.recipe.parallel, mesh, batch)
     state, put, step = program.begin(), program.put(batch), program.compile_training()
     seconds = []
@@ -104,7 +104,7 @@ def _measure(recipe: str, overrides: Sequence[str], mesh: Mesh, steps: int) -> M
         seconds.append(time.process_time() - began)
     parts, bubble = 1, 0.0
     if isinstance(program.strategy, Pipeline):
-        at_once = program.strategy.parts(rows // settings.micro_batches, program.layout)
+        at_once = program.strategy.parts(rows // settings.gradient_accumulation_steps, program.layout)
         parts = at_once * program.strategy.rounds
         bubble = idle_share(mesh["pipeline"], parts)
     return Measured(dict(mesh), parts, bubble, tuple(seconds[1:]))

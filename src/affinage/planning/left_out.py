@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from affinage.config.mesh import axis_to_free
 from affinage.config.recipe import Recipe
 from affinage.errors import UserError
+from affinage.hardware.mesh import axis_to_free
 from affinage.hardware.slices import Slice
 from affinage.planning.plan import dividing_batch, training_settings
 
@@ -34,8 +34,8 @@ def left_out(recipe: Recipe, refused: Sequence[tuple[Slice, UserError]]) -> list
             reason = (f"the recipe's mesh is of {of}", f"--set mesh.{axis}=auto takes all there are")
         elif dividing_batch(recipe, where):
             every = math.lcm(*batches)
-            what = f"a batch of {settings.batch} does not divide over their devices"
-            reason = (what, f"--set {section}.batch={every} does, over all of them")
+            what = f"a batch of {settings.batch_size} does not divide over their devices"
+            reason = (what, f"--set {section}.batch_size={every} does, over all of them")
         else:
             reason = (error.what, error.fix)
         groups.setdefault(reason, []).append(where.name)

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from affinage.config.mesh import axis_to_free
 from affinage.config.parallel import ParallelSettings
 from affinage.config.training import AttentionImplementation, TrainSettings
 from affinage.errors import UserError
+from affinage.hardware.mesh import axis_to_free
 from affinage.model import Graph, parse
 from affinage.model.analysis import Analysis, analyse
 from affinage.model.parameter import Parameter, map_parameters
@@ -235,7 +235,7 @@ def lay_out(
     asked = parallel or ParallelSettings()
     check_remat(settings, asked.remat)
     done = as_it_is_done(settings, asked)
-    split = Split(graph, sizes, rows_per_step(settings, devices), context, settings.micro_batches, done)
+    split = Split(graph, sizes, rows_per_step(settings, devices), context, settings.gradient_accumulation_steps, done)
     split.check(settings.attention)
     check_update(frozen_of(graph, settings), settings, in_stages=split.stages > 1)
     return split

@@ -124,7 +124,7 @@ def _traced_step(part: Part) -> Traced:
         call = pipeline.adapt(call)
     step = step_of(whole, optimizer, settings, call, seed=0)
     state = abstract_state(whole, jnp.dtype(settings.precision.params), optimizer, layout)
-    batch = batch_shapes(graph, part.rows * settings.micro_batches, part.context)
+    batch = batch_shapes(graph, part.rows * settings.gradient_accumulation_steps, part.context)
 
     def of_weights(weights: Any, rest: TrainState, batch: Any) -> Any:
         params, frozen = weights

@@ -54,7 +54,7 @@ class Plan:
         price: US dollars per chip and hour, None where it is not known.
         price_source: what is known of where it comes from; empty for the recipe's own.
         choice: what `remat: auto` stands for here.
-        guard: what `max_epochs` does to the steps, in words; empty where it does nothing.
+        guard: what `num_epochs` does to the steps, in words; empty where it does nothing.
     """
 
     recipe: str
@@ -224,11 +224,11 @@ def training_settings(recipe: Recipe) -> tuple[Training, TrainSettings, int]:
         UserError: for a recipe that trains nothing.
     """
     if recipe.pretrain is not None:
-        return "pretrain", recipe.pretrain, recipe.rows.context
+        return "pretrain", recipe.pretrain, recipe.packing.seq_len
     if recipe.sft is not None:
-        return "sft", recipe.sft, recipe.sft.context or recipe.rows.context
+        return "sft", recipe.sft, recipe.sft.seq_len or recipe.packing.seq_len
     if recipe.dpo is not None:
-        return "dpo", recipe.dpo, recipe.dpo.context or recipe.rows.context
+        return "dpo", recipe.dpo, recipe.dpo.seq_len or recipe.packing.seq_len
     raise UserError("this recipe trains nothing", fix="Add a `pretrain:` section.")
 
 
@@ -264,7 +264,7 @@ NOTHING_COUNTED = Counted()
 def planned_graph(loaded: LoadedRecipe, counted: Counted = NOTHING_COUNTED) -> Graph:
     """The model of a recipe, with the loss of the training that is planned."""
     recipe = loaded.recipe
-    graph = parse(recipe.model, loaded.locate, vocabulary=counted.vocabulary or recipe.tokenizer.vocabulary)
+    graph = parse(recipe.model, loaded.locate, vocabulary=counted.vocabulary or recipe.tokenizer.vocab_size)
     if recipe.pretrain is not None or recipe.sft is not None or recipe.dpo is None:
         return graph
     _, _, context = training_settings(recipe)
@@ -345,19 +345,19 @@ def dividing_batch(recipe: Recipe, where: Slice) -> int | None:
     """
     _, settings, _ = training_settings(recipe)
     try:
-        pieces = _row_parts(recipe, where) * settings.micro_batches
+        pieces = _row_parts(recipe, where) * settings.gradient_accumulation_steps
     except UserError:
         return None
-    if settings.batch is None or settings.batch % pieces == 0:
+    if settings.batch_size is None or settings.batch_size % pieces == 0:
         return None
-    return max(1, round(settings.batch / pieces)) * pieces
+    return max(1, round(settings.batch_size / pieces)) * pieces
 
 
 def micro_batches_that_keep(recipe: Recipe, where: Slice) -> int | None:
     """The most micro-batches below the recipe's over which its batch divides on a slice; None where none do."""
     _, settings, _ = training_settings(recipe)
-    pieces, fewer = _row_parts(recipe, where), range(settings.micro_batches - 1, 0, -1)
-    return next((parts for parts in fewer if (settings.batch or 1) % (pieces * parts) == 0), None)
+    pieces, fewer = _row_parts(recipe, where), range(settings.gradient_accumulation_steps - 1, 0, -1)
+    return next((parts for parts in fewer if (settings.batch_size or 1) % (pieces * parts) == 0), None)
 
 
 def _row_parts(recipe: Recipe, where: Slice) -> int:

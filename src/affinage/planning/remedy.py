@@ -33,7 +33,7 @@ def remedy(plan: "Plan") -> str:
         if parts is not None:
             rows = split.rows // parts // split.row_parts
             at_once = f"{rows} row{'s' if rows > 1 else ''} at a time on a device"
-            all_of_them = [*settings, f"`--set {plan.section}.micro_batches={parts}`"]
+            all_of_them = [*settings, f"`--set {plan.section}.gradient_accumulation_steps={parts}`"]
             return f"{' and '.join(all_of_them)} would fit, with {at_once}"
     return NOTHING
 
@@ -72,7 +72,7 @@ def _parts_that_fit(split: Split, memory: Memory, plan: "Plan") -> int | None:
 
 def _estimate(split: Split, plan: "Plan") -> Memory | None:
     """Memory of the plan's training, split so; None where a run would refuse that."""
-    settings = plan.settings.model_copy(update={"micro_batches": split.micro_batches})
+    settings = plan.settings.model_copy(update={"gradient_accumulation_steps": split.micro_batches})
     try:
         split.check(settings.attention)
         check_update(frozen_of(split.graph, settings), settings, in_stages=split.stages > 1)

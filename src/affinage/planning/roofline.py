@@ -205,8 +205,8 @@ class _Work:
 
 def _work(split: Split, settings: TrainSettings, where: Slice) -> Mapping[str, _Work]:
     """What every node does to memory; of what is done to a micro-batch their number and the moments are no part."""
-    optimizer = settings.optimizer.model_copy(update={"moments": "float32"})
-    alike = settings.model_copy(update={"micro_batches": 1, "optimizer": optimizer})
+    optimizer = settings.optimizer.model_copy(update={"state_dtype": "float32"})
+    alike = settings.model_copy(update={"gradient_accumulation_steps": 1, "optimizer": optimizer})
     return _work_of(part_of(split, alike, where.chip, where.platform))
 
 

@@ -60,7 +60,7 @@ class Candidate:
 
     def settings(self, section: str) -> dict[str, Any]:
         """As a recipe has them, for its training `section`."""
-        training = {"micro_batches": self.micro_batches, "optimizer": {"moments": self.moments}}
+        training = {"gradient_accumulation_steps": self.micro_batches, "optimizer": {"state_dtype": self.moments}}
         return {"mesh": self.sizes, "parallel": {"remat": self.remat}, section: training}
 
     def lines(self, recipe: Recipe, section: str) -> str:
@@ -78,15 +78,17 @@ class Candidate:
         return [
             f"mesh={{{mesh}}}",
             f"parallel.remat={self.remat}",
-            f"{section}.micro_batches={self.micro_batches}",
-            f"{section}.optimizer.moments={self.moments}",
+            f"{section}.gradient_accumulation_steps={self.micro_batches}",
+            f"{section}.optimizer.state_dtype={self.moments}",
         ]
 
     def put_into(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings."""
         name, settings, _ = training_settings(recipe)
-        optimizer = settings.optimizer.model_copy(update={"moments": self.moments})
-        training = settings.model_copy(update={"micro_batches": self.micro_batches, "optimizer": optimizer})
+        optimizer = settings.optimizer.model_copy(update={"state_dtype": self.moments})
+        training = settings.model_copy(
+            update={"gradient_accumulation_steps": self.micro_batches, "optimizer": optimizer}
+        )
         parallel = recipe.parallel.model_copy(update={"remat": self.remat})
         return recipe.model_copy(update={"mesh": self.sizes, "parallel": parallel, name: training})
 
@@ -116,7 +118,7 @@ def search(
         UserError: where nothing fits, and for settings that go with no way to split.
     """
     _, settings, _ = training_settings(recipe)
-    whole = settings.model_copy(update={"micro_batches": 1})
+    whole = settings.model_copy(update={"gradient_accumulation_steps": 1})
     check_update(frozen_of(graph, settings), whole, in_stages=False)  # what no candidate could change
     where = measured(where)
     progress(f"the ways to split {recipe.name} over {where.name}")
@@ -155,7 +157,7 @@ Order = tuple[Any, ...]
 
 def order(candidate: Candidate, seconds: float, settings: TrainSettings) -> Order:
     """Seconds with what a difference within the estimate's error must outweigh, then what is simpler."""
-    foreign = candidate.moments != settings.optimizer.moments
+    foreign = candidate.moments != settings.optimizer.state_dtype
     return (
         seconds * (_FOREIGN_MOMENTS if foreign else 1.0) * _MORE_PARTS ** math.log2(candidate.micro_batches),
         REMATS.index(candidate.remat),
@@ -217,7 +219,7 @@ def candidates(recipe: Recipe, graph: Graph, where: Slice, *, fitting: bool = Tr
         context = 1
     capacity = where.chip.memory_per_device or 0
     # Layers that are updated one by one are one program with all of them.
-    remats: tuple[str, ...] = (LAYERWISE_REMAT,) if settings.update == "layerwise" else REMATS
+    remats: tuple[str, ...] = (LAYERWISE_REMAT,) if settings.optimizer_in_backward else REMATS
     for mesh in _meshes(graph, where.devices):
         for parts, moments in itertools.product(_parts(settings, where.devices), MOMENTS):
             sizes = dict(zip(AXES, mesh, strict=True))
@@ -251,7 +253,7 @@ def _meshes(graph: Graph, devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def _parts(settings: TrainSettings, devices: int) -> list[int]:
-    rows = settings.batch or (settings.batch_per_device or 1) * devices
+    rows = settings.batch_size or (settings.per_device_batch_size or 1) * devices
     return [n for n in _divisors(rows) if n <= MOST_PARTS]
 
 

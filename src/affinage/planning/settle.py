@@ -64,7 +64,7 @@ def choose_remat(split: Split, settings: TrainSettings, chip: Chip, platform: st
     Where the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
     """
     capacity = chip.memory_per_device or 0
-    alone = settings.update == "layerwise"
+    alone = settings.optimizer_in_backward
     tried = []
     ladder: tuple[Remat, ...] = (LAYERWISE_REMAT,) if alone else LADDER
     for remat in ladder:
@@ -91,7 +91,7 @@ def remat_for_devices(
     from jax.experimental import multihost_utils
 
     devices = list(layout.mesh.devices.flat)
-    split = Split(graph, dict(layout.mesh.shape), rows, context, settings.micro_batches, parallel)
+    split = Split(graph, dict(layout.mesh.shape), rows, context, settings.gradient_accumulation_steps, parallel)
     choice = choose_remat(split, settings, present(devices), devices[0].platform)
     if jax.process_count() > 1:
         index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))

@@ -67,7 +67,7 @@ def _licences(sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             title = SourceSettings.model_validate(dict(one)).title
         except ValidationError:  # of another version
             title = string(one.get("name"))
-        found[unique(title, found)] = string(one.get("licence"))
+        found[unique(title, found)] = string(one.get("license"))
     return found
 
 

@@ -74,15 +74,16 @@ def read_thresholds(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     found = mapping(summary.get("thresholds"))
     grid = tuple(value for value in map(number, listing(found.get("grid"))) if value is not None)
     asked = mapping(mapping(settings.get("data")).get("clean"))
-    of_source = mapping(asked.get("min_language_probability_of"))
+    asked_threshold = asked.get("language_threshold")
+    of_each = asked_threshold if isinstance(asked_threshold, Mapping) else {"default": asked_threshold}
     costs = []
     for row in mappings(found.get("costs")):
         documents, bytes = whole(row.get("documents")) or 0, whole(row.get("bytes")) or 0
         by_documents, by_bytes = _shares(row.get("documents_kept"), documents), _shares(row.get("bytes_kept"), bytes)
         if documents > 0 and len(by_documents) == len(by_bytes) == len(grid):
             source = string(row.get("source"))
-            threshold = number(of_source.get(source, asked.get("min_language_probability")))
             language = string(row.get("language"))
+            threshold = number(next((of_each[key] for key in (source, language, "default") if key in of_each), None))
             costs.append(ThresholdCost(source, language, documents, by_documents, by_bytes, threshold))
     return Thresholds(grid, tuple(costs)) if costs else None
 
@@ -103,7 +104,7 @@ def read_contamination(summary: Mapping[str, Any], settings: Mapping[str, Any]) 
     )
     if not benchmarks:
         return None
-    ngram = whole(mapping(mapping(settings.get("data")).get("decontaminate")).get("ngram"))
+    ngram = whole(mapping(mapping(settings.get("data")).get("decontaminate")).get("n_grams"))
     left_out = mapping(summary.get("boilerplate"))
     boilerplate = (whole(left_out.get("in_items")) or 0) + (whole(left_out.get("in_documents")) or 0)
     return Contamination(benchmarks, matches[:MATCHES_SHOWN], ngram, boilerplate)

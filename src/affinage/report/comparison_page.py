@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from affinage.config.yaml_text import brief
+from affinage.config.yaml import brief
 from affinage.evaluation.compare import Difference, Unlike
 from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
 from affinage.report.charts import WIDE, Axis, Interval, Row, Series, interval_chart, line_chart, responsive

@@ -59,11 +59,11 @@ _DETAILS: _Said = (
 
 _ENDINGS: _Said = (
     (
-        r"its rows have been seen as often as (`max_epochs: .+`) allows",
+        r"its rows have been seen as often as (`num_epochs: .+`) allows",
         lambda m: f"ses lignes ont été vues aussi souvent que {m[1]} le permet",
     ),
     (
-        r"the rows of (.+) have been seen as often as (`max_epochs: .+`) allows",
+        r"the rows of (.+) have been seen as often as (`num_epochs: .+`) allows",
         lambda m: f"les lignes de {m[1]} ont été vues aussi souvent que {m[2]} le permet",
     ),
     (

@@ -47,7 +47,7 @@ class Examination:
         return self._stop.agreed()
 
     def _validates(self, step: int) -> bool:
-        return step % self._job.settings.validate_every == 0 or step == self._job.settings.steps
+        return step % self._job.settings.eval_every == 0 or step == self._job.settings.steps
 
     def _scores(self, step: int) -> bool:
         return self._job.benchmarks is not None and self._job.benchmarks.due(step)

@@ -106,5 +106,5 @@ def frozen_of(graph: Graph, settings: TrainSettings) -> Frozen:
         UserError: adapters of matrices that the graph has not.
     """
     lora = settings.lora if isinstance(settings, TuningSettings) else None
-    held = isinstance(settings, DpoSettings) and settings.reference == "held"
+    held = isinstance(settings, DpoSettings) and not settings.precompute_ref_log_probs
     return Frozen(graph, None if lora is None else Adapters(graph, lora), held)

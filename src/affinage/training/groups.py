@@ -88,14 +88,14 @@ class GroupedTraining:
     ):
         if graph.averages:
             raise UserError("a graph with moving averages has no stages on groups of devices", where="groups")
-        if settings.update != "whole":
-            raise UserError(f"`update: {settings.update}` does not go with groups of devices", where="update")
+        if settings.optimizer_in_backward:
+            raise UserError("`optimizer_in_backward` does not go with groups of devices", where="optimizer_in_backward")
         self.graph, self.settings, self.seed = graph, settings, seed
         self.stages = _cut(graph, groups)
-        if settings.batch is None:
-            raise UserError("groups of devices need `batch`, the rows over all of them", where="batch")
+        if settings.batch_size is None:
+            raise UserError("groups of devices need `batch_size`, the sequences over all of them", where="batch_size")
         for stage in self.stages:
-            check_rows_divide(settings.batch, settings.micro_batches, stage.mesh, stage.layout.table)
+            check_rows_divide(settings.batch_size, settings.gradient_accumulation_steps, stage.mesh, stage.layout.table)
         self._calls = [
             Call(compute_dtype=compute_dtype, platform=stage.mesh.devices.flat[0].platform, layout=stage.layout)
             for stage in self.stages
@@ -149,7 +149,7 @@ class GroupedTraining:
 
     def step(self, states: Sequence[TrainState], batch: HostBatch) -> tuple[list[TrainState], dict[str, Array]]:
         """One update of all stages; the metrics are those of `make_train_step`, on the last group's devices."""
-        parts = self.settings.micro_batches
+        parts = self.settings.gradient_accumulation_steps
         keys = [random_key(self.seed, Purpose.DROPOUT, state.step) for state in states]
         grads: list[PyTree] = [
             jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32, device=p.sharding), state.params) for state in states

@@ -58,7 +58,7 @@ class Health:
     def last_sound(self) -> int:
         """The step before the batches that are to be left out, when the run must go back."""
         assert self.rewind_from is not None
-        return max(0, self.rewind_from - self._settings.rewind_batches)
+        return max(0, self.rewind_from - self._settings.rollback_batches)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Look at a step that is done, and whose update was left out or whose loss is a spike.
@@ -73,23 +73,23 @@ class Health:
         # A loss that stands out is often one whose gradient overflows: that is no spike to be noted only.
         in_numbers = all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
         cause = "spike" if spike and in_numbers else "not finite"
-        policy = self._settings.on_spike if cause == "spike" else self._settings.on_non_finite
+        policy = self._settings.on_spike if cause == "spike" else self._settings.on_nonfinite
         torn = bool(metrics.get("torn"))
         if torn:  # left out of some layers only, so that there is nothing but to go back
-            policy = "rewind"
+            policy = "rollback"
         shown = {name: metrics.get(name) for name in ("loss", "loss_z", "grad_norm", "learning_rate")}
         self._seen = {"step": step, "cause": cause, **shown}
-        if policy == "note":
+        if policy == "log":
             self._write({**self._seen, "done": "noted"})
             return
-        self.sick = sorted({*(s for s in self.sick if s > step - self._settings.within), step})
-        if policy == "rewind" and len(self.rewinds) < _REWINDS:
+        self.sick = sorted({*(s for s in self.sick if s > step - self._settings.window), step})
+        if policy == "rollback" and len(self.rewinds) < _REWINDS:
             self.rewind_from = step
         elif torn:
             self._stop(step, cause, f"after {_REWINDS} ways back an update is left out of some layers, not of others")
         self._break(step, cause)
         if self.rewind_from is None:
-            if policy == "rewind":
+            if policy == "rollback":
                 self._say(f"step {step:,} was not sound, and is left out: it has gone back {_REWINDS} times already")
             self._write({**self._seen, "done": "skipped", "documents": self._batch(step)})
 
@@ -111,11 +111,11 @@ class Health:
         while step - in_a_row in self.sick or step - in_a_row in self.left_out:
             in_a_row += 1
         limits = self._settings
-        if in_a_row < limits.most_in_a_row and len(self.sick) < limits.most:
+        if in_a_row < limits.max_consecutive_skips and len(self.sick) < limits.max_skips:
             return
         how = (
-            f"{in_a_row} updates in a row" if in_a_row >= limits.most_in_a_row
-            else f"{len(self.sick)} updates within {limits.within} steps"
+            f"{in_a_row} updates in a row" if in_a_row >= limits.max_consecutive_skips
+            else f"{len(self.sick)} updates within {limits.window} steps"
         )  # fmt: skip
         self._stop(step, cause, f"{how} had to be left out")
 
@@ -151,8 +151,8 @@ class Incurable(Exception):
         return UserError(
             f"{self}{listed}",
             where=str(folder / "diagnosis.json"),
-            fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak, more warm-up or a "
-            "smaller optimizer.clip_norm help against divergence; health.on_spike: rewind against bad batches.",
+            fix="Look at the documents and the curve of grad_norm before it. A lower schedule.peak_lr, more warm-up or "
+            "a smaller optimizer.max_grad_norm help against divergence; health.on_spike: rollback against bad batches.",
         )
 
 

@@ -38,7 +38,7 @@ def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, se
     """Build the step, with the metrics of `make_train_step`, and torn: 1 where only some weights were updated.
 
     It is the same step but for two things that the gradient of all layers would be needed for: the norm that gradients
-    are clipped to, `optimizer.clip_norm`, holds for each layer, and for everything outside the layers together, not
+    are clipped to, `optimizer.max_grad_norm`, holds for each layer, and for everything outside the layers together, not
     for all; and a gradient that is not finite leaves the weights of its layer as they were, and so of the layers below
     it, not of those above it, which `Health` has the loop go back from. A loss that is not finite leaves all. Draws of
     stochastic rounding are others, too.
@@ -58,12 +58,12 @@ def make_layerwise_step(held: Frozen, settings: TrainSettings, *, call: Call, se
 
 
 def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> None:
-    """Refuse `update: layerwise` where it does not go with the model, the settings, or the stages of a pipeline.
+    """Refuse `optimizer_in_backward` where it does not go with the model, the settings, or the stages of a pipeline.
 
     Raises:
         UserError: with what it goes with.
     """
-    if settings.update != "layerwise":
+    if not settings.optimizer_in_backward:
         return
     graph = held.graph
     nodes = [node for node in graph.nodes if node.repeat is not None]
@@ -72,7 +72,8 @@ def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> N
         "the model has moving averages": bool(graph.averages),
         "the model has a mixture of experts": "experts" in str(graph.parameters),
         f"the optimizer is {settings.optimizer.name}": settings.optimizer.name not in _ELEMENTWISE,
-        f"micro_batches is {settings.micro_batches}": settings.micro_batches > 1,
+        f"gradient_accumulation_steps is {settings.gradient_accumulation_steps}": settings.gradient_accumulation_steps
+        > 1,
         "the mesh has a pipeline": in_stages,
         "the training has `lora`": held.adapters is not None,
         "the training holds a reference": held.reference,
@@ -81,30 +82,30 @@ def check_update(held: Frozen, settings: TrainSettings, *, in_stages: bool) -> N
         if holds:
             raise UserError(
                 f"layers cannot be updated one by one: {reason}",
-                where="update",
-                fix="Leave out `update: layerwise`; it takes one repeated node without experts, "
-                f"{' or '.join(_ELEMENTWISE)}, micro_batches 1 and no pipeline.",
+                where="optimizer_in_backward",
+                fix="Leave out `optimizer_in_backward: true`; it takes one repeated node without experts, "
+                f"{' or '.join(_ELEMENTWISE)}, gradient_accumulation_steps 1 and no pipeline.",
             )
 
 
 def check_remat(settings: TrainSettings, remat: RematChoice) -> None:
-    """Refuse what `update: layerwise` would not do: it keeps the input of every layer, neither more nor less.
+    """Refuse what `optimizer_in_backward: true` would not do: it keeps the input of every layer, neither more nor less.
 
     Raises:
         UserError: for all but `block`, which is that, `none`, the default, and `auto`.
     """
-    if settings.update == "layerwise" and remat not in ("none", "block", "auto"):
+    if settings.optimizer_in_backward and remat not in ("none", "block", "auto"):
         asked = f"`{remat}`" if isinstance(remat, str) else "activations by name"
         raise UserError(
             f"layers that are updated one by one keep their input and are computed again, whatever {asked} would keep",
             where="parallel.remat",
-            fix="Leave `remat` out, or set it to block; or leave out `update: layerwise`.",
+            fix="Leave `remat` out, or set it to block; or leave out `optimizer_in_backward: true`.",
         )
 
 
 def as_it_is_done(settings: TrainSettings, parallel: ParallelSettings) -> ParallelSettings:
     """What a training does of `parallel`: layers that are updated one by one are computed again in any case."""
-    if settings.update != "layerwise":
+    if not settings.optimizer_in_backward:
         return parallel
     return parallel.model_copy(update={"remat": LAYERWISE_REMAT})
 

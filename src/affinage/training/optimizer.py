@@ -76,9 +76,11 @@ class Adafactor(Optimizer):
     weights' size.
     """
 
-    decay_rate: float = 0.8  # exponent of the second moments' schedule: 1 - step^-decay_rate
+    decay_rate: float = 0.8
+    """Exponent of the second moments' schedule: 1 - step^-decay_rate."""
     clip_rms: float = 1.0
-    smallest_factored: int = 128  # matrices with a smaller second-largest side keep their second moments whole
+    smallest_factored: int = 128
+    """Matrices with a smaller second-largest side keep their second moments whole."""
 
     def direction(self, settings: OptimizerSettings, weights: Weights) -> optax.GradientTransformation:
         """See `Optimizer.direction`."""
@@ -96,7 +98,8 @@ class Muon(Optimizer):
     decay serve both (Liu et al., 2025, arXiv:2502.16982). Layers and experts are orthogonalised each on their own.
     """
 
-    beta: float = 0.95  # of the momentum; b1 and b2 are Adam's
+    beta: float = 0.95
+    """Of the momentum; b1 and b2 are Adam's."""
     newton_schulz_steps: int = 5
     rms: float = 0.2
 
@@ -135,19 +138,22 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     """
     chosen = build(OPTIMIZERS, settings.name, settings.settings)
     return optax.chain(
-        _clipped_to(settings.clip_norm),
-        _stored_in(jnp.dtype(settings.moments), chosen.direction(settings, weights)),
+        _clipped_to(settings.max_grad_norm),
+        _stored_in(jnp.dtype(settings.state_dtype), chosen.direction(settings, weights)),
         # A number of Python's would be multiplied in the weights' own dtype.
         optax.add_decayed_weights(np.float32(settings.weight_decay), weights.decayed),
     )
 
 
-def _clipped_to(longest: float) -> optax.GradientTransformationExtraArgs:
-    """The gradient, scaled down to a global norm of `longest` where its own is larger.
+def _clipped_to(longest: float | None) -> optax.GradientTransformationExtraArgs:
+    """The gradient, scaled down to a global norm of `longest` where its own is larger; None: as it is.
 
     `optax.clip_by_global_norm` up to rounding. That divides, and selects one of two gradients in every place: XLA keeps
     both until the update ends. A product with one number goes into whatever reads the gradient.
     """
+
+    if longest is None:
+        return optax.with_extra_args_support(optax.identity())
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree | None = None, *, norm: jax.Array | None = None, **_: Any

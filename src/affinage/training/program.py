@@ -47,11 +47,11 @@ class Program:
         if rows != wanted:
             raise ValueError(f"the feed yields {rows} rows a step, the settings say {wanted}")
         check_axes_used(self.job.graph, self.mesh.shape, self.layout.table)
-        check_rows_divide(rows, self.job.settings.micro_batches, self.mesh, self.layout.table)
+        check_rows_divide(rows, self.job.settings.gradient_accumulation_steps, self.mesh, self.layout.table)
         if SEQUENCE in self._sizes:
             check_positions_divide(self._sizes[SEQUENCE], self.mesh, self.layout.table)
         check_remat(self.job.settings, self.job.parallel.remat)
-        self.strategy.check(self.job.graph, rows // self.job.settings.micro_batches, self.call)
+        self.strategy.check(self.job.graph, rows // self.job.settings.gradient_accumulation_steps, self.call)
 
     @property
     def rows(self) -> int:
@@ -121,7 +121,7 @@ class Program:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         dtype = jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(self.held, dtype, self.optimizer, self.layout, self.job.settings.health.window)
+        return abstract_state(self.held, dtype, self.optimizer, self.layout, self.job.settings.health.spike_window)
 
     def begin(self) -> TrainState:
         """The state before the first step."""
@@ -256,14 +256,14 @@ def step_of(
     held: Frozen, optimizer: optax.GradientTransformationExtraArgs, settings: TrainSettings, call: Call, seed: int
 ) -> Step:
     """The training step that these settings ask for: what a run compiles, and what a plan traces."""
-    if settings.update == "layerwise":
+    if settings.optimizer_in_backward:
         return make_layerwise_step(held, settings, call=call, seed=seed)
     return make_train_step(
         held,
         optimizer,
         learning_rate(settings.schedule, settings.steps),
         call=call,
-        micro_batches=settings.micro_batches,
+        micro_batches=settings.gradient_accumulation_steps,
         seed=seed,
         stochastic_rounding=settings.precision.rounding == "stochastic",
         health=settings.health,

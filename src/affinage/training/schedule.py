@@ -44,7 +44,7 @@ class Constant(Shape):
 
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """See `Shape.after_warmup`."""
-        return optax.constant_schedule(settings.peak)
+        return optax.constant_schedule(settings.peak_lr)
 
 
 @schedule("cosine")
@@ -53,7 +53,7 @@ class Cosine(Shape):
 
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """See `Shape.after_warmup`."""
-        return optax.cosine_decay_schedule(settings.peak, steps, alpha=settings.floor / settings.peak)
+        return optax.cosine_decay_schedule(settings.peak_lr, steps, alpha=settings.min_lr / settings.peak_lr)
 
 
 @schedule("linear")
@@ -62,29 +62,31 @@ class Linear(Shape):
 
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """See `Shape.after_warmup`."""
-        return optax.linear_schedule(settings.peak, settings.floor, steps)
+        return optax.linear_schedule(settings.peak_lr, settings.min_lr, steps)
 
 
 @schedule("wsd")
 class WarmupStableDecay(Shape):
-    """The peak until the last `decay_share` of the run, then down to the floor (Hu et al., 2024, arXiv:2404.06395).
+    """The peak until the last `decay_ratio` of the run, then down to the floor (Hu et al., 2024, arXiv:2404.06395).
 
     The 1 - sqrt form is that of Hägele et al. (2024, arXiv:2405.18392), who found it the better one.
     """
 
-    decay_share: float = Field(default=0.2, gt=0, le=1)  # of the steps after the warm-up
-    linear: bool = False  # a straight line in place of 1 - sqrt
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    """Of the steps after the warm-up."""
+    linear: bool = False
+    """A straight line in place of 1 - sqrt."""
 
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """See `Shape.after_warmup`."""
-        decay = max(round(steps * self.decay_share), 1)
+        decay = max(round(steps * self.decay_ratio), 1)
         power = 1.0 if self.linear else 0.5
 
         def down(step: Int[Array, ""]) -> Float[Array, ""]:
             progress = (step / decay).clip(0, 1) ** power
-            return settings.peak + (settings.floor - settings.peak) * progress
+            return settings.peak_lr + (settings.min_lr - settings.peak_lr) * progress
 
-        return optax.join_schedules([optax.constant_schedule(settings.peak), down], [steps - decay])
+        return optax.join_schedules([optax.constant_schedule(settings.peak_lr), down], [steps - decay])
 
 
 def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
@@ -105,6 +107,6 @@ def learning_rate(settings: ScheduleSettings, steps: int) -> Schedule:
     after = shape.after_warmup(settings, max(steps - max(warmup_steps, 1), 1))
     if warmup_steps <= 1:
         return after
-    first = settings.peak / warmup_steps
-    warmup = optax.linear_schedule(first, settings.peak, warmup_steps - 1)
+    first = settings.peak_lr / warmup_steps
+    warmup = optax.linear_schedule(first, settings.peak_lr, warmup_steps - 1)
     return optax.join_schedules([warmup, after], [warmup_steps - 1])

@@ -107,4 +107,4 @@ def judged(
     score = window.score(loss)
     spike = sound & (score > health.spike_deviations)
     told = {"loss_z": jnp.where(jnp.isfinite(score), score, 0.0), "spike": spike.astype(jnp.float32)}
-    return window.with_loss(loss), sound if health.on_spike == "note" else sound & ~spike, told
+    return window.with_loss(loss), sound if health.on_spike == "log" else sound & ~spike, told

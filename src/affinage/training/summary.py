@@ -76,14 +76,14 @@ def identity(program: Program) -> dict[str, Any]:
     # How many rows a step has may hang on the devices: what counts is how many they were.
     facts = {
         **job.settings.deciding(),
-        "batch": program.rows,
+        "batch_size": program.rows,
         "model": job.graph.to_dict(),
         "seed": job.seed,
         "data": dict(job.data),
     }
     if job.code:
         facts["code"] = dict(job.code)
-    del facts["batch_per_device"]
+    del facts["per_device_batch_size"]
     return dict(json.loads(json.dumps(facts)))
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.hardware.beats import AHEAD, Beats, Doing
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import Movement
@@ -39,18 +39,18 @@ _LIFE_EVERY = 1.0  # seconds
 class Watchdog:
     """A thread beside the loop. While entered, it shows that the run is alive, and expects a beat after every step.
 
-    When none comes within max(stuck_seconds, 5 x the 99th percentile of the steps before), it writes the stacks of all
+    When none comes within max(hang_timeout, 5 x the 99th percentile of the steps before), it writes the stacks of all
     threads to stuck.txt, once for every step, and says so; of many hosts also which ones the others wait for. Then it
     leaves the process, see `stays_when_stuck`: a collective waits for ever. The first steps of a start, of which no
     times are known, have as long as `expects` says, if that is longer.
 
-    What is not a step, such as a compilation, has more time: it is told after stuck_seconds in which nothing moves (see
+    What is not a step, such as a compilation, has more time: it is told after hang_timeout in which nothing moves (see
     `affinage.hardware.movement`), and after 20 times that in any case. Of many hosts one that shows no sign of life for
-    stuck_seconds is named by the others, whatever these are at by then, and left. A save that runs beside the steps is
+    hang_timeout is named by the others, whatever these are at by then, and left. A save that runs beside the steps is
     told like a step, and not left. Time in which this process was stopped itself is nobody's.
     """
 
-    def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
+    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, life: LifeSign) -> None:
         self._name, self._folder, self._settings, self._life = name, folder, settings, life
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0
@@ -67,7 +67,7 @@ class Watchdog:
         self._movement, self._still_told, self._stops = Movement(), False, Stops()
         self._beats = Beats(hosts, self._doing)
         self._ended = threading.Event()
-        every = min(_LOOK_EVERY, settings.stuck_seconds / 4)
+        every = min(_LOOK_EVERY, settings.hang_timeout / 4)
         self._thread = threading.Thread(
             target=looks_on, args=(self._look, self._ended, every, name), name="watchdog", daemon=True
         )
@@ -118,7 +118,7 @@ class Watchdog:
         if seconds < self._save:  # that one has ended
             self._longest_save, self._save_told = max(self._longest_save, self._save), False
         self._save = seconds
-        limit = max(self._settings.stuck_seconds, _TIMES_P99 * self._longest_save)
+        limit = max(self._settings.hang_timeout, _TIMES_P99 * self._longest_save)
         if seconds > limit and not self._save_told:
             self._save_told = True
             self._stacks.tell(f"{self._name}: the save beside the steps has not ended for {seconds:.0f} s")
@@ -136,7 +136,7 @@ class Watchdog:
         return self._seconds(self._patience)
 
     def _seconds(self, patience: float) -> float:
-        at_least = patience * self._settings.stuck_seconds
+        at_least = patience * self._settings.hang_timeout
         if not self._what.startswith("step"):
             return at_least
         steps = list(self._steps)
@@ -147,7 +147,7 @@ class Watchdog:
         # The first host looks always, and alone: it asks itself, and what all ask one grows with the square of them.
         waited = self._waited()
         still = min(self._movement.seconds, waited) if self._patience > 1 else 0.0
-        late = waited > self.limit - AHEAD or still > self._settings.stuck_seconds - AHEAD
+        late = waited > self.limit - AHEAD or still > self._settings.hang_timeout - AHEAD
         return Doing(Hosts.current.passed, self._what, late or Hosts.current.first, round(still, 1))
 
     def _waited(self) -> float:
@@ -160,7 +160,7 @@ class Watchdog:
             self._life.show()
 
     def _look(self) -> None:
-        patience = self._settings.stuck_seconds
+        patience = self._settings.hang_timeout
         told_without_python(patience)
         begun, waited = self._begun, self._waited()
         still = min(self._movement.look(), waited) if self._patience > 1 else 0.0
@@ -200,7 +200,7 @@ class Watchdog:
 
     def _with(self, waited: float, lost: str) -> str:
         """What is missed, after what this host is at if that takes long, too."""
-        return f"{self._unended(waited)}, and {lost}" if waited > self._settings.stuck_seconds else lost
+        return f"{self._unended(waited)}, and {lost}" if waited > self._settings.hang_timeout else lost
 
     def _tell(self, what: str) -> None:
         said, begun = f"{self._name}: {what}", self._begun

@@ -26,15 +26,24 @@ from affinage.model.shape import ShapeMismatch
 class AttentionSettings(Settings):
     """The attention half of a block."""
 
-    heads: int = Field(ge=1)  # of queries
-    kv_heads: int | None = Field(default=None, ge=1)  # keys and values shared by groups of heads; default: as many
-    head_dim: int | None = Field(default=None, ge=1)  # default: width / heads
-    rope: RopeSettings | None = None  # rotary positions; null: none
-    bias: bool | Literal["qkv"] = False  # on all four projections, or (Qwen 2) on the first three
-    qk_norm: bool = False  # RMS norm of every query and key head before the rotation (Qwen 3)
-    window: int | None = Field(default=None, ge=1)  # a token sees itself and this many less one before it; null: all
-    softcap: float | None = Field(default=None, gt=0)  # scores are bounded to ± this by a tanh (Gemma 2)
-    dropout: float = Field(default=0.0, ge=0, lt=1)  # of the attention probabilities
+    heads: int = Field(ge=1)
+    """Of queries."""
+    kv_heads: int | None = Field(default=None, ge=1)
+    """Keys and values shared by groups of heads; default: as many."""
+    head_dim: int | None = Field(default=None, ge=1)
+    """Default: width / heads."""
+    rope: RopeSettings | None = None
+    """Rotary positions; null: none."""
+    bias: bool | Literal["qkv"] = False
+    """On all four projections, or (Qwen 2) on the first three."""
+    qk_norm: bool = False
+    """RMS norm of every query and key head before the rotation (Qwen 3)."""
+    window: int | None = Field(default=None, ge=1)
+    """A token sees itself and this many less one before it; null: all."""
+    softcap: float | None = Field(default=None, gt=0)
+    """Scores are bounded to ± this by a tanh (Gemma 2)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Of the attention probabilities."""
 
     @model_validator(mode="after")
     def _groups(self) -> "AttentionSettings":

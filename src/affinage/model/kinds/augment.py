@@ -21,14 +21,22 @@ class Augment(NodeKind):
     """
 
     takes = ("images",)
-    views: int = Field(default=2, ge=1)  # of every image
-    shift: float = Field(default=0.0, ge=0)  # pixels, at most, along each axis
-    rotate: float = Field(default=0.0, ge=0, le=180)  # degrees, at most, either way
-    scale: float = Field(default=0.0, ge=0, lt=1)  # share of the size, at most, larger or smaller, per axis
-    shear: float = Field(default=0.0, ge=0, lt=1)  # columns moved per row, at most, either way
-    contrast: float = Field(default=0.0, ge=0, lt=1)  # values are multiplied by 1 ± at most this
-    erase: float = Field(default=0.0, ge=0, lt=1)  # side of a rectangle set to zero, as a share of the image, at most
-    noise: float = Field(default=0.0, ge=0)  # standard deviation of what is added to every value
+    views: int = Field(default=2, ge=1)
+    """Of every image."""
+    shift: float = Field(default=0.0, ge=0)
+    """Pixels, at most, along each axis."""
+    rotate: float = Field(default=0.0, ge=0, le=180)
+    """Degrees, at most, either way."""
+    scale: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the size, at most, larger or smaller, per axis."""
+    shear: float = Field(default=0.0, ge=0, lt=1)
+    """Columns moved per row, at most, either way."""
+    contrast: float = Field(default=0.0, ge=0, lt=1)
+    """Values are multiplied by 1 ± at most this."""
+    erase: float = Field(default=0.0, ge=0, lt=1)
+    """Side of a rectangle set to zero, as a share of the image, at most."""
+    noise: float = Field(default=0.0, ge=0)
+    """Standard deviation of what is added to every value."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

@@ -36,11 +36,13 @@ class TransformerBlock(NodeKind):
         Discriminator(_ffn_or_moe),
     ]
     norm: NormSettings = NormSettings()
-    # Where the norms stand. pre: x + f(norm(x)) (GPT-2, Llama); post: norm(x + f(x)) (Vaswani et al., 2017);
-    # parallel: both halves of one norm(x), added together (GPT-J, PaLM).
     placement: Literal["pre", "post", "parallel"] = "pre"
-    dropout: float = Field(default=0.0, ge=0, lt=1)  # of what each half adds to the residual stream
-    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first kernels
+    """Where the norms stand. pre: x + f(norm(x)) (GPT-2, Llama); post: norm(x + f(x)) (Vaswani et al., 2017); parallel:
+    both halves of one norm(x), added together (GPT-J, PaLM)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Of what each half adds to the residual stream."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first kernels."""
 
     @override
     def mixes_rows(self) -> bool:

@@ -37,7 +37,8 @@ class Dropout(NodeKind):
 
     joins = True
 
-    rate: float = Field(ge=0, lt=1)  # probability of zeroing an element
+    rate: float = Field(ge=0, lt=1)
+    """Probability of zeroing an element."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

@@ -30,8 +30,10 @@ class EmaCopy(NodeKind):
 
     of: Annotated[tuple[str, ...], BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...])] = Field(
         min_length=1
-    )  # nodes, first to last
-    decay: float = Field(default=0.99, ge=0, le=1)  # kept per step; BYOL: 0.996 over 1,000 epochs, less for short runs
+    )
+    """Nodes, first to last."""
+    decay: float = Field(default=0.99, ge=0, le=1)
+    """Kept per step; BYOL: 0.996 over 1,000 epochs, less for short runs."""
     _copied: tuple[Node, ...] = PrivateAttr(default=())
     constant = True
 

@@ -20,10 +20,14 @@ class Embedding(NodeKind):
     joins = True
 
     takes = ("tokens",)
-    vocab: int = Field(ge=2)  # number of token ids
-    width: int = Field(ge=1)  # of the vectors, and so of the residual stream
-    scale: float = 1.0  # the vectors are multiplied by this; Gemma's is sqrt(width)
-    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first values
+    vocab: int = Field(ge=2)
+    """Number of token ids."""
+    width: int = Field(ge=1)
+    """Of the vectors, and so of the residual stream."""
+    scale: float = 1.0
+    """The vectors are multiplied by this; Gemma's is sqrt(width)."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first values."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -48,8 +52,10 @@ class LearnedPositions(NodeKind):
 
     joins = True
 
-    length: int = Field(ge=1)  # positions that have a vector; the context must not be longer
-    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first values
+    length: int = Field(ge=1)
+    """Positions that have a vector; the context must not be longer."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first values."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

@@ -37,9 +37,12 @@ def activation(name: str, *, gated: bool = False) -> Callable[[Elementwise], Ele
 class FfnSettings(Settings):
     """The feed-forward half of a block."""
 
-    kind: Activation  # gated (swiglu, geglu ...) has a third matrix
-    width: int = Field(ge=1)  # of the hidden layer
-    bias: bool = False  # on each matrix
+    kind: Activation
+    """Gated (swiglu, geglu ...) has a third matrix."""
+    width: int = Field(ge=1)
+    """Of the hidden layer."""
+    bias: bool = False
+    """On each matrix."""
 
     def parameters(self, width: int, std: float) -> Tree:
         """Kernels [D, F] and [F, D]."""

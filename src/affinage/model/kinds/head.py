@@ -20,10 +20,14 @@ class Unembed(NodeKind):
 
     joins = by_token = narrows = True
 
-    tied: bool | str = False  # the name of the embedding node; true: the only one there is
-    vocab: int | None = Field(default=None, ge=2)  # number of token ids; default: the embedding's
-    softcap: float | None = Field(default=None, gt=0)  # logits are bounded to ± this by a tanh
-    init_std: float = Field(default=0.02, gt=0)  # standard deviation of the first kernel
+    tied: bool | str = False
+    """The name of the embedding node; true: the only one there is."""
+    vocab: int | None = Field(default=None, ge=2)
+    """Number of token ids; default: the embedding's."""
+    softcap: float | None = Field(default=None, gt=0)
+    """Logits are bounded to ± this by a tanh."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the first kernel."""
 
     @override
     def complete(self, others: Mapping[str, NodeKind]) -> Self:

@@ -72,9 +72,12 @@ class Encoder(NodeKind):
     """Vectors [B, ..., width] of images [B, ..., H, W, C]."""
 
     takes = ("images",)
-    net: Literal["mlp", "conv"] = "mlp"  # of the flattened image, or of it as it is with kernels of 3 x 3
-    hidden: tuple[int, ...] = ()  # mlp: widths of its hidden layers; conv: channels, the size halved after each
-    width: int = Field(ge=1)  # of the vectors
+    net: Literal["mlp", "conv"] = "mlp"
+    """Of the flattened image, or of it as it is with kernels of 3 x 3."""
+    hidden: tuple[int, ...] = ()
+    """Mlp: widths of its hidden layers; conv: channels, the size halved after each."""
+    width: int = Field(ge=1)
+    """Of the vectors."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -157,8 +160,10 @@ def _halved(x: Float[Array, "N H W C"]) -> Float[Array, "N h w C"]:
 
 
 class _Mlp(NodeKind):
-    hidden: int = Field(ge=1)  # width of the hidden layer; BYOL: 4096
-    width: int = Field(ge=1)  # of the vectors; BYOL: 256
+    hidden: int = Field(ge=1)
+    """Width of the hidden layer; BYOL: 4096."""
+    width: int = Field(ge=1)
+    """Of the vectors; BYOL: 256."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

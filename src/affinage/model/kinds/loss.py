@@ -55,9 +55,12 @@ class NextTokenLoss(NodeKind):
 
     takes = ("logits", "tokens")
     is_loss = True
-    z_loss: float = Field(default=0.0, ge=0)  # weight of the squared log-denominator of the softmax; PaLM has 1e-4
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)  # share of a target spread over the vocabulary
-    chunk: int | Literal["auto"] = "auto"  # positions whose logits exist at once; 0: all; auto: by their size
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared log-denominator of the softmax; PaLM has 1e-4."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a target spread over the vocabulary."""
+    chunk: int | Literal["auto"] = "auto"
+    """Positions whose logits exist at once; 0: all; auto: by their size."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

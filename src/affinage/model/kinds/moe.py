@@ -35,23 +35,31 @@ from affinage.model.parameter import Parameter, Tree
 class MoeSettings(Settings):
     """The feed-forward half of a block as `experts` feed-forward layers, of which each token passes through `top_k`."""
 
-    kind: Literal["moe"]  # what makes it one
-    experts: int = Field(ge=2)  # that the router chooses from
-    top_k: int = Field(ge=1)  # experts of a token
-    width: int = Field(ge=1)  # of each expert's hidden layer
-    activation: Activation = "swiglu"  # of each expert
-    # In training (a call with a key) an expert takes at most this many times its even share of a row's choices, the
-    # first ones; later tokens go without it. null: dropless, as everything else than training always is. Buffers of
-    # equal size make a capacity the faster one on CPUs.
+    kind: Literal["moe"]
+    """What makes it one."""
+    experts: int = Field(ge=2)
+    """That the router chooses from."""
+    top_k: int = Field(ge=1)
+    """Experts of a token."""
+    width: int = Field(ge=1)
+    """Of each expert's hidden layer."""
+    activation: Activation = "swiglu"
+    """Of each expert."""
     capacity_factor: float | None = Field(default=None, gt=0)
-    shared_experts: int = Field(default=0, ge=0)  # further experts that every token passes through (DeepSeekMoE)
-    normalise_gates: bool = True  # a token's gates add up to 1 (Mixtral); false: they are the probabilities (Switch)
-    # Of the loss that is 1 where all experts have equal shares; Switch's value. Added up over the layers.
+    """In training (a call with a key) an expert takes at most this many times its even share of a row's choices, the
+    first ones; later tokens go without it. null: dropless, as everything else than training always is. Buffers of equal
+    size make a capacity the faster one on CPUs."""
+    shared_experts: int = Field(default=0, ge=0)
+    """Further experts that every token passes through (DeepSeekMoE)."""
+    normalise_gates: bool = True
+    """A token's gates add up to 1 (Mixtral); false: they are the probabilities (Switch)."""
     load_balance_weight: float = Field(default=0.01, ge=0)
-    # Within what the shares are to be equal. row: every sequence, which does not depend on how a batch is cut into
-    # micro-batches; batch: the micro-batch, as in Switch, which leaves experts freer to specialise.
+    """Of the loss that is 1 where all experts have equal shares; Switch's value. Added up over the layers."""
     balance_over: Literal["row", "batch"] = "row"
-    z_loss_weight: float = Field(default=0.001, ge=0)  # of the squared log-denominator of the router; ST-MoE's value
+    """Within what the shares are to be equal. row: every sequence, which does not depend on how a batch is cut into
+    micro-batches; batch: the micro-batch, as in Switch, which leaves experts freer to specialise."""
+    z_loss_weight: float = Field(default=0.001, ge=0)
+    """Of the squared log-denominator of the router; ST-MoE's value."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> "MoeSettings":

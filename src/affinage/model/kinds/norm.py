@@ -54,9 +54,12 @@ def norm(name: str, *, offset: bool = False) -> Callable[[Normalisation], Normal
 class NormSettings(Settings):
     """Which normalisation stands inside a block."""
 
-    kind: Annotated[str, one_of(NORMS)] = "rms"  # rms, layer, or one of a plug-in
-    eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
-    bias: bool = True  # layer only: with an offset
+    kind: Annotated[str, one_of(NORMS)] = "rms"
+    """Rms, layer, or one of a plug-in."""
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to the mean square or variance."""
+    bias: bool = True
+    """Layer only: with an offset."""
 
     def parameters(self, width: int, axis: str | None = "embed") -> Tree:
         """Scale [width], and for a layer norm with bias also an offset."""
@@ -73,7 +76,8 @@ class NormSettings(Settings):
 class _NormNode(NodeKind):
     joins = by_token = True
 
-    eps: float = Field(default=1e-6, gt=0)  # added to the mean square or variance
+    eps: float = Field(default=1e-6, gt=0)
+    """Added to the mean square or variance."""
 
     def settings(self) -> NormSettings:
         """The same normalisation as it would stand inside a block."""
@@ -105,7 +109,8 @@ class RmsNorm(_NormNode):
 class LayerNorm(_NormNode):
     """Layer normalisation over the last axis."""
 
-    bias: bool = True  # with an offset
+    bias: bool = True
+    """With an offset."""
 
     @override
     def settings(self) -> NormSettings:

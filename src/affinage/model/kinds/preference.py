@@ -39,8 +39,10 @@ class DocumentLogProbabilities(NodeKind):
     """
 
     takes = ("logits", "tokens")
-    documents: int = Field(ge=1)  # of a row at most; a batch says by `segment_ids` where each lies
-    chunk: int | Literal["auto"] = "auto"  # positions whose logits exist at once; 0: all; auto: by their size
+    documents: int = Field(ge=1)
+    """Of a row at most; a batch says by `segment_ids` where each lies."""
+    chunk: int | Literal["auto"] = "auto"
+    """Positions whose logits exist at once; 0: all; auto: by their size."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:
@@ -84,9 +86,12 @@ class PreferenceLoss(NodeKind):
 
     takes = ("log_probabilities",)
     is_loss = True
-    form: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's own, or IPO's square
-    beta: float = Field(default=0.1, gt=0)  # how strongly the model is held to the reference; TRL's default
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of pairs whose labels may be the wrong way round
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    """DPO's own, or IPO's square."""
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the model is held to the reference; TRL's default."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs whose labels may be the wrong way round."""
 
     @override
     def shape(self, inputs: tuple[Shape, ...]) -> Shape:

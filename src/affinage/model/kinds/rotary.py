@@ -17,11 +17,16 @@ from affinage.config.settings import Settings
 class RopeScaling(Settings):
     """How a model trained on short rows turns in longer ones."""
 
-    kind: Literal["linear", "llama3"]  # all waves stretched, or the long ones
-    factor: float = Field(ge=1)  # by which the context grows
-    low_frequency: float = Field(default=1.0, gt=0)  # llama3: waves longer than original_context / this are stretched
-    high_frequency: float = Field(default=4.0, gt=0)  # llama3: waves shorter than original_context / this stay
-    original_context: int = Field(default=8192, ge=1)  # llama3: tokens of a row in the first training
+    kind: Literal["linear", "llama3"]
+    """All waves stretched, or the long ones."""
+    factor: float = Field(ge=1)
+    """By which the context grows."""
+    low_frequency: float = Field(default=1.0, gt=0)
+    """Llama3: waves longer than original_context / this are stretched."""
+    high_frequency: float = Field(default=4.0, gt=0)
+    """Llama3: waves shorter than original_context / this stay."""
+    original_context: int = Field(default=8192, ge=1)
+    """Llama3: tokens of a row in the first training."""
 
     def scaled(self, frequencies: Float[Array, "d"]) -> Float[Array, "d"]:
         """All frequencies divided by the factor (Chen et al., 2023), or only the low ones (Llama 3, section 3.4)."""
@@ -35,9 +40,12 @@ class RopeScaling(Settings):
 class RopeSettings(Settings):
     """How positions turn queries and keys."""
 
-    theta: float = Field(default=10_000.0, gt=0)  # base of the wavelengths; frequency i is theta ** (-2i / d), i from 0
-    fraction: float = Field(default=1.0, gt=0, le=1)  # share of a head, its first elements, that is turned
-    scaling: RopeScaling | None = None  # for rows longer than those of the first training
+    theta: float = Field(default=10_000.0, gt=0)
+    """Base of the wavelengths; frequency i is theta ** (-2i / d), i from 0."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of a head, its first elements, that is turned."""
+    scaling: RopeScaling | None = None
+    """For rows longer than those of the first training."""
 
     def turned(self, head_dim: int) -> int:
         """How many elements of a head are turned: an even number."""
