@@ -12,7 +12,7 @@ from typing import Any
 
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
-from affinage.model.registry import plugins_used, registering
+from affinage.registry import plugins_used, registering
 
 GROUP = "affinage.plugins"  # of entry points
 VARIABLE = "AFFINAGE_PLUGINS"  # in the environment: files, separated as in PATH
