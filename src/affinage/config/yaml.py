@@ -1,9 +1,8 @@
 """Recipes are YAML 1.2: read by ruamel.yaml with the line of every key, and written back in one line."""
 
 import datetime
-import functools
-import io
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,10 +12,10 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from affinage.config.settings import Settings
 from affinage.errors import UserError
 
 MAX_BYTES = 1_000_000
+_PLAIN = re.compile(r'(?<!\\)"((?!(?i:true|false|null)")[^\W\d][\w./-]*)"')
 Path = tuple[str | int, ...]  # the keys and list indices that lead to a value, outermost first
 
 
@@ -88,26 +87,9 @@ def common(one: Sequence[str | int], other: Sequence[str | int]) -> int:
 
 
 def as_yaml(value: Any) -> str:
-    """A value in one line of YAML, which reads back as the same value."""
-    out = io.StringIO()
-    _writer().dump(_dumped(value), out)
-    return re.sub(r"(\n\.\.\.)?\n$", "", out.getvalue())
-
-
-@functools.cache
-def _writer() -> YAML:
-    writer = YAML(typ="safe", pure=True)
-    writer.default_flow_style, writer.width = True, 10**9
-    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    return writer
-
-
-def _dumped(value: Any) -> Any:
-    if isinstance(value, Settings):
-        return _dumped(value.model_dump())
-    if isinstance(value, dict):
-        return {key: _dumped(inner) for key, inner in value.items()}
-    return [_dumped(inner) for inner in value] if isinstance(value, tuple | list | frozenset) else _scalar(value)
+    """A value in one line of YAML, which reads back as the same value: JSON without the quotes of plain words."""
+    text = json.dumps(value, default=lambda each: each.model_dump(mode="json"), ensure_ascii=False)
+    return _PLAIN.sub(r"\1", text)
 
 
 def brief(value: Any, most: int = 60) -> str:
