@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import runs; runs.be_run(sys.argv[1])"
-_PATIENCE = 300.0  # seconds for whatever a run is waited for
+from waiting import PATIENCE, until
+
+_PLACES = [str(folder) for folder in Path(__file__).parents[:2]]
+_PROGRAM = f"import sys; sys.path[:0] = {_PLACES!r}; import runs; runs.be_run(sys.argv[1])"
 
 
 class Run:
@@ -32,10 +34,7 @@ class Run:
         os.kill(int(self.said().partition("pid ")[2].split()[0]), signal.SIGKILL)
 
     def until(self, true: Callable[[], object]) -> None:
-        late = time.monotonic() + _PATIENCE
-        while not true() and self.process.poll() is None:
-            assert time.monotonic() < late, self.said()
-            time.sleep(0.01)
+        until(lambda: true() or self.process.poll() is not None)
 
     def said(self) -> str:
         return self.log.read_text()
@@ -45,7 +44,7 @@ class Run:
 
     def wait(self) -> int:
         """Its exit status, negative if a signal ended it."""
-        return self.process.wait(_PATIENCE)
+        return self.process.wait(PATIENCE)
 
 
 class Runs:
