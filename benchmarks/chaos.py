@@ -214,12 +214,12 @@ def stall(folder: Path, nursery: gangs.Nursery, each: int, stuck: float) -> Figu
         wrong, kind = 0, f"{KINDS[by]} in the {where}" + (f", host {hosts[0]}" if of_one else "")
         for turn in range(each if where == "step" else len(hosts)):
             run_folder, host = folder / f"stalled-{number}-{turn}", hosts[turn % len(hosts)]
-            settings: dict[str, object] = {"survival": {"hang_timeout": stuck}}
+            runtime: dict[str, object] = {"hang_timeout": stuck}
             phase = "step" if where in ("last save", "evaluation", "data") else where
             hurt: dict[str, object] = {"host": host, "phase": phase, "by": by}
-            job: dict[str, object] = {"settings": settings, "hurt": hurt}
+            job: dict[str, object] = {"runtime": runtime, "hurt": hurt}
             if where == "last save":
-                settings["checkpoint"] = {"every_steps": STEPS, "keep_every": STEPS}
+                runtime["checkpoint"] = {"every_steps": STEPS, "keep_every": STEPS}
             elif where in ("evaluation", "data"):
                 job = {"stage": where, "hang_timeout": stuck, "hurt": hurt}
             if where == "restore":
@@ -239,7 +239,7 @@ def stall(folder: Path, nursery: gangs.Nursery, each: int, stuck: float) -> Figu
                 gang.wait_for_one()
                 ended = time.monotonic()
                 gang.end()
-                gang = nursery.start(order(run_folder, settings=settings))
+                gang = nursery.start(order(run_folder, runtime=runtime))
                 while not gangs.steps_of(run_folder):
                     gang.ended(0.01)
                 back.append(time.monotonic() - ended)
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=20, help="of each phase")
     parser.add_argument("--cuts", type=int, default=10, help="of each kind")
     parser.add_argument("--stalls", type=int, default=3, help="of each kind in a step; 1 of each host elsewhere")
-    parser.add_argument("--stuck", type=float, default=STUCK, help="seconds: pretrain.survival.hang_timeout")
+    parser.add_argument("--stuck", type=float, default=STUCK, help="seconds: runtime.hang_timeout")
     parser.add_argument("--sick", type=int, default=300, help="injections")
     parser.add_argument("--keep", action="store_true", help=f"in {KEPT.name}")
     asked = parser.parse_args()

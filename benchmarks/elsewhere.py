@@ -25,6 +25,7 @@ import numpy as np
 from twins import Size, graph_of
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.config.training import PretrainSettings
 from affinage.hardware.devices import acquire
 from affinage.model import parse
@@ -83,11 +84,11 @@ def job_of(folder: Path, mesh: dict[str, int], seed: int = 0) -> TrainJob:
         "schedule": {"peak_lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 10},
         "eval_every": STEPS,
         "log_every": 1,
-        "checkpoint": {"every_steps": SAVED, "keep_every": SAVED},
     }
     return TrainJob(
         graph=parse(graph_of("llama", SIZE)),
         settings=PretrainSettings.model_validate(settings),
+        runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=SAVED, keep_every=SAVED)),
         mesh=mesh,
         seed=seed,
         feed=Chain(seed),

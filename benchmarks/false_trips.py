@@ -151,7 +151,7 @@ def seen(losses: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = jax.vmap(window.score)(moved), jax.vmap(window.above_median)(moved)
         return window.with_loss(at[0]), tuple(score > HealthSettings().spike_deviations for score in scores)
 
-    return jax.lax.scan(one, LossWindow.empty(HealthSettings().window), (losses, noise))[1]
+    return jax.lax.scan(one, LossWindow.empty(HealthSettings().spike_window), (losses, noise))[1]
 
 
 def shares(name: str, kinds: list[np.ndarray]) -> list[tuple[str, float, float | None, str]]:

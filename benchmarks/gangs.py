@@ -424,6 +424,7 @@ def _train(job: dict, host: int) -> int:
 
     import tiny
 
+    from affinage.config.runtime import RuntimeSettings
     from affinage.errors import EXIT_PREEMPTED, Preempted
     from affinage.hardware import joining
     from affinage.hardware.joining import joined
@@ -470,8 +471,8 @@ def _train(job: dict, host: int) -> int:
             time.sleep(3600)
 
     try:
-        survival = settings.survival
-        with OwnProcess(), guarded("train", survival), joined(survival.silence_seconds) as hosts:
+        runtime = RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **job.get("runtime", {})})
+        with OwnProcess(), guarded("train", runtime), joined(runtime.heartbeat_timeout) as hosts:
             notes.begins("start")
             while hurts and hosts.count > 1 and not links[0]._links:  # before, nobody would hear of its end at once
                 time.sleep(0.01)
@@ -481,6 +482,7 @@ def _train(job: dict, host: int) -> int:
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
                     settings=settings,
+                    runtime=runtime,
                     mesh=job.get("mesh", {"data": 2, "fsdp": 2}),
                     seed=1,
                     feed=SlowFeed(),

@@ -42,6 +42,7 @@ def worker(folder: Path, steps: int, width: int) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "training"))
     import tiny
 
+    from affinage.config.runtime import CheckpointSettings, RuntimeSettings
     from affinage.model import parse
     from affinage.training import TrainJob, train
 
@@ -49,7 +50,8 @@ def worker(folder: Path, steps: int, width: int) -> None:
     told["nodes"]["embed"]["width"] = width
     told["nodes"]["blocks"]["ffn"]["width"] = 4 * width
     job = TrainJob(
-        graph=parse(told), settings=tiny.settings(steps, checkpoint={"every_steps": 10}, eval_every=steps),
+        graph=parse(told), settings=tiny.settings(steps, eval_every=steps),
+        runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=10)),
         mesh={"data": 1}, seed=0, feed=tiny.RandomFeed(), folder=folder,
         on_step=(lambda step, state: print("step", step, flush=True),),
     )  # fmt: skip

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 from twins import Size, graph_of
 
+from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.config.training import PretrainSettings
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import write_facts, write_rows
@@ -58,12 +59,12 @@ def job_of(folder: Path, rows: Path, steps: int, batch: int) -> TrainJob:
         "batch_size": batch,
         "schedule": {"name": "cosine", "peak_lr": 1e-3, "min_lr": 1e-4},
         "eval_every": steps,
-        "checkpoint": {"every_steps": steps},
         "log_every": 10,
     }
     return TrainJob(
         graph=parse(graph_of("llama", SIZE)),
         settings=PretrainSettings.model_validate(settings),
+        runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=steps)),
         mesh={"data": 1},
         seed=0,
         feed=RowFeed(rows, seed=0, batch=batch),

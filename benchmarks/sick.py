@@ -18,6 +18,7 @@ import tiny
 from sick_layers import INJECTIONS, SITES, SPIKE, graph, sick_kind
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.runtime import CheckpointSettings, RuntimeSettings
 from affinage.training import TrainJob, train
 from affinage.training.health import Health
 
@@ -54,9 +55,9 @@ class Feed(tiny.RandomFeed):
 def _job(folder: Path, feed: Feed, policy: str) -> TrainJob:
     never = {"max_consecutive_skips": STEPS, "max_skips": STEPS}  # the breaker has its own tests
     health = {"on_nonfinite": policy, "on_spike": policy, **never}
-    saves = {"every_steps": 5, "keep_last": 3}
-    settings = tiny.settings(STEPS, checkpoint=saves, health=health, eval_every=STEPS)
-    return TrainJob(graph=graph(), settings=settings, mesh={"data": 1}, seed=1, feed=feed, folder=folder)
+    settings = tiny.settings(STEPS, health=health, eval_every=STEPS)
+    runtime = RuntimeSettings(checkpoint=CheckpointSettings(every_steps=5, keep_last=3))
+    return TrainJob(graph(), settings, mesh={"data": 1}, seed=1, feed=feed, folder=folder, runtime=runtime)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class Job:
 def walk(job: dict, host: int) -> int:
     """Walk the road; returns the exit status."""
     from affinage.config.load import load_recipe
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
     from affinage.hardware import pulse
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
@@ -39,7 +39,7 @@ def walk(job: dict, host: int) -> int:
 
     folder = Path(job["folder"])
     Job.stage, Job.host, Job.hurt, Job.begun = job["stage"], host, job["hurt"], folder / "begun"
-    survival = SurvivalSettings(hang_timeout=job["hang_timeout"])
+    runtime = RuntimeSettings(hang_timeout=job["hang_timeout"])
     pulse.SILENT_FOR_LONG = 3600.0  # seconds: it is the other host that is to leave, before this one's guard ends it
     road = [Step("it", work, {}, distributed=job["stage"] == "evaluation")]
     try:

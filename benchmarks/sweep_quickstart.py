@@ -26,7 +26,7 @@ SETTINGS = (
 )
 WHOLE = (
     "pretrain.steps=900",
-    "pretrain.checkpoint.keep_every=300",
+    "runtime.checkpoint.keep_every=300",
     "sweep={sft.from_step: [300, 900], sft.sources: [[{path: pocket-world, max_examples: 300}], [pocket-world]],"
     " sft.steps: [100, 300]}",
 )

@@ -19,7 +19,7 @@ SETTINGS = [
     "dpo.eval_sequences=8",
     "dpo.num_epochs=null",
     "dpo.lora={r: 4}",
-    "dpo.checkpoint={every_steps: 2}",
+    "runtime.checkpoint={every_steps: 2}",
 ]
 WORDS = [str(RECIPE), *(word for setting in SETTINGS for word in ("--set", setting))]
 

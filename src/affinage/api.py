@@ -129,7 +129,7 @@ def run(
     prepare_process(loaded)
     wanted = [until] if isinstance(until, str) else until
     runner = PipelineRunner(loaded, Runs(Path(runs)), build_steps(loaded, write_report), until=wanted)
-    with Standstill(loaded.recipe.name, runner.folder, loaded.recipe.survival):
+    with Standstill(loaded.recipe.name, runner.folder, loaded.recipe.runtime):
         with Hosts.current.all_at_work():
             check(loaded, [step.name for step in runner.plan() if not step.complete])
         runner.run(_Lines(on_metrics or (lambda row: None)))

@@ -13,7 +13,7 @@ from tiny_run import RECIPE, WORDS
 def test_what_points_have_in_common_is_made_once(tmp_path: Path, affinage):
     grid = "sweep={sft.from_step: [5, 10], sft.steps: [1, 2]}"
     words = ["sweep", str(RECIPE), "--runs", str(tmp_path / "runs"), "--dry-run", "--json", "--set", grid]
-    status, out, said = affinage(*words, "--set", "pretrain.checkpoint={every_steps: 5, keep_every: 5}")
+    status, out, said = affinage(*words, "--set", "runtime.checkpoint={every_steps: 5, keep_every: 5}")
     planned = json.loads(out)
     assert status == 0 and len(planned) == 4 and "pretrain" in planned[0]["would_run"], said
     assert all("pretrain" in point["shared"] for point in planned[1:])

@@ -180,6 +180,41 @@ def test_a_base_is_merged_and_null_takes_away(write: Write):
     assert refused(child).where == "base.yaml:11"
 
 
+def test_what_training_says_is_said_for_every_training(write: Write):
+    sft = "sft: {sources: [chats], steps: 100, schedule: {peak_lr: 1e-4, min_lr: 0}}\n"
+    path = write(GOOD.replace("  batch_size: 8\n", "") + sft + "training:\n  batch_size: 4\n  optimizer: {b2: 0.9}\n")
+    loaded = load_recipe(path, ["sft.optimizer.b2=0.8", "sft.per_device_batch_size=2"])
+    pretrain, sft = loaded.recipe.pretrain, loaded.recipe.sft
+    assert (pretrain.batch_size, pretrain.optimizer.b2, pretrain.optimizer.weight_decay) == (4, 0.9, 0.1)
+    assert (sft.batch_size, sft.per_device_batch_size, sft.optimizer.b2, sft.optimizer.weight_decay) == (
+        None,
+        2,
+        0.8,
+        0.01,
+    )
+    assert loaded.locate(("pretrain", "batch_size")) == "r.yaml:16"
+    wrong = str(refused(path, "training.batchsize=4"))
+    assert "`training.batchsize`" in wrong and "`training.batch_size`" in wrong and "mistakes" not in wrong
+
+
+def test_of_two_ways_to_say_one_thing_the_later_layer_wins(write: Write):
+    write(GOOD, "base.yaml")
+    child = write("base: base.yaml\nname: child\npretrain: {tokens: 1.0e+6, schedule: {warmup_ratio: 0.1}}\n")
+    recipe = load_recipe(child, ["packing.seq_len=256"]).recipe
+    assert recipe.pretrain.steps == 489 and recipe.pretrain_tokens == 489 * 8 * 256 >= 1e6, "rounded up to whole steps"
+    assert load_recipe(child, ["pretrain.steps=5"]).recipe.pretrain.steps == 5
+    devices = load_recipe(child, ["pretrain.per_device_batch_size=2", "pretrain.steps=5"]).recipe
+    assert (devices.pretrain.batch_size, devices.pretrain.per_device_batch_size, devices.pretrain_tokens) == (
+        None,
+        2,
+        None,
+    )
+    assert load_recipe(child, ["pretrain.schedule.warmup_steps=3"]).recipe.pretrain.schedule.warmup_ratio == 0
+    assert "`batch_size`" in str(refused(child, "pretrain.per_device_batch_size=2"))
+    both = GOOD.replace("steps: 1_000", "steps: 1_000\n  tokens: 1e6")
+    assert "either `steps` or `tokens`" in str(refused(write(both, "both.yaml")))
+
+
 def test_a_base_does_not_describe_another_recipe(write: Write):
     assert load_recipe("quickstart", ["data.sources=[mine/]"]).recipe.description
     mine = load_recipe(write("base: quickstart\nname: mine\ndata: {sources: [mine/]}\n")).recipe

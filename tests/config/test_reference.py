@@ -11,12 +11,12 @@ from affinage.config.effective import as_text, effective
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe
-from affinage.config.reference import json_schema, sections
+from affinage.config.reference import json_schema, sections, settings_by_key
 from affinage.config.settings import Settings
 from affinage.config.yaml import parse
 from affinage.model.kind import KINDS
 
-KEYS = {setting.key for section in sections(Recipe) for setting in section.settings}
+KEYS = set(settings_by_key())
 
 
 @pytest.mark.parametrize("name", sorted(packaged_recipes()))
@@ -61,7 +61,7 @@ def test_the_schema_takes_every_recipe_says_what_keys_mean_and_marks_mistakes():
     validator = Draft202012Validator(json.loads(json.dumps(schema)))
     for name, path in packaged_recipes().items():
         assert not list(validator.iter_errors(parse(path.read_text(), name).value)), name
-    assert schema["$defs"]["PretrainSettings"]["properties"]["eval_every"]["description"]
+    assert schema["$defs"]["TrainSettings"]["properties"]["eval_every"]["description"]
     for text in (
         "pretrain: {stepz: 3}",
         "pretrain: {steps: none}",

@@ -9,7 +9,7 @@ import pytest
 
 import hub_server
 from affinage.data import downloads
-from affinage.data.downloads import CACHE_VARIABLE, cached_path
+from affinage.data.downloads import CACHE_VARIABLE, cached_path, forget, version_of
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected
@@ -98,7 +98,7 @@ def test_from_an_object_store():
     path = cached_path("memory://bucket/a.jsonl")
     path.parent.mkdir(parents=True)
     path.with_name("a.jsonl.part").write_bytes(CONTENT[:1_000])
-    path.with_name("a.jsonl.json").write_text(json.dumps({"mark": str(len(CONTENT))}))
+    path.with_name("a.jsonl.json").write_text(json.dumps({"version": version_of("memory://bucket/a.jsonl")}))
     assert cached("memory://bucket/a.jsonl", SHA).read_bytes() == CONTENT
     assert "memory://bucket/b.jsonl" in refused("memory://bucket/b.jsonl").what
 
@@ -108,3 +108,16 @@ def test_a_recipe_reads_a_web_address_the_second_time_from_the_cache(server, tmp
     _, rows = collected(tmp_path / "one", source)
     server.requests.clear()
     assert collected(tmp_path / "two", source)[1] == rows and len(rows) == 3_000 and not server.requests
+
+
+def test_a_copy_of_another_version_than_the_servers_is_fetched_again(server):
+    assert cached(url_of(server)).read_bytes() == CONTENT
+    before = version_of(url_of(server), again=True)
+    server.commit("models/me/files", {"lines.jsonl": CONTENT[::-1]})
+    assert version_of(url_of(server)) == before, "a process asks once"
+    assert version_of(url_of(server), again=True) != before
+    assert cached(url_of(server)).read_bytes() == CONTENT[::-1]
+    server.faults[:] = [Fault("lines", 503, times=99)]
+    assert cached(url_of(server)).read_bytes() == CONTENT[::-1], "without an answer the copy is what there is"
+    forget(url_of(server))
+    assert not cached_path(url_of(server)).exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.hardware import links, silence
 from affinage.hardware.beats import Beats, Doing
@@ -163,10 +163,10 @@ def test_the_kernel_of_a_peer_that_reads_nothing_answers():
 
 
 def test_the_most_patient_training_of_a_recipe_decides():
-    overrides = [f"{name}.survival.heartbeat_timeout={seconds}" for name, seconds in {"sft": 20, "dpo": 3}.items()]
-    assert load_recipe("quickstart", overrides).recipe.survival.heartbeat_timeout == 20
+    overrides = [f"runtime.heartbeat_timeout={seconds}" for name, seconds in {"sft": 20, "dpo": 3}.items()]
+    assert load_recipe("quickstart", overrides).recipe.runtime.heartbeat_timeout == 20
     with pytest.raises(UserError, match="heartbeat_timeout"):
-        load_recipe("quickstart", ["sft.survival.heartbeat_timeout=50"])  # JAX would end all hosts before
+        load_recipe("quickstart", ["runtime.heartbeat_timeout=50"])  # JAX would end all hosts before
 
 
 @pytest.mark.full
@@ -195,7 +195,7 @@ def test_of_hosts_that_wait_for_each_other_the_one_that_is_behind_or_silent_or_m
 @pytest.mark.full
 def test_a_process_that_stands_still_writes_down_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     told = tmp_path / "run" / "stuck.txt"
-    with Standstill("run", told.parent, SurvivalSettings(hang_timeout=1.0)):
+    with Standstill("run", told.parent, RuntimeSettings(hang_timeout=1.0)):
         late = time.monotonic() + LIMIT
         while not (told.exists() and "Thread 0x" in told.read_text()):
             time.sleep(2.0)
@@ -208,12 +208,12 @@ ENDS = """
 import os, signal, sys, threading
 from pathlib import Path
 from affinage.hardware import pulse, standstill
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.stopping import OwnProcess
 
 standstill.ELSEWHERE, pulse.SILENT_FOR_LONG = 2.0, 2.0
 os.environ["AFFINAGE_PARENT"] = "1"  # somebody starts it again
-settings = SurvivalSettings(hang_timeout=1.0, exit_on_hang=True)
+settings = RuntimeSettings(hang_timeout=1.0, exit_on_hang=True)
 with OwnProcess(), pulse.guarded("run", settings):
     if sys.argv[1] == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -67,8 +67,7 @@ def test_hosts_that_are_killed_again_and_again_change_no_bit(warm_python: list[s
 def test_a_host_that_stands_still_is_named_and_the_run_goes_on(
     warm_python: list[str], alone: Path, tmp_path: Path, by: int | str
 ):
-    survival = {"survival": {"hang_timeout": 4}}
-    launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=[(1, 6, by)], settings=survival)
+    launcher = Training(warm_python, tmp_path / "run", STEPS, hurts=[(1, 6, by)], runtime={"hang_timeout": 4})
     assert trained(launcher, Restarts(preemptions=9, failures=2)) == 0, "\n".join(launcher.said)
     assert "host 1" in (launcher.folder / "stuck.txt").read_text()
     assert ended_alike(launcher.folder, alone, STEPS)

@@ -128,6 +128,7 @@ class Feed:
 def main(job: dict) -> None:
     """Train as one of the hosts that the environment names."""
     import tiny_graphs
+    from affinage.config.runtime import RuntimeSettings
     from affinage.config.training import PretrainSettings
     from affinage.hardware.joining import joined
     from affinage.hardware.pulse import guarded
@@ -142,12 +143,12 @@ def main(job: dict) -> None:
             "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
             "eval_every": 7,
             "log_every": 1,
-            "checkpoint": {"every_steps": 5},
             **job.get("settings", {}),
         }
     )
     folder = Path(job["folder"])
-    with OwnProcess(), guarded("train", settings.survival), joined(settings.survival.heartbeat_timeout) as hosts:
+    runtime = RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **job.get("runtime", {})})
+    with OwnProcess(), guarded("train", runtime), joined(runtime.heartbeat_timeout) as hosts:
 
         def on_step(step: int, state: object) -> None:
             with _made(folder, job["start"], hosts.index).open("a") as file:
@@ -160,6 +161,7 @@ def main(job: dict) -> None:
             TrainJob(
                 graph=parse(tiny_graphs.llama(layers=1, dropout=0.1)),
                 settings=settings,
+                runtime=runtime,
                 mesh={"data": 2, "fsdp": 2},
                 seed=1,
                 feed=Feed(job.get("sick", ())),

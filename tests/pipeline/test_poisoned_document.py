@@ -61,7 +61,7 @@ pretrain:
   schedule: {{peak_lr: 3.0e-2, min_lr: 3.0e-3, warmup_steps: 2}}
   log_every: 1
   eval_every: {steps}
-  checkpoint: {{every_steps: 1, keep_last: {steps}}}
+runtime: {{checkpoint: {{every_steps: 1, keep_last: {steps}}}}}
 """
 
 

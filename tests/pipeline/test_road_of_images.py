@@ -36,7 +36,7 @@ pretrain:
   batch_size: 16
   log_every: 4
   schedule: {{peak_lr: 1.0e-3, min_lr: 1.0e-4}}
-  checkpoint: {{every_steps: 5}}
+runtime: {{checkpoint: {{every_steps: 5}}}}
 probe: {{features: encoder, labels_per_class: [4], draws: 3}}
 """
 ROAD = ["arrays", "pretrain", "probe"]

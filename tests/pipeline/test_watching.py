@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 import tiny_run
 from affinage.cli.program import main
 from affinage.config.load import load_recipe
-from affinage.config.tuning import MonitorSettings
+from affinage.config.training import MonitorSettings
 from affinage.errors import UserError
 from affinage.evaluation import batch_size
 from affinage.evaluation.batch_size import MOST
@@ -99,7 +99,9 @@ def test_the_probability_is_that_of_mcnemars_exact_test(lost: int, won: int):
 
 def watch(folder: Path, score: Callable, **settings: object) -> Watch:
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = MonitorSettings.model_validate({"tasks": ["a"], "every_steps": 10, "limit": 40, **settings})
+    chosen = MonitorSettings.model_validate(
+        {"tasks": ["a"], "every_steps": 10, "limit": 40, "on_regression": "stop", **settings}
+    )
     return Watch(chosen, folder, 190, score, lambda step, state: (folder / f"kept-{step}").touch())
 
 
@@ -274,7 +276,8 @@ def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
 
 
 def watched(base: SimpleNamespace, **settings: object) -> str:
-    return json.dumps({"tasks": [str(base.task)], "every_steps": 40, "limit": 60, "alpha": 0.05, **settings})
+    told = {"tasks": [str(base.task)], "every_steps": 40, "limit": 60, "alpha": 0.05, "on_regression": "stop"}
+    return json.dumps(told | settings)
 
 
 def taught(base: SimpleNamespace) -> list[str]:
@@ -282,7 +285,10 @@ def taught(base: SimpleNamespace) -> list[str]:
     wrong_way = base.runs / "wrong.jsonl"
     talks = [{"prompt": "Say it", "completion": said(item, 1 - item["right"])} for item in base.items]
     wrong_way.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    schedule, saved = "sft.schedule={peak_lr: 1.0e-2, min_lr: 1.0e-2}", "sft.checkpoint={every_steps: 40, keep_last: 2}"
+    schedule, saved = (
+        "sft.schedule={peak_lr: 1.0e-2, min_lr: 1.0e-2}",
+        "runtime.checkpoint={every_steps: 40, keep_last: 2}",
+    )
     return [f"sft.sources=['{wrong_way}']", "sft.steps=80", "sft.eval_every=40", schedule, saved]
 
 
@@ -345,7 +351,7 @@ def test_with_keep_training_goes_on_and_preferences_begin_with_the_best_look(bas
     pairs.write_text("".join(json.dumps(line) + "\n" for line in told))
     schedule = {"peak_lr": 1e-2, "min_lr": 1e-2}
     dpo = {"sources": [str(pairs)], "steps": 80, "batch_size": 8, "schedule": schedule, "lora": {"r": 8}}
-    dpo |= {"reference": "held", "num_epochs": None, "watch": json.loads(watched(base))}
+    dpo |= {"precompute_ref_log_probs": False, "num_epochs": None, "monitor": json.loads(watched(base))}
     kept = [*taught(base), f"sft.monitor={watched(base, on_regression='keep_best')}"]
     affinage("dpo", base.runs, "name=preferred", *kept, f"dpo={json.dumps(dpo)}")
     tuned, preferred = base.runs / "preferred/sft", base.runs / "preferred/dpo"

@@ -11,7 +11,6 @@ from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.plan import plan
 from affinage.pipeline.runner import PipelineRunner, Runs
-from affinage.pipeline.sources import fingerprints
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import read_manifest
 
@@ -207,8 +206,9 @@ def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, overrid
 @pytest.mark.parametrize(
     "override",
     [
-        "mesh={data: 2}", "pretrain.checkpoint.every_steps=3", "pretrain.log_every=1",
-        "pretrain.gradient_accumulation_steps=2", "pretrain.eval_every=7", "sft.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
+        "mesh={data: 2}", "runtime.checkpoint.every_steps=3", "pretrain.log_every=1",
+        "pretrain.gradient_accumulation_steps=2",
+        "pretrain.eval_every=7", "runtime.checkpoint.keep_last=5", "data.executor=ray", "data.ray_address=h:1",
         "data.workers=3", "data.memory_bytes=9",
     ],
 )  # fmt: skip
@@ -231,29 +231,6 @@ def test_tokenizers_to_compare_with_are_in_the_key_of_the_comparison_alone(load,
     assert changed(keys(load()), compared) == ["compare-tokenizers", "report"]
     (tmp_path / "theirs.model").write_bytes(b"2")
     assert changed(compared, keys(load("tokenizer.compare=[theirs.model]"))) == ["compare-tokenizers", "report"]
-
-
-def test_a_copy_of_a_file_is_the_same_and_a_change_is_not(tmp_path: Path):
-    for folder in ("here", "there"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "a.txt").write_bytes(bytes(3_000_000))
-    os.utime(tmp_path / "there" / "a.txt", (0, 0))
-    here, there = (list(fingerprints([str(tmp_path / name)]).values()) for name in ("here", "there"))
-    assert here == there and len(here) == 1
-    with (tmp_path / "there" / "a.txt").open("r+b") as file:
-        file.write(b"1")
-    os.utime(tmp_path / "there" / "a.txt", (0, 0))
-    assert list(fingerprints([str(tmp_path / "there")]).values()) != here
-
-
-@pytest.mark.parametrize("limits", [{"most_bytes": 5}, {"most_files": 1}], ids=["bytes", "files"])
-def test_a_large_source_is_known_by_size_and_date(tmp_path: Path, limits: dict[str, int]):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text("abc")
-    before = fingerprints([str(tmp_path)], **limits)
-    os.utime(tmp_path / "b.txt", (0, 0))
-    after = fingerprints([str(tmp_path)], **limits)
-    assert [Path(name).name for name, said in after.items() if before[name] != said] == ["b.txt"]
 
 
 def test_sections_left_out_have_no_stages(load):

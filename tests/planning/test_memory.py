@@ -47,7 +47,7 @@ def memory(mesh: dict, chosen: PretrainSettings, *, graph: Graph = GRAPH, contex
 
 def state_of(graph: Graph, chosen: Any, mesh: dict, context: int, folder: Any) -> tuple[int, int, int]:
     """Bytes that the state of a run has on its last device: weights, those that no step changes, moments."""
-    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, chosen.batch, context).items()}
+    batch = {k: np.zeros(leaf.shape, leaf.dtype) for k, leaf in batch_shapes(graph, chosen.batch_size, context).items()}
     job = TrainJob(graph=graph, settings=chosen, mesh=mesh, seed=0, feed=None, folder=folder)  # type: ignore[arg-type]
     state = Program(job, make_mesh(mesh, jax.devices()), batch).begin()
 

@@ -53,7 +53,7 @@ def test_a_price_is_that_of_the_chips_it_was_given_for():
         (("mesh={pipeline: 2, fsdp: 2}", "pretrain.attention=splash"), "splash"),
         (
             ("mesh={fsdp: 4}", "pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"),
-            "micro_batches is 2",
+            "gradient_accumulation_steps is 2",
         ),
         (("pretrain.optimizer_in_backward=true", "parallel.remat=dots"), "`dots`"),
         (("pretrain.optimizer_in_backward=true", "parallel.remat={keep: [query]}"), "activations by name"),
@@ -156,7 +156,7 @@ def test_a_processor_is_measured(capsys):
 def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(capsys):
     status, out, err = told(capsys, SMALL, "--on", "v5e-256", "--json")
     assert status == 0 and json.loads(out)["rows"] == 256
-    assert "batch 64 does not divide" in err and "--set pretrain.batch_size=256" in err
+    assert "batch_size 64 does not divide" in err and "--set pretrain.batch_size=256" in err
 
 
 @pytest.mark.parametrize(

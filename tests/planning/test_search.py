@@ -161,7 +161,7 @@ def test_weak_scaling_keeps_the_rows_of_a_device_and_strong_scaling_the_batch():
 
 def test_a_curve_names_settings_that_go_with_no_mesh():
     loaded = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
-    with pytest.raises(UserError, match="micro_batches"):
+    with pytest.raises(UserError, match="gradient_accumulation_steps"):
         curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
 
 

@@ -34,7 +34,7 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
     write_json(run / "recipe.json", told["recipe"] | {"name": name})
     started = 0
     for each in told["stages"]:
-        stage, summary = each["stage"], each["summary"]
+        stage, summary = each["step"], each["summary"]
         if stage in STEPS:
             length = steps if stage == "pretrain" else STEPS[stage]
             summary = told["training"] | {"steps": length, "tokens": length * 1024}

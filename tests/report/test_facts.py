@@ -33,7 +33,7 @@ def plain(text: str) -> str:
 
 
 def of_one_stage(folder: Path, stage: str, summary: dict, recipe: dict | None = None) -> Path:
-    write_json(folder / stage / "manifest.json", {"stage": stage, "summary": summary})
+    write_json(folder / stage / "manifest.json", {"step": stage, "summary": summary})
     write_json(folder / "recipe.json", {"name": "x", **(recipe or {})})
     return folder
 
@@ -99,7 +99,7 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
 
 
 def test_any_stage_may_be_absent(run: Path, facts):
-    write_json(run / "report" / "manifest.json", {"stage": "report", "seconds": 3.0, "started": 1})
+    write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
     assert collect_facts(run) == facts, "a run takes as long before as after its report"
     absent = "evaluate-sft sft conversations evaluate-base pretrain rows tokenizer deduplicate".split()
     for stage in absent:
@@ -114,7 +114,7 @@ def test_any_stage_may_be_absent(run: Path, facts):
 def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory, summary: dict, other: object):
     run = tmp_path_factory.mktemp("run")
     for stage in STAGES:
-        told = {"stage": stage, "summary": summary, "started": other, "seconds": other}
+        told = {"step": stage, "summary": summary, "started": other, "seconds": other}
         write_json(run / stage / "manifest.json", told)
     write_json(run / "pretrain" / "model.json", {"graph": other, "context": 64})
     lines = json.dumps(other) + "\n" + json.dumps({"step": 1, "loss": other}) + "\n{"

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
     (folder.parent / "recipe.json").write_text(json.dumps(loaded.recipe.model_dump(mode="json")))
     (folder / "model.json").write_text(json.dumps({"graph": planned_graph(loaded).to_dict(), "context": 512}))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    (folder / "manifest.json").write_text(json.dumps({"stage": "pretrain", "key": "0" * 64, "summary": SUMMARY}))
+    (folder / "manifest.json").write_text(json.dumps({"step": "pretrain", "key": "0" * 64, "summary": SUMMARY}))
     return folder.parent
 
 

@@ -85,7 +85,7 @@ def test_facts_are_on_the_page(pages: dict[str, str], facts):
 def test_preferences_are_told_in_their_own_unit(run: Path, change):
     shutil.copytree(run / "sft", run / "dpo")
     with change(run / "dpo" / "manifest.json") as manifest, change(run / "dpo" / "summary.json") as summary:
-        manifest["stage"] = "dpo"
+        manifest["step"] = "dpo"
         summary["validation"] = {"pairs": {"loss": 0.296, "rewards/accuracies": 0.936}}
     page = render(collect_facts(run))
     section = page[page.index('<section id="dpo"') : page.index('<section id="compression"')]

@@ -192,7 +192,7 @@ def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: P
     folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
     folder.mkdir(parents=True)
     (tmp_path / "runs" / "store" / "tokenizer-0123456789ab").mkdir()
-    request = {"stage": "pretrain", "settings": {}, "sources": {}, "code": {}, "key": "0123456789ab"}
+    request = {"step": "pretrain", "version": 1, "settings": {}, "sources": {}, "key": "0123456789ab"}
     for inputs in ({"tokenizer": key}, {f"../{key}": "0123456789ab"}, {"tokenizer": "0123456789ab", "rows": key}):
         (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
         assert read_request(folder) is None and made_from(folder, "tokenizer") is None

@@ -23,7 +23,7 @@ def url(tmp_path: Path) -> str:
 
 
 def run(runs: Path, remote: str, *words: str) -> int:
-    settings = [word for setting in (*SETTINGS, f"remote={remote}") for word in ("--set", setting)]
+    settings = [word for setting in (*SETTINGS, f"runtime.remote={remote}") for word in ("--set", setting)]
     with pytest.raises(SystemExit) as ended:
         main(["run", tiny_run.WORDS[0], "--runs", str(runs), *settings, *words])
     return int(ended.value.code or 0)

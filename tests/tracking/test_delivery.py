@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
 from affinage.config.load import load_recipe
-from affinage.config.tracking import TrackersSettings
 from affinage.errors import UserError
 from affinage.pipeline.build import build_steps
 from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
@@ -69,13 +68,12 @@ def deliver(folder: Path, trackers: dict[str, Listed], lines: int = 10, **limits
     """Hand over some lines; what was said."""
     said: list[str] = []
     makers = {name: (lambda each=each: each) for name, each in trackers.items()}
-    settings = TrackersSettings.model_validate(limits)
-    with Trackers(makers, TrackedRun("t"), folder, before=(), say=said.append, limits=settings) as delivery:
+    with Trackers(makers, TrackedRun("t"), folder, before=(), say=said.append, **limits) as delivery:
         for step in range(1, lines + 1):
             delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
             # Whoever takes lines at all is in time for them.
             takes = [each for each in trackers.values() if each.fails not in ("start", "log")]
-            while limits.get("queue") and any(len(each.lines) < step for each in takes):
+            while limits.get("waiting") and any(len(each.lines) < step for each in takes):
                 time.sleep(0.001)
     return said
 
@@ -92,7 +90,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
 @pytest.mark.parametrize("method", ["start", "finish"])
 def test_a_tracker_that_hangs_is_left_behind(tmp_path: Path, method: str):
     for_ever, well = threading.Event(), Listed()
-    told = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, queue=3, close_seconds=0.3)
+    told = deliver(tmp_path, {"stuck": Listed(method, for_ever), "well": well}, waiting=3, close_seconds=0.3)
     for_ever.set()
     assert len(well.lines) == 10
     assert len([line for line in told if "tracker stuck" in line]) == 1
@@ -103,12 +101,13 @@ def test_plugins_have_trackers_too(tmp_path: Path):
     class Own(Listed):
         pass
 
-    made = trackers_of(TrackersSettings(own={"listed": {"fails": "never"}}), recipe="r", training="t", runs=tmp_path)[
-        "listed"
-    ]()
+    where = {"recipe": "r", "training": "t", "runs": tmp_path}
+    made = trackers_of({"listed": {"fails": "never"}}, **where)["listed"]()
     assert isinstance(made, Own) and made.fails == "never"
     with pytest.raises(UserError, match="lisded"):
-        trackers_of(TrackersSettings(own={"lisded": {}}), recipe="r", training="t", runs=tmp_path)
+        trackers_of({"lisded": {}}, **where)
+    with pytest.raises(UserError, match="falls"):
+        trackers_of({"listed": {"falls": 1}}, **where)
 
 
 def test_trackers_are_in_no_key_of_a_stage():
@@ -120,7 +119,7 @@ def test_trackers_are_in_no_key_of_a_stage():
 
 def test_a_library_that_dies_or_is_not_there_is_an_error_of_the_tracker(tmp_path: Path):
     before = set(psutil.Process().children())
-    child = Child("tensorboard", {"folder": str(tmp_path)})
+    child = Child("tensorboard", {"name": "t", "folder": str(tmp_path)})
     child.start(TrackedRun("t"))
     child.log(1, {"a": 1.0})
     [process] = set(psutil.Process().children()) - before
@@ -128,7 +127,7 @@ def test_a_library_that_dies_or_is_not_there_is_an_error_of_the_tracker(tmp_path
     process.wait(60)
     with pytest.raises(RuntimeError, match="tensorboard"):
         child.log(2, {"a": 1.0})
-    [events] = tmp_path.iterdir()
+    [events] = (tmp_path / "t").iterdir()
     assert b"a" in events.read_bytes()
     with pytest.raises(RuntimeError, match="KeyError"):
         Child("no such library", {}).start(TrackedRun("t"))

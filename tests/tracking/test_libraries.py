@@ -13,7 +13,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "training"))
 import tiny
 
-from affinage.config.tracking import TrackersSettings
 from affinage.tracking import trackers_of
 from affinage.tracking.tracker import TrackedRun
 from affinage.training import train
@@ -27,9 +26,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     os.environ["WANDB_API_KEY"] = "a" * 40  # pretends to be a key; offline, nobody looks at it
     names = ("tensorboard", "wandb", "trackio", "mlflow")
-    settings = TrackersSettings.model_validate({**{name: {} for name in names}, "close_seconds": 500})
-    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "tracked": settings, "eval_every": 5}
-    of["trackers"] = trackers_of(settings, recipe="tiny", training="sft", runs=folder)
+    of = {"validation": {"pocket-world.en": tiny.HeldOut()}, "name": "sft", "eval_every": 5}
+    of |= {"close_trackers_within": 500.0}
+    of["trackers"] = trackers_of({name: {} for name in names}, recipe="tiny", training="sft", runs=folder)
     with pytest.raises(RuntimeError):
         train(tiny.job(folder / "stage", 10, tiny.fails_at(8), **of))
     train(tiny.job(folder / "stage", 10, **of))
@@ -93,8 +92,7 @@ def test_an_mlflow_server_that_refuses_is_told_of_while_the_training_goes_on(tmp
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        settings = TrackersSettings.model_validate({"mlflow": {"uri": uri}})
-        [make] = trackers_of(settings, recipe="tiny", training="sft", runs=tmp_path).values()
+        [make] = trackers_of({"mlflow": {"uri": uri}}, recipe="tiny", training="sft", runs=tmp_path).values()
         # MLflow's own seven attempts take longer than a tracker's process is waited for.
         with pytest.raises(RuntimeError, match="Connection refused"):
             make().start(TrackedRun("tiny"))

@@ -44,7 +44,9 @@ def job(folder: Path, rows: Path, steps: int, shape: dict, mixture: list | None,
     return tiny.job(
         folder,
         graph=tiny.graph(dropout=0.1, layers=1),
-        settings=tiny.settings(steps, **own, **changes),
+        steps=steps,
+        **own,
+        **changes,
         feed=RowFeed(rows, seed=3, batch=8, mixture=stages),
         validation={"held out": tiny.HeldOut()},
         data={"rows": "the same"},
@@ -87,7 +89,7 @@ def test_more_steps_and_new_weights_are_one_run_bit_for_bit(rows: Path, first: P
         ({"mixture": [{"from_step": 0, "weights": {"a": 1.0}}]}, BORDER, "weights"),
         ({}, 7, "5, 10"),
         ({"optimizer": {"name": "lion"}, "checkpoint": {"accept_changes": ["optimizer"]}}, BORDER, "opt_state"),
-        ({"health": {"window": 16}, "checkpoint": {"accept_changes": ["health"]}}, BORDER, "window.losses"),
+        ({"health": {"spike_window": 16}, "checkpoint": {"accept_changes": ["health"]}}, BORDER, "window.losses"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*is extended with another", "ignore:coroutine .* was never awaited")
@@ -105,5 +107,5 @@ def test_what_an_extension_may_not_change_is_refused_by_name(
 def test_a_tail_begins_where_the_other_schedule_ends_and_needs_something_to_extend():
     tail, alone = (learning_rate(ScheduleSettings(**{**TAIL, "from_step": at}), end) for at, end in ((10, 16), (0, 6)))
     assert [float(tail(step)) for step in range(BORDER, STEPS)] == pytest.approx([float(alone(n)) for n in range(6)])
-    with pytest.raises(ValueError, match="extends"):
+    with pytest.raises(ValueError, match="resume_from"):
         tiny.settings(STEPS, schedule=TAIL)

@@ -40,7 +40,7 @@ class SickFeed(tiny.RandomFeed):
 
 
 def job(folder: Path, feed: SickFeed, hook=None, every: int = 5, **health: object) -> TrainJob:
-    how = {"checkpoint": {"every_steps": every}, "health": {"window": 16} | health}
+    how = {"checkpoint": {"every_steps": every}, "health": {"spike_window": 16} | health}
     return tiny.job(folder, 15, hook, feed=feed, documents=lambda step: [f"document {step}"], **how)
 
 

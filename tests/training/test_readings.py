@@ -15,6 +15,7 @@ import psutil
 import pytest
 import tiny
 
+from affinage.config.runtime import RuntimeSettings
 from affinage.training import train
 from affinage.training.metrics import MetricsLog
 from affinage.training.progress import StepDisplay, step_line
@@ -79,9 +80,9 @@ def test_steps_that_are_not_to_come_are_told_not_to_be_traced(tmp_path: Path, ca
 
 def test_which_steps_are_traced_is_a_step_or_a_range():
     for wrong in ("5 to 6", "25-20"):
-        with pytest.raises(ValueError, match=r"pattern|say"):
-            tiny.settings(8, profile=wrong)
-    assert tiny.settings(8, profile=20).traced == (20, 20) and tiny.settings(8, profile="20-25").traced == (20, 25)
+        with pytest.raises(ValueError, match=r"pattern|before"):
+            RuntimeSettings(profile=wrong)
+    assert RuntimeSettings(profile=20).profiled == (20, 20) and RuntimeSettings(profile="20-25").profiled == (20, 25)
 
 
 def test_a_validation_that_is_not_finite_is_written_as_null(tmp_path: Path):

@@ -52,10 +52,11 @@ def of_kind(kind: str, folder: Path, hook: Any = None) -> TrainJob:
         case "averages":
             return tiny.job(folder, STEPS, hook, graph=parse(tiny_graphs.byol()), feed=Images(), **how)
         case "sft with adapters":
-            how = {"settings": tiny.tuning(SftSettings, STEPS, own=LORA, **how)}
+            how |= {"settings": tiny.tuning(SftSettings, STEPS, own=LORA)}
         case "dpo with adapters":
-            chosen = tiny.tuning(DpoSettings, STEPS, own=LORA | {"precompute_ref_log_probs": False}, **how)
-            graph, how = preference_graph(tiny.graph(layers=1), chosen, documents=2), {"settings": chosen}
+            chosen = tiny.tuning(DpoSettings, STEPS, own=LORA | {"precompute_ref_log_probs": False})
+            graph = preference_graph(tiny.graph(layers=1), chosen, documents=2)
+            how |= {"settings": chosen}
     return tiny.job(folder, STEPS, hook, graph=graph, **how)
 
 

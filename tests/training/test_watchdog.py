@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.hardware import beats, standstill
 from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.hosts import Hosts
@@ -37,8 +37,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> "queue.SimpleQueue[str]":
     return why
 
 
-def of_a_start(folder: Path, leave: bool | None = True, stuck_seconds: float = 0.2) -> Watchdog:
-    settings = SurvivalSettings(hang_timeout=stuck_seconds, exit_on_hang=leave)
+def of_a_start(folder: Path, leave: bool | None = True, hang_timeout: float = 0.2) -> Watchdog:
+    settings = RuntimeSettings(hang_timeout=hang_timeout, exit_on_hang=leave)
     return Watchdog("train", folder, settings, LifeSign(None))
 
 
@@ -65,8 +65,8 @@ def test_a_step_that_does_not_end_is_told_with_all_stacks_and_one_that_is_slow_i
         if step == 7:
             until(lambda: "in stuck_in_this_hook" in told(tmp_path).partition("step 7 has not ended for")[2])
 
-    train(tiny.job(tmp_path, 10, stuck_in_this_hook, survival={"hang_timeout": 0.3}))
-    train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), survival={"hang_timeout": 300}))
+    train(tiny.job(tmp_path, 10, stuck_in_this_hook, hang_timeout=0.3))
+    train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), hang_timeout=300))
     assert not told(tmp_path / "slow")
 
 
@@ -116,7 +116,7 @@ def test_a_process_is_left_at_once_where_somebody_starts_it_again_and_else_late(
         monkeypatch.delenv(name, raising=False)
     if by:
         monkeypatch.setenv(by, "1")
-    found = standstill.stays_when_stuck(SurvivalSettings(exit_on_hang=leave), Hosts.current)
+    found = standstill.stays_when_stuck(RuntimeSettings(exit_on_hang=leave), Hosts.current)
     assert found == seconds
 
 
@@ -165,13 +165,13 @@ TRAINING = """
 import sys, time
 from pathlib import Path
 from affinage.hardware import stops
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.stopping import OwnProcess
 from affinage.training.ledger import LifeSign
 from affinage.training.watchdog import Watchdog
 
 stops.JUMP, began = 1.5, time.monotonic()
-settings = SurvivalSettings(hang_timeout=4, exit_on_hang=False)
+settings = RuntimeSettings(hang_timeout=4, exit_on_hang=False)
 with OwnProcess(), Watchdog("train", Path(sys.argv[1]), settings, LifeSign(None)) as dog:
     dog.step_begins(1)
     time.sleep(0.5)

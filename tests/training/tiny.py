@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from affinage.checkpoint import CheckpointStore
+from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.model import Call, Graph, init_params, parse
 from affinage.parallel import make_mesh
@@ -95,14 +96,13 @@ def settings(steps: int = 20, **changes: object) -> PretrainSettings:
             "schedule": {"peak_lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 4},
             "eval_every": 10,
             "log_every": 1,
-            "checkpoint": {"every_steps": 5},
             **changes,
         }
     )
 
 
 # What says how a training goes on, and nothing of what its steps compute.
-_NOT_IN_STEPS = {"checkpoint", "survival", "log_every", "eval_every", "eval_sequences", "profile"}
+_NOT_IN_STEPS = {"log_every", "eval_every", "eval_sequences"}
 _weights: dict[str, Any] = {}
 _OF_JOB = {field.name for field in dataclasses.fields(TrainJob)}
 
@@ -137,8 +137,10 @@ class Kept:
 
 
 def job(folder: Path, steps: int = 10, hook: Hook | None = None, **changes: Any) -> TrainJob:
-    """A training of one layer on one device. `changes` are fields of the job, or else of its settings."""
+    """A training of one layer on one device. `changes` are fields of the job, of its runtime or of its settings."""
     of_job = {name: changes.pop(name) for name in _OF_JOB & changes.keys()}
+    how = {name: changes.pop(name) for name in RuntimeSettings.model_fields.keys() & changes.keys()}
+    of_job.setdefault("runtime", RuntimeSettings.model_validate({"checkpoint": {"every_steps": 5}, **how}))
     values = {"graph": graph(layers=1), "mesh": {"data": 1}, "seed": 1, "feed": RandomFeed(), "folder": folder}
     values |= {"on_step": (hook,) if hook else ()} | of_job
     made = TrainJob(**{"settings": settings(steps, **changes), **values})

@@ -142,11 +142,9 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     if found:
         return found
     # It may be one that is left out: then only what it means can be printed.
-    from affinage.config.recipe import Recipe
-    from affinage.config.reference import sections
+    from affinage.config.reference import settings_by_key
 
-    plain = re.sub(r"\.\d+(?=\.|$)", "[]", key)
-    settings = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
+    plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()
     if plain in settings:
         setting = settings[plain]
         print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")

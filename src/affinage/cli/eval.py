@@ -137,7 +137,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     """Evaluate one model apart from its recipe; {} in the processes after the first one."""
     target, _ = model_of(name, opening.runs)  # before JAX is imported
     from affinage.config.data import POCKET_WORLD
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
     from affinage.evaluation.run import evaluate
     from affinage.evaluation.tasks import check_names
     from affinage.hardware.joining import joined
@@ -162,7 +162,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     with joined() as hosts, contextlib.ExitStack() as watched, hosts.all_at_work():
         if hosts.count > 1:
             watched.enter_context(OwnProcess())  # one that waits for a host that stands still is left
-        watched.enter_context(Standstill(name, folder, SurvivalSettings()))
+        watched.enter_context(Standstill(name, folder, RuntimeSettings()))
         found = opened(name, opening, reserves=True, announce=False)
         contamination = settings.pop("contamination", True)
         with Working(name) as working:

@@ -145,9 +145,8 @@ def run_pipeline(
         if (made := resolve(name, how.runs).run) is not None:  # one that is named by its path is run where it is
             how = replace(how, runs=made.parent)
         if how.profile is not None:
-            profiled = (f"{training}.profile={how.profile}" for training in loaded.recipe.trainings)
-            loaded = load(name, [*(how.overrides or ()), *profiled], how.runs)
-        with guarded(loaded.recipe.name, loaded.recipe.survival):
+            loaded = load(name, [*(how.overrides or ()), f"runtime.profile={how.profile}"], how.runs)
+        with guarded(loaded.recipe.name, loaded.recipe.runtime):
             return _run(loaded, name, how, until, any_of=any_of, only=only, quiet=quiet)
 
 
@@ -162,7 +161,7 @@ def _run(
     quiet: bool,
 ) -> Path:
     from affinage.api import prepare_process, write_report
-    from affinage.cli.watch import Watch, show_plan, show_result
+    from affinage.cli.watch import Watch, show_plan, show_result, unchecked
     from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
     from affinage.pipeline.build import build_steps
@@ -184,14 +183,14 @@ def _run(
         prepare_process(loaded)
         check(loaded, [step.name for step in plan if not step.complete])
         show_plan(plan, as_json=how.as_json)
-        for doubt in doubts(loaded):
+        for doubt in (*unchecked(plan), *doubts(loaded)):
             warn(doubt)
         return runner.folder
     prepare_process(loaded)
-    survival = loaded.recipe.survival
+    runtime = loaded.recipe.runtime
     with (
-        joined(survival.heartbeat_timeout) as hosts,
-        Standstill(loaded.recipe.name, runner.folder, survival),
+        joined(runtime.heartbeat_timeout) as hosts,
+        Standstill(loaded.recipe.name, runner.folder, runtime),
         only_data_on_stdout(how.as_json),
     ):
         if not hosts.first:
@@ -206,7 +205,7 @@ def _run(
             raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
         with hosts.all_at_work():  # the mesh is of all their devices
             check(loaded, waiting)
-        for doubt in doubts(loaded) if waiting else ():
+        for doubt in (*unchecked(plan), *(doubts(loaded) if waiting else ())):
             warn(doubt)
         with Watch(plan) as watch:
             runner.run(watch)

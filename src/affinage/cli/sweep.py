@@ -94,8 +94,10 @@ def _run(point: "Point", runs: "Runs") -> None:
     from affinage.hardware.standstill import Standstill
 
     runner = _runner(point, runs)
-    survival = point.loaded.recipe.survival
-    with Standstill(point.loaded.recipe.name, runner.folder, survival), Watch(runner.plan()) as watch:
+    with (
+        Standstill(point.loaded.recipe.name, runner.folder, point.loaded.recipe.runtime),
+        Watch(runner.plan()) as watch,
+    ):
         runner.run(watch)
 
 

@@ -74,7 +74,10 @@ class Watch:
 
 def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
     """List the steps, which of them would run, and why."""
-    rows = [{"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key} for s in steps]
+    rows = [
+        {"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key, "unchecked": s.unchecked}
+        for s in steps
+    ]
     table = Table(
         ("step", "", "why"),
         [(row["step"], "runs" if row["runs"] else "stays", row["reason"]) for row in rows],
@@ -82,6 +85,12 @@ def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
     )
     waiting = sum(not step.complete for step in steps)
     emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
+
+
+def unchecked(steps: Sequence["PlannedStep"]) -> list[str]:
+    """One sentence for each source of which nobody knows whether it has changed."""
+    found = {url: why for step in steps for url, why in step.unchecked.items()}
+    return [f"cannot check whether {url} has changed: {why}" for url, why in found.items()]
 
 
 def show_result(

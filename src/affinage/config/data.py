@@ -1,12 +1,12 @@
 """Settings of the road from raw text to rows of tokens."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
 from affinage.config.cleaning import CleanSettings, DecontaminateSettings
 from affinage.config.settings import Bytes, Settings
-from affinage.config.sources import POCKET_WORLD, Language, Source, SourceSettings
+from affinage.config.sources import POCKET_WORLD, Language, Source, SourceSettings, path_from_string
 
 __all__ = [
     "DIGITS",
@@ -51,10 +51,6 @@ class SplitSettings(Settings):
     """Tail: the last part of every document (for a single long text)."""
 
 
-def _from_string(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
 class ArraySettings(Settings):
     """Images instead of text. A plain string in a recipe is short for `path`."""
 
@@ -73,7 +69,7 @@ class DataSettings(Settings):
 
     sources: tuple[Source, ...] = Field(default=(), min_length=1, validate_default=False)
     arrays: Annotated[
-        ArraySettings | None, BeforeValidator(_from_string, json_schema_input_type=str | ArraySettings | None)
+        ArraySettings | None, BeforeValidator(path_from_string, json_schema_input_type=str | ArraySettings | None)
     ] = None
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""

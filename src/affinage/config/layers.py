@@ -1,5 +1,6 @@
 """A recipe is made of layers: the bases it names, the file itself, and `--set` on the command line."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,24 @@ class Layers:
             target[key] = {} if isinstance(value, dict) else value
         for child, inner in value.items() if isinstance(value, dict) else ():
             self.put((*path, child), inner, origins)
+
+    def share(self) -> None:
+        """Lay each training's own settings over those that `training` gives for all of them."""
+        shared = self.value.pop("training", None)
+        if shared is None:
+            return
+        if not isinstance(shared, dict):
+            raise UserError("`training` must be a mapping of settings", where=self.locate(("training",)))
+        for section in ("pretrain", "sft", "dpo"):
+            own = self.value.get(section)
+            if not isinstance(own, dict):
+                continue
+            origins = {known: place for known, place in self.origins.items() if known[:1] == (section,)}
+            common = {(section, *known[1:]): o for known, o in self.origins.items() if known[:1] == ("training",)}
+            self.origins = {known: place for known, place in self.origins.items() if known not in origins}
+            del self.value[section]
+            self.put((section,), copy.deepcopy(shared), common)
+            self.put((section,), own, origins)
 
 
 def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:

@@ -89,6 +89,7 @@ def _layers(path_or_name: str | Path, overrides: Sequence[str]) -> tuple[Path, L
     layers = read_file(path)
     for override in overrides:
         put_override(layers, override)
+    layers.share()
     layers.value = _without_nulls(layers.value, ())
     _refuse_secrets(layers.value, (), layers.locate)
     return path, layers
@@ -100,8 +101,7 @@ def load_run_recipe(path: Path) -> tuple[LoadedRecipe, list[str]]:
     Raises:
         UserError: for whatever else is wrong with them.
     """
-    layers = read_file(path)
-    layers.value = _without_nulls(layers.value, ())
+    _, layers = _layers(path, ())
     dropped: list[str] = []
     while True:
         try:

@@ -1,6 +1,7 @@
 """What pydantic finds wrong with a recipe, in plain sentences: where, which key, the nearest known name."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -30,6 +31,7 @@ _WANTED = {  # the beginnings of pydantic's error types -> what is needed
     "literal_error": "one of: {expected}",
     "string_pattern_mismatch": "made of letters, digits, `.`, `_` and `-`, as far as {pattern} allows",
 }
+_OF_A_TRAINING = re.compile(r"`(pretrain|sft|dpo)\.")
 _ELSEWHERE = 3  # places that are suggested
 _ALIKE, _SIMILAR = 0.75, 0.6  # of names, by difflib: enough to be sought in all places; worth a suggestion
 
@@ -57,13 +59,18 @@ def explain(
             continue
         for what, fix in _sentences(path, group, model, raw, within):
             found[locate(path), what, fix] = None
-    mistakes = [UserError(what, where=where, fix=fix) for where, what, fix in sorted(found, key=_reading_order)]
+    # What `training` gives for several trainings is one mistake.
+    shared: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
+    for each in found:
+        shared.setdefault(tuple(_OF_A_TRAINING.sub("`training.", text) for text in each), []).append(each)
+    told = [same[0] if len(same) == 1 else each for each, same in shared.items()]
+    mistakes = [UserError(what, where=where, fix=fix) for where, what, fix in sorted(told, key=_reading_order)]
     if len(mistakes) == 1:
         return mistakes[0]
     return UserError(f"the recipe has {len(mistakes)} mistakes\n" + "\n".join(map(str, mistakes)))
 
 
-def _reading_order(found: tuple[str, str, str]) -> tuple[str, int]:
+def _reading_order(found: Sequence[str]) -> tuple[str, int]:
     file, _, line = found[0].rpartition(":")
     return file, int(line) if line.isdigit() else 0
 

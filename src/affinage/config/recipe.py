@@ -1,5 +1,6 @@
-"""The recipe: everything a run is told, in one frozen object."""
+"""The recipe: everything about a run, in one frozen object."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, model_validator
@@ -7,119 +8,131 @@ from pydantic import ByteSize, Field, model_validator
 from affinage.config.claims import Claims, HardwareSettings
 from affinage.config.data import DataSettings, PackingSettings, TokenizerSettings
 from affinage.config.parallel import MeshAxis, ParallelSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.config.settings import Bytes, Settings
-from affinage.config.tracking import TrackersSettings
-from affinage.config.training import AttentionImplementation, PretrainSettings, SurvivalSettings
+from affinage.config.training import AttentionImplementation, PretrainSettings
 from affinage.config.tuning import SYSTEM_PROMPT, DpoSettings, SftSettings
+
+TRAININGS = ("pretrain", "sft", "dpo")
 
 
 class EvaluateSettings(Settings):
-    """Which benchmarks judge the models, through lm-evaluation-harness."""
+    """Benchmarks that score the models, through lm-evaluation-harness."""
 
     tasks: tuple[str, ...] = ()
-    """`julian`, `french`, `quickstart`, `pocket-world`, names the harness knows, or paths of task files."""
+    """`julian`, `french`, `quickstart`, `pocket-world`, names of the harness, or paths of task files."""
     data_dir: str | None = None
-    """Folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; default: from the hub."""
+    """Folder with the benchmarks' items as NAME.jsonl or .jsonl.gz; by default from the Hub."""
     limit: int | None = Field(default=None, ge=1)
-    """Items per task; default: all."""
+    """Maximum number of items per task; by default all."""
     num_fewshot: int | None = Field(default=None, ge=0)
-    """Examples put before each question; default: as many as the task says, which is none for all of `julian`."""
+    """Examples before each question; by default as many as the task says, none for all of `julian`."""
     apply_chat_template: Literal["auto"] | bool = "auto"
-    """Auto: chat models are asked in it what asks for text, if its task file is here, and what has the tag `chat`;
-    true: everything, of models that have a template; false: nothing."""
+    """auto: chat models answer generation tasks, if their file is here, and those tagged `chat` in their template;
+    true: everything, for models that have a template; false: nothing."""
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Rows of the context at once. auto: as many as fit by the planner's estimate, at most 64 for each part of the
-    mesh."""
+    """Sequences of a forward pass; auto: as many as fit by the planner's estimate, at most 64 per part of the mesh."""
     attention: AttentionImplementation = "auto"
-    """What computes it where a row is one text; elsewhere xla."""
+    """What computes attention where a sequence is one text; elsewhere xla does."""
     contamination: bool = True
-    """Look for the items in the text that the model was trained on, list those found, and give the scores without them.
-    """
+    """Search the training text for the items, list those found, and score without them, too."""
     compressors: bool = False
-    """Put gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
+    """Show gzip -9 and xz -9 beside the model's bits per byte on the validation text."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Where a task asks for generation and does not say."""
+    """Maximum length of an answer where the task gives none."""
 
 
 class ProbeSettings(Settings):
     """Linear probes of an image model: of its features, of the same features untrained, and of the pixels."""
 
     features: str = "encoder"
-    """The node whose vectors are probed."""
+    """Node whose vectors are probed."""
     labels_per_class: tuple[int, ...] = ()
-    """Also with this few labelled images of each class, not only with all."""
+    """Also with this few labeled images of each class, besides all of them."""
     draws: int = Field(default=10, ge=1)
-    """Of such few, over which the accuracy is averaged."""
+    """Random choices of these few images, over which the accuracy is averaged."""
 
 
 class ExportSettings(Settings):
     """The Hugging Face folder that is released."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights in the folder."""
+    """Dtype of the weights in the folder."""
     max_shard_size: Bytes = ByteSize(5_000_000_000)
-    """The most that one weight file holds."""
+    """Maximum size of one weight file."""
     trim_vocabulary: bool = False
-    """Leave out ids above the tokenizer's, which round a vocabulary up in training."""
+    """Leave out the ids above the tokenizer's that round the vocabulary up in training."""
     verify: bool = False
-    """Load it with transformers and compare logits and tokens (needs `affinage[verify]`)."""
+    """Load the folder with transformers and compare logits and tokens (needs `affinage[verify]`)."""
     license: str = "apache-2.0"
-    """SPDX identifier of the weights, for the model card."""
+    """SPDX identifier of the weights' license, for the model card."""
 
 
 class ReportSettings(Settings):
     """The HTML page of a run."""
 
     prompts: tuple[str, ...] = ()
-    """What the base model is asked to continue; of a base only with its `data.sources`."""
+    """Texts that the base model continues."""
     questions: tuple[str, ...] = ()
-    """What the chat model is asked; of a base only with its `sft.sources`."""
+    """Questions to the chat model."""
     language: Literal["en", "fr"] = "en"
-    """What the report is written in."""
+    """Language of the page."""
 
 
 class Recipe(Settings):
-    """A whole run. Sections left out mean that their stages do not run."""
+    """A whole run. A section that is left out means that its steps do not run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the folder of results."""
+    """Name of the folder of results."""
     description: str = ""
-    """One sentence for `affinage recipes`, the report and the model card."""
+    """One sentence for `affinage recipes`, the report and the model card; not inherited from a base."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of all that is drawn: weights, order of rows, splits, samples."""
+    """Seed of everything random: weights, order of data, splits, samples."""
     data: DataSettings | None = None
     init_from: str | None = None
-    """Folder of an imported model: its weights and tokenizer are begun with, in place of new ones."""
+    """Folder of an imported model, whose weights and tokenizer are the starting point in place of new ones."""
     plugins: tuple[str, ...] = ()
-    """Python files of the user's that register node kinds; they run when the recipe does."""
+    """Python files that register node kinds and other choices; they run when the recipe does."""
     tokenizer: TokenizerSettings = TokenizerSettings()
     packing: PackingSettings = PackingSettings()
     model: dict[str, Any]
-    """The graph, parsed by affinage.model; see there for the node kinds."""
+    """The graph of nodes; each kind of node has settings of its own."""
     mesh: dict[MeshAxis, int | Literal["auto"]] = {"data": "auto"}
-    """Devices along each axis; one may be auto."""
+    """Devices along each axis; one of them may be auto."""
     parallel: ParallelSettings = ParallelSettings()
     pretrain: PretrainSettings | None = None
     chat_template: str = "chatml"
-    """What conversations are written in: chatml; tokenizer, for the template of the tokenizer that the recipe begins
-    with; or a Jinja file, or a tokenizer_config.json that has one (relative to the recipe)."""
+    """Format of conversations: chatml; tokenizer, for the template of the imported tokenizer; or the path of a Jinja
+    file, or of a tokenizer_config.json that has one."""
     sft: SftSettings | None = None
     dpo: DpoSettings | None = None
     evaluate: EvaluateSettings | None = None
     probe: ProbeSettings | None = None
     export: ExportSettings | None = None
     report: ReportSettings = ReportSettings()
-    remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
-    """URL of a folder (s3://, gs://, whatever fsspec writes to) that results and trainings are copied to, and that a
-    machine without them goes on from. Keys and passwords are the environment's."""
-    trackers: TrackersSettings = TrackersSettings()
-    """Where metrics go beside metrics.jsonl."""
+    runtime: RuntimeSettings = RuntimeSettings()
     sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
-    """For `affinage sweep`: {key of a setting: its values}; a run is made of every combination."""
+    """For `affinage sweep`: {key of a setting: its values}; every combination is a run."""
     hardware: HardwareSettings = HardwareSettings()
-    """What `affinage plan` plans for."""
     claims: Claims | None = None
-    """What somebody states of this run; `affinage plan` names what cannot be true."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_become_steps(cls, value: Any) -> Any:
+        """`pretrain.tokens` is short for as many steps as it takes."""
+        match value:
+            case {"pretrain": {"tokens": int() | float() as tokens, "batch_size": int(batch), **pretrain}, **others}:
+                packing = others.get("packing", {})
+                length = packing.get("seq_len", PackingSettings().seq_len) if isinstance(packing, dict) else 0
+                if (
+                    pretrain.get("steps") is None
+                    and isinstance(length, int)
+                    and 0 < tokens < math.inf
+                    and batch * length > 0
+                ):
+                    steps = math.ceil(tokens / (batch * length))
+                    return {**others, "pretrain": {**pretrain, "batch_size": batch, "steps": steps}}
+        return value
 
     @model_validator(mode="after")
     def _sections_fit_the_data(self) -> "Recipe":
@@ -134,22 +147,17 @@ class Recipe(Settings):
     @property
     def trainings(self) -> list[str]:
         """The sections of its trainings, in their order."""
-        return [name for name in ("pretrain", "sft", "dpo") if getattr(self, name) is not None]
+        return [name for name in TRAININGS if getattr(self, name) is not None]
 
     @property
-    def survival(self) -> SurvivalSettings:
-        """What holds outside of the trainings: of each setting what the most patient of them says."""
-        of_each = [getattr(self, name).survival for name in self.trainings] or [SurvivalSettings()]
-        return SurvivalSettings(
-            preemption_grace=max(one.preemption_grace for one in of_each),
-            hang_timeout=max(one.hang_timeout for one in of_each),
-            exit_on_hang=min((one.exit_on_hang for one in of_each), key=(False, None, True).index),
-            heartbeat_timeout=max(one.heartbeat_timeout for one in of_each),
-        )
+    def pretrain_tokens(self) -> int | None:
+        """Tokens of the pretraining; None without one, and where they depend on the number of devices."""
+        batch = self.pretrain.batch_size if self.pretrain is not None else None
+        return None if self.pretrain is None or batch is None else self.pretrain.steps * batch * self.packing.seq_len
 
     @property
     def chat_system_prompt(self) -> str:
-        """What the chat model is told where a conversation has no system message."""
+        """The system prompt of conversations that have none."""
         if self.dpo is not None and self.dpo.system_prompt is not None:
             return self.dpo.system_prompt
         return SYSTEM_PROMPT if self.sft is None else self.sft.system_prompt

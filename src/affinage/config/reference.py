@@ -8,8 +8,9 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from affinage.config.recipe import Recipe
+from affinage.config.recipe import TRAININGS, Recipe
 from affinage.config.settings import Settings, classes_in
+from affinage.config.training import TrainSettings
 from affinage.config.yaml import as_yaml
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -44,17 +45,33 @@ class Section(NamedTuple):
 
 
 def sections(model: type[Settings], key: str = "") -> Iterator[Section]:
-    """The class's own settings, then those of the classes inside it, depth first."""
+    """The class's own settings, then those of the classes inside it, depth first.
+
+    What all trainings share stands once, in the section `training`.
+    """
     inside: list[tuple[str, type[Settings]]] = []
     found = []
+    shared = TrainSettings.model_fields if issubclass(model, TrainSettings) and model is not TrainSettings else {}
     for name, field in model.model_fields.items():
+        if name in shared:
+            continue
         dotted = f"{key}.{name}" if key else name
         inner = [(dotted + place, child) for place, child in classes_in(field.annotation)]
+        if name == TRAININGS[0]:
+            found.append(Setting("training", "section", "left out", ""))
+            inner.insert(0, ("training", TrainSettings))
         inside += inner
         found.append(Setting(dotted, _type(field), _default(field, bool(inner)), meaning(field)))
     yield Section(key, inspect.cleandoc(model.__doc__ or ""), tuple(found))
     for dotted, child in inside:
         yield from sections(child, dotted)
+
+
+def settings_by_key() -> dict[str, Setting]:
+    """Every setting of a recipe by its dotted key, those of `training` for each training, too."""
+    found = {setting.key: setting for section in sections(Recipe) for setting in section.settings}
+    shared = {key: setting for key, setting in found.items() if key.startswith("training.")}
+    return found | {name + key.removeprefix("training"): each for key, each in shared.items() for name in TRAININGS}
 
 
 def meaning(field: FieldInfo) -> str:
@@ -121,6 +138,8 @@ def json_schema(kinds: Mapping[str, type[Settings]]) -> dict[str, Any]:
         definitions[f"node.{name}"] = of_kind
         known = {"properties": {"kind": {"const": name}}, "required": ["kind"]}
         nodes.append({"if": known, "then": {"$ref": f"#/$defs/node.{name}"}})
+    definitions |= {"TrainSettings": TrainSettings.model_json_schema(ref_template="#/$defs/{model}")}
+    definitions |= definitions["TrainSettings"].pop("$defs", {})
     for definition in (schema, *definitions.values()):
         definition.pop("required", None)
     node = {"properties": {"kind": {"anyOf": [{"enum": list(kinds)}, {"type": "string"}]}, **_OF_A_NODE}}
@@ -128,5 +147,5 @@ def json_schema(kinds: Mapping[str, type[Settings]]) -> dict[str, Any]:
     some = {"type": "object", "additionalProperties": {"type": ["object", "null"], "allOf": nodes, **node}}
     base = {"description": "the recipe that this one starts from: a path or a name", "type": "string"}
     model = schema["properties"]["model"] | {"properties": {"inputs": inputs, "nodes": some}}
-    schema["properties"] |= {"base": base, "model": model}
+    schema["properties"] |= {"base": base, "training": {"$ref": "#/$defs/TrainSettings"}, "model": model}
     return {"$schema": DIALECT, **schema, "title": "A recipe of affinage"}

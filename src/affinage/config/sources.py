@@ -87,11 +87,12 @@ class SourceSettings(Settings):
         return is_url(self.path) or (bool(self.dataset) and not is_folder(self.dataset))
 
 
-def _from_string(value: Any) -> Any:
+def path_from_string(value: Any) -> Any:
+    """`x` is short for `path: x`."""
     return {"path": value} if isinstance(value, str) else value
 
 
-Source = Annotated[SourceSettings, BeforeValidator(_from_string, json_schema_input_type=str | SourceSettings)]
+Source = Annotated[SourceSettings, BeforeValidator(path_from_string, json_schema_input_type=str | SourceSettings)]
 
 
 def location(source: SourceSettings, root: str, mirror: str) -> str:

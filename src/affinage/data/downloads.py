@@ -32,8 +32,105 @@ _CHUNK_BYTES = 1 << 20
 _BROKEN_OFF = (http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)  # by who answers, or the way
 
 
-class _Unreachable(Exception):
+_ASK = 10.0  # seconds in which a server must say which version of a file it has
+
+_asked: dict[str, str] = {}  # URL -> the version that the server had when this process asked
+_silent: set[str] = set()  # servers that did not answer this process, which are not asked again
+
+
+class Unreachable(Exception):
     """Nothing came this time; it may next time."""
+
+
+def version_of(url: str, *, again: bool = False) -> str:
+    """What tells the version of the file that a server has now: its ETag, else size and time of change.
+
+    Returns "" where the server gives none. It is asked once in a process, unless `again`.
+
+    Raises:
+        Unreachable: it does not answer.
+    """
+    server = url.split("/", 3)[2] if "://" in url else url
+    if again:
+        _asked.pop(url, None)
+    elif server in _silent:
+        raise Unreachable(f"{server} does not answer")
+    if url not in _asked:
+        try:
+            _asked[url] = _web_version(url) if url.startswith(("http://", "https://")) else _stored_version(url)
+        except Unreachable:
+            _silent.add(server)
+            raise
+    return _asked[url]
+
+
+def version_of_copy(url: str) -> str:
+    """The version of the downloaded copy; "" if there is none, or nobody knows which it is."""
+    path = cached_path(url)
+    return str(_facts(path).get("version") or "") if path.is_file() else ""
+
+
+def forget(url: str) -> None:
+    """Remove the downloaded copy of a URL, or of all files that a glob or folder at a URL stands for."""
+    _asked.pop(url, None)
+    cached_path(url).unlink(missing_ok=True)
+    if not url.startswith(("http://", "https://")):
+        with contextlib.suppress(Exception):  # what cannot be listed cannot be fetched either
+            for member in _members(url):
+                cached_path(member).unlink(missing_ok=True)
+
+
+def _web_version(url: str) -> str:
+    request = _request(url, {"User-Agent": "affinage", "Accept-Encoding": "identity"})
+    request.method = "HEAD"
+    try:
+        with urllib.request.urlopen(request, timeout=_ASK) as answer:
+            return _version_in(answer.headers)
+    except urllib.error.HTTPError as error:
+        if error.code in (408, 429) or (error.code >= 500 and error.code != 501):
+            raise Unreachable(f"the server answers {error.code} {error.reason}") from None
+        return ""  # not to this question
+    except (OSError, *_BROKEN_OFF) as error:
+        raise Unreachable(first_line(error)) from None
+
+
+def _version_in(headers: Any) -> str:
+    if headers.get("ETag"):
+        return str(headers["ETag"])
+    return f"{headers.get('Content-Length', '?')} bytes, {headers['Last-Modified']}" if headers["Last-Modified"] else ""
+
+
+def _stored_version(url: str) -> str:
+    """Of one file its version, of several a hash of theirs."""
+    try:
+        members = _members(url)
+    except Exception as error:  # each library has its own
+        raise Unreachable(first_line(error)) from error
+    versions = {name: _version_of_entry(entry) for name, entry in members.items()}
+    if len(versions) == 1 or not all(versions.values()):
+        return next(iter(versions.values())) if len(versions) == 1 else ""
+    digest = hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()
+    return f"{len(versions)} files, {digest[:32]}"
+
+
+def _members(url: str) -> dict[str, Any]:
+    """The files at a URL of an object store with their facts: one, those of a folder, or those that match a glob."""
+    filesystem, place = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    try:
+        entry = filesystem.info(place)
+        found = filesystem.find(place, detail=True) if entry["type"] == "directory" else {place: entry}
+    except FileNotFoundError:
+        found = filesystem.glob(place, detail=True) if fsspec.core.has_magic(place) else {}
+    return {filesystem.unstrip_protocol(name): facts for name, facts in sorted(found.items())}
+
+
+def _version_of_entry(entry: Any) -> str:
+    known = ("etag", "ETag", "md5Hash", "blob_id", "generation")
+    if mark := next((entry[name] for name in known if entry.get(name)), None):
+        return str(mark)
+    times = ("LastModified", "last_modified", "updated", "mtime", "created")
+    time = next((entry[name] for name in times if entry.get(name)), None)
+    return f"{entry.get('size')} bytes, {time}" if time else ""
 
 
 def cache_folder() -> Path:
@@ -54,11 +151,14 @@ def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
     What an interrupted download left is kept beside it as `.part` and gone on with, if the server's file is still the
     same one; its size is checked against what the server says, its SHA-256 against `sha256` if that is given. Safe to
     call from several processes at once: one fetches, the others wait. `pause` is the seconds before the second attempt.
+    Without `sha256`, a copy of another version than the server has now is fetched again.
 
     Raises:
         UserError: the server cannot be reached, has no such file, or sent another one than asked for.
     """
     path = cached_path(url)
+    if not sha256 and _was_replaced(url):
+        path.unlink(missing_ok=True)
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock")):
@@ -67,6 +167,15 @@ def cached(url: str, sha256: str = "", *, pause: float = PAUSE) -> Path:
     if sha256 and _facts(path).get("sha256") != sha256:
         _refuse_hash(url, path, sha256, str(_facts(path).get("sha256")))
     return path
+
+
+def _was_replaced(url: str) -> bool:
+    """Whether the server has another version than the copy."""
+    mine = version_of_copy(url)
+    try:
+        return bool(mine and version_of(url) and version_of(url) != mine)
+    except Unreachable:
+        return False
 
 
 def _fetch(url: str, path: Path, sha256: str, pause: float) -> None:
@@ -83,7 +192,8 @@ def _fetch(url: str, path: Path, sha256: str, pause: float) -> None:
     if sha256 and digest != sha256:
         part.unlink()
         _refuse_hash(url, path, sha256, digest)
-    write_json(_facts_path(path), {"url": url, "bytes": part.stat().st_size, "sha256": digest})
+    known = {"version": _facts(path).get("version", "")}
+    write_json(_facts_path(path), {"url": url, "bytes": part.stat().st_size, "sha256": digest, **known})
     os.replace(part, path)
 
 
@@ -98,12 +208,12 @@ def _fetch_all(url: str, path: Path, part: Path, pause: float) -> None:
             if size == total or (total is None and size):
                 return
             if total is None:
-                raise _Unreachable("the server sent nothing")
+                raise Unreachable("the server sent nothing")
             if size > total:
                 part.unlink()
-                raise _Unreachable(f"{size} bytes came of a file of {total}")
+                raise Unreachable(f"{size} bytes came of a file of {total}")
             reason = f"the connection ended after {size} of {total} bytes"
-        except _Unreachable as error:
+        except Unreachable as error:
             if refused := refusal_of(url, error.__cause__):
                 raise refused from None
             reason = str(error)
@@ -136,24 +246,25 @@ def _from_http(url: str, path: Path, part: Path) -> int | None:
             if answer.status != 206:
                 start = 0
             mark = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            write_json(_facts_path(path), {"url": url, "mark": mark})
+            version = _version_in(answer.headers) if answer.status != 206 else _facts(path).get("version", "")
+            write_json(_facts_path(path), {"url": url, "mark": mark, "version": version})
             length = answer.headers.get("Content-Length")
             _append(answer, part, start)
             return start + int(length) if length is not None else None
     except urllib.error.HTTPError as error:
         if error.code == 416:  # the part is as long as the file, or longer: the file is another one now
             part.unlink(missing_ok=True)
-            raise _Unreachable("the file changed on the server") from None
+            raise Unreachable("the file changed on the server") from None
         if error.code in (408, 429) or error.code >= 500:
-            raise _Unreachable(f"the server answers {error.code} {error.reason}") from None
+            raise Unreachable(f"the server answers {error.code} {error.reason}") from None
         raise UserError(
             f"cannot download {url}: the server answers {error.code} {error.reason}",
             fix="Is the address right, and are you allowed to read it?",
         ) from None
     except urllib.error.URLError as error:
-        raise _Unreachable(f"{error.reason}") from None
+        raise Unreachable(f"{error.reason}") from None
     except _BROKEN_OFF as error:
-        raise _Unreachable(f"the connection broke: {str(error).strip() or type(error).__name__}") from None
+        raise Unreachable(f"the connection broke: {str(error).strip() or type(error).__name__}") from None
 
 
 def _request(url: str, headers: dict[str, str]) -> urllib.request.Request:
@@ -180,7 +291,7 @@ def _append(answer: Any, part: Path, start: int) -> None:
             try:
                 chunk = answer.read(_CHUNK_BYTES)
             except Exception as error:  # each library has its own for a connection that breaks
-                raise _Unreachable(f"the connection broke: {first_line(error)}") from error
+                raise Unreachable(f"the connection broke: {first_line(error)}") from error
             if not chunk:
                 return
             file.write(chunk)
@@ -196,11 +307,11 @@ def _from_store(url: str, path: Path, part: Path) -> int | None:
     except FileNotFoundError:
         raise UserError(f"there is no file {url}") from None
     except Exception as error:
-        raise _Unreachable(first_line(error)) from error
-    mark = str(info.get("etag") or info.get("ETag") or info.get("md5Hash") or info.get("blob_id") or info.get("size"))
-    if start and _facts(path).get("mark") != mark:
+        raise Unreachable(first_line(error)) from error
+    version = _version_of_entry(info)
+    if start and (not version or _facts(path).get("version") != version):
         start = 0
-    write_json(_facts_path(path), {"url": url, "mark": mark})
+    write_json(_facts_path(path), {"url": url, "version": version})
     with source:
         source.seek(start)
         _append(source, part, start)

@@ -47,8 +47,9 @@ def pack_rows(
     """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of rows into `folder`.
 
     With `settings.output_path`, the shards of training rows go to `<path>/<name of folder>/train/...` instead, with a
-    copy of what else numpy needs. The order of documents depends on `seed` and their ids alone. Tokens pass through scratch
-    files beside the result, so memory grows with the number of documents (about 150 bytes each), not with their length.
+    copy of what else numpy needs. The order of documents depends on `seed` and their ids alone. Tokens pass through
+    scratch files beside the result, so memory grows with the number of documents (about 150 bytes each), not with
+    their length.
     `folder` may hold what a killed call with the same arguments left, and nothing else: that is gone on with.
     Raises UserError if there is no training text.
     """

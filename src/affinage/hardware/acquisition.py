@@ -17,7 +17,7 @@ class Hardware(Protocol[Gives]):
     def acquire(self) -> Sequence[Gives]:
         """Get it, waiting where that takes time. Called again it gives what is there now, without a second one.
 
-        A training that somebody starts again is left after 20 times `survival.hang_timeout` of it.
+        A training that somebody starts again is left after 20 times `runtime.hang_timeout` of it.
 
         Raises:
             UserError: where it cannot be had.

@@ -20,7 +20,7 @@ from affinage.hardware.standstill import ELSEWHERE, patience_of, stays_when_stuc
 from affinage.stopping import PARENT, OwnProcess
 
 if TYPE_CHECKING:
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
 
 _EVERY = 1.0  # seconds
 _TO_SPEAK = 4.0  # seconds in which other hosts, which see no sign either, tell their stacks and leave
@@ -28,7 +28,7 @@ _ENDED_WITHIN = 5.0  # seconds for the process, and for the thread; what hangs i
 
 
 @contextlib.contextmanager
-def guarded(name: str, settings: "SurvivalSettings") -> Iterator[None]:
+def guarded(name: str, settings: "RuntimeSettings") -> Iterator[None]:
     """Inside, another process tells when this one shows no sign of life for hang_timeout.
 
     That is one that is stopped (SIGSTOP), or whose threads native code lets none run, at whatever it is, also while it

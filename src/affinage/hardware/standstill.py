@@ -16,7 +16,7 @@ from affinage.hardware.stacks import Stacks, needs_no_telling, say, told_without
 from affinage.stopping import PARENT, OwnProcess, leave
 
 if TYPE_CHECKING:
-    from affinage.config.training import SurvivalSettings
+    from affinage.config.runtime import RuntimeSettings
 
 ELSEWHERE = 20.0  # times hang_timeout without a movement until a process is left
 _ALONE = 3600.0  # seconds, at least, until one is left that nobody is known to start again
@@ -39,7 +39,7 @@ class Standstill:
 
     current: ClassVar["Standstill | None"] = None
 
-    def __init__(self, name: str, folder: Path, settings: "SurvivalSettings") -> None:
+    def __init__(self, name: str, folder: Path, settings: "RuntimeSettings") -> None:
         self._name, self._hosts = name, Hosts.current
         self._patience, self._stuck_seconds = patience_of(settings), settings.hang_timeout
         self._stays = stays_when_stuck(settings, self._hosts)
@@ -160,7 +160,7 @@ def looks_on(look: Callable[[], None], ended: threading.Event, every: float, me:
             told = said
 
 
-def patience_of(settings: "SurvivalSettings") -> float:
+def patience_of(settings: "RuntimeSettings") -> float:
     """Seconds without a movement after which it is told: so that it is so, as seen once a second, in time."""
     return max(settings.hang_timeout - _SEEN_LATER, settings.hang_timeout / 2)
 
@@ -171,7 +171,7 @@ def stacks_in(folder: Path) -> Path:
     return folder / (_FILE if hosts.first else f"stuck-{hosts.index}.txt")
 
 
-def stays_when_stuck(settings: "SurvivalSettings", hosts: Hosts) -> float:
+def stays_when_stuck(settings: "RuntimeSettings", hosts: Hosts) -> float:
     """Seconds for which this process is not left, however patient one is with what it is at; infinity: never.
 
     By itself none where somebody is taken to start it again, which is `affinage launch`, or whoever starts many hosts.

@@ -19,7 +19,7 @@ from affinage.paths import from_home
 from affinage.pipeline import images, preferences, results, texts, trainings
 from affinage.pipeline.extension import extension_fingerprint
 from affinage.pipeline.initial import chat_template_of, initial_fingerprint
-from affinage.pipeline.sources import task_files
+from affinage.pipeline.sources import forget_downloads, task_files
 from affinage.pipeline.step import Step, StepContext, Summary
 
 TRAININGS = ("pretrain", "sft", "dpo")
@@ -43,6 +43,7 @@ def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] |
         steps = [*_data_steps(recipe, begun), *(_tuning_data_steps(loaded) if trains else ())]
         steps += [*_training_steps(loaded, begun), *_result_steps(recipe)] if trains else []
     steps = [replace(step, sources=step.sources | plugin_sources(loaded, step.config)) for step in steps]
+    steps = [replace(step, setup=step.setup or partial(forget_downloads, step.files)) for step in steps]
     if steps and report is not None:
         config = _part(recipe, "name", "description", "report")
         steps.append(Step("report", report, config, tuple(step.name for step in steps), artifact="report.html"))

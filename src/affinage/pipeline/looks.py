@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.config.data import POCKET_WORLD
-from affinage.config.training import PretrainMonitorSettings, TrainSettings
-from affinage.config.tuning import MonitorSettings
+from affinage.config.training import MonitorSettings, TrainSettings
 from affinage.errors import UserError
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.texts import chat_tokenizer
@@ -27,7 +26,7 @@ class _GivenUp(Exception):
 
 def evaluated(
     context: StepContext,
-    asked: PretrainMonitorSettings | MonitorSettings,
+    asked: MonitorSettings,
     setting: str,
     model: "LoadedModel",
     state: "TrainState",

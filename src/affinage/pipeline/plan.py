@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from affinage.errors import UserError
-from affinage.pipeline.sources import fingerprints
+from affinage.pipeline.sources import fingerprints, is_remote, remote_fingerprints
 from affinage.pipeline.step import Step
 from affinage.pipeline.store import Request, Store, read_request
 
 ELSEWHERE = "complete at the remote"  # the reason of a step whose result is only there
 _SHOWN = 3  # differences named per step
+
+
+Sources = tuple[dict[str, str], dict[str, str]]  # fingerprints, and the URLs that could not be checked -> why
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class PlannedStep:
     request: Request
     complete: bool
     reason: str
+    unchecked: dict[str, str]  # URLs that it reads and of which no server gave the version -> why
 
     @property
     def name(self) -> str:
@@ -56,6 +60,7 @@ def plan(
     *,
     force: Sequence[str] = (),
     elsewhere: Callable[[Request], bool] = lambda _: False,
+    taken: dict[str, Sources] | None = None,
 ) -> list[PlannedStep]:
     """Compare what the steps would make with what is in the store, without running anything.
 
@@ -65,16 +70,21 @@ def plan(
         run_folder: its links lead to the results of the previous run, which the reasons compare with.
         force: steps to run again although their results are there, with all that read them.
         elsewhere: whether a result that is not in the store can be copied from somewhere.
+        taken: fingerprints of sources that were taken before, by step; those that are taken now are added.
     """
     planned: dict[str, PlannedStep] = {}
+    taken = {} if taken is None else taken
     for step in steps:
         before = read_request(run_folder / step.name)
+        if step.name not in taken:
+            taken[step.name] = _sources(step, before[0] if before else None)
+        sources, unchecked = taken[step.name]
         request = Request(
             step=step.name,
             version=step.version,
             settings=step.config,
             inputs={name: planned[name].request.key for name in step.inputs},
-            sources=_sources(step, before[0] if before else None),
+            sources=sources,
         )
         forced_inputs = [name for name in step.inputs if planned[name].forced]
         complete, reason = True, "complete"
@@ -85,16 +95,23 @@ def plan(
         elif not store.is_complete(request):
             complete = elsewhere(request)
             reason = ELSEWHERE if complete else _reason(step, store, request, before)
-        planned[step.name] = PlannedStep(step, request, complete, reason)
+        planned[step.name] = PlannedStep(step, request, complete, reason, unchecked)
     return list(planned.values())
 
 
-def _sources(step: Step, before: Request | None) -> dict[str, str]:
-    """The fingerprints; the former ones where the user's files are gone, as their result is still good."""
+def _sources(step: Step, before: Request | None) -> Sources:
+    """The fingerprints, and the URLs that could not be checked.
+
+    Where the user's files are gone, the former fingerprints stay, as their result is still good.
+    """
     found = step.sources | fingerprints(step.files)
+    unchecked: dict[str, str] = {}
+    if urls := [path for path in step.files if is_remote(path)]:
+        remote, unchecked = remote_fingerprints(urls, before.sources if before else {})
+        found |= remote
     if found or before is None or before.settings != step.config:
-        return found
-    return before.sources
+        return found, unchecked
+    return before.sources, unchecked
 
 
 def _reason(step: Step, store: Store, request: Request, before: tuple[Request, str] | None) -> str:

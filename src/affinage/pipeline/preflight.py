@@ -71,7 +71,7 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     if {"pretrain", "sft", "dpo"} & set(stages):
         signing_key()
         with _written(loaded, "trackers"):
-            check_trackers(recipe.trackers)
+            check_trackers(recipe.runtime.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
         check_tasks_in_loop(loaded, "pretrain")
         _check_training(loaded, recipe.pretrain, "pretrain")
@@ -262,7 +262,7 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
     step = getattr(loaded.recipe, tunings[0]).from_step if tunings else None
     if step is None or step == pretrain.steps:
         return
-    keep = pretrain.checkpoint
+    keep = loaded.recipe.runtime.checkpoint
     saved = range(keep.every_steps, pretrain.steps, keep.every_steps)
     if step not in saved or step not in kept_steps([*saved, pretrain.steps], keep.keep_last, keep.keep_every):
         raise UserError(
@@ -270,7 +270,7 @@ def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> No
             f"{keep.every_steps} and keeps the last {keep.keep_last}"
             + (f" and multiples of {keep.keep_every}" if keep.keep_every else ""),
             where=loaded.locate((tunings[0], "from_step")),
-            fix=f"Set pretrain.checkpoint.every_steps and keep_every to numbers that divide {step}.",
+            fix=f"Set runtime.checkpoint.every_steps and keep_every to numbers that divide {step}.",
         )
 
 

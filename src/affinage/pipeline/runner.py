@@ -21,7 +21,7 @@ from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import waits_for_others
 from affinage.hardware.standstill import Standstill
 from affinage.pipeline.locks import Lock
-from affinage.pipeline.plan import ELSEWHERE, PlannedStep, plan, select
+from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
 from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, link, versions, write_json
@@ -89,11 +89,13 @@ class PipelineRunner:
         select(steps, force)  # refuses names of no step
         self._all, self._steps, self._force = steps, select(steps, until), force
         self._remote = _remote_of(loaded, runs.store)
+        self._taken: dict[str, Sources] = {}  # the sources' fingerprints, which a run takes once
 
     def plan(self) -> list[PlannedStep]:
         """Returns every step with whether it must run and why."""
         elsewhere = self._remote.has if self._remote is not None else lambda _: False
-        return plan(self._steps, self.runs.store, self.folder, force=self._force, elsewhere=elsewhere)
+        store, force = self.runs.store, self._force
+        return plan(self._steps, store, self.folder, force=force, elsewhere=elsewhere, taken=self._taken)
 
     def run(self, listener: ProgressListener) -> list[PlannedStep]:
         """Run what is not complete, and return the steps that ran. The other processes of a run call `follow`.
@@ -166,7 +168,9 @@ class PipelineRunner:
                 if missing and remote is not None:
                     remote.copy(planned.request)
             if remote is not None and (failure := remote.wait()):
-                _print(f"NOT all results were copied to {self.loaded.recipe.remote}: {failure}; run it again to try")
+                _print(
+                    f"NOT all results were copied to {self.loaded.recipe.runtime.remote}: {failure}; run it again to try"
+                )
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
@@ -317,11 +321,11 @@ class PipelineRunner:
 
 
 def _remote_of(loaded: LoadedRecipe, store: Store) -> "RemoteResults | None":
-    if loaded.recipe.remote is None:
+    if loaded.recipe.runtime.remote is None:
         return None
     from affinage.pipeline.remote_results import RemoteResults  # imports JAX, which a plan does without
 
-    return RemoteResults(loaded.recipe.remote, store)
+    return RemoteResults(loaded.recipe.runtime.remote, store)
 
 
 def _print(line: str) -> None:

@@ -136,7 +136,7 @@ def begin_with(
                 raise UserError(
                     f"{name} has kept no checkpoint of step {step}, but of {kept}",
                     where=f"{context.folder.name.rpartition('-')[0]}.from_step",
-                    fix=f"Keep them with {name}.checkpoint.keep_every, and make it anew: --force {name}",
+                    fix=f"Keep them with runtime.checkpoint.keep_every, and make it anew: --force {name}",
                 )
             return partial(trained_params, context.inputs[name], graph, step)
     return _imported(context, graph)
@@ -293,7 +293,7 @@ def _train(
 
 def remote_of(context: StepContext) -> str | None:
     """Where a training is copied to: a folder that is called like its own; None if nowhere."""
-    remote = context.recipe.remote
+    remote = context.recipe.runtime.remote
     return None if remote is None else f"{remote.rstrip('/')}/{context.folder.name}"
 
 
@@ -326,15 +326,15 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
     from affinage.training import train
     from affinage.training.job import Extension
 
-    settings, recipe = context.recipe.trackers, context.recipe.name
+    settings, recipe = context.recipe.runtime.trackers, context.recipe.name
     makers = trackers_of(settings, recipe=recipe, training=job.name, runs=context.run_folder.parent)
     extension = extended(context.loaded, job.name)
-    keep, url = job.settings.checkpoint, remote_of(context)
+    keep, url = context.recipe.runtime.checkpoint, remote_of(context)
     if url is not None:
         mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
         job = replace(job, mirror=mirror)
     begun = None if extension is None else Extension(*extension)
-    job = replace(job, trackers=makers, tracked=settings, extends=begun, measured=context.on_metrics)
+    job = replace(job, runtime=context.recipe.runtime, trackers=makers, extends=begun, measured=context.on_metrics)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
     told = {"graph": graph.to_dict(), **facts, **_begun_with(context)}
     told |= {"lora": lora.model_dump(mode="json")} if lora else {}

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import rich
 from rich.markup import escape
 
-from affinage.config.tuning import DpoSettings, MonitorSettings, TuningSettings
+from affinage.config.training import MonitorSettings
+from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
 from affinage.pipeline.initial import KEPT

@@ -60,7 +60,7 @@ class Candidate:
 
     def settings(self, section: str) -> dict[str, Any]:
         """As a recipe has them, for its training `section`."""
-        training = {"micro_batches": self.micro_batches, "optimizer": {"state_dtype": self.moments}}
+        training = {"gradient_accumulation_steps": self.micro_batches, "optimizer": {"state_dtype": self.moments}}
         return {"mesh": self.sizes, "parallel": {"remat": self.remat}, section: training}
 
     def lines(self, recipe: Recipe, section: str) -> str:

@@ -276,7 +276,7 @@ def _stage(folder_name: str, manifest: Mapping[str, Any]) -> Stage:
     files = {path: mapping(entry) for path, entry in mapping(manifest.get("files")).items()}
     lines = "".join(f"{entry.get('sha256', '')}  {path}\n" for path, entry in sorted(files.items()))
     return Stage(
-        name=string(manifest.get("stage"), folder_name),
+        name=string(manifest.get("step"), folder_name),
         key=string(manifest.get("key")),
         started=_moment(manifest.get("started")),
         seconds=_seconds(manifest),

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from affinage.config.tracking import TrackersSettings
 from affinage.errors import Preempted
 from affinage.secrets import masked
 from affinage.tracking.tracker import Ending, TrackedRun, Tracker, metrics_of
@@ -33,7 +32,8 @@ class Trackers:
         folder: of the training; its ids are kept there.
         before: the lines of metrics.jsonl up to the step that the training goes on from.
         say: tells the user.
-        limits: of the lines that wait for a tracker, and of the time at the end for all of them together.
+        waiting: the most lines that wait for a tracker; it loses those beyond.
+        close_seconds: the time at the end, for all trackers together.
     """
 
     def __init__(
@@ -44,12 +44,13 @@ class Trackers:
         *,
         before: Sequence[Row],
         say: Callable[[str], None],
-        limits: TrackersSettings,
+        waiting: int = 1000,
+        close_seconds: float = 30.0,
     ) -> None:
-        self._close_seconds = limits.close_seconds
+        self._close_seconds = close_seconds
         ids = _Ids(folder / FILE)
         self._deliveries = [
-            _Delivery(name, make, run, ids, before=before, say=say, most=limits.queue) for name, make in makers.items()
+            _Delivery(name, make, run, ids, before=before, say=say, most=waiting) for name, make in makers.items()
         ]
 
     def __enter__(self) -> "Trackers":

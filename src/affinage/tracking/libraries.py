@@ -12,10 +12,10 @@ from affinage.tracking.tracker import Ending, TrackedRun, Tracker
 
 
 class TensorBoard:
-    """Event files by tensorboardX. The id is their folder."""
+    """Event files by tensorboardX, in a folder for each training. The id is their folder."""
 
-    def __init__(self, *, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, *, name: str, folder: str) -> None:
+        self._folder = str(Path(folder) / name)
 
     def start(self, run: TrackedRun) -> str:
         """See `Tracker.start`; what an earlier start wrote of later steps is hidden."""
@@ -91,7 +91,7 @@ class Trackio:
 
     def start(self, run: TrackedRun) -> str:
         """See `Tracker.start`."""
-        os.environ["TRACKIO_DIR"] = self._folder  # read when it is imported
+        os.environ["TRACKIO_DIR"] = str(Path(self._folder).absolute())  # read when it is imported
         import trackio
 
         name = run.id or f"{self._name}-{uuid4().hex[:8]}"

@@ -40,10 +40,10 @@ def begin_extended(program: Program, extension: Extension) -> tuple[int, TrainSt
         check_carried(meta)
     except ValueError as error:
         raise UserError(str(error), where=str(store.folder / str(extension.step))) from error
-    accepted = (*job.settings.checkpoint.accept_changes, *_OPEN)
+    accepted = (*job.runtime.checkpoint.accept_changes, *_OPEN)
     now = identity(program)
-    _refuse_another_past(meta, now, extension.step, job.settings.checkpoint.accept_changes, job.name)
-    setting = f"{job.name}.checkpoint.accept_changes"
+    _refuse_another_past(meta, now, extension.step, job.runtime.checkpoint.accept_changes, job.name)
+    setting = "runtime.checkpoint.accept_changes"
     for change in refuse_changes(meta, now, accepted, where=str(store.folder), setting=setting):
         if change.name.partition(".")[0] not in _OPEN:
             warnings.warn(f"{job.name} is extended with another {change}", CheckpointWarning, stacklevel=2)

@@ -9,7 +9,7 @@ import numpy as np
 
 from affinage.checkpoint.mirror import Mirror
 from affinage.config.parallel import ParallelSettings
-from affinage.config.tracking import TrackersSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.config.training import TrainSettings
 from affinage.hardware.acquisition import Hardware
 from affinage.hardware.devices import Present
@@ -185,7 +185,8 @@ class TrainJob:
         benchmarks: scored on the way.
         parallel: how a step is split over the mesh.
         trackers: makers of what also gets the metrics, by name; see `affinage.tracking`.
-        tracked: limits of the trackers; which of them there are is in `trackers`.
+        runtime: checkpoints, preemption, hangs, the trace; none of it changes the result.
+        close_trackers_within: seconds for what trackers are still sending at the end.
         extends: a checkpoint of another training to begin with, and go on from its step.
         mirror: copies what the first host saves elsewhere; None: it stays in the folder.
         store: of the checkpoints; None: `affinage.checkpoint.CheckpointStore`, in the job's folder.
@@ -210,8 +211,9 @@ class TrainJob:
     judge: Judge | None = None
     benchmarks: Benchmarks | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     trackers: Mapping[str, Callable[[], Tracker]] = field(default_factory=dict)
-    tracked: TrackersSettings = field(default_factory=TrackersSettings)
+    close_trackers_within: float = 30.0
     extends: Extension | None = None
     mirror: Mirror | None = None
     store: Checkpoints | None = None

@@ -66,8 +66,8 @@ def train(job: TrainJob) -> dict[str, Any]:
     life = LifeSign(written and written / "alive")
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(hosts.all_at_work())
-        stop = cleanup.enter_context(StopRequest(job.name, grace=settings.survival.preemption_grace))
-        watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, settings.survival, life))
+        stop = cleanup.enter_context(StopRequest(job.name, grace=job.runtime.preemption_grace))
+        watchdog = cleanup.enter_context(Watchdog(job.name, job.folder, job.runtime, life))
 
         # ---- the program ----
         cleanup.callback(job.hardware.release)
@@ -82,7 +82,7 @@ def train(job: TrainJob) -> dict[str, Any]:
             hosts.meet("the end of the compilation", seconds=_COMPILATION)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
-        keep, mirror = settings.checkpoint, job.mirror if hosts.first else None
+        keep, mirror = job.runtime.checkpoint, job.mirror if hosts.first else None
         if mirror is not None:
             cleanup.enter_context(mirror)  # says where nobody can be reached
         store = job.store or CheckpointStore(
@@ -119,7 +119,7 @@ def train(job: TrainJob) -> dict[str, Any]:
                 job.folder,
                 before=metrics.rows,
                 say=display.say,
-                limits=job.tracked,
+                close_seconds=job.close_trackers_within,
             )
         )
         report = Reporter(program, metrics, display, ledger, health, start, trackers)
@@ -146,11 +146,12 @@ def train(job: TrainJob) -> dict[str, Any]:
         cleanup.enter_context(what_lives_is_left_alone())
         close_holes()  # what the beginning has left
         cleanup.enter_context(ledger.account("compute"))
-        rhythm, tracing = SaveRhythm(keep, steps), Tracing(settings.traced, job.folder)
-        if settings.traced is not None and settings.traced[0] > steps:
-            display.say(f"profile: {settings.profile} begins after the last of {steps:,} steps: nothing is traced")
-        elif settings.traced is not None and settings.traced[1] <= start:
-            display.say(f"profile: {settings.profile} ends before step {start + 1:,}, the next one: nothing is traced")
+        rhythm, tracing = SaveRhythm(keep, steps), Tracing(job.runtime.profiled, job.folder)
+        profile, profiled = job.runtime.profile, job.runtime.profiled
+        if profiled is not None and profiled[0] > steps:
+            display.say(f"profile: {profile} begins after the last of {steps:,} steps: nothing is traced")
+        elif profiled is not None and profiled[1] <= start:
+            display.say(f"profile: {profile} ends before step {start + 1:,}, the next one: nothing is traced")
         cleanup.callback(tracing.close)
         batches, step = program.batches(start), start
         batch = program.put_share(next(batches)) if start < steps else None
@@ -278,8 +279,8 @@ def _resume_or_begin(program: Program, store: Checkpoints, at_most: int | None =
 
     def accept(meta: Mapping[str, Any]) -> None:
         check_carried(meta)
-        setting = f"{job.name}.checkpoint.accept_changes"
-        accepted, where = job.settings.checkpoint.accept_changes, str(job.folder / "checkpoints")
+        setting = "runtime.checkpoint.accept_changes"
+        accepted, where = job.runtime.checkpoint.accept_changes, str(job.folder / "checkpoints")
         for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):
             warnings.warn(f"{job.name} goes on with another {change}", CheckpointWarning, stacklevel=2)
 

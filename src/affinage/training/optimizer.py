@@ -145,12 +145,15 @@ def make_optimizer(settings: OptimizerSettings, weights: Weights) -> optax.Gradi
     )
 
 
-def _clipped_to(longest: float) -> optax.GradientTransformationExtraArgs:
-    """The gradient, scaled down to a global norm of `longest` where its own is larger.
+def _clipped_to(longest: float | None) -> optax.GradientTransformationExtraArgs:
+    """The gradient, scaled down to a global norm of `longest` where its own is larger; None: as it is.
 
     `optax.clip_by_global_norm` up to rounding. That divides, and selects one of two gradients in every place: XLA keeps
     both until the update ends. A product with one number goes into whatever reads the gradient.
     """
+
+    if longest is None:
+        return optax.with_extra_args_support(optax.identity())
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree | None = None, *, norm: jax.Array | None = None, **_: Any

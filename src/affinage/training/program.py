@@ -121,7 +121,7 @@ class Program:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
         dtype = jnp.dtype(self.job.settings.precision.params)
-        return abstract_state(self.held, dtype, self.optimizer, self.layout, self.job.settings.health.window)
+        return abstract_state(self.held, dtype, self.optimizer, self.layout, self.job.settings.health.spike_window)
 
     def begin(self) -> TrainState:
         """The state before the first step."""

@@ -2,7 +2,7 @@
 
 import time
 
-from affinage.config.training import CheckpointSettings
+from affinage.config.runtime import CheckpointSettings
 from affinage.hardware.hosts import Hosts
 
 _STEPS_BETWEEN_QUESTIONS = 10  # many hosts must agree on what the clock says, which costs a message

@@ -72,14 +72,14 @@ class WarmupStableDecay(Shape):
     The 1 - sqrt form is that of Hägele et al. (2024, arXiv:2405.18392), who found it the better one.
     """
 
-    decay_share: float = Field(default=0.2, gt=0, le=1)
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
     """Of the steps after the warm-up."""
     linear: bool = False
     """A straight line in place of 1 - sqrt."""
 
     def after_warmup(self, settings: ScheduleSettings, steps: int) -> Schedule:
         """See `Shape.after_warmup`."""
-        decay = max(round(steps * self.decay_share), 1)
+        decay = max(round(steps * self.decay_ratio), 1)
         power = 1.0 if self.linear else 0.5
 
         def down(step: Int[Array, ""]) -> Float[Array, ""]:

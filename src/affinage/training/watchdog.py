@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from affinage.config.training import SurvivalSettings
+from affinage.config.runtime import RuntimeSettings
 from affinage.hardware.beats import AHEAD, Beats, Doing
 from affinage.hardware.hosts import Hosts
 from affinage.hardware.movement import Movement
@@ -50,7 +50,7 @@ class Watchdog:
     told like a step, and not left. Time in which this process was stopped itself is nobody's.
     """
 
-    def __init__(self, name: str, folder: Path, settings: SurvivalSettings, life: LifeSign) -> None:
+    def __init__(self, name: str, folder: Path, settings: RuntimeSettings, life: LifeSign) -> None:
         self._name, self._folder, self._settings, self._life = name, folder, settings, life
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._last, self._what, self._told, self._begun = time.monotonic(), "its start", False, 0

@@ -1,0 +1,70 @@
+"""How a recipe is carried out: checkpoints, preemption, hangs, trackers. None of it is part of a step's key."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from affinage.config.settings import Settings
+
+
+class CheckpointSettings(Settings):
+    """When the state of a training is saved, and which checkpoints stay."""
+
+    every_steps: int = Field(default=1000, ge=1)
+    """Steps between two checkpoints."""
+    every_minutes: float | None = Field(default=5, gt=0)
+    """Save also when the last checkpoint is this many minutes old; null: by steps alone."""
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints stay; that of the last step always does."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Also keep the checkpoints whose step is a multiple of this."""
+    accept_changes: tuple[str, ...] = ()
+    """Facts, such as `data` or `optimizer.b1`, that may differ from the checkpoint's when a training resumes."""
+
+
+def _trackers_by_name(value: Any) -> Any:
+    """`[tensorboard, wandb]` is short for both with their defaults, and `wandb: true` for one of them."""
+    if isinstance(value, list | tuple):
+        return {name: {} for name in value}
+    if isinstance(value, dict):
+        return {name: {} if given is True else given for name, given in value.items()}
+    return value
+
+
+class RuntimeSettings(Settings):
+    """How a run is carried out, for all of its trainings. Changing it never makes a finished step run again."""
+
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    preemption_grace: float = Field(default=30, gt=0)
+    """Seconds from SIGTERM or SIGHUP until the process must have left; clouds give 30. After Ctrl-C a save has ten
+    minutes."""
+    hang_timeout: float = Field(default=28, gt=0)
+    """Seconds after which a step counts as hung, or 5 times the 99th percentile of the steps before if that is longer.
+    Outside of steps: seconds without any progress. By default a host that hangs is named within 30 seconds."""
+    exit_on_hang: bool | None = None
+    """Leave a hung run with status 75, so that it is started again; false: only report it. Null: leave at once on
+    several hosts or below `affinage launch`, and otherwise after an hour."""
+    heartbeat_timeout: float = Field(default=5, ge=2, le=40)
+    """Seconds without an answer after which a machine of several counts as lost. JAX itself waits for 45."""
+    trackers: Annotated[
+        dict[str, dict[str, Any]], BeforeValidator(_trackers_by_name, json_schema_input_type=list[str] | dict[str, Any])
+    ] = {}
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, mlflow, or one of a plug-in, each with its
+    options. A list of names takes the defaults. Keys and passwords are read from the environment."""
+    remote: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^?#]+$")] | None = None
+    """URL of a folder (s3://, gs://, whatever fsspec writes to) that results and checkpoints are copied to, and that a
+    machine without them resumes from."""
+    profile: Annotated[str, Field(pattern=r"^[1-9]\d*(-[1-9]\d*)?$"), BeforeValidator(lambda v: str(v))] | None = None
+    """Steps of which a trace for TensorBoard and Perfetto is written: `20`, or `20-25`."""
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step of which a trace is written."""
+        first, _, last = (self.profile or "").partition("-")
+        return (int(first), int(last or first)) if first else None
+
+    @model_validator(mode="after")
+    def _profile_in_order(self) -> "RuntimeSettings":
+        if self.profiled is not None and self.profiled[0] > self.profiled[1]:
+            raise ValueError(f"`profile: {self.profile}` ends before it begins")
+        return self

@@ -1,0 +1,163 @@
+"""Whatever changes outside is seen: files by their content, URLs by what their servers say of them."""
+
+import http.server
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from affinage.cli.program import main
+from affinage.data.downloads import CACHE_VARIABLE
+from affinage.pipeline.sources import fingerprints, remote_fingerprints
+
+LARGE = 17_000_000
+RECIPE = """\
+name: web
+model: {{inputs: [tokens], nodes: {{embed: {{kind: embedding, in: tokens}}}}}}
+data: {{sources: ["{url}"], languages: [en], clean: {{min_characters: 3, language_threshold: 0}}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+
+def replace(file: Path, content: bytes) -> None:
+    """With one of the same size and time."""
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    assert len(content) == file.stat().st_size
+    file.with_suffix(".new").write_bytes(content)
+    os.utime(file.with_suffix(".new"), ns=times)
+    file.with_suffix(".new").replace(file)
+
+
+@pytest.mark.parametrize("size", [3, 1_000_000, LARGE])
+def test_a_file_that_is_replaced_by_one_of_the_same_size_and_time_is_seen(tmp_path: Path, size: int):
+    file = tmp_path / "text.txt"
+    file.write_bytes(bytes(size))
+    os.utime(file, (0, 0))
+    before = fingerprints([str(file)])
+    assert fingerprints([str(file)]) == before
+    replace(file, b"1" * size)
+    assert fingerprints([str(file)]) != before
+
+
+def test_a_copy_of_a_small_file_is_the_same_and_a_large_one_is_known_by_its_time_too(tmp_path: Path):
+    found = {}
+    for name, size in (("small", 3_000_000), ("large", LARGE)):
+        for folder in ("here", "there"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_bytes(bytes(size))
+        os.utime(tmp_path / "there" / name, (0, 0))
+        found[name] = [*fingerprints(str(tmp_path / folder / name) for folder in ("here", "there")).values()]
+    assert found["small"][0] == found["small"][1] and found["large"][0] != found["large"][1]
+
+
+def test_what_was_read_once_is_remembered_until_somebody_touches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "text.txt"
+    file.write_text("abc")
+    monkeypatch.setattr("time.time", lambda: file.stat().st_ctime + 10)
+    first = fingerprints([str(file)])
+    memory = json.loads((tmp_path / "cache" / "fingerprints.json").read_text())
+    [entry] = memory.values()
+    (tmp_path / "cache" / "fingerprints.json").write_text(json.dumps({name: [*entry[:-1], "known"] for name in memory}))
+    assert fingerprints([str(file)]) == {str(file): "known"}, "it was not read again"
+    os.utime(file)
+    assert fingerprints([str(file)]) == first
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """One file, under any name, with headers of the test's choice."""
+
+    content = b"A text about a river and an old bridge.\n" * 20
+    headers: dict[str, str]
+    asked: list[str]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.command)
+        self.send_response(200)
+        for name, value in {**self.server.headers, "Content-Length": str(len(self.server.content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.server.content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as serving:
+        serving.headers, serving.asked = {}, []
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield serving
+        serving.shutdown()
+
+
+def url_of(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}/text.txt"
+
+
+@pytest.mark.parametrize(
+    ("headers", "changed"),
+    [
+        ({"ETag": '"1"', "Last-Modified": "Mon"}, {"ETag": '"2"', "Last-Modified": "Mon"}),
+        ({"Last-Modified": "Mon"}, {"Last-Modified": "Tue"}),
+    ],
+)
+def test_a_url_is_known_by_its_etag_or_its_size_and_time(server: Server, headers: dict, changed: dict):
+    server.headers = headers
+    before, unchecked = remote_fingerprints([url_of(server)], {})
+    assert not unchecked and remote_fingerprints([url_of(server)], {"else": "x"}) == (before, {})
+    server.headers = changed
+    assert remote_fingerprints([url_of(server)], before)[0] != before
+    server.headers = headers
+    assert remote_fingerprints([url_of(server)], {})[0] == before
+
+
+def test_without_a_version_or_an_answer_the_former_fingerprint_stays_and_that_is_told(server: Server):
+    url, former = url_of(server), {url_of(server): "former"}
+    found, unchecked = remote_fingerprints([url], former)
+    assert found == former and "no version" in unchecked[url]
+    server.shutdown()
+    server.server_close()
+    found, unchecked = remote_fingerprints([url], former)
+    assert found == former and unchecked[url] and "no version" not in unchecked[url]
+
+
+def run(recipe: Path, *words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(recipe), "--until", "collect", "--runs", str(recipe.parent / "runs"), *words])
+    assert not ended.value.code
+
+
+def test_a_changed_url_is_fetched_again_and_so_is_any_by_force(server: Server, tmp_path: Path, capsys):
+    recipe = tmp_path / "web.yaml"
+    recipe.write_text(RECIPE.format(url=url_of(server)))
+    server.headers = {"ETag": '"1"'}
+    run(recipe)
+    server.asked.clear()
+    run(recipe)
+    assert server.asked == ["HEAD"] and "Nothing to do" in capsys.readouterr().out
+    server.headers, server.content = {"ETag": '"2"'}, b"Another text about the same river.\n" * 20
+    run(recipe)
+    assert "files changed" in capsys.readouterr().out
+    [text] = (tmp_path / "runs/web/collect").glob("*.parquet")
+    assert b"Another text" in text.read_bytes()
+    server.headers, server.content = {}, b"A third one.\n" * 20
+    run(recipe)
+    said = capsys.readouterr()
+    assert "Nothing to do" in said.out and f"cannot check whether {url_of(server)} has changed" in said.err
+    run(recipe, "--force", "collect")
+    [text] = (tmp_path / "runs/web/collect").glob("*.parquet")
+    assert b"A third one" in text.read_bytes()
