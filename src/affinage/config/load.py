@@ -107,8 +107,7 @@ def load_run_recipe(path: Path) -> tuple[LoadedRecipe, list[str]]:
     Raises:
         UserError: for whatever else is wrong with them.
     """
-    layers = read_file(path)
-    layers.value = _without_nulls(layers.value, ())
+    _, layers = _layers(path, ())
     dropped: list[str] = []
     while True:
         try:
