@@ -41,7 +41,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        stage = ["--stage", self.stage] if self.stage else []
+        stage = ["--training", self.stage] if self.stage else []
         return " ".join([self.recipe, "--on", self.slice, *stage, *(f"--set {one}" for one in self.overrides)])
 
     @property

@@ -105,7 +105,7 @@ def _conversation(page: Browser, address: str) -> bytes:
 def served(model: str, runs: Path) -> Iterator[str]:
     """The address of a page that talks with the model."""
     command = [*AFFINAGE, "serve", model, "--runs", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_quiet(AFFINAGE_TOKEN="")) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_quiet(AFFINAGE_API_KEY="")) as process:
         try:
             assert process.stdout is not None
             found = next(filter(None, (re.search(r"^(http\S+/) is a page", line) for line in process.stdout)), None)

@@ -14,7 +14,7 @@ from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint.seal import SEAL, damage, parse, seal
 from affinage.cli.program import main
 from affinage.errors import UserError
-from affinage.pipeline.initial import MODEL
+from affinage.pipeline.names import MODEL
 from affinage.signing import KEY_VARIABLE
 
 CONTENTS = b"a file of a checkpoint"

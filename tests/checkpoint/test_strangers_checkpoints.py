@@ -19,7 +19,7 @@ from affinage.checkpoint.looking import fingerprint, fingerprints
 from affinage.checkpoint.seal import SEAL, seal
 from affinage.cli.program import main
 from affinage.errors import UserError
-from affinage.pipeline.initial import MODEL
+from affinage.pipeline.names import MODEL
 from affinage.training.summary import check_carried
 
 Change = Callable[[Path], object]  # of the folder of a step

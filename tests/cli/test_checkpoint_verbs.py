@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from affinage.checkpoint import CheckpointStore
-from affinage.pipeline.initial import MODEL
+from affinage.pipeline.names import MODEL
 
 
 def save(runs: Path, name: str, steps: Mapping[int, tuple[dict, dict]]) -> Path:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.judge import folder_of
-from affinage.pipeline.judged import state_of
+from affinage.pipeline.eval_results import model_fingerprint, results_folder
+from affinage.pipeline.names import resolve
 from benchmark_fixtures import write_items
 from choice_task import sums, write_task
 from tiny_run import WORDS
@@ -41,13 +41,13 @@ def test_tasks_for_chat_models_and_those_asked_in_the_template_are_named(here: P
 def test_cut_items_and_items_in_the_text_are_told_of_and_published_results_stand_beside(here: Path, affinage):
     items = sums(3)
     items[1]["question"] *= 40
-    shown = json.loads(affinage("data", "show", "tiny", "--part", "train", "--json", "--limit", "1")[1])
+    shown = json.loads(affinage("data", "head", "tiny", "--part", "train", "--json", "--limit", "1")[1])
     items[2]["question"] = shown[0]["text"][:300]
     task, piqa = write_task(here / "task", "plain", items), str(write_items(here / "items", ["piqa"], copies=2))
     status, out, said = affinage("eval", "tiny/pretrain", "--tasks", f"{task},piqa", "--data-dir", piqa)
     assert status == 0, said
     assert "Longer than the context of 64 tokens" in flat(out) and "2 of plain's 3 items" in flat(out)
-    assert "plain: 1 of 3 stand there: 2" in flat(out) and "without them" in out
+    assert "plain: 1 of 3 found: 2" in flat(out) and "without them" in out
     rows = [line.split() for line in out.splitlines()]
     assert ["Pythia-410M", "(published)", "300B", "66.8"] in rows
     assert ["GPT-2", "Small", "(published)", "100B+", "–"] in rows, "nothing was stated of it"
@@ -81,13 +81,21 @@ def test_a_hugging_face_folder_is_another_when_weights_or_tokenizer_are_and_not_
     model.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
         (model / name).write_text(name)
+
+    def state_of(folder: str, runs: Path) -> str:
+        return model_fingerprint(resolve(folder, runs), runs)
+
     before = state_of(str(model), tmp_path / "runs")
     (model / "README.md").write_text("A better card.")
     assert state_of(str(model), tmp_path / "runs") == before
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).write_text("another")
         assert state_of(str(model), tmp_path / "runs") != before
-        before = state_of(str(model), tmp_path / "runs")
+
+    def state_of(folder: str, runs: Path) -> str:
+        return model_fingerprint(resolve(folder, runs), runs)
+
+    before = state_of(str(model), tmp_path / "runs")
 
 
 def test_models_of_different_paths_have_different_folders_of_results(tmp_path: Path, monkeypatch):
@@ -97,7 +105,11 @@ def test_models_of_different_paths_have_different_folders_of_results(tmp_path: P
     monkeypatch.chdir(here)
     runs = Path("runs")
     different = ["a/m", "../a/m", "a-m", "quick", "quick/sft", "quick-sft", "quick@10", "quick/sft@10", "a/m@10"]
-    found = [folder_of(name, runs) for name in different]
+    for place in ("a/m", "../a/m", "a-m"):
+        (here / place / "config.json").touch()
+    for place in ("quick/sft", "quick-sft"):
+        (here / "runs" / place / "model.json").touch()
+    found = [results_folder(name, runs) for name in different]
     assert len(set(found)) == len(different) and {folder.parent for folder in found} == {runs / "evaluations"}
     for one, other in (("a/m", f"{here}/a/m/"), ("./a/m", "a/m"), ("quick/sft", "runs/quick/sft/")):
-        assert folder_of(one, runs) == folder_of(other, runs)
+        assert results_folder(one, runs) == results_folder(other, runs)

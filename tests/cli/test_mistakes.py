@@ -17,20 +17,23 @@ WRONG_NAMES = """
 run quickstrat                                                     `quickstart`
 run quickstart --set name=store                                    `store`
 sft quickstart --set sft.sources=[no.jsonl]                        --set sft.sources: | no.jsonl
-data where quickstart                                              affinage data where quickstart --step
+data lineage quickstart                                            affinage data lineage quickstart --step
 chat nobody                                                        `nobody`
 generate a@b x                                                     `@b`
-eval runs/x                                                        --task
-eval quickstart --tasks piqa,boolq --data-dir no                   `no`
+eval runs/x                                                        `runs/x`
+chat quickstart                                                    affinage run quickstart
+report quickstart                                                  affinage run quickstart
+eval quickstart --tasks piqa                                       affinage run quickstart
 compare nobody no-one                                              `nobody`
 plan quickstart --on v9-8                                          `v9-8`
-bench --part steps                                                 --part: | step, chips
 sweep TINY                                                         sweep
 graph quickstart --json --mermaid                                  --json, --mermaid
 train quickstart --set model.nodes.blocks.attention.heads=5        model.nodes.blocks.attention.heads=5 | `blocks`
 train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
+plan quickstart --on ""                                            ``
 checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
+run quickstart --set base=novels                                   --set base | recipe file
 run                                                                affinage run quickstart
 """
 # In a folder where they are.
@@ -40,7 +43,7 @@ run latin.yaml                                                     latin.yaml | 
 run LONG.yaml                                                      there is no such recipe file
 data TINY --runs file                                              file
 report damaged                                                     recipe.json
-compare damaged damaged                                            compare
+compare damaged damaged                                            recipe.json
 compare cut cut                                                    quiz.jsonl
 compare other other                                                quiz.jsonl
 generate imported hello                                            model.json
@@ -120,7 +123,7 @@ def test_each_ending_has_its_status(error, status, held, not_held, affinage, mon
         raise error
 
     monkeypatch.setenv("HF_TOKEN", "a-token-of-somebody")
-    monkeypatch.setattr("affinage.cli.talk.opened", opened)
+    monkeypatch.setattr("affinage.cli.chat.opened", opened)
     found, _, said = affinage("chat", "m", "hello")
     assert found == status and held in said and not_held not in said
 
@@ -140,6 +143,7 @@ def test_who_has_no_answers_is_told_how_to_have_ones_that_can_be_compared(affina
     task = write_task(tmp_path / "exam", "exam", sums(2))
     for run, tasks in (("one", f'["{task}"]'), ("two", f'["{task}"]'), ("bare", "[]")):
         (tmp_path / "runs" / run / "pretrain").mkdir(parents=True)
+        (tmp_path / "runs" / run / "pretrain" / "model.json").write_text("{}")
         (tmp_path / "runs" / run / "recipe.json").write_text(f'{{"name": "{run}", "evaluate": {{"tasks": {tasks}}}}}')
     (tmp_path / "answers" / "items").mkdir(parents=True)
     (tmp_path / "answers" / "items" / "boolq.jsonl").write_text("")

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from affinage import api
-from affinage.cli.opening import SET_ASIDE, Opening, opened
+from affinage.cli.opening import MAX_RESERVED, OpenOptions, opened
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.sampling import Sampling
 from affinage.pipeline.imports import import_model
@@ -52,7 +52,7 @@ def test_weights_are_read_into_the_parts_of_a_mesh(folder: Path, name: str):
 
 
 def test_a_model_over_a_mesh_says_the_same(affinage):
-    words = ["generate", "ours", *PROMPTS, "--tokens", "8", "--json"]
+    words = ["generate", "ours", *PROMPTS, "--max-new-tokens", "8", "--json"]
     said = [affinage(*words, *mesh) for mesh in ([], ["--mesh", "tensor=2"])]
     assert [status for status, _, _ in said] == [0, 0] and said[0][1] == said[1][1] != ""
 
@@ -64,8 +64,8 @@ def test_a_model_over_a_mesh_says_the_same(affinage):
         ("eval ours --tasks boolq --mesh fsdp=16", "fsdp 16"),
         ("generate theirs x --mesh rows=2", "'rows'"),
         ("generate theirs x --mesh tensor", "--mesh: `tensor`"),
-        ("generate theirs x --context 65", "--context"),
-        (f"generate theirs {'word' * 40} --context 12", "at most 11"),
+        ("generate theirs x --max-model-len 65", "--max-model-len"),
+        (f"generate theirs {'word' * 40} --max-model-len 12", "at most 11"),
         ("generate theirs x --top-p 0", "top_p = 0.0"),
         ("generate theirs LATIN", "UTF-8"),
         ("chat theirs x --system LATIN", "UTF-8"),
@@ -81,14 +81,14 @@ def test_memory_is_not_set_aside_for_more_than_people_need(folder: Path, affinag
     served, judged = [], []
     monkeypatch.setattr("affinage.serving.running.run", lambda model, *rest, **more: served.append(model.context))
     monkeypatch.setattr("affinage.evaluation.run.evaluate", lambda model, *_, **more: judged.append(model.context))
-    for spec, asked in (("long", []), (str(tmp_path / "imported"), []), ("long", ["--context", str(LONG)])):
+    for spec, asked in (("long", []), (str(tmp_path / "imported"), []), ("long", ["--max-model-len", str(LONG)])):
         status, _, said = affinage("serve", spec, *asked)
         assert status == 0 and ("5,000 tokens at once; 4,096 are used." in said) == (not asked)
-    for asked in ([], ["--context", "48"]):
+    for asked in ([], ["--max-model-len", "48"]):
         affinage("eval", "long", "--task", "piqa", "--json", "--runs", str(tmp_path), *asked)
-    assert served == [SET_ASIDE, SET_ASIDE, LONG] and judged == [SET_ASIDE, 48]
+    assert served == [MAX_RESERVED, MAX_RESERVED, LONG] and judged == [MAX_RESERVED, 48]
     # A text takes the memory that it needs: it may be as long as the model reads.
-    assert opened("long", Opening(runs=tmp_path)).context == LONG
+    assert opened("long", OpenOptions(runs=tmp_path)).model.context == LONG
 
 
 def test_what_chooses_the_next_token_can_be_said(affinage, monkeypatch):
@@ -104,17 +104,19 @@ def test_what_chooses_the_next_token_can_be_said(affinage, monkeypatch):
             yield from ()
 
     monkeypatch.setattr("affinage.generation.decode.Generator", Listening)
-    words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.3 --seed 4 --tokens 9"
+    words = "--temperature 0.7 --top-k 5 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.3 --seed 4 --max-new-tokens 9"
     for verb in ("generate", "chat"):
         affinage(verb, "theirs", "Where?", *words.split(), "--stop", "\n\n", "--stop", "Où")
-        affinage(verb, "theirs", "Where?", "--tokens", "9")
+        affinage(verb, "theirs", "Where?", "--max-new-tokens", "9")
     every = Request(9, Sampling(0.7, 5, 0.9, 0.02, 1.3, 4), stop_strings=("\n\n", "Où"))
     assert asked == [every, Request(9), every, Request(9)]
 
 
 def test_a_text_ends_before_what_it_is_to_end_before(affinage, folder: Path):
     def said(*options: str) -> str:
-        return json.loads(affinage("generate", "theirs", PROMPTS[0], "--tokens", "12", "--json", *options)[1])["text"]
+        return json.loads(affinage("generate", "theirs", PROMPTS[0], "--max-new-tokens", "12", "--json", *options)[1])[
+            "text"
+        ]
 
     greedy = said()
     stop = greedy[5:8]
@@ -128,8 +130,8 @@ def test_a_prompt_is_piped_in_or_given_and_nobody_waits_for_one(affinage, monkey
         given = io.StringIO(text)
         monkeypatch.setattr(given, "isatty", lambda: terminal)
         monkeypatch.setattr("sys.stdin", given)
-        return affinage("generate", "theirs", "--tokens", "4")
+        return affinage("generate", "theirs", "--max-new-tokens", "4")
 
-    assert piped(f"{PROMPTS[1]}\n") == affinage("generate", "theirs", PROMPTS[1], "--tokens", "4")
+    assert piped(f"{PROMPTS[1]}\n") == affinage("generate", "theirs", PROMPTS[1], "--max-new-tokens", "4")
     for status, out, said in (piped("\n"), piped("never read", terminal=True)):
         assert (status, out) == (2, "") and said.startswith("Error: ") and "affinage generate MODEL" in said

@@ -82,7 +82,7 @@ def test_a_run_is_shown_as_it_was_made(tmp_path: Path, monkeypatch, affinage):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     made = load_recipe("quickstart", ["name=mine", "pretrain.steps=7", "mesh.data=2"]).recipe.model_dump(mode="json")
     (tmp_path / "runs" / "mine" / "recipe.json").write_text(json.dumps(made))
-    status, out, _ = affinage("explain", "mine", "pretrain.steps")
+    status, out, _ = affinage("config", "show", "mine", "pretrain.steps")
     assert status == 0 and "steps: 7 " in out and "runs/mine/recipe.json:" in out
     assert affinage("graph", "mine")[1] == affinage("graph", "quickstart")[1]
     status, _, said = affinage("plan", "mime")
@@ -92,14 +92,14 @@ def test_a_run_is_shown_as_it_was_made(tmp_path: Path, monkeypatch, affinage):
 def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path: Path, monkeypatch, affinage):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text("base: quickstart\nname: a\npretrain: {log_every: 7}\n")
-    changed = affinage("explain", "a.yaml", "--changes")[1]
+    changed = affinage("config", "show", "a.yaml", "--changes")[1]
     assert [line.split()[0] for line in changed.splitlines()] == ["name:", "pretrain:", "log_every:"]
     assert "a.yaml:3, was " in changed
-    assert affinage("explain", "a.yaml", "pretrain.log_every")[1].endswith(": Steps.\n")
-    words = ("explain", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json")
+    assert affinage("config", "show", "a.yaml", "pretrain.log_every")[1].endswith(": Steps.\n")
+    words = ("config", "show", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json")
     (row,) = json.loads(affinage(*words)[1])
     assert row["value"] == 9 and row["origin"] == "--set pretrain.log_every"
-    status, _, said = affinage("explain", "a.yaml", "pretrain.logevery")
+    status, _, said = affinage("config", "show", "a.yaml", "pretrain.logevery")
     assert status == 2 and "pretrain.log_every" in said
 
 

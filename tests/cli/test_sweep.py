@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from affinage.cli.sweep import show_scores
+from affinage.cli.output import emit
+from affinage.cli.sweep import scores_view
 from tiny_run import RECIPE, WORDS
 
 
@@ -47,10 +48,10 @@ def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
         score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}
         return {"point": 1, "run": "r", "settings": {}, "losses": {}, "scores": {"capitals": score}}
 
-    show_scores([point(False), point(True)])
+    emit({}, False, scores_view([point(False), point(True)]))
     shown = capsys.readouterr().out
     assert ["capitals", "acc", "50.0", "±", "5.0", "50.0", "±", "5.0", "†"] in [*map(str.split, shown.splitlines())]
-    show_scores([point(False)])
+    emit({}, False, scores_view([point(False)]))
     assert "†" in shown and "†" not in capsys.readouterr().out
 
 

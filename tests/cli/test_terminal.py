@@ -31,9 +31,13 @@ def test_every_status_is_in_the_docs():
 
 def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
     with open("/dev/full", "w") as full:
-        ended = subprocess.run([*PROGRAM, "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+        ended = subprocess.run(
+            [*PROGRAM, "config", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
+        )
     assert ended.returncode == 2 and "no space left on device" in ended.stderr and "Traceback" not in ended.stderr
-    process = subprocess.Popen([*PROGRAM, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*PROGRAM, "config", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.close()
     _, said = process.communicate(timeout=300)
     assert "Traceback" not in said and "BrokenPipe" not in said
@@ -88,7 +92,7 @@ def test_names_are_completed(tmp_path: Path, monkeypatch, affinage):
 LEFT, UP = b"\x1b[D", b"\x1b[A"
 READ = """
 import pathlib, sys
-from affinage.cli.talk import read_line
+from affinage.cli.chat import read_line
 pathlib.Path(sys.argv[1]).write_text(repr([read_line() for _ in range(3)]))
 """
 
@@ -140,6 +144,8 @@ def run(*words):
     except SystemExit: return [name for name in sys.argv[1:] if name in sys.modules]
 told = {{"--help": run("--help"), "modules": len(sys.modules), "data": run("data", {TINY!r}, "--dry-run")}}
 told["wrong"] = run("plan", "quickstrat", "--on", "v4-8") + run("plan", "quickstart", "--on", "v9-8")
+told["no model"] = run("chat", "nobody") + run("serve", "nobody") + run("checkpoint", "show", "nobody")
+told["no run"] = run("eval", "quickstart", "--tasks", "x") + run("compare", "a", "b") + run("report", "quickstart")
 sys.modules |= dict.fromkeys(["libtpu", "jax_cuda12_plugin"])  # importing them is an ImportError
 told["plan"] = run("plan", "quickstart", "--on", "v4-8", "--set", "mesh.data=4")
 told["platforms"] = os.environ.get("JAX_PLATFORMS")

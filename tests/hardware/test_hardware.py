@@ -9,6 +9,7 @@ import pytest
 
 from affinage.hardware.allocator import keep_freed_memory
 from affinage.hardware.chips import CHIPS, chip
+from affinage.hardware.present import accelerator_is_here
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,12 @@ def test_compiled_steps_are_kept_where_each_process_is_told(chosen: bool, warm_p
     assert (Path(folder).name == "chosen") is chosen
     assert chosen or Path(folder).stat().st_mode & 0o777 == 0o700
     assert handed_on == str(chosen)  # what it starts has its own XDG_CACHE_HOME, else it would have this one's
+
+
+@pytest.mark.skipif(accelerator_is_here(), reason="then JAX may have what is asked for")
+def test_a_platform_that_jax_has_no_plugin_for_is_one_message(tmp_path: Path):
+    env = {**os.environ, "JAX_PLATFORMS": "cuda"}
+    done = subprocess.run(
+        [sys.executable, "-m", "affinage", "run", "quickstart"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "cuda" in done.stderr and "Traceback" not in done.stderr

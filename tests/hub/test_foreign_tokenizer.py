@@ -27,7 +27,8 @@ from affinage.hub.export import export
 from affinage.hub.verify import verify
 from affinage.hub.vocabulary import with_ids
 from affinage.pipeline.imports import import_model
-from affinage.pipeline.models import is_chat, locate_model, made_from, open_model
+from affinage.pipeline.models import is_chat, made_from, open_model
+from affinage.pipeline.names import locate_model
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
 

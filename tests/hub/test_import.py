@@ -29,7 +29,8 @@ from affinage.hub.verify import verify
 from affinage.model import init_params, parse
 from affinage.model.parameter import map_parameters
 from affinage.pipeline.imports import import_model, system_prompt_of
-from affinage.pipeline.models import is_chat, locate_model, open_model
+from affinage.pipeline.models import is_chat, open_model
+from affinage.pipeline.names import locate_model
 from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, tiny_llama, with_template
 
 FACTS = CardFacts(licence="apache-2.0")

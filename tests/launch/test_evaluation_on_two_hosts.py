@@ -122,7 +122,7 @@ def test_a_model_is_judged_by_two_hosts_as_by_one_device(tmp_path: Path):
         file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump({"task": name} | data | task))
         tasks.append(str(file))
-    words = [str(model), "--tasks", ",".join(tasks), "--batch", "4", "--mesh", "fsdp=2,tensor=2"]
+    words = [str(model), "--tasks", ",".join(tasks), "--batch-size", "4", "--mesh", "fsdp=2,tensor=2"]
     launcher = [sys.executable, "-c", LAUNCHES, "eval", *words, "--runs", str(tmp_path / "two")]
     said = subprocess.run(launcher, capture_output=True, text=True, timeout=500, check=True).stdout.splitlines()
     one = tmp_path / "one"

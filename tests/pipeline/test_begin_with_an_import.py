@@ -105,5 +105,5 @@ def test_another_model_or_none_is_refused_before_anything_runs(imported, tmp_pat
     told = capsys.readouterr().err
     assert "blocks.attention.key.kernel" in told and "(3, 32, 2, 8)" in told and "(1, 32, 2, 8)" in told
     with pytest.raises(UserError, match="`nowhere`") as refused:
-        build_steps(load_recipe(imported / "recipe.yaml", ["init=nowhere"]))
+        build_steps(load_recipe(imported / "recipe.yaml", ["init_from=nowhere"]))
     assert refused.value.fix

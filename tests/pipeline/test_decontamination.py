@@ -74,7 +74,7 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     (tmp_path / "mine.txt").write_text(
         "The answer is in the book, and the book is on the table.\nThe answer is in the book."
     )
-    asked = "pocket-world, harbours.yaml", "data.decontaminate={against: [mine.txt], min_words: 6}"
+    asked = "pocket-world, harbours.yaml", "data.decontaminate={benchmark_files: [mine.txt], min_words: 6}"
     stage = stage_of(load(*asked))
     assert stage.files[0] == "harbours.yaml" and len(stage.files) == 3
 

@@ -24,7 +24,7 @@ data:
     {{path: {folder}/programs.jsonl, kind: code}}]
   clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
   dedup: null
-  split: {{validation: 0.1}}
+  split: {{validation_fraction: 0.1}}
 tokenizer: {{kind: char}}
 packing: {{seq_len: 64, strategy: {packing}}}
 model:
@@ -82,7 +82,7 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys)
     tokenizer = training.tokenizer
     for step in (1, 41, STEPS):
         batch = training.feed.batch(step - 1)
-        found = said(capsys, "data", "where", str(run), "--step", str(step))
+        found = said(capsys, "data", "lineage", str(run), "--step", str(step))
         assert [row["row"] for row in found["rows"]] == list(range(BATCH))
         for row in found["rows"]:
             tokens = batch["tokens"][row["row"]]
@@ -91,17 +91,17 @@ def test_where_names_the_documents_whose_text_the_batch_holds(run: Path, capsys)
                 piece = tokens[document["start"] : document["stop"]]
                 assert (piece[0] == BOS) == (document["offset"] == 0)
                 assert tokenizer.decode(piece.tolist()) in texts[document["source"], document["id"]]
-        one = said(capsys, "data", "where", str(run), "--step", str(step), "--row", "2")
+        one = said(capsys, "data", "lineage", str(run), "--step", str(step), "--row", "2")
         shown = "".join(document["text"] for document in one["rows"][0]["documents"])
         assert shown == tokenizer.decode(batch["tokens"][2].tolist())
 
 
 def test_find_names_exactly_the_steps_whose_rows_hold_the_text(run: Path, capsys):
     training = TrainingRows(run, "pretrain")
-    found = said(capsys, "data", "find", str(run), SECRET)
+    found = said(capsys, "data", "search", str(run), SECRET)
     texts = {document["id"]: document["occurrences"] for document in found["documents"]}
     assert texts == {"tales-5": 2, "tales-7": 1, "program": 1}
-    assert said(capsys, "data", "find", str(run), SECRET.swapcase())["documents"] == found["documents"]
+    assert said(capsys, "data", "search", str(run), SECRET.swapcase())["documents"] == found["documents"]
 
     # By brute force: every row whose lineage has a token of the text, in every step.
     expected = defaultdict(set)
@@ -134,22 +134,22 @@ def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
 
 
 def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, capsys):
-    found = said(capsys, "data", "find", str(run), "nobody ever wrote this")
+    found = said(capsys, "data", "search", str(run), "nobody ever wrote this")
     assert found["documents"] == [] and found["earlier"] == {"collect": 0, "clean": 0}
-    assert said(capsys, "data", "find", str(run), "ZQ")["earlier"] == {"collect": 2, "clean": 0}
+    assert said(capsys, "data", "search", str(run), "ZQ")["earlier"] == {"collect": 2, "clean": 0}
     with pytest.raises(SystemExit):
-        main(["data", "find", str(run), "zq"])
+        main(["data", "search", str(run), "zq"])
     told = capsys.readouterr().out
-    assert "too short (2)" in told and f"affinage data show {run} --stage clean --reason 'too short'" in told
+    assert "too short (2)" in told and f"affinage data head {run.name}/clean --reason 'too short'" in told
 
 
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
-    whole = said(capsys, "data", "show", str(run), "--limit", "1000")
+    whole = said(capsys, "data", "head", str(run), "--limit", "1000")
     assert {document["part"] for document in whole} == {"train", "validation"}
-    assert said(capsys, "data", "show", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
-    french = said(capsys, "data", "show", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
+    assert said(capsys, "data", "head", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
+    french = said(capsys, "data", "head", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
     assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
-    removed = said(capsys, "data", "show", str(run), "--stage", "clean", "--reason", "too short")
+    removed = said(capsys, "data", "head", str(run), "--step", "clean", "--reason", "too short")
     assert {each["id"] for each in removed} == {"short"}
 
 
@@ -166,15 +166,15 @@ def test_stats_agree_with_the_feed(run: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["where", "RUN", "--step", "91"], "1 to 90"),
-        (["where", "RUN", "--step", "1", "--row", "4"], "row 4"),
-        (["where", "RUN", "--step", "1", "--stage", "sft"], "`sft`"),
-        (["where", "nobody", "--step", "1"], "`nobody`"),
-        (["show", "RUN", "--stage", "rows"], "`rows`"),
-        (["show", "RUN", "--stage", "deduplicate"], "collect, clean, split"),
-        (["show", "RUN", "--stage", "clean", "--reason", "x"], "'too short' (2)"),
-        (["show", "RUN", "--stage", "clean", "--table", "matches"], "`matches`"),
-        (["find", "RUN", ""], "nothing to look for"),
+        (["lineage", "RUN", "--step", "91"], "1 to 90"),
+        (["lineage", "RUN", "--step", "1", "--row", "4"], "row 4"),
+        (["lineage", "RUN", "--step", "1", "--training", "sft"], "`sft`"),
+        (["lineage", "nobody", "--step", "1"], "`nobody`"),
+        (["head", "RUN", "--step", "rows"], "`rows`"),
+        (["head", "RUN", "--step", "deduplicate"], "collect, clean, split"),
+        (["head", "RUN", "--step", "clean", "--reason", "x"], "'too short' (2)"),
+        (["head", "RUN", "--step", "clean", "--table", "matches"], "`matches`"),
+        (["search", "RUN", ""], "nothing to look for"),
     ],
 )
 def test_a_mistake_names_what_there_is_instead(run: Path, capsys, arguments: list[str], named: str):

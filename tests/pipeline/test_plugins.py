@@ -126,7 +126,7 @@ def test_a_plugin_that_is_not_there_or_fails_is_told_with_its_line(written):
     (written / "my_nodes.py").unlink()
     with pytest.raises(UserError) as missing:
         load_plugins(loaded)
-    assert all(told.value.where.endswith("my_recipe.yaml:3") for told in (failed, missing))
+    assert all(told.value.where.endswith("my_recipe.yaml:3") and told.value.fix for told in (failed, missing))
 
 
 def test_without_a_recipe_the_environment_names_it(written, monkeypatch):
@@ -157,9 +157,9 @@ def test_a_graph_that_transformers_has_not_is_refused_before_it_is_trained(writt
 def test_the_next_command_says_where_the_kind_is_and_which_model_is_meant(written, monkeypatch):
     monkeypatch.chdir(written)
     runner = PipelineRunner(loaded := load_recipe("my_recipe.yaml"), Runs(Path("runs")), build_steps(loaded))
-    assert dict(places(runner, ["sft"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
+    assert dict(places(runner, ["sft", "dpo"]))["next"] == "AFFINAGE_PLUGINS=my_nodes.py affinage chat with_my_nodes"
     Path("with_my_nodes").mkdir()
-    assert dict(places(runner, ["sft"]))["next"].endswith("affinage chat runs/with_my_nodes")
+    assert dict(places(runner, ["sft", "dpo"]))["next"].endswith("affinage chat runs/with_my_nodes")
 
 
 KEYS = """

@@ -44,7 +44,7 @@ data:
   sources: [{{path: {folder}/tales.jsonl, language: en}}]
   clean: {{language_threshold: 0, min_characters: 10, min_alnum_ratio: 0}}
   dedup: null
-  split: {{validation: 0.1}}
+  split: {{validation_fraction: 0.1}}
 tokenizer: {{kind: char}}
 packing: {{seq_len: 64, strategy: best_fit}}
 model:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from small_plans import EXPERTS, SMALL, blocks_of, plan_of, rarer, settings, told
 
-from affinage.cli.plan_tables import show_comparison
+from affinage.cli.output import emit
+from affinage.cli.plan_view import comparison_view
 from affinage.config.load import load_recipe
 from affinage.errors import EXIT_USER_ERROR, UserError
 from affinage.hardware.matmul import measured_flops
@@ -131,7 +132,7 @@ def test_what_is_nearly_full_and_what_trains_on_other_tokens_is_told(capsys):
     rows = ("pretrain.batch_size=null", "pretrain.per_device_batch_size=16")
     small, large = (plan_of(SMALL, name, *rows) for name in ("v4-8", "v4-16"))
     full = dataclasses.replace(small, where=with_memory(small.where, small.memory.total / 0.95))
-    show_comparison([full, large], as_json=False)
+    emit({}, False, comparison_view([full, large]))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines[1:3]] == ["nearly", "yes"]
     assert f"{100 * 64 * 512:,} to {100 * 128 * 512:,} tokens" in " ".join(lines)
@@ -161,7 +162,7 @@ def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(caps
 @pytest.mark.parametrize(
     ("words", "planned", "left"),
     [
-        (("julian-sft",), "pretrain", ("affinage data julian-sft", "--stage sft")),
+        (("julian-sft",), "pretrain", ("affinage data julian-sft", "--training sft")),
         (("julian-sft", "--set", "pretrain=null", "--set", "data=null"), "sft", ()),
     ],
     ids=str,
@@ -187,7 +188,7 @@ def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):
         ((SMALL, "--on", "v4-8", "--curve", "weak", "--compile"), "--compile"),
         ((SMALL, "--curve", "weak"), "processor"),
         ((SMALL, "--on", "v5e-256", "--set", "mesh={fsdp: 8}"), "8 devices"),
-        ((SMALL, "--stage", "dpo"), "`dpo`"),
+        ((SMALL, "--training", "dpo"), "`dpo`"),
         ((SMALL, "--set", "pretrain=null"), "trains nothing"),
     ],
     ids=str,

@@ -63,8 +63,8 @@ def test_it_makes_up_a_token_where_others_can_ask_and_answers_to_the_end_what_is
 @pytest.mark.full
 def test_its_process_serves_a_sharded_model_and_ends_cleanly_when_told(model: Path):
     command = [sys.executable, "-m", "affinage", "serve", str(model), "--port", "0", "--host", "0.0.0.0"]
-    command += ["--mesh", "tensor=2", "--context", "80"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"AFFINAGE_TOKEN": ""}}
+    command += ["--mesh", "tensor=2", "--max-model-len", "80"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"AFFINAGE_API_KEY": ""}}
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             told = process.stdout.readline()
@@ -100,10 +100,10 @@ def test_a_token_that_is_given_is_asked_for_and_not_printed(
         ready("http://127.0.0.1:8000", places[0])
 
     monkeypatch.setattr(running, "run", run)
-    monkeypatch.setenv("AFFINAGE_TOKEN", "s3cret-Word!" if by == "environment" else "")
+    monkeypatch.setenv("AFFINAGE_API_KEY", "s3cret-Word!" if by == "environment" else "")
     (tmp_path / "token").write_text("s3cret-Word!\n")
     with pytest.raises(SystemExit) as ended:
-        main(["serve", str(model), *(["--token-file", str(tmp_path / "token")] if by == "file" else [])])
+        main(["serve", str(model), *(["--api-key-file", str(tmp_path / "token")] if by == "file" else [])])
     assert not ended.value.code and places[0].token == "s3cret-Word!"
     assert "s3cret" not in capsys.readouterr().out
 
@@ -115,6 +115,6 @@ def test_a_token_that_is_none_is_one_message(
     if text is not None:
         (tmp_path / "token").write_text(text)
     with pytest.raises(SystemExit) as ended:
-        main(["serve", str(model), "--token-file", str(tmp_path / "token")])
+        main(["serve", str(model), "--api-key-file", str(tmp_path / "token")])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and "token" in told and "Traceback" not in told

@@ -1,20 +1,18 @@
 """The verb `checkpoint`: what a training saved, and whether it is still what was saved."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RunsOption
-from affinage.cli.terminal import counted
+from affinage.cli.options import RUNS, JsonOption, RunsOption, find, opt
+from affinage.cli.output import counted, emit
 from affinage.cli.working import Working
 from affinage.errors import UserError, plain
 
@@ -24,27 +22,16 @@ if TYPE_CHECKING:
 
 group = typer.Typer(
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="List, show, compare and verify the checkpoints of a training.\n\nExample: affinage checkpoint ls quickstart",
 )
-
-_SEEN = ("step", "seal", "fingerprint", "arrays")  # of a checkpoint, whatever it says of itself
+_SEEN = ("step", "seal", "fingerprint", "arrays")  # of a checkpoint, whatever its own facts hold
 CUT_OFF = "it is not complete: a save, or a copy, was cut off here"
 
-TrainingArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run (quickstart), a training of it (quickstart/pretrain), or the URL of a copy.",
-        show_default=False,
-        autocompletion=completion.models,
-    ),
-]
-OneArgument = Annotated[
+CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL[@STEP]",
-        help="A checkpoint, here or at a URL; the newest if no step is named.",
+        help="A run, a training of it (quickstart/pretrain), a checkpoint (...@1000), or the URL of a copy.",
         show_default=False,
         autocompletion=completion.models,
     ),
@@ -58,171 +45,139 @@ def add_to(app: typer.Typer) -> None:
 
 @group.callback()
 def on_the_processor() -> None:
-    """What all of them do first."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerator may be taken by the training whose checkpoints these are
+    """Run on the CPU: the accelerator may be taken by the training whose checkpoints these are."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 @group.command("ls")
-def ls(training: TrainingArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
+def ls(training: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """List the checkpoints of a training.
 
     Example: affinage checkpoint ls quickstart/pretrain
     """
-    from affinage.checkpoint.looking import listing
-
-    found = _remote_listing(training) if "://" in training else listing(_store(training, runs)[0])
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    _say_which(training, runs)
+    with _source(training, runs, quiet=as_json) as source:
+        found = source.listing()
     if not found:
         print("no checkpoint yet", file=sys.stderr)
-    for each in found:
-        said = each["why_not"] or plain(str(each["saved"] or "damaged"))
-        print(f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {said}")
+    states = (each["why_not"] or plain(str(each["saved"] or "damaged")) for each in found)
+    lines = (f"{each['step']:>10,}  {each['bytes'] / 1e6:10,.1f} MB  {state}" for each, state in zip(found, states))
+    emit(found, as_json, lines)
 
 
 @group.command("show")
 def show(
-    checkpoint: OneArgument,
-    numbers: Annotated[bool, typer.Option("--arrays", help="Read the arrays whole, for their fingerprint.")] = False,
+    checkpoint: CheckpointArgument,
+    numbers: Annotated[bool, opt("Read the arrays whole, for their fingerprint.", "--arrays")] = False,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
     """Print what a checkpoint holds: settings, data, versions, arrays; with --arrays, their fingerprint.
 
-    The fingerprint is of the numbers alone: checkpoints of the same state have the same one, whoever saved them, when,
-    and on which mesh. The seal is of the files: this save and its copies have it, and no other save.
-    The contents of its arrays are only read with --arrays; `affinage checkpoint verify` reads them, too.
+    The fingerprint is of the numbers alone: checkpoints of the same state have the same one, on any mesh. The seal is
+    of the files: this save and its copies have it, and no other save.
 
     Example: affinage checkpoint show quickstart/pretrain@2200
     """
-    from affinage.checkpoint.looking import arrays, fingerprint, fingerprints
+    with Working("reading a checkpoint"), _checkpoint(checkpoint, runs) as (store, step):
+        from affinage.checkpoint.looking import arrays, fingerprint, fingerprints
 
-    seen: dict[str, Any]
-    with contextlib.ExitStack() as stack:
-        if numbers:
-            stack.enter_context(Working("reading a checkpoint"))
-        store, step = stack.enter_context(_checkpoint(checkpoint, runs))
-        seen, held = {"step": step, "seal": store.seal_hash(step)}, arrays(store, step)
+        facts: dict[str, Any] = {"step": step, "seal": store.seal_hash(step)}
+        held = arrays(store, step)
         if numbers:
             trees = fingerprints(store, step)
-            seen["fingerprint"] = fingerprint(trees)
+            facts["fingerprint"] = fingerprint(trees)
             held = {name: tree | {"fingerprint": trees[name]} for name, tree in held.items()}
-        seen["arrays"] = held
-        # What it says of itself does not take the place of what was seen.
-        said = {name: fact for name, fact in store.meta(step).items() if name not in _SEEN}
-    if not numbers and "://" not in checkpoint:  # of a copy all was compared
+        facts["arrays"] = held
+        # Its own facts do not take the place of what was seen.
+        facts |= {name: fact for name, fact in store.meta(step).items() if name not in _SEEN}
+    if not numbers and "://" not in checkpoint:  # a copy was compared as a whole
+        from affinage.pipeline.names import command
+
         name = checkpoint.partition("@")[0]
-        looks = f"`affinage checkpoint verify {name}@{step}` looks at them"
-        print(f"its arrays were not read: {looks}, `show --arrays` has their fingerprint", file=sys.stderr)
-    facts = seen | said
-    if as_json:
-        print(json.dumps(facts, indent=1))
-        return
-    facts.pop("settings", None)  # those that decide over numbers are in the identity
-    _print_nested(facts)
+        verify = f"`{command('checkpoint verify', f'{name}@{step}', runs=runs)}` reads them"
+        print(f"its arrays were not read: {verify}, `show --arrays` has their fingerprint", file=sys.stderr)
+    # The settings that decide over numbers are in the identity.
+    emit(facts, as_json, _nested({name: fact for name, fact in facts.items() if name != "settings"}))
 
 
 @group.command("diff")
 def diff(
-    one: OneArgument,
-    other: OneArgument,
-    numbers: Annotated[bool, typer.Option("--arrays", help="Compare the arrays, too; reads both whole.")] = False,
+    one: CheckpointArgument,
+    other: CheckpointArgument,
+    numbers: Annotated[bool, opt("Compare the arrays, too; reads both whole.", "--arrays")] = False,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Say in what two checkpoints differ: settings, data, versions, mesh; with --arrays, bit for bit.
+    """Compare two checkpoints: settings, data, versions, mesh; with --arrays, bit for bit.
 
     Example: affinage checkpoint diff quickstart/pretrain@2100 quickstart/pretrain@2200 --arrays
     """
-    from affinage.checkpoint.looking import compare
-    from affinage.config.yaml import brief
-
     with (
         Working("reading checkpoints"),
         _checkpoint(one, runs) as first,
         _checkpoint(other, runs) as second,
     ):
+        from affinage.checkpoint.looking import compare
+
         found = compare(first, second, numbers=numbers)
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
+    emit(found, as_json, _differences(found))
+
+
+def _differences(found: dict[str, Any]) -> Iterator[str]:
+    from affinage.config.yaml import brief
+
     for each in found["facts"]:
-        print(plain(f"{each['name']}: {brief(each['saved'], 80)} -> {brief(each['now'], 80)}"))
+        yield plain(f"{each['name']}: {brief(each['saved'], 80)} -> {brief(each['now'], 80)}")
     if not found["facts"]:
-        print("saved by the same settings, data and versions")
-    if not numbers:
-        return
-    for each in found["arrays"]["different"]:
+        yield "saved by the same settings, data and versions"
+    arrays = found.get("arrays") or {"different": (), "only": ()}
+    for each in arrays["different"]:
         most = "another shape, or not finite" if each["most"] is None else f"differs by {each['most']:.3g} at most"
-        torn = f", numbers that are not finite: {each['not_finite']}" if each["not_finite"] else ""
-        print(plain(f"{each['name']} {each['shape']}: {most}{torn}"))
-    for name in found["arrays"]["only"]:
-        print(plain(f"{name}: in one of them only"))
-    same = found["arrays"]["same"]
-    print(f"{counted(same, 'array')} {'is' if same == 1 else 'are'} the same bit for bit")
+        bad = f", numbers that are not finite: {each['not_finite']}" if each["not_finite"] else ""
+        yield plain(f"{each['name']} {each['shape']}: {most}{bad}")
+    for name in arrays["only"]:
+        yield plain(f"{name}: in one of them only")
+    if "same" in arrays:
+        yield f"{counted(arrays['same'], 'array')} {'is' if arrays['same'] == 1 else 'are'} the same bit for bit"
 
 
 @group.command("verify")
-def verify(checkpoint: OneArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
+def verify(checkpoint: CheckpointArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """Read every file of one checkpoint, or of all of a training, and compare it with what was written.
 
-    Of a run it is the last training.
-
     The exit status is 2 if one is damaged, or none is complete. `sha256sum -c SHA256SUMS` in its folder does the same
-    without affinage. Where $AFFINAGE_SEAL_KEY_FILE names a key, one that is not signed with it is as good as damaged.
+    without affinage. Where $AFFINAGE_SEAL_KEY_FILE names a key, one that is not signed with it counts as damaged.
 
     Example: affinage checkpoint verify quickstart
     """
-    from affinage.checkpoint.seal import UNSIGNED
     from affinage.signing import signing_key
 
+    with Working("reading checkpoints") as working, _source(checkpoint, runs, quiet=as_json) as source:
+        found: dict[int, str] = {}
+        for place, number in enumerate(chosen := source.chosen()):
+            working.progressed(f"{place} of {len(chosen)}")
+            found[number] = source.store.damage(number)
+        not_read = {number: why for number, why in source.states().items() if why and source.step is None}
+    rows = [
+        {"step": number, "damage": found.get(number) or None, "why_not": not_read.get(number, "")}
+        for number in sorted({*found, *not_read})
+    ]
     whole = "whole, and signed" if signing_key() else "whole"
-    found: dict[int, str] = {}
-    if "://" in checkpoint:
-        with Working("reading checkpoints"):
-            where, found, not_read = _verified_remote(checkpoint)
-    else:
-        store, step = _store(checkpoint, runs)
-        steps, where = _steps(store), str(store.folder)
-        asked = steps if step is None else [_known(store, step)]
-        with Working("reading checkpoints") as working:
-            for place, number in enumerate(asked):
-                working.progressed(f"{place} of {len(asked)}")
-                found[number] = store.damage(number)
-        there = [number for number, _ in store.entries() if step is None]
-        not_read = {number: why for number in there if (why := store.why_not_read(number))}
-    if as_json:
-        rows = [
-            {"step": number, "damage": found.get(number) or None, "why_not": not_read.get(number, "")}
-            for number in sorted({*found, *not_read})
-        ]
-        print(json.dumps(rows, indent=1))
-    else:
-        _say_which(checkpoint, runs)
-        for number, said in found.items():
-            print(f"{number:>10,}  {plain(said) or whole}")
-        for number, why in not_read.items():
-            print(f"{number:>10,}  {why}")
-    damaged = [number for number, said in found.items() if said]
+    emit(rows, as_json, (f"{row['step']:>10,}  {plain(str(row['damage'] or row['why_not'] or whole))}" for row in rows))
+    from affinage.checkpoint.seal import UNSIGNED
+
+    damaged = [number for number, what in found.items() if what]
     which = f"{len(damaged)} of {counted(len(found), 'checkpoint')} {'is' if len(damaged) == 1 else 'are'}"
     if damaged and all(found[number] == UNSIGNED for number in damaged):
-        raise UserError(
-            f"{which} not signed with this key",
-            where=where,
-            fix="`affinage checkpoint sign` signs those that are yours; if others may write there, they may be theirs.",
-        )
+        fix = "`affinage checkpoint sign` signs your own; where others may write, they may be from somebody else."
+        raise UserError(f"{which} not signed with this key", where=source.where, fix=fix)
     if damaged:
-        raise UserError(
-            f"{which} damaged",
-            where=where,
-            fix="A training goes on from the newest whole one by itself; copy a damaged one again if it has a copy.",
-        )
+        fix = "A training resumes from the newest whole one by itself; copy a damaged one again if it has a copy."
+        raise UserError(f"{which} damaged", where=source.where, fix=fix)
 
 
 @group.command("sign")
-def sign(checkpoint: OneArgument, runs: RunsOption = RUNS) -> None:
+def sign(checkpoint: CheckpointArgument, runs: RunsOption = RUNS) -> None:
     """Sign one checkpoint, or all of a training, with the key in the file that $AFFINAGE_SEAL_KEY_FILE names.
 
     For those that were saved while it was not set, or with another key; each is compared with its seal before. With the
@@ -231,132 +186,113 @@ def sign(checkpoint: OneArgument, runs: RunsOption = RUNS) -> None:
     Example: AFFINAGE_SEAL_KEY_FILE=~/seal.key affinage checkpoint sign quickstart
     """
     if "://" in checkpoint:
-        fix = "Sign it in the folder of its run: what is there is copied to the URL when the training goes on."
+        fix = "Sign it in the folder of its run: it is copied to the URL when the training resumes."
         raise UserError("a copy at a URL is not signed there", where=checkpoint, fix=fix)
-    store, step = _store(checkpoint, runs)
-    _say_which(checkpoint, runs)
-    for number in _steps(store) if step is None else [_known(store, step)]:
-        with Working("reading a checkpoint"):
-            store.sign(number)
-        print(f"{number:>10,}  signed")
+    with _source(checkpoint, runs) as source:
+        for number in source.chosen():
+            with Working("reading a checkpoint"):
+                source.store.sign(number)  # type: ignore[union-attr]
+            print(f"{number:>10,}  signed")
 
 
-def _say_which(spec: str, runs: Path) -> None:
-    """Where a run of several trainings is named: which of them follows."""
-    from affinage.pipeline.models import trainings_of
+class _Source(NamedTuple):
+    """The checkpoints of a training, here or at a URL."""
 
-    name = spec.partition("@")[0]
-    trainings = [] if "://" in spec else trainings_of(name, runs)
-    if len(trainings) > 1:
-        print(f"{trainings[0]}, the last training of {name}; others: {', '.join(trainings[1:])}", file=sys.stderr)
+    store: "CheckpointStore | RemoteSteps"
+    where: str
+    step: int | None  # that was named
 
+    def states(self) -> dict[int, str]:
+        """Why each thing that is called like a step is not read; "" if it is complete."""
+        from affinage.checkpoint import CheckpointStore
 
-def _store(spec: str, runs: Path) -> "tuple[CheckpointStore, int | None]":
-    from affinage.pipeline.models import is_hub_folder, locate_model
+        if isinstance(self.store, CheckpointStore):
+            return {number: self.store.why_not_read(number) for number, _ in self.store.entries()}
+        return {number: "" if facts["complete"] else CUT_OFF for number, facts in self.store.listing().items()}
 
-    folder, step = locate_model(spec, runs)
-    if is_hub_folder(folder):
-        raise UserError("a Hugging Face folder has no checkpoints", where=spec)
-    from affinage.checkpoint.looking import store_of
+    def listing(self) -> list[dict[str, Any]]:
+        """{step, saved, bytes, complete, why_not} of everything that is called like a step, oldest first."""
+        from affinage.checkpoint import CheckpointStore
+        from affinage.checkpoint.looking import listing
 
-    return store_of(folder), step
+        if isinstance(self.store, CheckpointStore):
+            return listing(self.store)
+        remote, states = self.store, self.states()
+
+        def saved(step: int) -> str | None:
+            """When a step was saved; its facts may be written by anybody, and be of any form."""
+            facts = {} if states[step] else remote.meta(step).get("facts")
+            found = facts.get("saved") if isinstance(facts, dict) else None
+            return found if isinstance(found, str) else None
+
+        found = remote.listing().items()
+        return [{"step": step, "saved": saved(step), **facts, "why_not": states[step]} for step, facts in found]
+
+    def chosen(self) -> list[int]:
+        """The step that was named, or all that are complete, oldest first. Raises UserError if there are none."""
+        states = self.states()
+        steps = [number for number, why in states.items() if not why]
+        if not steps:
+            incomplete = "; ".join(f"step {number}: {why}" for number, why in states.items())
+            what = f"no checkpoint is complete; {incomplete}" if incomplete else "there is no checkpoint"
+            fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model, or copy them again."
+            raise UserError(what, where=self.where, fix=fix)
+        if self.step is None or self.step in steps:
+            return steps if self.step is None else [self.step]
+        why = states.get(self.step)
+        what = f"the checkpoint of step {self.step} is not read: {why}" if why else f"there is no step {self.step}"
+        raise UserError(what, where=self.where, fix=f"There are {', '.join(f'@{known}' for known in steps)}.")
 
 
 @contextlib.contextmanager
-def _checkpoint(spec: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
-    """The store and the step of a checkpoint; of one at a URL, a copy that is there for a while."""
-    if "://" not in spec:
-        store, step = _store(spec, runs)
-        steps = _steps(store)
-        yield store, steps[-1] if step is None else _known(store, step)
-        return
-    from affinage.checkpoint import CheckpointStore
+def _source(name: str, runs: Path, *, quiet: bool = False) -> Iterator[_Source]:
+    """The checkpoints that a name stands for. Of a run with several trainings, prints which it is."""
+    if "://" in name:
+        from affinage.checkpoint.remote import reached
+        from affinage.checkpoint.remote_steps import find_steps
 
-    remote, asked = _remote(spec)
-    with TemporaryDirectory() as folder, _reached(spec):
-        step = _complete(remote, asked)
-        if damage := remote.fetch(step, Path(folder)):
-            raise UserError(f"the checkpoint of step {step} is damaged: {damage}", where=remote.folder.url)
+        url, at, step = name.rpartition("@")
+        wanted = int(step) if at and step.isdecimal() else None
+        with reached(name):
+            remote = find_steps(name if wanted is None else url)
+            yield _Source(remote, remote.folder.url, wanted)
+        return
+    from affinage.pipeline.names import locate, run_of, trainings_of
+
+    target = find(name, runs)  # before JAX is imported
+    folder, wanted = locate(target, runs)
+    if target.kind == "hub":
+        raise UserError("a Hugging Face folder has no checkpoints", where=name, fix="Name a run or a training.")
+    if target.kind in ("recipe", "run") and not quiet:
+        last, *others = (f"{name.partition('@')[0]}/{each}" for each in trainings_of(run_of(target, runs)))
+        if others:
+            print(f"{last}, the last training; others: {', '.join(others)}", file=sys.stderr)
+    from affinage.checkpoint.looking import store_of
+
+    store = store_of(folder)
+    yield _Source(store, str(store.folder), wanted)
+
+
+@contextlib.contextmanager
+def _checkpoint(name: str, runs: Path) -> "Iterator[tuple[CheckpointStore, int]]":
+    """The store and the step of a checkpoint; of one at a URL, a temporary copy."""
+    with _source(name, runs, quiet=True) as source, TemporaryDirectory() as folder:
+        from affinage.checkpoint import CheckpointStore
+
+        step = source.chosen()[-1]
+        if isinstance(source.store, CheckpointStore):
+            yield source.store, step
+            return
+        if damage := source.store.fetch(step, Path(folder)):
+            fix = "Copy it again, or name another step."
+            raise UserError(f"the checkpoint of step {step} is damaged: {damage}", where=source.where, fix=fix)
         yield CheckpointStore(Path(folder)), step
 
 
-def _remote(spec: str) -> "tuple[RemoteSteps, int | None]":
-    """The checkpoints at a URL, and the step that is asked for."""
-    from affinage.checkpoint.remote_steps import find_steps
-
-    url, at, step = spec.rpartition("@")
-    return (find_steps(url), int(step)) if at and step.isdecimal() else (find_steps(spec), None)
-
-
-def _reached(spec: str) -> "AbstractContextManager[None]":
-    from affinage.checkpoint.remote import reached
-
-    return reached(spec)
-
-
-def _complete(remote: "RemoteSteps", step: int | None) -> int:
-    """The step that is asked for, or the newest one. Raises UserError if it is not there."""
-    steps, where = remote.steps(), remote.folder.url
-    if not steps:
-        raise UserError("no checkpoint is complete", where=where)
-    if step is not None and step not in steps:
-        listed = ", ".join(f"@{known}" for known in steps)
-        raise UserError(f"there is no checkpoint of step {step}", where=where, fix=f"There are {listed}.")
-    return steps[-1] if step is None else step
-
-
-def _remote_listing(spec: str) -> list[dict[str, Any]]:
-    remote, _ = _remote(spec)
-    with _reached(spec):
-        return [
-            {"step": step, "saved": _saved(remote, step), **facts, "why_not": ""}
-            if facts["complete"]
-            else {"step": step, "saved": None, **facts, "why_not": CUT_OFF}
-            for step, facts in remote.listing().items()
-        ]
-
-
-def _saved(remote: "RemoteSteps", step: int) -> str | None:
-    """When a step was saved; its facts are of nobody known, and may be of any form."""
-    facts = remote.meta(step).get("facts")
-    saved = facts.get("saved") if isinstance(facts, dict) else None
-    return saved if isinstance(saved, str) else None
-
-
-def _verified_remote(spec: str) -> tuple[str, dict[int, str], dict[int, str]]:
-    """Where they are, what is wrong with each, and why others are not read."""
-    remote, step = _remote(spec)
-    with _reached(spec):
-        chosen = _complete(remote, step)
-        steps = remote.steps() if step is None else [chosen]
-        not_read = {number: CUT_OFF for number in remote.listing() if step is None and number not in steps}
-        return remote.folder.url, {number: remote.damage(number) for number in steps}, not_read
-
-
-def _steps(store: "CheckpointStore") -> list[int]:
-    """The complete steps; raises UserError if there are none."""
-    if steps := store.steps():
-        return steps
-    where = str(store.folder)
-    if not_read := [f"step {step}: {store.why_not_read(step)}" for step, _ in store.entries()]:
-        fix = "Every folder of a whole checkpoint has a SHA256SUMS. Train the model again, or copy them again."
-        raise UserError("no checkpoint is complete; " + "; ".join(not_read), where=where, fix=fix)
-    raise UserError("there is no checkpoint", where=where, fix="Train the model first.")
-
-
-def _known(store: "CheckpointStore", step: int) -> int:
-    if step not in store.steps():
-        listed = ", ".join(f"@{known}" for known in store.steps())
-        why = store.why_not_read(step)
-        what = f"the checkpoint of step {step} is not read: {why}" if why else f"there is no checkpoint of step {step}"
-        raise UserError(what, where=str(store.folder), fix=f"There are {listed}.")
-    return step
-
-
-def _print_nested(facts: Mapping[str, Any], indent: int = 0) -> None:
+def _nested(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in facts.items():
         if isinstance(value, Mapping) and value:
-            print(f"{' ' * indent}{plain(str(name))}:")
-            _print_nested(value, indent + 2)
+            yield f"{indent}{plain(str(name))}:"
+            yield from _nested(value, indent + "  ")
         else:
-            print(f"{' ' * indent}{plain(f'{name}: {value}')}")
+            yield f"{indent}{plain(f'{name}: {value}')}"

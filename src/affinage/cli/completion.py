@@ -8,7 +8,7 @@ import typer
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Names of the recipes that come along; where none fits, the shell goes on with files."""
+    """Names of the packaged recipes; where none fits, the shell goes on with files."""
     from affinage.config.layers import packaged_recipes
 
     return _beginning(incomplete, packaged_recipes())
@@ -16,17 +16,17 @@ def recipes(incomplete: str) -> list[str]:
 
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
     """Names of runs, and after a slash those of their trainings."""
-    folder = _runs(ctx)
+    from affinage.pipeline.names import TRAININGS, run_names
+
+    folder = Path(ctx.params.get("runs") or os.environ.get("AFFINAGE_RUNS") or "runs")
     run, slash, _ = incomplete.partition("/")
     if slash:
-        return _beginning(
-            incomplete, (f"{run}/{stage}" for stage in ("pretrain", "sft", "dpo") if (folder / run / stage).is_dir())
-        )
-    return _beginning(incomplete, _names(folder))
+        return _beginning(incomplete, (f"{run}/{name}" for name in TRAININGS if (folder / run / name).is_dir()))
+    return _beginning(incomplete, run_names(folder))
 
 
 def recipes_or_models(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Both."""
+    """Names of packaged recipes and of runs."""
     return [*dict.fromkeys([*recipes(incomplete), *models(ctx, incomplete)])]
 
 
@@ -35,14 +35,6 @@ def slices(incomplete: str) -> list[str]:
     from affinage.hardware.slices import compared
 
     return _beginning(incomplete, (one.name for one in compared()))
-
-
-def _runs(ctx: typer.Context) -> Path:
-    return Path(ctx.params.get("runs") or os.environ.get("AFFINAGE_RUNS") or "runs")
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(file.parent.name for file in folder.glob("*/recipe.json")) if folder.is_dir() else []
 
 
 def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:

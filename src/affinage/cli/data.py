@@ -1,36 +1,30 @@
-"""The verb `data`: run the data stages, and look at what they made of which document."""
+"""The verb `data`: run the data steps, and look at what they made of which document."""
 
 import itertools
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, Walking, walks
-from affinage.cli.terminal import counted
+from affinage.cli.options import (
+    RUNS,
+    JsonOption,
+    PipelineOptions,
+    RecipeArgument,
+    RunArgument,
+    RunsOption,
+    find,
+    opt,
+    with_options,
+)
+from affinage.cli.output import Table, counted, emit
+from affinage.cli.run import DATA, SampleOption, run_pipeline, sampled
 from affinage.cli.working import Working
 from affinage.errors import UserError
 
-if TYPE_CHECKING:
-    from affinage.pipeline.lineage import TrainingRows
-
-DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the last of the data stages
 _SHOWN = 200  # characters of a text in a list
-
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run: its name, folder or recipe file.",
-        show_default=False,
-        autocompletion=completion.models,
-    ),
-]
-StageOption = Annotated[str, typer.Option("--stage", metavar="TRAINING", help="pretrain or sft.")]
 
 
 class _RunByDefault(TyperGroup):
@@ -45,9 +39,8 @@ class _RunByDefault(TyperGroup):
 group = typer.Typer(
     cls=_RunByDefault,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Run the data stages of a recipe, or look at the documents of a run.\n\n"
-    "Example: affinage data quickstart\n\naffinage data where quickstart --step 100",
+    help="Run the data steps of a recipe, or look at the documents of a run.\n\n"
+    "Example: affinage data quickstart\n\naffinage data lineage quickstart --step 100",
 )
 
 
@@ -57,170 +50,206 @@ def add_to(app: typer.Typer) -> None:
 
 
 @group.command("run")
-@walks
-def run(
-    recipe: RecipeArgument,
-    sample: Annotated[
-        float | None, typer.Option("--sample", metavar="SHARE", help="Of each source's documents, e.g. 0.001.")
-    ] = None,
-    *,
-    how: Walking,
-) -> None:
-    """Run the data stages: from the sources to rows of tokens. `affinage data RECIPE` does the same.
+@with_options(how=PipelineOptions)
+def run(recipe: RecipeArgument, sample: SampleOption = None, *, how: PipelineOptions) -> None:
+    """Run the data steps: from the sources to sequences of tokens. `affinage data RECIPE` does the same.
 
     Example: affinage data quickstart --set data.sources='[my_folder/]'
     """
-    from affinage.cli.run import sampled, walk
-
-    walk(recipe, how if sample is None else sampled(how, "data", sample), DATA)
+    run_pipeline(recipe, sampled(how, "data", sample), DATA, any_of=True)
 
 
-@group.command("where")
-def where(
+@group.command("lineage")
+def lineage(
     run: RunArgument,
-    step: Annotated[int, typer.Option(help="Of training, from 1, as in metrics.jsonl.", show_default=False)],
-    row: Annotated[int | None, typer.Option(help="Of the batch, from 0; shows its text too.")] = None,
-    stage: StageOption = "pretrain",
+    step: Annotated[int, opt("Of training, from 1, as in metrics.jsonl.", show_default=False)],
+    row: Annotated[int | None, opt("Of the batch, from 0; shows its text too.")] = None,
+    training: Annotated[str, opt("pretrain, sft or dpo.")] = "pretrain",
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
     """Print the documents that a training step read.
 
-    Example: affinage data where quickstart --step 100 --row 3
+    Example: affinage data lineage quickstart --step 100 --row 3
     """
-    training = _training(run, runs, stage)
-    found = training.where(step, row)
-    if as_json:
-        _print({"run": str(training.run), "stage": stage, "step": step, "rows": found})
-        return
+    folder, part = _run_and_step(run, runs)
+    from affinage.pipeline.lineage import TrainingRows
+
+    training = part if part in ("sft", "dpo") else training
+    if training not in ("pretrain", "sft", "dpo"):
+        raise UserError(f"`{training}` is no training", where="--training", fix="There are pretrain, sft and dpo.")
+    found = TrainingRows(folder, training).where(step, row)
+    emit({"run": str(folder), "training": training, "step": step, "rows": found}, as_json, _rows(found))
+
+
+def _rows(found: list[dict[str, Any]]) -> Iterator[str]:
     for each in found:
-        print(f"row {each['row']}: {each['folder']}, row {each['number']}")
+        yield f"row {each['row']}: {each['folder']}, row {each['number']}"
         for document in each["documents"]:
             tokens = f"tokens {document['start']} to {document['stop']}"
-            print(f"    {_named(document)}  {tokens}, of the document from token {document['offset']}")
+            yield f"    {_named(document)}  {tokens}, of the document from token {document['offset']}"
             if "text" in document:
-                print(f"        {document['text']!r}")
+                yield f"        {document['text']!r}"
 
 
-@group.command("find")
-def find(
+@group.command("search")
+def search(
     run: RunArgument,
     text: Annotated[str, typer.Argument(help="In any letter case.", show_default=False)],
-    stage: StageOption = "pretrain",
-    limit: Annotated[int, typer.Option(min=1, help="Documents, at most.")] = 20,
+    limit: Annotated[int, opt("Maximum number of documents.", min=1)] = 20,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which documents hold a text, and which training steps read it.
+    """Find the documents that hold a text, and the steps of pretraining that read them.
 
-    Example: affinage data find quickstart "the currency of Japan"
+    Example: affinage data search quickstart "the currency of Japan"
     """
-    from affinage.pipeline.lineage import last_seen, lost_at, reasons_of
-
     if not text:
         raise UserError("there is nothing to look for", fix="Give a text of at least one character.")
-    training = _training(run, runs, stage)
-    if stage != "pretrain":
-        raise UserError("only the documents of pretraining can be searched", fix="Leave --stage out.")
-    with Working(f"reading the documents of {training.run.name}"):
+    folder, _ = _run_and_step(run, runs)
+    from affinage.pipeline.lineage import TrainingRows, last_seen
+
+    training = TrainingRows(folder, "pretrain")
+    with Working(f"reading the documents of {folder.name}"):
         found = list(itertools.islice(training.find(text), limit + 1))
     more, found = len(found) > limit, found[:limit]
-    earlier = {} if found else last_seen(training.run, text)
-    if as_json:
-        _print({"run": str(training.run), "text": text, "documents": found, "more": more, "earlier": earlier})
-        return
-    for document in found:
+    earlier = {} if found else last_seen(folder, text)
+    facts = {"run": str(folder), "text": text, "documents": found, "more": more, "earlier": earlier}
+    emit(facts, as_json, _found(facts, folder, runs, training.steps, limit))
+
+
+def _found(facts: Mapping[str, Any], run: Path, runs: Path, steps: int, limit: int) -> Iterator[str]:
+    from affinage.pipeline.lineage import lost_at, reasons_of
+    from affinage.pipeline.names import command
+
+    for document in facts["documents"]:
         count = f"{document['occurrences']} times" if document["occurrences"] > 1 else "once"
-        print(f"{_named(document)}  {document['language'] or '?'}, {document['part']}, {count}")
+        yield f"{_named(document)}  {document['language'] or '?'}, {document['part']}, {count}"
         for row in document["rows"]:
-            steps = ", ".join(map(str, row["steps"]))
-            read = f"read at steps {steps}" if steps else f"read at none of the {training.steps} steps"
-            print(f"    {row['folder']}, row {row['number']}: {read}")
-    if more:
-        print(f"... and more; --limit {limit * 10} shows more of them")
-    if not found:
-        print("In no document that was trained on or held out.")
-        for name, held in earlier.items():
-            print(f"    {name}: {counted(held, 'document')} {'holds' if held == 1 else 'hold'} it")
-        for name, lost in lost_at(earlier).items():
-            reasons = reasons_of(training.run, name)
-            listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "none it tells"
-            print(f"`{name}` removed {lost} of them. Its reasons, for all that it removed: {listed}.")
-            if reasons:
-                hint = f"affinage data show {run} --stage {name} --reason '{next(iter(reasons))}'"
-                print(f"    {hint} shows samples")
+            read = (
+                f"read at steps {', '.join(map(str, row['steps']))}" if row["steps"] else f"not read in {steps} steps"
+            )
+            yield f"    {row['folder']}, row {row['number']}: {read}"
+    if facts["more"]:
+        yield f"... and more; --limit {limit * 10} shows more of them"
+    if facts["documents"]:
+        return
+    yield "In no document that was trained on or held out."
+    for name, count in facts["earlier"].items():
+        yield f"    {name}: in {counted(count, 'document')}"
+    for name, lost in lost_at(facts["earlier"]).items():
+        reasons = reasons_of(run, name)
+        listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.items()) or "not recorded"
+        yield f"`{name}` removed {lost} of them. Its reasons, for all that it removed: {listed}."
+        if reasons:
+            shows = command("data head", f"{run.name}/{name}", "--reason", next(iter(reasons)), runs=runs)
+            yield f"    {shows} shows samples"
 
 
-@group.command("show")
-def show(
-    run: RunArgument,
-    stage: Annotated[str, typer.Option(help="collect, clean, deduplicate, decontaminate or split.")] = "split",
-    reason: Annotated[str | None, typer.Option(help="Samples of what the stage removed for this reason.")] = None,
-    table: Annotated[str | None, typer.Option(help="clusters (of deduplicate) or matches (of decontaminate).")] = None,
-    source: Annotated[str | None, typer.Option(help="Only documents of this source.")] = None,
-    language: Annotated[str | None, typer.Option(help="Only documents in this language.")] = None,
-    part: Annotated[str | None, typer.Option(help="Of split: train or validation.")] = None,
-    skip: Annotated[int, typer.Option(min=0, help="How many to leave out first.")] = 0,
-    limit: Annotated[int, typer.Option(min=1, help="How many to show.")] = 10,
+@group.command("head")
+def head(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN[/STEP]", help="A run, or one of its data steps.", show_default=False)
+    ],
+    step: Annotated[str | None, opt("A data step, such as clean or split (default).")] = None,
+    reason: Annotated[str | None, opt("Samples of what the step removed for this reason.")] = None,
+    table: Annotated[str | None, opt("clusters (of deduplicate) or matches (of decontaminate).")] = None,
+    source: Annotated[str | None, opt("Only documents of this source.")] = None,
+    language: Annotated[str | None, opt("Only documents in this language.")] = None,
+    part: Annotated[str | None, opt("Of split: train or validation.")] = None,
+    skip: Annotated[int, opt("Number of documents to leave out first.", min=0)] = 0,
+    limit: Annotated[int, opt("Number of documents to show.", min=1)] = 10,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Page through the documents that a stage passed on, or those it removed.
+    """Show the first documents that a step passed on, or those it removed.
 
-    Example: affinage data show quickstart --stage clean --reason "too short"
+    Example: affinage data head quickstart/clean --reason "too short"
     """
-    from affinage.pipeline.lineage import locate_run
+    folder, named = _run_and_step(run, runs)
     from affinage.pipeline.looking import documents, removed, table_beside
 
-    folder = locate_run(run, runs)
+    step = step or named or "split"
     chosen: Iterator[dict[str, Any]]
     if reason is not None:
-        chosen = iter(removed(folder, stage, reason))
+        chosen = iter(removed(folder, step, reason))
     elif table is not None:
-        chosen = table_beside(folder, stage, table)
+        chosen = table_beside(folder, step, table)
     else:
-        chosen = documents(folder, stage, part=part, source=source, language=language)
+        chosen = documents(folder, step, part=part, source=source, language=language)
     page = list(itertools.islice(chosen, skip, skip + limit))
-    if as_json:
-        _print(page)
-        return
+    emit(page, as_json, _page(page, skip))
+
+
+def _page(page: list[dict[str, Any]], skip: int) -> Iterator[str]:
     for each in page:
         text = each.pop("text", None)
-        print("  ".join(f"{key}={value}" for key, value in each.items() if value not in ("", None)))
+        yield "  ".join(f"{key}={value}" for key, value in each.items() if value not in ("", None))
         if text is not None:
-            print(f"    {text[:_SHOWN]!r}{'...' if len(text) > _SHOWN else ''}")
-    print(f"{skip + 1} to {skip + len(page)}" if page else "nothing there")
+            yield f"    {text[:_SHOWN]!r}{'...' if len(text) > _SHOWN else ''}"
+    yield f"{skip + 1} to {skip + len(page)}" if page else "no documents"
 
 
 @group.command("stats")
 def stats(run: RunArgument, runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
-    """Count documents, bytes and tokens per stage, source and language; epochs, and tokens per word.
+    """Count documents, bytes and tokens by step, source and language; epochs, and tokens per word.
 
     Example: affinage data stats quickstart
     """
-    from affinage.cli.data_tables import show_facts
+    folder, _ = _run_and_step(run, runs)
     from affinage.pipeline.data_facts import data_facts
-    from affinage.pipeline.lineage import locate_run
 
-    facts = data_facts(locate_run(run, runs))
-    if as_json:
-        _print(facts)
-    else:
-        show_facts(facts)
+    facts = data_facts(folder)
+    emit(facts, as_json, _facts(facts))
 
 
-def _training(run: str, runs: Path, stage: str) -> "TrainingRows":
-    from affinage.pipeline.lineage import TrainingRows, locate_run
+def _facts(facts: Mapping[str, Any]) -> "Iterator[str | Table]":
+    rows = [
+        (
+            name,
+            each["documents_out"],
+            f"{each['bytes_out'] / 1e6:.1f}",
+            ", ".join(f"{reason} {count:,}" for reason, count in each.get("removed", {}).items()),
+        )
+        for name, each in facts["stages"].items()
+    ]
+    yield Table(("step", "documents", "MB", "removed"), rows, left=(0, 3))
+    yield ""
+    if "groups" in facts:
+        epochs, packed = (facts["training"] or {}).get("epochs", {}), facts["rows"]
+        lines = [(name, *_counts(each), _two(epochs.get(name))) for name, each in facts["groups"].items()]
+        columns = ("trained on", "documents", "rows", "tokens", "bytes/token", "epochs")
+        yield Table(columns, [*lines, ("all", *_counts(packed["train"]), "")])
+        yield ""
+        yield Table(
+            ("held out", *columns[1:-1]), [(name, *_counts(each)) for name, each in packed["validation"].items()]
+        )
+        yield (
+            f"\nrows of {packed['context']} tokens ({packed['dtype']}), packing {packed['packing']}: "
+            f"{packed['padding']:.3%} padding, {counted(packed['cut'], 'document')} cut that fit a row"
+        )
+    for name, each in facts.get("tokenizer", {}).get("languages", {}).items():
+        yield f"{name}: {each['bytes_per_token']:.2f} bytes per token, {each['tokens_per_word']:.2f} tokens per word"
 
-    if stage not in ("pretrain", "sft", "dpo"):
-        raise UserError(f"`{stage}` is no training", fix="Trainings are pretrain and sft.")
-    return TrainingRows(locate_run(run, runs), stage)
+
+def _counts(each: Mapping[str, int]) -> tuple[Any, ...]:
+    rate = each["bytes"] / each["tokens"] if each["tokens"] else None
+    return (each["documents"], each["rows"], each["tokens"], _two(rate))
 
 
-def _named(document: dict[str, Any]) -> str:
+def _two(number: float | None) -> str | None:
+    return None if number is None else f"{number:.2f}"
+
+
+def _run_and_step(name: str, runs: Path) -> tuple[Path, str]:
+    """The folder of the run that a name stands for, and the step that is named with it; "" if none is."""
+    from affinage.pipeline.names import run_of
+
+    target = find(name, runs)
+    run = run_of(target, runs)
+    return run, target.path.name if target.path.parent == run else ""
+
+
+def _named(document: Mapping[str, Any]) -> str:
     url = f" <{document['url']}>" if document["url"] else ""
     return f"{document['source']}/{document['id']}{url}"
-
-
-def _print(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=1))

@@ -2,19 +2,19 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import affinage
 from affinage.cli.options import RUNS, JsonOption, RunsOption
-from affinage.cli.terminal import screen
+from affinage.cli.output import Table, emit
 
 _PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "polars", "pyarrow",
@@ -23,11 +23,16 @@ _PACKAGES = (
 _OPTIONAL = (  # package, what needs it, how to get it
     ("transformers", "export --verify", "pip install 'affinage[verify]'"),
     ("torch", "export --verify", "pip install 'affinage[verify]'"),
-    ("ray", "data.executor: ray, the data stages on many machines", "pip install 'affinage[ray]'"),
+    ("ray", "data.executor: ray, the data steps on many machines", "pip install 'affinage[ray]'"),
     ("libtpu", "TPUs, and plans for TPUs", "pip install 'affinage[tpu]'"),
 )
 _HUB = "https://huggingface.co"
 _TIMEOUT = 3.0  # seconds; being offline is fine
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verb."""
+    app.command("doctor")(doctor)
 
 
 def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
@@ -37,21 +42,19 @@ def doctor(runs: RunsOption = RUNS, as_json: JsonOption = False) -> None:
     """
     with ThreadPoolExecutor(1) as pool:
         reachable = pool.submit(_reachable)
+        versions = {name: _version(name) for name in _PACKAGES}
         facts = {
             "devices": _devices(),
             "machine": _machine(runs),
-            "versions": {
-                "affinage": affinage.__version__,
-                "python": platform.python_version(),
-                **{name: _version(name) for name in _PACKAGES},
-            },
-            "missing": _missing(),
+            "versions": {"affinage": affinage.__version__, "python": platform.python_version(), **versions},
+            "missing": [
+                {"package": package, "needed_for": purpose, "get_it": how}
+                for package, purpose, how in _OPTIONAL
+                if importlib.util.find_spec(package) is None
+            ],
             "network": {_HUB: reachable.result()},
         }
-    if as_json:
-        print(json.dumps(facts, indent=1))
-    else:
-        _show(facts)
+    emit(facts, as_json, [Table(("", ""), _rows(facts), left=(0, 1))])
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -63,24 +66,19 @@ def _devices() -> list[dict[str, Any]]:
         devices = acquire()
     except UserError as error:
         return [{"problem": str(error)}]
-    found = []
-    for device in devices:
-        known = chip(device.device_kind)
-        found.append(
-            {
-                "platform": device.platform,
-                "kind": device.device_kind,
-                "bfloat16_flops": known.flops_per_device,
-                "memory_bytes": known.memory_bytes,
-            }
-        )
-    return found
+    return [
+        {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "bfloat16_flops": chip(device.device_kind).flops_per_device,
+            "memory_bytes": chip(device.device_kind).memory_bytes,
+        }
+        for device in devices
+    ]
 
 
 def _machine(runs: Path) -> dict[str, Any]:
-    place = runs.absolute()
-    while not place.exists():
-        place = place.parent
+    place = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
     return {
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -106,15 +104,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _missing() -> list[dict[str, str]]:
-    return [
-        {"package": package, "needed_for": purpose, "get_it": how}
-        for package, purpose, how in _OPTIONAL
-        if importlib.util.find_spec(package) is None
-    ]
-
-
 def _reachable() -> bool:
+    import urllib.error
+    import urllib.request
+
     try:
         with urllib.request.urlopen(urllib.request.Request(_HUB, method="HEAD"), timeout=_TIMEOUT):
             return True
@@ -124,28 +117,19 @@ def _reachable() -> bool:
         return False
 
 
-def _show(facts: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    devices = facts["devices"]
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    devices, machine = facts["devices"], facts["machine"]
     for device in devices[:1]:
-        table.add_row("devices", device.get("problem") or f"{len(devices)} × {device['kind']} ({device['platform']})")
-    machine = facts["machine"]
-    table.add_row("system", f"{machine['system']}, {machine['cores']} cores")
+        yield "devices", device.get("problem") or f"{len(devices)} × {device['kind']} ({device['platform']})"
+    yield "system", f"{machine['system']}, {machine['cores']} cores"
     if machine["memory_bytes"]:
-        free, whole = _gib(machine["memory_available_bytes"]), _gib(machine["memory_bytes"])
-        table.add_row("memory", f"{free} free of {whole}")
-    table.add_row("disk", f"{_gib(machine['disk_free_bytes'])} free for {machine['runs']}")
+        yield "memory", f"{_gib(machine['memory_available_bytes'])} free of {_gib(machine['memory_bytes'])}"
+    yield "disk", f"{_gib(machine['disk_free_bytes'])} free for {machine['runs']}"
     online = facts["network"][_HUB]
-    table.add_row("network", f"{_HUB} answers" if online else f"{_HUB} does not answer: only local files and tasks")
-    installed = [f"{name} {version or 'MISSING'}" for name, version in facts["versions"].items()]
-    table.add_row("versions", ", ".join(installed))
+    yield "network", f"{_HUB} answers" if online else f"{_HUB} does not answer: only local files and tasks"
+    yield "versions", ", ".join(f"{name} {version or 'MISSING'}" for name, version in facts["versions"].items())
     for entry in facts["missing"]:
-        table.add_row("not installed", f"{entry['package']}, for {entry['needed_for']}: {entry['get_it']}")
-    screen().print(table, highlight=False, markup=False)
+        yield "not installed", f"{entry['package']}, for {entry['needed_for']}: {entry['get_it']}"
 
 
 def _gib(size: int | None) -> str:

@@ -1,86 +1,126 @@
-"""How verbs open a model in order to use it: over which devices, and how much it reads at once."""
+"""How verbs open a model: over which devices, and for how many tokens at once."""
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import typer
-
-from affinage.cli.options import RUNS, RunsOption
+from affinage.cli.options import RUNS, RunsOption, find, opt
 from affinage.cli.working import Working
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.generation.model import LoadedModel
+    from affinage.pipeline.names import ModelState, Target
 
-SET_ASIDE = 4096  # tokens of a row for which memory is set aside where a model from elsewhere would read more
+MAX_RESERVED = 4096  # tokens of context for which memory is reserved, of a model from elsewhere that reads more
 
 
-def _sizes(said: str) -> dict[str, int | str]:
-    """Devices along each axis, of `fsdp=4,tensor=2`."""
+def _sizes(text: str) -> dict[str, int | str]:
+    """The devices along each axis, from `fsdp=4,tensor=2`."""
     sizes: dict[str, int | str] = {}
-    for part in said.split(","):
+    for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         if axis in sizes or not (size.isdecimal() or size == "auto"):
             fix = "For example: --mesh tensor=2, or --mesh fsdp=4,tensor=2; one size may be auto."
-            raise UserError(f"`{said}` is no mesh", where="--mesh", fix=fix)
+            raise UserError(f"`{text}` is not a mesh", where="--mesh", fix=fix)
         sizes[axis] = size if size == "auto" else int(size)
     return sizes
 
 
 MeshOption = Annotated[
     Any,
-    typer.Option(
+    opt(
+        "Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy.",
         "--mesh",
         metavar="AXIS=DEVICES,...",
         parser=_sizes,
-        help="Split the weights over devices, e.g. tensor=2 or fsdp=4,tensor=2. Default: each has a copy.",
         show_default=False,
     ),
 ]
-ContextOption = Annotated[
+MaxLenOption = Annotated[
     int | None,
-    typer.Option(
-        "--context",
+    opt(
+        "Longest prompt and answer together. Default: what the model was trained on; for a model from elsewhere "
+        f"{MAX_RESERVED} where memory is reserved for it (serve, eval).",
+        "--max-model-len",
         metavar="TOKENS",
         min=2,
-        help="Read at most so many tokens at once, prompt and answer together. Default: what the model was trained "
-        f"on; for models from elsewhere {SET_ASIDE} where memory is set aside for it (serve, eval).",
         show_default=False,
     ),
 ]
 
 
 @dataclass(frozen=True)
-class Opening:
-    """Options of verbs that open a model; see `options.sharing`."""
+class OpenOptions:
+    """Options of the verbs that open a model."""
 
     mesh: MeshOption = None
-    context: ContextOption = None
+    max_model_len: MaxLenOption = None
     runs: RunsOption = RUNS
 
 
-def opened(spec: str, how: Opening, *, sets_aside: bool = False) -> "LoadedModel":
-    """The model that `spec` names, as the options say.
+class Opened(NamedTuple):
+    """A model, and what it is."""
 
-    Where `sets_aside`, memory is held for rows of the whole context: that of a model from elsewhere, which may be far
-    more than anybody needs, is limited to `SET_ASIDE` if no other limit is asked for, and this is said.
+    model: "LoadedModel"
+    target: "Target"
+    state: "ModelState | None"  # None of a model that was not trained here
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it was trained to chat."""
+        from affinage.pipeline.models import is_chat
+
+        return is_chat(self.target.path)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How far it is trained, for JSON."""
+        return {} if self.state is None else self.state.to_dict()
+
+
+def model_of(name: str, runs: Path, *, announce: bool = True) -> "tuple[Target, ModelState | None]":
+    """The model that a name stands for, and how far it is trained, which is printed.
 
     Raises:
-        UserError: as `open_model`, and for a context that is longer than the model's.
+        UserError: there is none, or it is a run that is not complete; with the command that completes it.
     """
-    from affinage.hardware.hosts import Hosts
-    from affinage.pipeline.models import is_from_elsewhere, locate_model, open_model
+    from affinage.hardware.hosts import place
+    from affinage.pipeline.names import check_complete, locate, resolve, state_of
 
-    with Working(f"opening {spec}"):
-        loaded = open_model(spec, how.runs, mesh=how.mesh)
-    own, asked = loaded.context, how.context
-    if asked is not None and asked > own:
+    target = find(name, runs) if announce else resolve(name, runs)
+    check_complete(target, runs)
+    state, (folder, step) = state_of(target, runs), locate(target, runs)
+    here = place()
+    if announce and state is not None and (here is None or here.host == 0):
+        print(f"Model: {state}", file=sys.stderr)
+    kind: Literal["hub", "model"] = "hub" if target.kind == "hub" else "model"
+    return replace(target, kind=kind, path=folder, step=step, belongs_to=target.run), state
+
+
+def opened(name: str, how: OpenOptions, *, reserves: bool = False, announce: bool = True) -> Opened:
+    """The model that a name stands for, opened as the options say; how far it is trained is printed (`announce`).
+
+    With `reserves`, memory is held for the whole context: a model from elsewhere, whose context may be far longer than
+    anybody needs, is limited to `MAX_RESERVED` unless a limit is given, and this is printed.
+
+    Raises:
+        UserError: as `model_of` and `open_model`, and for a context that is longer than the model's.
+    """
+    target, state = model_of(name, how.runs, announce=announce)  # before JAX is imported
+    from affinage.hardware.hosts import Hosts
+    from affinage.pipeline.models import is_from_elsewhere, open_target
+
+    with Working(f"opening {name}"):
+        model = open_target(target, how.runs, mesh=how.mesh)
+    own, wanted = model.context, how.max_model_len
+    if wanted is not None and wanted > own:
         fix = f"Write {own} at most, or leave it out."
-        raise UserError(f"`{spec}` reads {own:,} tokens at once, not {asked:,}", where="--context", fix=fix)
-    if asked is None and sets_aside and own > SET_ASIDE and is_from_elsewhere(locate_model(spec, how.runs)[0]):
-        asked = SET_ASIDE
+        raise UserError(f"`{name}` reads {own:,} tokens at once, not {wanted:,}", where="--max-model-len", fix=fix)
+    if wanted is None and reserves and own > MAX_RESERVED and is_from_elsewhere(target.path):
+        wanted = MAX_RESERVED
         if Hosts.current.first:
-            said = f"`{spec}` can read {own:,} tokens at once; {asked:,} are used. More take more memory: --context"
-            print(f"{said} {own}", file=sys.stderr)
-    return replace(loaded, context=asked or own)
+            used = f"`{name}` can read {own:,} tokens at once; {wanted:,} are used"
+            print(f"{used}. More take more memory: --max-model-len {own}", file=sys.stderr)
+    return Opened(replace(model, context=wanted or own), target, state)

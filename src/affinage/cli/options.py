@@ -1,62 +1,53 @@
-"""Arguments and options that several verbs have."""
+"""Arguments and options that several verbs have, and what they stand for."""
 
 import functools
 import inspect
-import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from affinage.cli import completion
-from affinage.errors import UserError, did_you_mean
+from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
+    from affinage.pipeline.names import Target
+
+RUNS = Path("runs")
+_EXAMPLE = re.compile(r"^Examples?: (.+)$", re.MULTILINE)  # in the docstring of a verb
+_DIFFERENCES = 3  # settings in which a run differs from the packaged recipe of its name, in a warning
+
+
+def opt(help: str, *names: str, **more: Any) -> Any:
+    """An option of a verb: its help, its names if they are not the parameter's, and what else typer takes."""
+    return typer.Option(*names, help=help, **more)
+
+
+def _argument(metavar: str, help: str, complete: Callable[..., list[str]]) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete)
+
 
 RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="A recipe file, or the name of one that comes along.",
-        show_default=False,
-        autocompletion=completion.recipes,
-    ),
-]
-RecipeOrRunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|RUN",
-        help="A recipe file, the name of one that comes along, or a run, as it was last made.",
-        show_default=False,
-        autocompletion=completion.recipes_or_models,
-    ),
+    str, _argument("RECIPE|RUN", "A recipe file, a run, or a packaged recipe.", completion.recipes_or_models)
 ]
 ModelArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run (quickstart), its training (runs/quickstart/pretrain), a checkpoint of it (...@1000), "
-        "an import, a Hugging Face folder.",
-        show_default=False,
-        autocompletion=completion.models,
+    _argument(
+        "MODEL",
+        "A run (quickstart), a training of it (quickstart/pretrain), a checkpoint (quickstart/pretrain@1000), an "
+        "import, or a Hugging Face folder.",
+        completion.models,
     ),
 ]
-TargetArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE|MODEL",
-        help="A recipe, or a model such as runs/quickstart/sft.",
-        show_default=False,
-        autocompletion=completion.recipes_or_models,
-    ),
-]
+RunArgument = Annotated[str, _argument("RUN", "A run, or its recipe.", completion.models)]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. pretrain.steps=100. May be repeated."),
+    list[str] | None, opt("Change a setting, e.g. pretrain.steps=100. May be repeated.", "--set", metavar="KEY=VALUE")
 ]
 
 
@@ -71,31 +62,23 @@ def _is_a_folder(runs: Path) -> Path:
 
 
 RunsOption = Annotated[
-    Path,
-    typer.Option(
-        "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", help="The folder of all runs.", callback=_is_a_folder
-    ),
+    Path, opt("The folder of all runs.", "--runs", metavar="DIR", envvar="AFFINAGE_RUNS", callback=_is_a_folder)
 ]
-LangOption = Annotated[
-    Literal["en", "fr"] | None, typer.Option("--lang", help="The language of what is written.", show_default=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+LangOption = Annotated[Literal["en", "fr"] | None, opt("The language of the output.", "--lang", show_default=False)]
+JsonOption = Annotated[bool, opt("Print JSON, for scripts.", "--json")]
 ProfileOption = Annotated[
-    str | None,
-    typer.Option("--profile", metavar="STEPS", help="Write a trace of these steps of each training, e.g. 20-25."),
+    str | None, opt("Write a trace of these steps of each training, e.g. 20-25.", "--profile", metavar="STEPS")
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="List what would run and why, and do nothing.")]
+DryRunOption = Annotated[bool, opt("List what would run and why, and do nothing.", "--dry-run")]
+UntilOption = Annotated[list[str] | None, opt("Stop after this step. May be repeated.", "--until", metavar="STEP")]
 ForceOption = Annotated[
-    list[str] | None,
-    typer.Option("--force", metavar="STEP", help="Run this step again, and all that read it. May be repeated."),
+    list[str] | None, opt("Run this step again, and those that read it. May be repeated.", "--force", metavar="STEP")
 ]
-
-RUNS = Path("runs")
 
 
 @dataclass(frozen=True)
-class Walking:
-    """How a verb walks the road of a recipe; see `walks`."""
+class PipelineOptions:
+    """Options of the verbs that run the steps of a recipe."""
 
     overrides: SetOption = None
     runs: RunsOption = RUNS
@@ -105,29 +88,29 @@ class Walking:
     as_json: JsonOption = False
 
 
-def sharing(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a verb the options that dataclasses list; it takes those of each one together, under the name given here.
+def with_options(**groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the options that dataclasses list; it gets those of each together, under the name given here.
 
-    For example `@sharing(how=Walking)`.
+    For example `@with_options(how=PipelineOptions)`.
     """
-    words = inspect.Parameter.KEYWORD_ONLY
+    keyword = inspect.Parameter.KEYWORD_ONLY
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        given_to = inspect.signature(verb).parameters.values()
-        own = [each.replace(kind=words) for each in given_to if each.name not in groups]
+        parameters = inspect.signature(verb).parameters.values()
+        own = [each.replace(kind=keyword) for each in parameters if each.name not in groups]
         shared = [
-            inspect.Parameter(option.name, words, default=option.default, annotation=option.type)
+            inspect.Parameter(option.name, keyword, default=option.default, annotation=option.type)
             for group in groups.values()
             for option in fields(group)
         ]
 
         @functools.wraps(verb)
-        def wrapped(**given: Any) -> None:
+        def wrapped(**values: Any) -> None:
             together = {
-                name: group(**{option.name: given.pop(option.name) for option in fields(group)})
+                name: group(**{option.name: values.pop(option.name) for option in fields(group)})
                 for name, group in groups.items()
             }
-            verb(**given, **together)
+            verb(**values, **together)
 
         vars(wrapped)["__signature__"] = inspect.Signature([*own, *shared])
         return wrapped
@@ -135,74 +118,63 @@ def sharing(**groups: type) -> Callable[[Callable[..., None]], Callable[..., Non
     return decorate
 
 
-walks = sharing(how=Walking)
+class Verb(TyperCommand):
+    """A command whose message about a missing argument or option ends with the first example of its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as the base class does; of a missing parameter the error has the example, too."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            example = _EXAMPLE.search(self.help or "")
+            if example and not error.message:  # a parameter with a wrong value has a message of its own
+                error.message = f"For example: {example[1]}"
+            raise
 
 
-def load(recipe: str, overrides: list[str] | None) -> "LoadedRecipe":
-    """The recipe that a verb is given."""
+def warn(message: str) -> None:
+    """Print a warning in one line of standard error."""
+    print(f"Warning: {message}", file=sys.stderr)
+
+
+def find(name: str, runs: Path) -> "Target":
+    """What a name stands for, with a warning where it may stand for something else."""
+    from affinage.pipeline.names import resolve
+
+    target = resolve(name, runs)
+    if target.warning:
+        warn(target.warning)
+    return target
+
+
+def load(name: str, overrides: Sequence[str] | None, runs: Path, *, lenient: bool = False) -> "LoadedRecipe":
+    """The recipe that a name stands for, with `overrides` laid over it.
+
+    With `lenient`, settings of a run that are gone are left out, with a warning. A run that has the name of a packaged
+    recipe and other settings is warned of.
+    """
+    from affinage.config.layers import packaged_recipes
+    from affinage.pipeline.names import recipe_of
+
+    target = find(name, runs)
+    loaded = recipe_of(target, runs, overrides or (), warn=warn if lenient else None)
+    packaged = packaged_recipes().get(name) if target.kind == "run" else None
+    if packaged is not None and (differences := _differences(loaded, name, overrides or ())):
+        warn(f"`{name}` is the run {target.path}, made with {differences}; the packaged recipe is {packaged}")
+    return loaded
+
+
+def _differences(loaded: "LoadedRecipe", packaged: str, overrides: Sequence[str]) -> str:
+    """The settings of a run that are not those of a packaged recipe, as `--set` takes them."""
+    import json
+
     from affinage.config.load import load_recipe
+    from affinage.differing import differing
 
-    return load_recipe(recipe, overrides or ())
-
-
-def recipe_or_run(word: str, runs: Path) -> str:
-    """The recipe that is meant where a verb takes RECIPE or RUN, as `load` takes it: of a run the settings it has.
-
-    Raises UserError for a name that is neither.
-    """
-    from affinage.config.layers import packaged_recipes
-
-    packaged, run = packaged_recipes(), run_folder(word, runs)
-    if word in packaged or Path(word).is_file():
-        return word
-    if run is not None and (run / "recipe.json").is_file():
-        return str(run / "recipe.json")
-    if run is None and Path(word).name == word and not Path(word).suffix:
-        made = sorted(file.parent.name for file in runs.glob("*/recipe.json"))
-        there = [f"Runs in {runs}: {', '.join(made)}."] if made else []
-        there.append(f"Recipes that come with affinage: {', '.join(packaged)}.")
-        fix = did_you_mean(word, [*packaged, *made]) or " ".join(there)
-        raise UserError(f"there is no recipe and no run named `{word}`", fix=fix)
-    return word
-
-
-def is_recipe(word: str, runs: Path) -> bool:
-    """Whether RECIPE is meant where a verb takes RECIPE or MODEL: a file, or a name that no run has yet.
-
-    Says which one is meant where the word could be both.
-    """
-    from affinage.config.layers import packaged_recipes
-
-    if Path(word).suffix in (".yaml", ".yml", ".json"):
-        return True
-    if word not in packaged_recipes():
-        return False
-    made = run_folder(word, runs)
-    if made is not None:
-        said = f"`{word}` is {made}, as it was made; the recipe of this name is run by `affinage run {word}`."
-        typer.echo(said, err=True)
-    return made is None
-
-
-def run_folder(word: str, runs: Path) -> Path | None:
-    """The folder that is there under the name of a run, or as a path."""
-    return next((place for place in (runs / word, Path(word)) if place.is_dir()), None)
-
-
-def recorded(run: Path | None) -> dict[str, Any]:
-    """The settings that a run was last made with; none if it is no run."""
-    if run is None or not (run / "recipe.json").is_file():
-        return {}
-    file = run / "recipe.json"
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        fix = "Run its recipe again: what is complete is kept, and this file is written anew."
-        raise UserError("this file of the run is damaged", where=str(file), fix=fix) from error
-    return settings if isinstance(settings, dict) else {}
-
-
-def made_with(word: str, runs: Path) -> dict[str, Any]:
-    """The settings of the run that is called so, or that has the training that is; none of other models."""
-    named = run_folder(word.partition("@")[0], runs)
-    return recorded(named) or recorded(None if named is None else named.parent)
+        both = [each.recipe.model_dump(mode="json") for each in (loaded, load_recipe(packaged, overrides))]
+    except UserError:
+        return ""
+    found = [f"{key}={json.dumps(values[0], ensure_ascii=False)}" for key, values in differing(both)]
+    more = f" and {len(found) - _DIFFERENCES} other settings" if len(found) > _DIFFERENCES else ""
+    return ", ".join(found[:_DIFFERENCES]) + more

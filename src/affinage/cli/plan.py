@@ -1,16 +1,16 @@
-"""`affinage plan`: whether a run fits a slice, how long it takes and what it costs, before the slice is rented."""
+"""The verb `plan`: whether a run fits a slice, how long it takes and what it costs, before the slice is rented."""
 
-import json
 import os
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeOrRunArgument, RunsOption, SetOption, load, recipe_or_run
-from affinage.cli.plan_tables import show_comparison, show_plan
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt, warn
+from affinage.cli.output import emit
 from affinage.cli.working import Working
 from affinage.errors import UserError
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
     from affinage.hardware.slices import Slice
     from affinage.model import Graph
+    from affinage.planning.capacity import Attempt
     from affinage.planning.compiled import Verdict
-    from affinage.planning.plan import Counted, Plan, Training
+    from affinage.planning.plan import Counted, Training
 
-_ROWS = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the stages that make a training's rows
+_DATA = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the steps that prepare a training's data
 
 
 def add_to(app: typer.Typer) -> None:
@@ -30,48 +31,45 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plan(
-    recipe: RecipeOrRunArgument,
+    recipe: RecipeArgument,
     on: Annotated[
         str | None,
-        typer.Option(
+        opt(
+            "By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu.",
             "--on",
             metavar="SLICE",
-            help="By the cloud's name: v4-32, v5litepod-16, v6e-8, h100x8, cpu.",
             autocompletion=completion.slices,
         ),
     ] = None,
-    stage: Annotated[
+    training: Annotated[
         Literal["pretrain", "sft", "dpo"] | None,
-        typer.Option("--stage", help="The training to plan; by default the first that the recipe has."),
+        opt("The training to plan; by default the first that the recipe has.", "--training"),
     ] = None,
     overrides: SetOption = None,
-    compile_step: Annotated[
-        bool, typer.Option("--compile", help="Let the slice's own compiler say what it needs: minutes.")
-    ] = False,
-    which: Annotated[bool, typer.Option("--which", help="Compare many slices: time and cost on each.")] = False,
+    compile_step: Annotated[bool, opt("Compile the step with the slice's own compiler: minutes.", "--compile")] = False,
+    which: Annotated[bool, opt("Compare many slices: time and cost on each.", "--which")] = False,
     search: Annotated[
-        bool, typer.Option("--search", help="Look for the fastest mesh, micro-batches, recomputation and moments.")
+        bool, opt("Search for the fastest mesh, micro-batches, remat and optimizer state.", "--search")
     ] = False,
-    best: Annotated[int, typer.Option("--best", min=1, help="How many of the best --search prints.")] = 3,
+    best: Annotated[int, opt("How many of the best --search prints.", "--best", min=1)] = 3,
     width: Annotated[
-        int | None,
-        typer.Option("--width", help="Find the most layers of this width that the slice's compiler lets train."),
+        int | None, opt("Find the most layers of this width that the slice's compiler lets train.", "--width")
     ] = None,
-    tries: Annotated[int, typer.Option("--tries", min=1, help="Compilations at most for --width.")] = 6,
+    tries: Annotated[int, opt("Maximum number of compilations for --width.", "--tries", min=1)] = 6,
     curve: Annotated[
         Literal["weak", "strong"] | None,
-        typer.Option("--curve", help="Scale from --on to 4,096 chips: the rows of a device stay (weak), or the batch."),
+        opt("Scale from --on to 4,096 chips at a constant batch per device (weak) or batch.", "--curve"),
     ] = None,
     runs: RunsOption = RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a run fits a slice, how long it takes and what it costs, and which claims about it cannot be true.
+    """Plan a training: whether it fits a slice, its time and cost, and which claims about it cannot be true.
 
     Example: affinage plan julian-600m --on v4-32 --compile
 
     affinage plan julian-600m --on v4-32 --search
 
-    affinage plan julian-sft --stage sft --set sft.lora.r=16 --on h100
+    affinage plan julian-sft --training sft --set sft.lora.r=16 --on h100
 
     affinage plan julian-600m --which
 
@@ -82,52 +80,43 @@ def plan(
 
     _one_question(which=which, width=width is not None, curve=curve is not None, search=search, compile=compile_step)
     if which and on:
-        raise UserError("--which looks through all slices", where="--which", fix="Leave out --on.")
-    named, recipe = find_slice(on) if on else None, recipe_or_run(recipe, runs)
-    asked = _asked(recipe, overrides or [], stage, runs)
-    from affinage.planning.left_out import left_out
-    from affinage.planning.plan import compare, default_slice
-
-    loaded = asked.loaded
+        raise UserError("--which plans for all slices", where="--which", fix="Leave out --on.")
+    named = None if on is None else find_slice(on)
+    planned = _planned(recipe, overrides or [], training, runs)
     if which:
-        with Working("planning"):
-            found = compare(loaded.recipe, asked.graph)
-        refused = [entry for entry in found if isinstance(entry, tuple)]
-        if not as_json:
-            print(f"{loaded.recipe.name}; {asked.extent}\n")
-        show_comparison(found, as_json, left_out(loaded.recipe, refused))
+        _which(planned, as_json)
         return
-    where = named or default_slice(loaded.recipe)
-    if width is not None:
-        from affinage.cli.plan_capacity import capacity_and_show
+    from affinage.planning.plan import default_slice
 
-        capacity_and_show(recipe, asked.overrides, where, width, tries, asked.counted, as_json)
+    where = named or default_slice(planned.loaded.recipe)
+    if width is not None:
+        _capacity(planned, where, width, tries, as_json)
     elif curve:
-        from affinage.cli.plan_curve import show_curve
+        from affinage.cli.plan_view import curve_view
         from affinage.planning.curve import curve as scaled
 
-        show_curve(scaled(loaded.recipe, asked.graph, curve, where), where, as_json)
+        points = scaled(planned.loaded.recipe, planned.graph, curve, where)
+        rows = [point.plan.to_dict() | {"efficiency": point.efficiency, "why": point.why} for point in points]
+        emit({"curve": rows}, as_json, curve_view(points, where))
     elif search:
-        from affinage.cli.plan_search import search_and_show
-
-        search_and_show(
-            recipe, asked.overrides, loaded, asked.graph, where, best, asked.counted if compile_step else None, as_json
-        )
+        _search(planned, where, best, compile_step, as_json)
     else:
-        _plan_one(asked, where, compile_step, as_json)
+        _plan_one(planned, where, compile_step, as_json)
 
 
-def _one_question(**given: bool) -> None:
-    """Refuse options of which one would go unheard: beside each other go --search and --compile, --width compiles."""
-    said = [f"--{name}" for name, is_given in given.items() if is_given]
-    if len(said) > 1 and said not in (["--search", "--compile"], ["--width", "--compile"]):
-        raise UserError(f"{said[0]} and {said[1]} do not go together", where=said[0], fix=f"Leave out {said[1]}.")
+def _one_question(**wanted: bool) -> None:
+    """Refuse options that exclude each other; --search and --compile go together, and --width compiles."""
+    given = [f"--{name}" for name, is_given in wanted.items() if is_given]
+    if len(given) > 1 and given not in (["--search", "--compile"], ["--width", "--compile"]):
+        raise UserError(f"{given[0]} and {given[1]} do not go together", where=given[0], fix=f"Leave out {given[1]}.")
 
 
-class _Asked(NamedTuple):
-    """What is planned."""
+@dataclass(frozen=True)
+class _Planned:
+    """A training that is to be planned."""
 
-    recipe: str
+    name: str  # of the recipe, as it was given
+    recipe: str  # its file
     overrides: list[str]
     loaded: "LoadedRecipe"
     section: "Training"
@@ -135,107 +124,169 @@ class _Asked(NamedTuple):
     counted: "Counted"
     data_tokens: int | None
     data_rows: int | None
-    others: list[str]  # its other trainings
 
     @property
     def extent(self) -> str:
         """What of the recipe is planned, and what is not."""
-        beside = [f"{other} (--stage {other})" for other in self.others]
+        others = [name for name in self.loaded.recipe.trainings if name != self.section]
+        beside = [f"{other} (--training {other})" for other in others]
         data = self.loaded.recipe.data
         if data is not None and data.arrays is None and self.data_tokens is None:
-            beside.insert(0, f"the data (affinage data {self.recipe}, without an accelerator)")
+            from affinage.pipeline.names import command
+
+            beside.insert(0, f"the data ({command('data', self.name)}, without an accelerator)")
         return f"planned: {self.section}" + (f"; not planned: {', '.join(beside)}" if beside else "")
 
 
-def _asked(recipe: str, overrides: list[str], stage: "Training | None", runs: Path) -> _Asked:
-    loaded = load(recipe, overrides)  # before the imports of JAX, so that a mistake in it is told at once
+def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
+    loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
+    from affinage.config.load import load_recipe
     from affinage.config.plugins import load_plugins
+    from affinage.data.preferences import documents_in_a_row
+    from affinage.pipeline.names import RECIPE, resolve, run_folder
+    from affinage.pipeline.store import read_manifest
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.training.choices import check_choices
 
-    trainings = loaded.recipe.trainings
-    if stage:
-        overrides = [*overrides, *only(stage, loaded.recipe)]
-        loaded = load(recipe, overrides)
+    target = resolve(name, runs)
+    run = run_folder(target, loaded, runs)
+    file = str(loaded.path if target.run is None else run / RECIPE)
+    if training:
+        overrides = [*overrides, *only(training, loaded.recipe)]
+        loaded = load_recipe(file, overrides)
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))
-    vocabulary = _summary(runs, loaded, "tokenizer").get("vocabulary")
-    packed = _summary(runs, loaded, _ROWS[section]).get("train", {})
-    tokens, rows = packed.get("tokens"), packed.get("rows")
+
+    def summary(step: str) -> dict[str, Any]:
+        """What a data step of this recipe's run found out, if it has run."""
+        found: dict[str, Any] = (read_manifest(run / step) or {}).get("summary", {})
+        return found
+
+    packed = summary(_DATA[section])
     characters = loaded.recipe.tokenizer.kind == "char"
-    counted = Counted(vocabulary if characters else None, _documents(runs, loaded, section))
-    return _Asked(
-        recipe,
-        overrides,
-        loaded,
-        section,
-        planned_graph(loaded, counted),
-        counted,
-        tokens,
-        rows,
-        [name for name in trainings if name != section],
-    )
+    documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
+    counted = Counted(summary("tokenizer").get("vocabulary") if characters else None, documents)
+    data = packed.get("train", {})
+    graph = planned_graph(loaded, counted)
+    return _Planned(name, file, overrides, loaded, section, graph, counted, data.get("tokens"), data.get("rows"))
 
 
-def _plan_one(asked: _Asked, where: "Slice", compile_step: bool, as_json: bool) -> None:
+def _which(planned: _Planned, as_json: bool) -> None:
+    from affinage.cli.plan_view import comparison_view
+    from affinage.planning.left_out import left_out
+    from affinage.planning.plan import compare
+
+    recipe = planned.loaded.recipe
+    with Working("planning"):
+        found = compare(recipe, planned.graph)
+    refused = [entry for entry in found if isinstance(entry, tuple)]
+    plans = [entry for entry in found if not isinstance(entry, tuple)]
+    no = [{"slice": where.name, "error": error.what, "fix": error.fix} for where, error in refused]
+    head = f"{recipe.name}; {planned.extent}\n"
+    view = comparison_view(plans, left_out(recipe, refused))
+    emit({"plans": [made.to_dict() for made in plans], "refused": no}, as_json, (part for part in (head, *view)))
+
+
+def _plan_one(planned: _Planned, where: "Slice", compile_step: bool, as_json: bool) -> None:
+    from affinage.cli.plan_view import plan_view
     from affinage.planning.plan import make_plan
 
-    asked = _dividing(asked, where)
-    made = make_plan(asked.loaded.recipe, asked.graph, where, asked.data_tokens, asked.data_rows)
-    verdict = _verdict(asked, made) if compile_step else None
-    if as_json:
-        told: dict[str, Any] = made.to_dict()
-        if verdict is not None:
-            told["compiled"] = {**vars(verdict), "estimate_over_compiled": _ratio(made, verdict)}
-        print(json.dumps(told, indent=1))
-        return
-    show_plan(made, verdict, asked.extent)
+    planned = _dividing(planned, where)
+    made = make_plan(planned.loaded.recipe, planned.graph, where, planned.data_tokens, planned.data_rows)
+    facts: dict[str, Any] = made.to_dict()
+    verdict = None
+    if compile_step:
+        with Working(f"the compiler of {where.name}"):
+            verdict = _compiled(planned, [], where)
+        ratio = made.memory.total / verdict.peak_bytes if verdict.peak_bytes else None
+        facts["compiled"] = {**vars(verdict), "estimate_over_compiled": ratio}
+    emit(facts, as_json, plan_view(made, verdict, planned.extent))
 
 
-def _dividing(asked: _Asked, where: "Slice") -> _Asked:
-    """The same with the nearest batch that divides over the mesh on a slice, which is said."""
+def _compiled(planned: _Planned, overrides: list[str], where: "Slice") -> "Verdict":
+    from affinage.planning.compiled import compile_on
+
+    return compile_on(planned.recipe, [*planned.overrides, *overrides], where, planned.counted)
+
+
+def _dividing(planned: _Planned, where: "Slice") -> _Planned:
+    """The same with the nearest batch that divides over the mesh on a slice, with a warning if it is another one."""
+    from affinage.config.load import load_recipe
     from affinage.planning.plan import dividing_batch, micro_batches_that_keep, training_settings
 
-    recipe, section = asked.loaded.recipe, asked.section
+    recipe, section = planned.loaded.recipe, planned.section
     batch = dividing_batch(recipe, where)
     if batch is None:
-        return asked
+        return planned
     _, settings, _ = training_settings(recipe)
     change = f"{batch / (settings.batch_size or batch):.3g} times the tokens in as many steps"
     keeps = micro_batches_that_keep(recipe, where)
     other = f", or --set {section}.gradient_accumulation_steps={keeps}, which keeps the batch" if keeps else ""
-    print(
-        f"Warning: batch_size {settings.batch_size} does not divide over the mesh on {where.name}; planned with "
-        f"{batch}, the nearest that does, and {change}: --set {section}.batch_size={batch}{other}",
-        file=sys.stderr,
+    warn(
+        f"batch_size {settings.batch_size} does not divide over the mesh on {where.name}; planned with {batch}, the "
+        f"nearest that does, and {change}: --set {section}.batch_size={batch}{other}"
     )
-    overrides = [*asked.overrides, f"{section}.batch_size={batch}"]
-    return asked._replace(overrides=overrides, loaded=load(asked.recipe, overrides))
+    overrides = [*planned.overrides, f"{section}.batch_size={batch}"]
+    return replace(planned, overrides=overrides, loaded=load_recipe(planned.recipe, overrides))
 
 
-def _verdict(asked: _Asked, made: "Plan") -> "Verdict":
-    from affinage.planning.compiled import compile_on
+def _search(planned: _Planned, where: "Slice", count: int, compile_step: bool, as_json: bool) -> None:
+    """Print the best `count` settings, with the compiler's verdict of each where the step is compiled."""
+    from affinage.cli.plan_view import search_rows, search_view
+    from affinage.planning.search import search
 
-    with Working(f"the compiler of {made.where.name}"):
-        return compile_on(asked.recipe, asked.overrides, made.where, asked.counted)
+    recipe, section = planned.loaded.recipe, planned.section
+    with Working("searching", lines=True) as working:
+        found = search(recipe, planned.graph, where, count, working.progressed)
+    if not as_json:
+        ways = f"{found.candidates:,} ways to split it, in full: {found.estimated}"
+        print(f"{recipe.name} on {where.name}: {ways}\n", flush=True)
+    rows: list[Any] = [(candidate, made, None) for candidate, made in found.best]
+    if compile_step:
+        emit({}, False, [] if as_json else [search_rows(rows), ""])
+        for number, (candidate, made, _) in enumerate(rows):
+            print(f"Compiling for {where.name}: {number + 1} of {len(rows)}", file=sys.stderr)
+            rows[number] = (candidate, made, _compiled(planned, candidate.overrides(recipe, section), where))
+    best = [
+        {"settings": candidate.settings(section), "plan": made.to_dict()}
+        | ({"compiled": vars(verdict)} if verdict else {})
+        for candidate, made, verdict in rows
+    ]
+    facts = {"candidates": found.candidates, "estimated": found.estimated, "best": best}
+    emit(facts, as_json, search_view(rows, recipe, section))
 
 
-def _summary(runs: Path, loaded: "LoadedRecipe", stage: str) -> dict[str, Any]:
-    """What a data stage of this recipe's run found out, if it has run."""
-    from affinage.pipeline.store import read_manifest
+def _capacity(planned: _Planned, where: "Slice", width: int, tries: int, as_json: bool) -> None:
+    """Print every attempt as it comes, and the largest model with its settings and its predicted step."""
+    from affinage.cli.plan_view import capacity_view
+    from affinage.config.load import load_recipe
+    from affinage.hardware.slices import memory_text
+    from affinage.planning.capacity import capacity, shape
 
-    found: dict[str, Any] = (read_manifest(runs / loaded.recipe.name / stage) or {}).get("summary", {})
-    return found
+    if "blocks" not in load_recipe(planned.recipe).recipe.model["nodes"]:
+        raise UserError(
+            f"{planned.name} has no node `blocks`", where="--width", fix="affinage plan capacity --width ..."
+        )
 
+    def progress(attempt: "Attempt") -> None:
+        verdict, parameters = attempt.verdict, f"{attempt.parameters / 1e9:.1f}B"
+        fits = f"{'fits' if verdict.fits else 'refused'}, {memory_text(verdict.peak_bytes)}"
+        line = f"{attempt.layers} layers, {parameters}: {fits}, after {verdict.seconds:.0f} s"
+        print(line, file=sys.stderr, flush=True)
 
-def _documents(runs: Path, loaded: "LoadedRecipe", section: str) -> int | None:
-    """Documents of a row of preferences, if there are such rows."""
-    from affinage.data.preferences import documents_in_a_row
-
-    found = section == "dpo" and _summary(runs, loaded, _ROWS[section])
-    return documents_in_a_row(runs / loaded.recipe.name / _ROWS[section]) if found else None
-
-
-def _ratio(made: "Plan", verdict: "Verdict") -> float | None:
-    return made.memory.total / verdict.peak_bytes if verdict.peak_bytes else None
+    settings = [*shape(width, where), *planned.overrides]
+    found = capacity(planned.recipe, settings, where, tries=tries, told=progress, counted=planned.counted)
+    fax = found.fax
+    facts = {
+        "layers": found.largest.layers,
+        "parameters": found.largest.parameters,
+        "overrides": list(found.overrides),
+        "seconds": found.plan.time.seconds,
+        "fax": vars(fax) | {"ratio": found.largest.parameters / fax.parameters} if fax else None,
+        "attempts": [
+            {"layers": one.layers, "parameters": one.parameters, "compiled": vars(one.verdict)}
+            for one in found.attempts
+        ],
+    }
+    emit(facts, as_json, capacity_view(found, planned.name, where, width))

@@ -1,5 +1,6 @@
 """The program `affinage`: its verbs, and what becomes of errors."""
 
+import importlib
 import sys
 import traceback
 import warnings
@@ -9,24 +10,7 @@ from typing import Annotated
 import typer
 
 import affinage
-from affinage.cli import (
-    bench,
-    checkpoint,
-    compare,
-    data,
-    inspect,
-    judge,
-    launch,
-    plan,
-    recipes,
-    release,
-    report,
-    run,
-    serve,
-    sweep,
-    talk,
-)
-from affinage.cli.verb import show_examples
+from affinage.cli.options import Verb, opt
 from affinage.errors import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -40,12 +24,7 @@ from affinage.errors import (
 from affinage.secrets import masked
 from affinage.stopping import left_when_done, open_standard_streams
 
-_EXTRAS = {
-    "transformers": "verify",
-    "torch": "verify",
-    "libtpu": "tpu",
-    "google": "cloud",
-}  # package -> extra that brings it
+_EXTRAS = {"transformers": "verify", "torch": "verify", "libtpu": "tpu", "google": "cloud"}  # package -> extra
 
 app = typer.Typer(
     name="affinage",
@@ -55,25 +34,22 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verbs in (
-    run,
-    launch,
-    sweep,
-    data,
-    checkpoint,
-    judge,
-    compare,
-    plan,
-    report,
-    release,
-    talk,
-    serve,
-    recipes,
-    inspect,
-    bench,
-):
-    verbs.add_to(app)
-show_examples(app)
+_VERBS = "run launch sweep data checkpoint eval compare plan report hub chat serve config graph doctor"
+for _name in _VERBS.split():
+    importlib.import_module(f"affinage.cli.{_name}").add_to(app)
+
+
+def _show_examples(app: typer.Typer) -> None:
+    """Make `Verb`s of all verbs that are registered, those of groups, too."""
+    for verb in app.registered_commands:
+        verb.cls = Verb
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            group.typer_instance.info.context_settings = {"help_option_names": ["-h", "--help"]}
+            _show_examples(group.typer_instance)
+
+
+_show_examples(app)
 
 
 def _show_version(asked: bool) -> None:
@@ -84,10 +60,8 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+    version: Annotated[bool, opt("Print it.", "--version", callback=_show_version, is_eager=True)] = False,
+    debug: Annotated[bool, opt("Show the traceback of every error.", "--debug")] = False,
 ) -> None:
     """Options of the program itself; `--debug` may also stand after the verb, and is read by `main`."""
     from affinage.hardware.devices import prepare

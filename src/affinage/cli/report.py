@@ -1,27 +1,13 @@
 """The verb `report`: what a run made, as a page."""
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from affinage.cli import completion
-from affinage.cli.options import (
-    RUNS,
-    JsonOption,
-    LangOption,
-    RunsOption,
-    SetOption,
-    Walking,
-    is_recipe,
-    recorded,
-    run_folder,
-)
-from affinage.cli.run import walk
-from affinage.cli.terminal import only_data_on_stdout
-from affinage.errors import UserError
+from affinage.cli.options import RUNS, JsonOption, LangOption, RunArgument, RunsOption, find, opt, warn
+from affinage.cli.output import emit
 
 
 def add_to(app: typer.Typer) -> None:
@@ -30,47 +16,31 @@ def add_to(app: typer.Typer) -> None:
 
 
 def report(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|RUN",
-            help="A recipe, or a run.",
-            show_default=False,
-            autocompletion=completion.recipes_or_models,
-        ),
-    ],
-    overrides: SetOption = None,
+    run: RunArgument,
     runs: RunsOption = RUNS,
     lang: LangOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Where to write; default: report.html in the run.")
+        Path | None, opt("Where to write; default: report.html in the run.", "--out", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the report, one HTML file: of a run as it is, or of a recipe, which is run up to there.
+    """Write the report of a run, one HTML file. Of a run that is not complete, --out writes what there is.
 
     Examples: affinage report quickstart
 
     affinage report quickstart --lang fr --out rapport.html
-
-    affinage report my_recipe.yaml --set report.language=fr
     """
-    run = run_folder(target, runs)
-    if is_recipe(target, runs) or run is None or not recorded(run):
-        said = [*(overrides or ()), *([f"report.language={lang}"] if lang else [])]
-        with only_data_on_stdout(as_json):
-            run = walk(target, Walking(said, runs, as_json=as_json and out is None), ("report",))
-        if out is None:
-            return
-    elif overrides:
-        raise UserError("--set is of recipes", where=target, fix="Leave it out for a run, or name the recipe's file.")
-    else:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: no accelerator is taken, or looked for
+    from affinage.pipeline.names import check_complete, incomplete, run_of
+
+    target = find(run, runs)
+    folder = run_of(target, runs)
+    if out is None:
+        check_complete(target, runs, instead="For a report of what there is, name a file: --out report.html")
+    elif missing := incomplete(folder):
+        warn(f"`{run}` is not complete; to train: {', '.join(missing)}")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # only shapes are computed: the accelerator is not taken
     from affinage.report import write_report
 
-    file = out or run / "report.html"
-    told = write_report(run, file, lang)
-    if as_json:
-        print(json.dumps({"report": str(file), **told}, ensure_ascii=False, indent=1))
-        return
-    typer.echo(f"{told['summary']}\nThe report is in {file}.")
+    file = out or folder / "report.html"
+    facts = write_report(folder, file, lang)
+    emit({"report": str(file), **facts}, as_json, [facts["summary"], f"The report is in {file}."])

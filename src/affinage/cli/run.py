@@ -1,4 +1,4 @@
-"""Verbs that walk the road of a recipe: `run`, and those that stop at a stage of it."""
+"""Verbs that run the steps of a recipe: `run`, and those that stop at one of them."""
 
 import shutil
 from collections.abc import Sequence
@@ -6,129 +6,102 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import rich
 import typer
 
-from affinage.cli.options import RecipeArgument, Walking, load, walks
-from affinage.cli.terminal import only_data_on_stdout, screen
-from affinage.cli.working import Working
+from affinage.cli.options import PipelineOptions, RecipeArgument, UntilOption, load, opt, warn, with_options
+from affinage.cli.output import only_data_on_stdout, screen
 from affinage.errors import UserError
-from affinage.hardware.joining import joined
-from affinage.stopping import OwnProcess
 
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
 
+DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the last of the data steps
+SampleOption = Annotated[float | None, opt("Use a share of each source only, e.g. 0.001.", "--sample", metavar="SHARE")]
+ShowOption = Annotated[
+    int | None, opt("Only prepare the data, and show N examples of it.", "--show", min=1, metavar="N")
+]
+
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
-    app.command("run")(run)
-    app.command("train")(train)
-    app.command("sft")(sft)
-    app.command("dpo")(dpo)
-    app.command("world")(world)
+    for verb in (run, train, sft, dpo, world):
+        app.command(verb.__name__)(verb)
 
 
-@walks
-def run(
-    recipe: RecipeArgument,
-    until: Annotated[list[str] | None, typer.Option("--until", metavar="STEP", help="Stop after this step.")] = None,
-    *,
-    how: Walking,
-) -> None:
+@with_options(how=PipelineOptions)
+def run(recipe: RecipeArgument, until: UntilOption = None, *, how: PipelineOptions) -> None:
     """Run a recipe, from raw text to the report. What is complete is not run again.
 
     Example: affinage run quickstart --set pretrain.steps=200
     """
-    walk(recipe, how, until or (), strict=True)
+    run_pipeline(recipe, how, until or ())
 
 
-@walks
-def train(recipe: RecipeArgument, *, how: Walking) -> None:
-    """Run up to the end of pretraining.
+@with_options(how=PipelineOptions)
+def train(recipe: RecipeArgument, *, how: PipelineOptions) -> None:
+    """Run up to the end of pretraining: `run --until pretrain`.
 
     Example: affinage train quickstart --set pretrain.steps=200
     """
-    walk(recipe, how, ("pretrain",))
+    run_pipeline(recipe, how, ("pretrain",))
 
 
-@walks
-def sft(
-    recipe: RecipeArgument,
-    show: Annotated[
-        int | None,
-        typer.Option("--show", min=1, metavar="N", help="Only make the rows, and show N conversations of them."),
-    ] = None,
-    sample: Annotated[
-        float | None, typer.Option("--sample", metavar="SHARE", help="Of each source's conversations, e.g. 0.001.")
-    ] = None,
-    *,
-    how: Walking,
-) -> None:
-    """Run up to the end of supervised fine-tuning; or show what would be trained on.
+@with_options(how=PipelineOptions)
+def sft(recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = None, *, how: PipelineOptions) -> None:
+    """Run up to the end of supervised fine-tuning: `run --until sft`; or show what it would be trained on.
 
     Example: affinage sft quickstart --show 3
     """
-    if sample is not None:
-        how = sampled(how, "sft", sample)
-    until = ("sft",) if show is None else ("conversations",)
-    folder = walk(recipe, how, until)
-    if show is not None and not how.dry_run:
-        with only_data_on_stdout(how.as_json):
-            _show_conversations(folder / "conversations", show)
+    _tune(recipe, sampled(how, "sft", sample), "sft", "conversations", show)
 
 
-@walks
-def dpo(
-    recipe: RecipeArgument,
-    show: Annotated[
-        int | None,
-        typer.Option("--show", min=1, metavar="N", help="Only make the rows, and show N pairs of them."),
-    ] = None,
-    *,
-    how: Walking,
-) -> None:
-    """Run up to the end of direct preference optimisation; or show the pairs that it would learn from.
+@with_options(how=PipelineOptions)
+def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions) -> None:
+    """Run up to the end of direct preference optimization: `run --until dpo`; or show its pairs.
 
     Example: affinage dpo quickstart --set dpo.beta=0.3
     """
-    until = ("dpo",) if show is None else ("preferences",)
-    folder = walk(recipe, how, until)
+    _tune(recipe, how, "dpo", "preferences", show, documents=2)
+
+
+def _tune(recipe: str, how: PipelineOptions, training: str, data: str, show: int | None, documents: int = 1) -> None:
+    folder = run_pipeline(recipe, how, (training if show is None else data,))
     if show is not None and not how.dry_run:
         with only_data_on_stdout(how.as_json):
-            _show_conversations(folder / "preferences", show, documents=2)
+            _show_examples(folder / data, show, documents)
 
 
-def _show_conversations(rows: Path, count: int, documents: int = 1) -> None:
+def _show_examples(rows: Path, count: int, documents: int) -> None:
     from affinage.data.conversations import show_examples
     from affinage.data.tokenizer import Tokenizer
     from affinage.pipeline.models import made_from
 
     tokenizer = made_from(rows.resolve(), "tokenizer")
     if tokenizer is None:
-        raise UserError("the tokenizer of these rows is gone", where=str(rows), fix="Run the recipe again.")
+        raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):
-        rich.print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
+        screen().print(f"\n[bold]{name}[/bold]: what is trained on stands between ⟦ and ⟧")
         screen().print(example, markup=False, highlight=False)
 
 
 def world(
     folder: Annotated[Path, typer.Argument(help="Where to write; must be empty or not there.", show_default=False)],
-    megabytes: Annotated[float, typer.Option(min=0.01, help="How much text, in 1e6 bytes.")] = 3.0,
+    megabytes: Annotated[float, opt("How much text, in 1e6 bytes.", min=0.01)] = 3.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write the pocket world into a folder: documents, conversations, preference pairs and benchmarks.
 
     Example: affinage world my_world --megabytes 10
     """
+    from affinage.cli.working import Working
     from affinage.data.world import write_world
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("this is not an empty folder", where=str(folder), fix="Name one that is not there yet.")
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of one that was interrupted
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         with Working("the pocket world"):
             write_world(part, megabytes=megabytes, seed=seed)
         part.rename(folder)
@@ -137,52 +110,81 @@ def world(
     typer.echo(f"The pocket world is in {folder}.")
 
 
-def sampled(how: Walking, section: str, share: float) -> Walking:
-    """The same, with a share of the section's sources only."""
-    setting = f"{section}.sample={share:.12f}".rstrip("0")
-    return replace(how, overrides=[*(how.overrides or ()), setting])
+def sampled(how: PipelineOptions, section: str, share: float | None) -> PipelineOptions:
+    """The same options, with a share of the section's sources only, if one is given."""
+    setting = [] if share is None else [f"{section}.sample={share:.12f}".rstrip("0")]
+    return replace(how, overrides=[*(how.overrides or ()), *setting])
 
 
-def walk(recipe: str, how: Walking, until: Sequence[str], *, strict: bool = False) -> Path:
-    """Walk the road of a recipe up to the stages `until`, to its end if there are none. Returns the run's folder.
+def run_pipeline(
+    name: str,
+    how: PipelineOptions,
+    until: Sequence[str],
+    *,
+    any_of: bool = False,
+    only: Sequence[str] | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Run the steps of a recipe up to the steps `until`, to its end if there are none. Returns the run's folder.
 
-    If not `strict`, those of `until` that the recipe leaves out are not missed, as long as it has one of them.
+    Args:
+        name: a recipe file, a run, or a packaged recipe.
+        how: options of the command line.
+        until: names of steps.
+        any_of: leave out those of `until` that the recipe does not have, as long as it has one of them.
+        only: the steps that may run; if others are not complete, the command that runs them is the error's fix.
+        quiet: print no result at the end.
     """
-    with OwnProcess():  # told to stop while it reads its recipe it has nothing to lose
+    from affinage.stopping import OwnProcess
+
+    with OwnProcess():  # a signal that comes while the recipe is read has nothing to save
         from affinage.hardware.pulse import guarded
+        from affinage.pipeline.names import resolve
 
-        loaded = load(recipe, how.overrides)
+        loaded = load(name, how.overrides, how.runs)
+        if (made := resolve(name, how.runs).run) is not None:  # one that is named by its path is run where it is
+            how = replace(how, runs=made.parent)
         if how.profile is not None:
-            loaded = load(recipe, [*(how.overrides or ()), f"runtime.profile={how.profile}"])
+            loaded = load(name, [*(how.overrides or ()), f"runtime.profile={how.profile}"], how.runs)
         with guarded(loaded.recipe.name, loaded.recipe.runtime):
-            return _walk(loaded, recipe, how, until, strict)
+            return _run(loaded, name, how, until, any_of=any_of, only=only, quiet=quiet)
 
 
-def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str], strict: bool) -> Path:
+def _run(
+    loaded: "LoadedRecipe",
+    name: str,
+    how: PipelineOptions,
+    until: Sequence[str],
+    *,
+    any_of: bool,
+    only: Sequence[str] | None,
+    quiet: bool,
+) -> Path:
     from affinage.api import prepare_process, write_report
     from affinage.cli.watch import Watch, show_plan, show_result, unchecked
+    from affinage.hardware.joining import joined
     from affinage.hardware.standstill import Standstill
     from affinage.pipeline.build import build_steps
+    from affinage.pipeline.names import command
     from affinage.pipeline.preflight import check, doubts
     from affinage.pipeline.runner import PipelineRunner, Runs
 
-    road = build_steps(loaded, write_report)
-    if not road:
+    steps = build_steps(loaded, write_report)
+    if not steps:
+        fix = f"`{command('graph', name)}` shows its model."
         raise UserError(
-            "this recipe has no `data` section, so there is nothing to run",
-            where=str(loaded.path),
-            fix=f"`affinage graph {recipe}` shows its model.",
+            "this recipe has no `data` section, so there is nothing to run", where=str(loaded.path), fix=fix
         )
-    names = [stage.name for stage in road]
-    if not strict:
-        until = [name for name in until if name in names] or until
-    runner = PipelineRunner(loaded, Runs(how.runs), road, until=until, force=how.force or ())
+    if any_of:
+        until = [step for step in until if step in {each.name for each in steps}] or until
+    runner = PipelineRunner(loaded, Runs(how.runs), steps, until=until, force=how.force or ())
     if how.dry_run:
-        steps = runner.plan()
+        plan = runner.plan()
         prepare_process(loaded)
-        check(loaded, [step.name for step in steps if not step.complete])
-        show_plan(steps, as_json=how.as_json)
-        _tell([*unchecked(steps), *doubts(loaded)])
+        check(loaded, [step.name for step in plan if not step.complete])
+        show_plan(plan, as_json=how.as_json)
+        for doubt in [*unchecked(plan), *doubts(loaded)]:
+            warn(doubt)
         return runner.folder
     prepare_process(loaded)
     runtime = loaded.recipe.runtime
@@ -194,18 +196,19 @@ def _walk(loaded: "LoadedRecipe", recipe: str, how: Walking, until: Sequence[str
         if not hosts.first:
             runner.follow()
             return runner.folder
-        steps = runner.plan()
+        plan = runner.plan()
+        waiting = [step.name for step in plan if not step.complete]
+        if only is not None and (first := [step for step in waiting if step not in only]):
+            settings = [word for setting in how.overrides or () for word in ("--set", setting)]
+            ends = [word for step in until for word in ("--until", step)]
+            fix = f"Run them: {command('run', name, *settings, *ends, runs=how.runs)}"
+            raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
         with hosts.all_at_work():  # the mesh is of all their devices
-            check(loaded, [step.name for step in steps if not step.complete])
-        _tell(unchecked(steps))
-        if not all(step.complete for step in steps):
-            _tell(doubts(loaded))
-        with Watch(steps) as watch:
+            check(loaded, waiting)
+        for doubt in [*unchecked(plan), *(doubts(loaded) if waiting else ())]:
+            warn(doubt)
+        with Watch(plan) as watch:
             runner.run(watch)
-    show_result(runner, steps, watch.seconds, as_json=how.as_json)
+    if not quiet:
+        show_result(runner, plan, watch.seconds, as_json=how.as_json)
     return runner.folder
-
-
-def _tell(doubts: Sequence[str]) -> None:
-    for doubt in doubts:
-        typer.echo(f"Warning: {doubt}", err=True)

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from affinage.cli.opening import Opening, opened
-from affinage.cli.options import ModelArgument, sharing
+from affinage.cli.chat import SystemOption
+from affinage.cli.opening import OpenOptions, opened
+from affinage.cli.options import ModelArgument, opt, with_options
 from affinage.errors import UserError
 
 if TYPE_CHECKING:
     from affinage.serving.running import Place
 
-_TOKEN = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
+_KEY = re.compile(r"[!-~]+")  # what a header can carry: ASCII without spaces
+_VARIABLE = "AFFINAGE_API_KEY"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -24,59 +26,60 @@ def add_to(app: typer.Typer) -> None:
     app.command("serve")(serve)
 
 
-@sharing(opening=Opening)
+@with_options(opening=OpenOptions)
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: for other machines too.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    token_file: Annotated[
+    host: Annotated[str, opt("Address to listen on. 0.0.0.0: for other machines too.")] = "127.0.0.1",
+    port: Annotated[int, opt("0: any that is free.", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            help="A file with what clients must send as API key; or AFFINAGE_TOKEN in the environment. "
-            "Made up and printed if other machines can ask and none is given.",
+        opt(
+            f"A file with the key that clients must send; or {_VARIABLE} in the environment. "
+            "Made up and printed if other machines can ask and none is given."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 8,
-    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with status 429.")] = 64,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer.")] = 1024,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30,
-    system: Annotated[str | None, typer.Option(help="Another system prompt than the one it was trained with.")] = None,
+    max_num_seqs: Annotated[int, opt("Answers generated at once.", "--max-num-seqs", min=1)] = 8,
+    max_queue: Annotated[int, opt("Answers that may wait; more are refused with 429.", min=0)] = 64,
+    max_tokens: Annotated[int, opt("The longest answer.", min=1)] = 1024,
+    grace: Annotated[float, opt("Seconds that answers may still take after SIGTERM.", min=0)] = 30,
+    system: SystemOption = None,
     *,
-    opening: Opening,
+    opening: OpenOptions,
 ) -> None:
     """Serve a model over OpenAI's interface (/v1/chat/completions, /v1/completions), with a page to talk with it.
 
     Example: affinage serve quickstart --port 8000
     """
+    key = _api_key(api_key_file)
+    loaded = opened(model, opening, reserves=True).model
     from affinage.serving.running import Place, run
     from affinage.serving.server import Limits
 
-    token = _given(token_file)
-    loaded = opened(model, opening, sets_aside=True)
     if system is not None:
         loaded = replace(loaded, system_prompt=system)
-    place = Place(host, port, token, grace)
-    announce = partial(_announce, given=token)
-    run(loaded, place, Limits(max_tokens=max_tokens), batch=batch, queue=queue, ready=announce)
+    place = Place(host, port, key, grace)
+    ready = partial(_announce, key=key)
+    run(loaded, place, Limits(max_tokens=max_tokens), batch=max_num_seqs, queue=max_queue, ready=ready)
 
 
-def _given(file: Path | None) -> str | None:
-    """The token of a file, or of the environment: whoever lists a machine's processes can read arguments."""
-    where, text = "AFFINAGE_TOKEN", os.environ.get("AFFINAGE_TOKEN", "")
+def _api_key(file: Path | None) -> str | None:
+    """The key in a file or in the environment; not in an argument, which every user of the machine can read."""
+    where, text = _VARIABLE, os.environ.get(_VARIABLE, "")
     if file is not None:
         try:
             where, text = str(file), file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"no token can be read there: {error}", where="--token-file") from error
-    token = text.strip()
-    if (token or file is not None) and not _TOKEN.fullmatch(token):
-        raise UserError("a token is made of letters, digits and signs, without spaces", where=where)
-    return token or None
+            fix = "Write a key into it: letters, digits and signs."
+            raise UserError(f"no key can be read there: {error}", where="--api-key-file", fix=fix) from error
+    key = text.strip()
+    if (key or file is not None) and not _KEY.fullmatch(key):
+        fix = "Use letters, digits and signs, without spaces."
+        raise UserError("this is not a key that a header can carry", where=where, fix=fix)
+    return key or None
 
 
-def _announce(url: str, place: "Place", given: str | None) -> None:
-    key = "the one you gave" if given else place.token or "any"
-    lines = [f"{url}/v1 is the base URL for OpenAI clients (API key: {key})."]
-    page = f"{url}/#token={'YOURS' if given else place.token}" if place.token else f"{url}/"
-    lines.append(f"{page} is a page to talk with it. Ctrl-C ends it.")
-    print("\n".join(lines), flush=True)
+def _announce(url: str, place: "Place", key: str | None) -> None:
+    shown = "yours" if key else place.token or "any"
+    page = f"{url}/#token={'YOURS' if key else place.token}" if place.token else f"{url}/"
+    print(f"{url}/v1 is the base URL for OpenAI clients (API key: {shown}).")
+    print(f"{page} is a page to talk with it. Ctrl-C ends it.", flush=True)

@@ -1,13 +1,15 @@
-"""The verb `sweep`: a run for every combination of some settings, and one table of what they score."""
+"""The verb `sweep`: a run for every combination of some settings, and one table of their scores."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption
-from affinage.cli.terminal import only_data_on_stdout, screen
+from affinage.cli.options import RUNS, DryRunOption, JsonOption, RecipeArgument, RunsOption, SetOption, load, warn
+from affinage.cli.output import Table, emit, only_data_on_stdout, screen
+from affinage.errors import EXIT_USER_ERROR, TransientError, UserError
 
 if TYPE_CHECKING:
     from affinage.pipeline.runner import PipelineRunner, Runs
@@ -31,64 +33,75 @@ def sweep(
 ) -> None:
     """Run every combination of the settings in a recipe's `sweep`; what they have in common is made once.
 
-    A table at the end has a column for each run: its name, its settings, the losses of its last training, its scores.
+    The table has a column for each run: its name, its settings, the losses of its last training, its scores. A run that
+    fails does not end the others; the table is written after each.
 
     Example: affinage sweep quickstart --set 'sweep={pretrain.steps: [600, 1200], sft.steps: [200, 400]}'
     """
+    base = load(recipe, overrides, runs)
     from affinage.api import prepare_process
     from affinage.data.atomic import write_json
-    from affinage.errors import UserError
+    from affinage.pipeline.names import RECIPE, resolve
     from affinage.pipeline.preflight import check
     from affinage.pipeline.runner import Runs
     from affinage.pipeline.sweep import points
     from affinage.stopping import OwnProcess
 
-    found = points(recipe, overrides or ())
+    made = resolve(recipe, runs).run
+    found = points(recipe if made is None else str(made / RECIPE), overrides or ())
     if dry_run:
-        _show_plan(found, Runs(runs), as_json=as_json)
+        planned = _planned(found, Runs(runs))
+        emit(planned, as_json, _plan(planned))
         return
-    prepare_process(found[0].loaded)
+    prepare_process(base)
+    folder, results = runs / base.recipe.name, [_result(point, runs) for point in found]
     with OwnProcess(), only_data_on_stdout(as_json):
-        for point in found:  # all of them first: a mistake in the last is not found out after the others' days
+        for point in found:  # all of them first: a mistake in the last is not found after days of the others
             try:
-                check(point.loaded, [step.name for step in _flow(point, Runs(runs)).plan() if not step.complete])
+                check(point.loaded, [step.name for step in _runner(point, Runs(runs)).plan() if not step.complete])
             except UserError as error:
-                point_said = f"{point.number} of {len(found)}, {_said(point.settings)}"
-                error.where = f"{point_said}: {error.where}" if error.where else point_said
+                place = f"{point.number} of {len(found)}, {_settings(point.settings)}"
+                error.where = f"{place}: {error.where}" if error.where else place
                 raise
-        for point in found:
-            screen().print(f"--- {point.number} of {len(found)}: {_said(point.settings)}", markup=False)
-            _run(point, Runs(runs))
-    told = [
-        {
-            "point": point.number,
-            "run": point.loaded.recipe.name,
-            "settings": point.settings,
-            "losses": losses_of(runs / point.loaded.recipe.name),
-            "scores": scores_of(runs / point.loaded.recipe.name),
-        }
-        for point in found
-    ]
-    folder = runs / found[0].loaded.recipe.name.rpartition("-")[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RESULTS, told)
-    if as_json:
-        print(json.dumps(told, ensure_ascii=False, indent=1))
-    else:
-        show_scores(told)
-        screen().print(f"\nresults  {folder / RESULTS}", highlight=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, point in enumerate(found):
+            screen().print(f"--- {point.number} of {len(found)}: {_settings(point.settings)}", markup=False)
+            failure = ""
+            try:
+                _run(point, Runs(runs))
+            except TransientError:
+                raise
+            except UserError as error:
+                failure = str(error)
+                warn(f"{point.loaded.recipe.name} failed: {failure}")
+            results[index] = _result(point, runs) | ({"error": failure} if failure else {})
+            write_json(folder / RESULTS, results)
+    emit(
+        results, as_json, (part for view in (scores_view(results), [f"\nresults  {folder / RESULTS}"]) for part in view)
+    )
+    if any("error" in one for one in results):
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _result(point: "Point", runs: Path) -> dict[str, Any]:
+    run = runs / point.loaded.recipe.name
+    of_point = {"point": point.number, "run": run.name, "settings": point.settings}
+    return of_point | {"losses": _losses(run), "scores": _scores(run)}
 
 
 def _run(point: "Point", runs: "Runs") -> None:
     from affinage.cli.watch import Watch
     from affinage.hardware.standstill import Standstill
 
-    runner = _flow(point, runs)
-    with Standstill(point.loaded.recipe.name, runner.folder, point.loaded.recipe.runtime), Watch(runner.plan()) as watch:
+    runner = _runner(point, runs)
+    with (
+        Standstill(point.loaded.recipe.name, runner.folder, point.loaded.recipe.runtime),
+        Watch(runner.plan()) as watch,
+    ):
         runner.run(watch)
 
 
-def _flow(point: "Point", runs: "Runs") -> "PipelineRunner":
+def _runner(point: "Point", runs: "Runs") -> "PipelineRunner":
     from affinage.api import write_report
     from affinage.pipeline.build import build_steps
     from affinage.pipeline.runner import PipelineRunner
@@ -96,107 +109,91 @@ def _flow(point: "Point", runs: "Runs") -> "PipelineRunner":
     return PipelineRunner(point.loaded, runs, build_steps(point.loaded, write_report))
 
 
-def _show_plan(found: "list[Point]", runs: "Runs", *, as_json: bool) -> None:
+def _planned(found: "list[Point]", runs: "Runs") -> list[dict[str, Any]]:
+    """For every point the steps that would run for it, and those that a point before it runs."""
     seen: set[tuple[str, str]] = set()
-    told: list[dict[str, Any]] = []
+    planned: list[dict[str, Any]] = []
     for point in found:
-        steps = _flow(point, runs).plan()
+        steps = _runner(point, runs).plan()
         missing = [(step.name, step.request.key) for step in steps if not step.complete]
-        told.append(
-            {
-                "point": point.number,
-                "run": point.loaded.recipe.name,
-                "settings": point.settings,
-                "would_run": [name for name, key in missing if (name, key) not in seen],
-                "shared": [name for name, key in missing if (name, key) in seen],
-            }
+        of_point = {"point": point.number, "run": point.loaded.recipe.name, "settings": point.settings}
+        own, shared = (
+            [name for name, key in missing if ((name, key) in seen) is is_shared] for is_shared in (False, True)
         )
+        planned.append(of_point | {"would_run": own, "shared": shared})
         seen.update(missing)
-    if as_json:
-        print(json.dumps(told, ensure_ascii=False, indent=1))
-        return
-    for one in told:
+    return planned
+
+
+def _plan(planned: list[dict[str, Any]]) -> Iterator[str]:
+    for one in planned:
         made, shared = (", ".join(one[key]) or "nothing" for key in ("would_run", "shared"))
-        screen().print(f"{one['point']}: {_said(one['settings'])}", highlight=False, markup=False)
-        screen().print(f"   would run {made}; shares {shared}", highlight=False, markup=False)
+        yield f"{one['point']}: {_settings(one['settings'])}"
+        yield f"   would run {made}; shares {shared}"
 
 
-def losses_of(run: Path) -> dict[str, float | None]:
-    """Of the last training of a run, by what it is of: on each validation set, or on its batches where it has none."""
-    from affinage.pipeline.models import TRAININGS
+def _losses(run: Path) -> dict[str, float | None]:
+    """The losses of a run's last training: on each validation set, or on its batches where it has none."""
+    from affinage.pipeline.names import TRAININGS
     from affinage.pipeline.store import read_manifest
 
-    for stage in TRAININGS:
-        manifest = read_manifest(run / stage)
+    for training in TRAININGS:
+        manifest = read_manifest(run / training)
         if manifest is not None:
             summary = manifest["summary"]
             held_out = {name: facts["loss"] for name, facts in (summary["validation"] or {}).items()}
             found = held_out or {"training": summary["final_loss"]}
-            return {f"{stage} loss, {name}": loss for name, loss in found.items()}
+            return {f"{training} loss, {name}": loss for name, loss in found.items()}
     return {}
 
 
-def scores_of(run: Path) -> dict[str, dict[str, Any]]:
-    """Of the last model that was judged in a run its headline metrics, by task.
+def _scores(run: Path) -> dict[str, dict[str, Any]]:
+    """The headline metrics of the last model that was evaluated in a run, by task.
 
     {metric, value, stderr, chance, chat_template: whether it was asked in that}
     """
-    from affinage.pipeline.models import JUDGED, TRAININGS
+    from affinage.pipeline.names import EVALUATIONS, TRAININGS
     from affinage.pipeline.store import read_manifest
     from affinage.report.evaluations import read_evaluation
 
-    for stage in (JUDGED[training] for training in TRAININGS):
-        manifest = read_manifest(run / stage)
+    for step in (EVALUATIONS[training] for training in TRAININGS):
+        manifest = read_manifest(run / step)
         if manifest is not None:
-            judged = read_evaluation(stage, run / stage, manifest["summary"])
-            return {
-                each.task: {name: getattr(each, name) for name in _OF_A_SCORE}
-                for each in judged.scores
-                if each.headline
-            }
+            scores = read_evaluation(step, run / step, manifest["summary"]).scores
+            return {one.task: {name: getattr(one, name) for name in _OF_A_SCORE} for one in scores if one.headline}
     return {}
 
 
-def show_scores(told: list[dict[str, Any]]) -> None:
-    """Print the table of a sweep's points: runs, settings, losses and scores."""
-    from rich.table import Table
-
+def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
+    """The table of a sweep's points: runs, settings, losses and scores."""
     from affinage.report.strings import strings
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for one in told:
-        table.add_column(str(one["point"]), justify="right")
-    table.add_row("run", *(one["run"] for one in told))
-    for key in told[0]["settings"]:
-        table.add_row(key, *(_value(one["settings"][key]) for one in told), style="bold")
-    for name in dict.fromkeys(name for one in told for name in one["losses"]):
-        table.add_row(name, *(_loss(one["losses"].get(name)) for one in told))
-    for task in dict.fromkeys(task for one in told for task in one["scores"]):
-        first = next(one["scores"][task] for one in told if task in one["scores"])
-        table.add_row(f"{task} {first['metric']}", *(_score(one["scores"].get(task)) for one in told))
-    console = screen()
-    console.print()
-    console.print(table, highlight=False, markup=False)
-    if any(score["chat_template"] for one in told for score in one["scores"].values()):
-        console.print(strings("en")["in_chat_note"], highlight=False, markup=False)
+    rows: list[list[Any]] = [["run", *(one["run"] for one in results)]]
+    rows += [[key, *(_value(one["settings"][key]) for one in results)] for key in results[0]["settings"]]
+    for name in dict.fromkeys(name for one in results for name in one["losses"]):
+        losses = (one["losses"].get(name) for one in results)
+        rows.append([name, *(None if loss is None else f"{loss:.4f}" for loss in losses)])
+    for task in dict.fromkeys(task for one in results for task in one["scores"]):
+        first = next(one["scores"][task] for one in results if task in one["scores"])
+        rows.append([f"{task} {first['metric']}", *(_score(one["scores"].get(task)) for one in results)])
+    yield ""
+    yield Table(["", *(str(one["point"]) for one in results)], rows)
+    if any(score["chat_template"] for one in results for score in one["scores"].values()):
+        yield strings("en")["in_chat_note"]
+    yield from (f"{one['run']} failed: {one['error']}" for one in results if "error" in one)
 
 
-def _loss(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
-
-
-def _score(score: dict[str, Any] | None) -> str:
+def _score(score: dict[str, Any] | None) -> str | None:
     from affinage.report.evaluations import marked
 
     if score is None:
-        return "–"
+        return None
     share = score["metric"].startswith(("acc", "exact"))
     value, error = (100 * part if share and part is not None else part for part in (score["value"], score["stderr"]))
     return marked(f"{value:.1f}" + ("" if error is None else f" ± {error:.1f}"), score["chat_template"])
 
 
-def _said(settings: dict[str, Any]) -> str:
+def _settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} = {_value(value)}" for key, value in settings.items())
 
 

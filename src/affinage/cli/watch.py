@@ -1,6 +1,5 @@
 """What a person sees of a run: a plan, a line per stage, and at the end where everything is."""
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,9 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from affinage.cli.terminal import counted, screen
+from affinage.cli.output import Table, counted, emit, listed, screen
 from affinage.cli.working import Working
 from affinage.durations import duration
 
@@ -76,30 +73,18 @@ class Watch:
 
 
 def show_plan(steps: Sequence["PlannedStep"], *, as_json: bool = False) -> None:
-    """List the stages, which of them would run, and why."""
-    if as_json:
-        rows = [
-            {
-                "step": s.name,
-                "runs": not s.complete,
-                "reason": s.reason,
-                "key": s.request.key,
-                "unchecked": s.unchecked,
-            }
-            for s in steps
-        ]
-        print(json.dumps(rows, ensure_ascii=False, indent=1))
-        return
-    table = Table(box=None, pad_edge=False)
-    for title in ("stage", "", "why"):
-        table.add_column(title)
-    for step in steps:
-        verdict = ("[dim]stays[/dim]", "[dim]complete[/dim]") if step.complete else ("runs", _escaped(step.reason))
-        table.add_row(step.name, *verdict)
-    console = screen()
-    console.print(table, highlight=False)
+    """List the steps, which of them would run, and why."""
+    rows = [
+        {"step": s.name, "runs": not s.complete, "reason": s.reason, "key": s.request.key, "unchecked": s.unchecked}
+        for s in steps
+    ]
+    table = Table(
+        ("step", "", "why"),
+        [(row["step"], "runs" if row["runs"] else "stays", row["reason"]) for row in rows],
+        left=(0, 1, 2),
+    )
     waiting = sum(not step.complete for step in steps)
-    console.print(f"\n{waiting} of {counted(len(steps), 'stage')} would run." if waiting else "\nNothing would run.")
+    emit(rows, as_json, [table, "", f"{waiting} of {counted(len(steps), 'step')} would run."])
 
 
 def unchecked(steps: Sequence["PlannedStep"]) -> list[str]:
@@ -111,58 +96,50 @@ def unchecked(steps: Sequence["PlannedStep"]) -> list[str]:
 def show_result(
     runner: "PipelineRunner", steps: Sequence["PlannedStep"], seconds: Mapping[str, float], *, as_json: bool = False
 ) -> None:
-    """Where the results are, how long the stages took, and what to do next."""
+    """Print where the results are, how long the steps took, and the next command."""
     found = dict(places(runner, [step.name for step in steps]))
-    if as_json:
-        print(json.dumps({"ran": seconds, "complete": [s.name for s in steps], **found}, ensure_ascii=False))
-        return
-    console = screen()
-    name = runner.loaded.recipe.name
+    complete = [step.name for step in steps]
+    emit({"ran": seconds, "complete": complete, **found}, as_json, _result(runner, complete, seconds, found))
+
+
+def _result(
+    runner: "PipelineRunner", complete: Sequence[str], seconds: Mapping[str, float], found: Mapping[str, str]
+) -> "Iterator[str | Table]":
     if not seconds:
-        all_of_them = "the stage" if len(steps) == 1 else f"all {len(steps)} stages"
-        done = f"{all_of_them} of {name} {'is' if len(steps) == 1 else 'are'} complete"
-        console.print(f"Nothing to do: {done}.", highlight=False)
+        whole = "the step" if len(complete) == 1 else f"all {len(complete)} steps"
+        yield f"Nothing to do: {whole} of {runner.loaded.recipe.name} {'is' if len(complete) == 1 else 'are'} complete."
     else:
-        console.print()
-        table = Table(box=None, pad_edge=False)
-        table.add_column("stage")
-        table.add_column("time", justify="right")
-        for stage, spent in seconds.items():
-            table.add_row(stage, duration(spent))
-        table.add_row("[bold]all[/bold]", f"[bold]{duration(sum(seconds.values()))}[/bold]")
-        console.print(table, highlight=False)
-        if before := len(steps) - len(seconds):
-            were = "was" if before == 1 else "were"
-            console.print(f"{counted(before, 'stage')} {were} complete before.", highlight=False)
-    console.print()
+        yield ""
+        times = [(step, duration(spent)) for step, spent in seconds.items()]
+        yield Table(("step", "time"), [*times, ("all", duration(sum(seconds.values())))])
+        if before := len(complete) - len(seconds):
+            yield f"{counted(before, 'step')} {'was' if before == 1 else 'were'} complete before."
+    yield ""
     for what, place in found.items():
-        console.print(f"{what:<{_NAME}}{_escaped(place)}", highlight=False, soft_wrap=True)
+        yield f"{what:<{_NAME}}{place}"
 
 
 def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Where the results of a run's stages are, and the command to go on with, each with its name."""
+    """Where the results of a run's steps are, and the next command, each with its name."""
     from affinage.config.plugins import VARIABLE
+    from affinage.pipeline.names import TRAININGS, command
 
-    folder = os.path.relpath(runner.folder)
-    runs = "" if runner.runs.folder == Path("runs") else f" --runs {os.path.relpath(runner.runs.folder)}"
-    recipe = runner.loaded.recipe.name
+    folder, recipe = os.path.relpath(runner.folder), runner.loaded.recipe
     yield "results", folder
     if "report" in names:
         yield "report", f"{folder}/report.html"
     if "export" in names:
         yield "model", f"{folder}/export/model"
-    model = folder if Path(recipe).exists() else f"{recipe}{runs}"  # a folder here of the same name is another model
-    named = enumerate(runner.loaded.recipe.plugins)
-    plugins = os.pathsep.join(os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in named)
-    before = f"{VARIABLE}={shlex.quote(plugins)} " if plugins else ""
-    if {"sft", "dpo"} & set(names):
-        yield "next", f"{before}affinage chat {model}"
-    elif {"pretrain", "tokenizer"} <= set(names):
-        yield "next", f"{before}affinage generate {model} {shlex.quote(_a_prompt(runner))}"
-
-
-def _a_prompt(runner: "PipelineRunner") -> str:
-    return next(iter(runner.loaded.recipe.report.prompts), "Once upon a time")
+    training = next((name for name in TRAININGS if name in names), None)
+    if training is None or (training == "pretrain" and "tokenizer" not in names):  # of images
+        return
+    model = folder if Path(recipe.name).exists() else recipe.name  # a folder here of the same name is another model
+    model += "" if training == [*recipe.trainings][-1] else f"/{training}"
+    paths = [os.path.relpath(runner.loaded.beside(path, ("plugins", at))) for at, path in enumerate(recipe.plugins)]
+    before = f"{VARIABLE}={shlex.quote(os.pathsep.join(paths))} " if paths else ""
+    prompt = next(iter(recipe.report.prompts), "Once upon a time")
+    words = ("generate", model, prompt) if training == "pretrain" else ("chat", model)
+    yield "next", before + command(*words, runs=runner.runs.folder)
 
 
 def headline(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -222,7 +199,7 @@ def _scores(tasks: Mapping[str, Any]) -> str:
             error = f" ± {100 * score['stderr']:.1f}" if isinstance(score.get("stderr"), int | float) else ""
             told.append(f"{name} {100 * score['value']:.1f}{error}")
     benchmarks = counted(len(tasks), "benchmark")
-    return f"{benchmarks}: {_listed(told, NAMES)}" if told else benchmarks
+    return f"{benchmarks}: {listed(told, NAMES)}" if told else benchmarks
 
 
 def verified_in_words(facts: Mapping[str, Any]) -> str:
@@ -257,19 +234,15 @@ def _found(what: str, facts: Any) -> Iterator[str]:
             if one["found"]
         ]
         clean = [name for name, one in facts.items() if not one["found"]]
-        told = [f"found {_listed(found, REASONS)}"] if found else []
-        yield "; ".join([*told, *([f"found no item of {_listed(clean, NAMES)}"] if clean else [])])
-
-
-def _listed(names: Sequence[str], shown: int) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+        told = [f"found {listed(found, REASONS)}"] if found else []
+        yield "; ".join([*told, *([f"found no item of {listed(clean, NAMES)}"] if clean else [])])
 
 
 def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
     """What of the documents a person would not expect."""
     if missed := summary.get("without_validation"):
-        shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
-        yield f"[yellow]none held out of {_escaped(shown)}: too few documents[/yellow] (data.split.by=tail cuts ends)"
+        groups = _escaped(listed(missed, 3))
+        yield f"[yellow]none held out of {groups}: too few documents[/yellow] (data.split.by=tail cuts ends)"
     if repeated := (summary.get("repeated_ids") or {}).get("documents"):
         yield f"{counted(repeated, 'document')} had the id of one before, and got a number"
     if left_out := summary.get("not_sampled"):

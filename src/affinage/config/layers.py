@@ -132,7 +132,7 @@ def put_override(layers: Layers, override: str) -> None:
         fix = "For example: --set pretrain.steps=100"
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
-        raise UserError("`base` can only be given in the file", where=shown)
+        raise UserError("`base` can only be given in the file", where=shown, fix="Write `base:` into the recipe file.")
     path = _existing(layers.value, keys, shown)
     layers.put(path, parse(text, shown).value, {path: shown})
     whole = f"{shown}={text.strip()}"

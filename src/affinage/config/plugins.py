@@ -86,4 +86,5 @@ def _guarded(load: Callable[[], object], name: str, where: str) -> None:
     try:
         load()
     except Exception as error:  # whatever a user's file raises
-        raise UserError(f"the plugin `{name}` fails: {type(error).__name__}: {error}", where=where) from error
+        fix = f"Mend it: `python {name}` shows where it fails." if name.endswith(".py") else "Mend or uninstall it."
+        raise UserError(f"the plugin `{name}` fails: {type(error).__name__}: {error}", where=where, fix=fix) from error

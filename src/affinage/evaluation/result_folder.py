@@ -13,7 +13,7 @@ from affinage.generation.model import LoadedModel
 
 RESULTS = "results.json"
 ITEMS = "items"
-STATE = "state"  # key of what the model was that no recipe judged; see `affinage.pipeline.judged`
+STATE = "state"  # key of what the model was that no recipe judged; see `affinage.pipeline.eval_results`
 
 
 def identity(model: LoadedModel, weights: str) -> str:

@@ -133,7 +133,7 @@ def _meant(
     """What each of the names stands for, and the members of groups of which the folder of items has no file."""
     items = None if data_dir is None else from_home(data_dir)
     if items is not None and not items.is_dir():
-        raise UserError(f"there is no folder {items}", where="evaluate.data_dir")
+        raise UserError(f"there is no folder {items}", where="evaluate.data_dir", fix=_PATHS)
     found: list[_Meant] = []
     chosen, missing = names_of(names, items)
     for name in chosen:
@@ -151,17 +151,22 @@ def _meant(
         if name in folders or name in POCKET_TASKS or place.exists():
             found.append(_Meant(name, place=place))
         elif place.suffix in {".yaml", ".yml"} or "/" in name:
-            raise UserError("there is no such task file or folder", where=name)
+            raise UserError("there is no such task file or folder", where=name, fix=_PATHS)
         else:
             found.append(_Meant(name))
     return found, missing
+
+
+_PATHS = "Paths start from the working directory."
+_TASK_FILE = "A task file is YAML: `task: NAME`, `dataset_path: json`, `dataset_kwargs: {data_files: items.jsonl}`, ..."
 
 
 def _read_all(place: Path) -> list[dict[str, Any]]:
     # A file without `task` is a template that others include.
     tasks = [_with_local_data(task, file) for file, task in _configurations(place) if isinstance(task.get("task"), str)]
     if not tasks:
-        raise UserError("holds no task (a YAML file with a `task:` key)", where=str(place))
+        fix = "Name a YAML file with a `task:` key, or a folder of such files; of a file of items, its task file."
+        raise UserError("there is no task in it", where=str(place), fix=fix)
     for task in tasks:
         if "dataset_path" not in task and "custom_dataset" not in task:
             raise UserError(
@@ -181,9 +186,9 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         task = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"cannot be read as a task: {error}", where=str(file)) from error
+        raise UserError(f"this cannot be read as a task: {error}", where=str(file), fix=_TASK_FILE) from error
     if not isinstance(task, dict):
-        raise UserError("is not a task: a mapping with a `task:` key is needed", where=str(file))
+        raise UserError("this is not a task: a mapping with a `task:` key is needed", where=str(file), fix=_TASK_FILE)
     included: dict[str, Any] = {}
     include = task.pop("include", [])
     for other in [include] if isinstance(include, str) else include:
@@ -214,5 +219,6 @@ def _absolute(data_files: Any, file: Path) -> dict[str, list[str]]:
         ]
         for path in absolute[split]:
             if not Path(path).is_file():
-                raise UserError(f"the data file {path} is missing", where=str(file))
+                fix = "Paths in a task file start from its folder."
+                raise UserError(f"the data file {path} is missing", where=str(file), fix=fix)
     return absolute

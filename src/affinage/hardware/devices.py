@@ -59,10 +59,10 @@ def acquire() -> "list[jax.Device]":
     keep_only_what_reads_back_whole()
     try:
         return list(jax.devices() if Hosts.current.together else jax.local_devices())
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # an assertion, without words, where the platform has no plug-in
         wanted = os.environ.get("JAX_PLATFORMS", "")
         raise UserError(
-            f"JAX finds no usable device: {error}",
+            f"JAX finds no usable device: {str(error) or f'it has no support for {wanted}'}",
             where=f"JAX_PLATFORMS={wanted}" if wanted else "",
             fix="Unset JAX_PLATFORMS to use what is here, or install JAX for the accelerator, e.g. `jax[cuda12]`.",
         ) from error

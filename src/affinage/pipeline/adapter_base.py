@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from affinage.pipeline.initial import begun_with
-from affinage.pipeline.models import TRAININGS, export_of, locate_model, made_from, meant
+from affinage.pipeline.models import export_of, made_from
+from affinage.pipeline.names import TRAININGS, Target, locate
 from affinage.pipeline.store import read_request
 
 
@@ -17,12 +18,12 @@ class AdapterBase:
     place: str  # a repository of the hub, or a folder that transformers loads; "" where none is known
 
 
-def adapter_base(spec: str, runs: Path) -> AdapterBase:
-    """The base of the training that `spec` names: the training before it, or the model that its recipe begins with.
+def adapter_base(target: Target, runs: Path) -> AdapterBase:
+    """The base of the training that `target` is: the training before it, or the model that its recipe begins with.
 
-    Raises UserError as `locate_model` does.
+    Raises UserError as `locate` does.
     """
-    training, _ = locate_model(spec, runs)
+    training, _ = locate(target, runs)
     request = read_request(training)
     before = next((name for name in TRAININGS if request is not None and name in request[0].inputs), None)
     found = None if before is None else made_from(training, before)
@@ -31,7 +32,6 @@ def adapter_base(spec: str, runs: Path) -> AdapterBase:
     step = request[0].settings.get(request[0].step, {}).get("from_step")
     exports = [] if step else [export_of(found, export.parent) for export in sorted(runs.glob("*/export"))]
     exported = next(filter(None, exports), None)
-    named = meant(spec.partition("@")[0], runs)
-    beside = [place / before for place in (named, named and named.parent) if place]
-    model = next((str(place) for place in beside if place.exists() and place.samefile(found)), str(found))
+    beside = None if target.run is None else target.run / before
+    model = str(beside if beside is not None and beside.exists() and beside.samefile(found) else found)
     return AdapterBase(model + (f"@{step}" if step else ""), "" if exported is None else os.path.abspath(exported))

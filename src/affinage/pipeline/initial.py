@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
+from affinage.pipeline.names import KEPT, MODEL, checkpoints_of
 from affinage.pipeline.store import read_manifest
 
 if TYPE_CHECKING:
@@ -14,9 +15,7 @@ if TYPE_CHECKING:
 
     from affinage.model import Adapters, Graph
 
-MODEL = "model.json"  # beside the checkpoints: what one must know to load them
 BEGUN_WITH = "begun_with"  # in it: where Hugging Face's libraries find the imported model that a training began with
-KEPT = "kept"  # checkpoints in place of the training's own
 TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is a result of its own
 
 
@@ -74,15 +73,6 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
         fix = "`chatml`, `tokenizer`, a Jinja file, or a tokenizer_config.json with a `chat_template`."
         raise UserError(f"there is no chat template in `{chosen}`", where=where, fix=fix) from error
     return str(found)
-
-
-def checkpoints_of(training: Path, step: int | None = None) -> Path:
-    """The folder of the checkpoints of a training: those of `step`, or what stands for the training as a whole.
-
-    That is the one kept from before a benchmark became worse, where there is one; see `stages.watching`.
-    """
-    kept = training / KEPT
-    return kept if step is None and kept.is_dir() else training / "checkpoints"
 
 
 def trained_params(training: Path, graph: "Graph", step: int | None, abstract: Any) -> Any:

@@ -27,26 +27,6 @@ _ROWS = {
 DOCUMENT_STAGES = ("collect", "clean", "deduplicate", "decontaminate", "split")  # in their order
 
 
-def locate_run(spec: str, runs: Path) -> Path:
-    """The folder of a run: given by its name, its folder, or its recipe.
-
-    Raises:
-        UserError: there is none; the message says which there are.
-    """
-    for folder in (Path(spec), runs / spec):
-        if (folder / "recipe.json").is_file():
-            return folder
-    if Path(spec).suffix in (".yaml", ".yml", ".json"):
-        from affinage.config.load import load_recipe
-
-        name = load_recipe(spec).recipe.name
-        if (runs / name / "recipe.json").is_file():
-            return runs / name
-    known = sorted(found.parent.name for found in runs.glob("*/recipe.json"))
-    listed = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no runs in {runs}."
-    raise UserError(f"there is no run `{spec}`", fix=f"{listed} `affinage data RECIPE` makes one.")
-
-
 @dataclass(frozen=True)
 class TrainingRows:
     """The rows of one training of a run, and the order it reads them in."""

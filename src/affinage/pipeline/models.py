@@ -1,4 +1,4 @@
-"""From what a user calls a model to the model: a run, a stage of a run, or one checkpoint of it."""
+"""Open a model: a training, one checkpoint of it, an import, or a Hugging Face folder."""
 
 import contextlib
 import json
@@ -10,7 +10,8 @@ from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.config.plugins import VARIABLE, load_named_plugins
 from affinage.errors import UserError
 from affinage.pipeline.imports import fitting_tokenizer, own_template_of, system_prompt_of
-from affinage.pipeline.initial import MODEL, TOKENIZER, checkpoints_of, trained_adapters, trained_params
+from affinage.pipeline.initial import TOKENIZER, trained_adapters, trained_params
+from affinage.pipeline.names import EVALUATIONS, HUB_CONFIG, MODEL, TRAININGS, Target, checkpoints_of, locate, resolve
 from affinage.pipeline.store import Store, read_manifest, read_request
 
 if TYPE_CHECKING:
@@ -24,35 +25,37 @@ if TYPE_CHECKING:
 
     Sizes = Mapping[str, int | str]  # devices along each axis of a mesh
 
-HUB_CONFIG = "config.json"  # of a Hugging Face folder
-TRAININGS = ("dpo", "sft", "pretrain")  # the last one that a run has is the run's model
-JUDGED = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}  # by which stage
 CHAT = ("dpo", "sft")  # those that make a chat model
-_LISTED = 5  # models that a message names
 
 
-def open_model(spec: str, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
-    """Load the model that `spec` names.
+def open_model(name: str, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
+    """Load the model that `name` stands for; see `affinage.pipeline.names`.
 
     Args:
-        spec: a run (`quickstart`), its folder (`runs/quickstart`), one of its trainings (`runs/quickstart/pretrain`),
-            or the folder of an imported model, each with an optional checkpoint (`...@1000`); of a run without a named
-            training, the last one is taken. Or a folder as Hugging Face's libraries load it.
-        runs: where runs are that are named without a folder.
+        name: a run (its last training), a training (`quickstart/pretrain`), a checkpoint of it (`...@1000`), the folder
+            of an imported model, or a folder as Hugging Face's libraries load it.
+        runs: the folder of all runs.
         mesh: devices along each axis, over which the weights are split as they are read; all devices as copies of the
             model if None.
 
     Raises:
-        UserError: there is no such run, training or checkpoint; the message says what there is. Or the model cannot be
+        UserError: there is no such run, training or checkpoint; the message lists what there is. Or the model cannot be
             split over the mesh.
     """
-    folder, step = locate_model(spec, runs)
+    return open_target(resolve(name, runs), runs, mesh=mesh)
+
+
+def open_target(target: Target, runs: Path, *, mesh: "Sizes | None" = None) -> "LoadedModel":
+    """Load the model of a target; see `open_model`."""
+    folder, step = locate(target, runs)
     if is_hub_folder(folder):
-        return _load_hub_folder(folder, name=spec, mesh=mesh)
+        return _load_hub_folder(folder, name=target.name, mesh=mesh)
     tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "tokenizer")
+    if tokenizer is None and target.run is not None:  # another version made it
+        tokenizer = target.run / TOKENIZER if (target.run / TOKENIZER).is_dir() else None
     if tokenizer is None:
         raise UserError("the tokenizer of this model is gone", where=str(folder), fix="Run its recipe again.")
-    return load_trained(folder, tokenizer, step=step, name=spec, mesh=mesh)
+    return load_trained(folder, tokenizer, step=step, name=target.name, mesh=mesh)
 
 
 def made_from(result: Path, stage: str) -> Path | None:
@@ -101,97 +104,16 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
         return {}
     found = {name: place for name in ORDER if (place := made_from(training, name)) is not None}
     found[request[0].step] = training
-    for name, stage in JUDGED.items():
+    for name, stage in EVALUATIONS.items():
         judged, trained = read_request(run / stage), found.get(name) and read_request(found[name])
         if judged is not None and trained and judged[0].inputs.get(name) == trained[1]:
             found[stage] = run / stage
     return found
 
 
-def locate_model(spec: str, runs: Path) -> tuple[Path, int | None]:
-    """The folder of the training that `spec` names, in the store, and the step it asks for."""
-    name, _, step = spec.partition("@")
-    if step and not step.isdigit():
-        raise UserError(f"`@{step}` is no checkpoint", where=spec, fix="Write the number of a step, such as @1000.")
-    folder = meant(name, runs)
-    if folder is None:
-        run, parts = name.rpartition("/")[0], []
-        if run:
-            with contextlib.suppress(UserError):
-                parts = trainings_of(run, runs)
-        if parts:
-            raise UserError(f"there is no model `{name}`", fix=f"There are {', '.join(parts)}.")
-        known = sorted(entry.parent.name for entry in runs.glob("*/pretrain")) if runs.is_dir() else []
-        hint = f"Runs in {runs}: {', '.join(known)}." if known else f"There are no trained models in {runs}."
-        raise UserError(f"there is no model `{name}`", fix=hint)
-    if is_hub_folder(folder) and step:
-        raise UserError("a Hugging Face folder has no checkpoints", where=spec, fix=f"Write `{name}`.")
-    if not (folder / MODEL).is_file() and not is_hub_folder(folder):
-        folder = _last_training(folder)
-    return folder.resolve(), int(step) if step else None
-
-
-def meant(name: str, runs: Path) -> Path | None:
-    """The folder that is called so: here, or among the runs; the one with a model in it.
-
-    Raises UserError if both have one.
-    """
-    here, run = Path(name), runs / name
-    if name.startswith((".", "/")) or not run.is_dir() or not here.is_dir():
-        return here if here.is_dir() else run if run.is_dir() else None
-    if _has_model(here) and _has_model(run) and here.resolve() != run.resolve():
-        fix = f"Write `{run}` for the run, `./{here}` for the folder."
-        raise UserError(f"`{name}` is a run and also a folder here, and both hold a model", fix=fix)
-    return here if _has_model(here) and not _has_model(run) else run
-
-
-def _has_model(folder: Path) -> bool:
-    return is_hub_folder(folder) or any((folder / name / MODEL).is_file() for name in ("", *TRAININGS))
-
-
 def is_hub_folder(folder: Path) -> bool:
     """Whether it is a model as Hugging Face's libraries load it, such as an export, and none of affinage's."""
     return (folder / HUB_CONFIG).is_file() and not (folder / MODEL).is_file()
-
-
-def trainings_of(name: str, runs: Path) -> list[str]:
-    """How each training of the run `name` is called, the one that `name` alone means first; [] if it is no run."""
-    run = meant(name, runs)
-    if run is None or is_hub_folder(run) or (run / MODEL).is_file():
-        return []
-    return [f"{name}/{stage}" for stage in TRAININGS if (run / stage / MODEL).is_file() and stands(run, stage)]
-
-
-def _last_training(run: Path) -> Path:
-    """The run's last training; not one that began from another base than the run has now."""
-    for name in TRAININGS:
-        if (run / name / MODEL).is_file() and stands(run, name):
-            return run / name
-    raise _none_in(run)
-
-
-def _none_in(folder: Path) -> UserError:
-    """What is said of a folder that is named as a model and is none."""
-    if (folder / "recipe.json").is_file():
-        fix = "Train one with `affinage run RECIPE`."
-        return UserError("no model has been trained here yet", where=str(folder), fix=fix)
-    with contextlib.suppress(OSError):  # of others, which this user may not read
-        if found := sorted(str(entry) for entry in folder.iterdir() if entry.is_dir() and _has_model(entry)):
-            more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-            fix = f"Name one of those in it: {', '.join(found[:_LISTED])}{more}."
-            return UserError("this is no model, but a folder with models in it", where=str(folder), fix=fix)
-    fix = "Name a run, a training of one, a checkpoint (...@STEP), an import, or a Hugging Face folder."
-    return UserError("there is no model in this folder, and it is no run", where=str(folder), fix=fix)
-
-
-def stands(run: Path, training: str) -> bool:
-    """Whether a run has this training, and it began from the base that the run has now, and that from its own."""
-    request = read_request(run / training)
-    if request is None:
-        return False
-    bases = {name: key for name, key in request[0].inputs.items() if name in TRAININGS}
-    now = {name: found for name in bases if (found := read_request(run / name)) is not None}
-    return all(found[1] == bases[name] and stands(run, name) for name, found in now.items())
 
 
 def load_trained(
@@ -283,8 +205,8 @@ def _talking(tokenizer: "Tokenizer", template: str | None) -> "Tokenizer":
     return tokenizer
 
 
-def open_adapters(spec: str, runs: Path) -> "tuple[Adapters, Tree]":
-    """The adapters that the training which `spec` names has trained, and their A and B.
+def open_adapters(target: Target, runs: Path) -> "tuple[Adapters, Tree]":
+    """The adapters that a training has trained, and their A and B.
 
     Raises:
         UserError: as `open_model`, and if it trained all weights.
@@ -293,7 +215,7 @@ def open_adapters(spec: str, runs: Path) -> "tuple[Adapters, Tree]":
 
     from affinage.model import parse
 
-    folder, step = locate_model(spec, runs)
+    folder, step = locate(target, runs)
     load_named_plugins()
     found = None
     if not is_hub_folder(folder):
@@ -302,7 +224,7 @@ def open_adapters(spec: str, runs: Path) -> "tuple[Adapters, Tree]":
         found = trained_adapters(folder, graph, step, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     if found is None:
         fix = "Adapters are trained with `sft.lora` or `dpo.lora`."
-        raise UserError(f"`{spec}` has no adapters: all its weights were trained", fix=fix)
+        raise UserError(f"`{target.name}` has no adapters: all its weights were trained", fix=fix)
     return found
 
 

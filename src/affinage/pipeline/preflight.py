@@ -14,8 +14,8 @@ from affinage.errors import UserError
 from affinage.evaluation.benchmarks import names_of, of_pocket_world
 from affinage.paths import from_home
 from affinage.pipeline.build import local_tasks
+from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
-from affinage.pipeline.names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.signing import signing_key
 from affinage.tracking.choice import check_trackers

@@ -168,7 +168,8 @@ class PipelineRunner:
                 if missing and remote is not None:
                     remote.copy(planned.request)
             if remote is not None and (failure := remote.wait()):
-                _print(f"NOT all results were copied to {self.loaded.recipe.runtime.remote}: {failure}; run it again to try")
+                url = self.loaded.recipe.runtime.remote
+                _print(f"NOT all results were copied to {url}: {failure}; run it again to try")
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:
@@ -305,7 +306,8 @@ class PipelineRunner:
         """Write the settings in effect, link what is complete, and remove links of steps that the recipe lacks now."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / _RECIPE, self.loaded.recipe.model_dump(mode="json"))
-        write_json(self.folder / _COMMAND, {"command": self.loaded.command})
+        path = os.path.abspath(self.loaded.path)  # its settings may name files relative to it
+        write_json(self.folder / _COMMAND, {"command": self.loaded.command, "recipe": path})
         for planned in steps:
             if self.runs.store.path(planned.request).is_dir() and planned.complete:
                 self._link(planned)

@@ -241,7 +241,7 @@ def only(stage: Training, recipe: Recipe) -> list[str]:
     if getattr(recipe, stage) is None:
         has = [name for name in TRAININGS if getattr(recipe, name) is not None]
         fix = f"It has: {', '.join(has)}." if has else f"Add a `{stage}:` section."
-        raise UserError(f"{recipe.name} has no `{stage}`", where="--stage", fix=fix)
+        raise UserError(f"{recipe.name} has no `{stage}`", where="--training", fix=fix)
     return [f"{name}=null" for name in TRAININGS if name != stage and getattr(recipe, name) is not None]
 
 

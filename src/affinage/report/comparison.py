@@ -97,9 +97,19 @@ class Comparison:
         }
 
 
-def entrant(name: str, run: Path | None, results: Path | None, *, anew: str = "") -> Entrant:
-    """One to compare: its run's folder, the folder of its results, or both; `anew` as `Entrant` has it."""
-    facts = collect_facts(run) if run is not None else collect_facts(Path(name), {})
+def entrant(
+    name: str,
+    run: Path | None,
+    results: Path | None,
+    *,
+    anew: str = "",
+    parts: Mapping[str, Path] | None = None,
+) -> Entrant:
+    """One to compare: its run's folder, the folder of its results, or both; `anew` as `Entrant` has it.
+
+    `parts` are the folders of the run's steps that count, all of them by default.
+    """
+    facts = collect_facts(run, parts) if run is not None else collect_facts(Path(name), {})
     judged = facts.evaluations[-1] if facts.evaluations else None
     return Entrant(name, facts, results, read_evaluation(name, results, {}) if results is not None else judged, anew)
 

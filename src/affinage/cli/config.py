@@ -1,28 +1,30 @@
-"""Verbs about recipes themselves: `recipes`, `new`, `explain`, `schema`."""
+"""Verbs about recipes themselves: `recipes`, `new`, `config show`, `config schema`."""
 
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from affinage.cli import completion
-from affinage.cli.options import RUNS, JsonOption, RecipeOrRunArgument, RunsOption, SetOption, load, recipe_or_run
-from affinage.cli.terminal import screen
+from affinage.cli.options import RUNS, JsonOption, RecipeArgument, RunsOption, SetOption, load, opt
+from affinage.cli.output import Table, emit
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from affinage.config.effective import Value
 
+group = typer.Typer(no_args_is_help=True, help="Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
 _NEW = """\
 # yaml-language-server: $schema={schema}
 #
-#   affinage run {file} --dry-run    what would run
-#   affinage run {file}              run it
-#   affinage explain {file}          every value in effect, and where it comes from
+#   affinage run {file} --dry-run     what would run
+#   affinage run {file}               run it
+#   affinage config show {file}       every value in effect, and where it comes from
 base: {base}
 name: {name}
 
@@ -38,48 +40,44 @@ name: {name}
 
 def add_to(app: typer.Typer) -> None:
     """Register the verbs."""
-    for verb in (recipes, new, explain, schema):
-        app.command(verb.__name__)(verb)
+    app.command("recipes")(recipes)
+    app.command("new")(new)
+    app.add_typer(group, name="config")
 
 
 def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes that come along.
+    """List the packaged recipes.
 
     Example: affinage recipes
     """
     from affinage.cli.gallery import facts, head
     from affinage.config.layers import packaged_recipes, read_file
 
-    found = []
+    found: list[dict[str, Any]] = []
     for name, path in packaged_recipes().items():
-        said = {fact.lower(): " ".join(lines) for fact, lines in facts(path).items() if fact != "Run"}
+        texts = {fact.lower(): " ".join(lines) for fact, lines in facts(path).items() if fact != "Run"}
         description = read_file(path).value.get("description", "")
         run = facts(path).get("Run", [])
-        found.append({"name": name, "description": description, "run": run, **said, "head": head(path)})
-    if as_json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
-        return
-    from rich.markup import escape
-    from rich.table import Table
+        found.append({"name": name, "description": description, "run": run, **texts, "head": head(path)})
+    emit(found, as_json, _recipes(found))
 
-    table = Table.grid(padding=(0, 2))
+
+def _recipes(found: list[dict[str, Any]]) -> "Iterator[str | Table]":
+    rows = []
     for recipe in found:
-        told = (re.split("[:;]", recipe[fact])[0] for fact in ("hardware", "time", "cost"))
-        where = ", ".join(short for short in told if short != "none")
-        table.add_row(f"[bold]{recipe['name']}[/]", f"{escape(recipe['description'])}\n[dim]{escape(where)}[/]")
-    console = screen()
-    console.print(table)
-    console.print("\nRun one: affinage run NAME. Begin with one: affinage new my-run --like NAME.", highlight=False)
+        shorts = (re.split("[:;]", recipe[fact])[0] for fact in ("hardware", "time", "cost"))
+        rows.append((recipe["name"], f"{recipe['description']}\n{', '.join(s for s in shorts if s != 'none')}"))
+    yield Table(("", ""), rows, left=(0, 1))
+    yield "\nRun one: affinage run NAME. Start your own from one: affinage new my-run --like NAME."
 
 
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the run, and of the file NAME.yaml.")],
     like: Annotated[
-        str,
-        typer.Option("--like", metavar="RECIPE", help="The recipe to begin with.", autocompletion=completion.recipes),
+        str, opt("The recipe to start from.", "--like", metavar="RECIPE", autocompletion=completion.recipes)
     ] = "quickstart",
 ) -> None:
-    """Write NAME.yaml, a recipe that begins with another one, and the schema with which editors check it.
+    """Write NAME.yaml, a recipe based on another one, and the schema with which editors check it.
 
     Example: affinage new my-run --like novels
     """
@@ -96,29 +94,29 @@ def new(
     if not schema_path.exists():
         schema_path.write_text(_schema_text(), encoding="utf-8")
     path.write_text(_NEW.format(schema=_SCHEMA_FILE, file=path, base=shown, name=name), encoding="utf-8")
-    print(f"Written: {path}, which begins with `{shown}`. Change it, then: affinage run {path}")
+    print(f"Written: {path}, based on `{shown}`. Change it, then: affinage run {path}")
 
 
-def explain(
-    recipe: RecipeOrRunArgument,
+@group.command("show")
+def show(
+    recipe: RecipeArgument,
     key: Annotated[
         str | None, typer.Argument(metavar="[KEY]", help="Only this section or setting, and what it means.")
     ] = None,
     overrides: SetOption = None,
     runs: RunsOption = RUNS,
-    changes: Annotated[bool, typer.Option("--changes", help="Only what differs from the recipe's base.")] = False,
+    changes: Annotated[bool, opt("Only what differs from the recipe's base.", "--changes")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print every value in effect, where it was written, and what it was in the recipe's base.
 
-    What is printed is a recipe, too, without a base.
+    The output is a recipe, too, without a base.
 
-    Example: affinage explain novels-chat pretrain
+    Example: affinage config show novels-chat pretrain
     """
     from affinage.config.effective import as_text, effective
 
-    loaded = load(recipe_or_run(recipe, runs), overrides)
-    values = effective(loaded)
+    values = effective(load(recipe, overrides, runs, lenient=True))
     if key is not None:
         values = _under(values, key)
     if changes:
@@ -143,22 +141,22 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     found = [value for value in values if dotted(value) == key or dotted(value).startswith(f"{key}.")]
     if found:
         return found
-    # It may be one that is left out: then what it means is all there is to say.
-    from affinage.config.reference import settings_by_key
+    # It may be one that is left out: then only what it means can be printed.
 
     plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()
     if plain in settings:
         setting = settings[plain]
         print(f"{key} is not set. {setting.type}; default: {setting.default or 'must be given'}. {setting.meaning}")
         return []
-    fix = did_you_mean(key, [*settings, *map(dotted, values)]) or "`affinage explain RECIPE` lists them."
+    fix = did_you_mean(key, [*settings, *map(dotted, values)]) or "`affinage config show RECIPE` lists them."
     raise UserError(f"`{key}` is not a setting", where="KEY", fix=fix)
 
 
+@group.command("schema")
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 
-    Example: affinage schema > recipe.schema.json
+    Example: affinage.config.reference > recipe.schema.json
     """
     sys.stdout.write(_schema_text())
 

@@ -1,0 +1,220 @@
+"""Verbs for models that come from the Hugging Face Hub or go there: `import`, `export`."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from affinage.cli.opening import model_of
+from affinage.cli.options import RUNS, ForceOption, ModelArgument, PipelineOptions, RunsOption, SetOption, find, opt
+from affinage.cli.run import run_pipeline
+from affinage.cli.working import Working
+from affinage.errors import UserError
+from affinage.paths import from_home
+
+if TYPE_CHECKING:
+    from affinage.hub.card import CardFacts
+    from affinage.pipeline.names import ModelState, Target
+
+_PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
+_DTYPE, _LICENSE, _SHARD_BYTES = "float32", "apache-2.0", 5_000_000_000
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the verbs."""
+    app.command("import")(import_)
+    app.command("export")(export)
+
+
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="Llama, Mistral, Mixtral, Qwen 2 or 3, GPT-2.")
+    ],
+    to: Annotated[Path | None, opt("Where to write; default: its name, here.", "--to", metavar="DIR")] = None,
+    chat_tokens: Annotated[bool, opt("Give it <|im_start|> and <|im_end|> if it lacks them.", "--chat-tokens")] = False,
+) -> None:
+    """Import a model of the Hugging Face Hub: a MODEL for every verb, and a recipe to train it further.
+
+    What its config.json says is computed exactly or refused by name. No code of the model's is loaded or run.
+
+    Example: affinage import gpt2 --to my_gpt2
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(source.rstrip("/")).name).lstrip("._-") or "imported"
+    folder = to or Path(name)
+    if to is None and folder.exists():
+        what = f"the model would be written into `{folder}`, which is there already"
+        raise UserError(what, fix="Name another folder with --to, for example --to my_model.")
+    _must_be_new(folder)
+    from affinage.hub.repository import local_copy
+    from affinage.pipeline.imports import import_model
+
+    with Working(f"importing {source}"):
+        at = from_home(source)
+        origin = os.path.abspath(at) if at.is_dir() else source
+        found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+    typer.echo(
+        f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
+        f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
+    )
+
+
+def export(
+    model: ModelArgument,
+    overrides: SetOption = None,
+    runs: RunsOption = RUNS,
+    force: ForceOption = None,
+    to: Annotated[Path | None, opt("Where to write; default: the run's own export.", "--to", metavar="DIR")] = None,
+    dtype: Annotated[str, opt("float32, bfloat16 or float16.")] = _DTYPE,
+    license: Annotated[str, opt("SPDX identifier of the weights.")] = _LICENSE,
+    max_shard_size: Annotated[int, opt("Largest size of one file, in bytes.", min=1000)] = _SHARD_BYTES,
+    trim: Annotated[bool, opt("Leave out ids that the tokenizer does not have.", "--trim-vocabulary")] = False,
+    adapter: Annotated[
+        bool, opt("With --to: the LoRA adapters it trained alone, as PEFT reads them.", "--adapter")
+    ] = False,
+    base: Annotated[
+        str | None, opt("With --adapter: where PEFT finds the model that it belongs on.", metavar="FOLDER_OR_HUB_ID")
+    ] = None,
+    check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
+    push: Annotated[
+        str | None, opt("Then upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")
+    ] = None,
+    public: Annotated[bool, opt("With --push: a new repository is public.")] = False,
+) -> None:
+    """Write the Hugging Face folder of any model; or of a run's last one, as a step of the run.
+
+    A run that has written it already is not exported again: --verify and --push take its folder.
+
+    Examples: affinage export quickstart --verify
+
+    affinage export quickstart/pretrain@2100 --to my_model --dtype bfloat16 --push me/my_model
+
+    affinage export quickstart/sft --adapter --to my_adapter
+    """
+    if adapter:
+        if to is None or check or push is not None or overrides or force:
+            fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
+            raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
+        _write_adapter(model, runs, to, base)
+        return
+    if base is not None:
+        raise UserError("--base goes with --adapter", where="--base", fix="Leave it out for a whole model.")
+    offline = "HF_HUB_OFFLINE" in os.environ
+    settings = {
+        "dtype": (dtype, _DTYPE),
+        "license": (license, _LICENSE),
+        "max_shard_size": (max_shard_size, _SHARD_BYTES),
+        "trim_vocabulary": (trim, False),
+    }
+    if to is None:
+        chosen = [f"export.{key}={json.dumps(value)}" for key, (value, usual) in settings.items() if value != usual]
+        folder = _export_of_run(model, PipelineOptions([*(overrides or ()), *chosen], runs, force))
+    elif overrides or force:
+        fix = "Leave them out, or leave out --to."
+        raise UserError("--set and --force are of the run's own export, and --to of another one", where=model, fix=fix)
+    else:
+        folder = to
+        _write(model, runs, to, {key: value for key, (value, _) in settings.items()})
+    if check:
+        _verify(model, runs, folder)
+    typer.echo(f"The model is in {folder}.")
+    if push is not None:
+        if not offline:
+            import huggingface_hub
+
+            # Set for the run of a recipe that needs no network, and read when the export was written.
+            os.environ.pop("HF_HUB_OFFLINE", None)
+            huggingface_hub.constants.HF_HUB_OFFLINE = False
+        from affinage.hub.repository import push as upload
+
+        with Working(f"uploading to {push}"):
+            address = upload(folder, push, private=not public)
+        typer.echo(f"The model is at {address}.")
+
+
+def _export_of_run(name: str, how: PipelineOptions) -> Path:
+    """The folder that a run's export step wrote, after running that step if it is missing."""
+    from affinage.pipeline.models import export_of
+    from affinage.pipeline.names import check_complete, recorded, run_of
+
+    target = find(name, how.runs)
+    if target.kind not in ("recipe", "run") or target.step is not None:
+        raise UserError("only a whole run has an export of its own", where=name, fix="Name a folder: --to my_model")
+    run = run_of(target, how.runs)
+    if not how.overrides and not how.force:
+        training, _ = model_of(name, how.runs)
+        if found := export_of(training.path, run):
+            return found
+        if recorded(run).get("export") is None:
+            fix = "Name a folder: --to my_model; or have it written as a step of the run: --set export={}"
+            raise UserError("the recipe of this run exports nothing", where=name, fix=fix)
+        check_complete(target, how.runs)
+    return run_pipeline(name, how, ("export",), only=("export",), quiet=True) / "export" / "model"
+
+
+def _write(name: str, runs: Path, to: Path, settings: dict[str, Any]) -> None:
+    _must_be_new(to)
+    target, state = model_of(name, runs)
+    from affinage.hub.export import DTYPES, export
+    from affinage.pipeline.models import is_chat, open_target
+
+    if settings["dtype"] not in DTYPES:
+        fix = f"Choose one of: {', '.join(DTYPES)}."
+        raise UserError(f"`{settings['dtype']}` is not a dtype of weights", where="--dtype", fix=fix)
+    facts = _card(target, state, settings.pop("license"))
+    export(open_target(target, runs), to, facts=facts, chat=is_chat(target.path), **settings)
+
+
+def _card(target: "Target", state: "ModelState | None", license: str) -> "CardFacts":
+    """The facts of the model card: what its run knows, and of a model that is not trained to its end, how far it is."""
+    from affinage.hub.card import CardFacts
+    from affinage.pipeline.models import results_of
+    from affinage.report.card import card_facts
+    from affinage.report.facts import collect_facts
+
+    run = target.run
+    results = results_of(target.path, run) if run is not None and target.step is None else {}
+    facts = card_facts(collect_facts(run, results), license) if run is not None and results else CardFacts(license)
+    if state is None or (state.step == state.steps and target.step is None):
+        return facts
+    return replace(facts, training={**facts.training, "Checkpoint": str(state).partition(", ")[2]})
+
+
+def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
+    _must_be_new(to)
+    target, _ = model_of(name, runs)
+    from affinage.hub.adapter import write_adapter
+    from affinage.pipeline.adapter_base import adapter_base
+    from affinage.pipeline.models import open_adapters
+    from affinage.pipeline.names import command
+
+    found = adapter_base(target, runs)
+    place = base or found.place
+    files = write_adapter(to, *open_adapters(target, runs), base=place)
+    typer.echo(f"The adapter is in {to}: {sum(files.values()) / 1e6:,.1f} MB.")
+    if place:
+        typer.echo(f'It belongs on {place}; both: peft.AutoPeftModelForCausalLM.from_pretrained("{to}")')
+        return
+    typer.echo(f"It belongs on {found.model or 'the imported model that its recipe begins with'}. Export that, too:")
+    typer.echo(f"  {command('export', found.model or 'MODEL', '--to', 'my_base', runs=runs)}")
+    typer.echo(f'  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("my_base"), "{to}")')
+    typer.echo("Written with --base my_base, the adapter names it itself.")
+
+
+def _verify(name: str, runs: Path, folder: Path) -> None:
+    from affinage.cli.watch import verified_in_words
+    from affinage.hub.verify import verify
+    from affinage.pipeline.models import open_target
+
+    with Working("comparing with transformers"):
+        typer.echo(
+            verified_in_words(verify(folder, open_target(model_of(name, runs, announce=False)[0], runs), _PROBES))
+        )
+
+
+def _must_be_new(folder: Path) -> None:
+    if folder.exists():
+        raise UserError("this is there already", where=str(folder), fix="Name a folder that is not there yet.")

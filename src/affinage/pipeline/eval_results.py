@@ -1,0 +1,165 @@
+"""Which results of benchmarks there are of what a name stands for, and whether they are of the model as it is now."""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from affinage.errors import UserError
+from affinage.evaluation.benchmarks import BENCHMARKS
+from affinage.evaluation.result_folder import STATE, read_results
+from affinage.pipeline.names import (
+    COMMAND,
+    EVALUATIONS,
+    ITEMS,
+    MODEL,
+    TRAININGS,
+    Target,
+    checkpoints_of,
+    command,
+    incomplete,
+    is_current,
+    locate,
+    planned_trainings,
+    recorded,
+    resolve,
+)
+from affinage.pipeline.sources import fingerprints
+from affinage.pipeline.store import read_manifest, read_request
+
+_STEPS = {step: training for training, step in EVALUATIONS.items()}
+_OF_A_MODEL = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja")  # files of a Hugging Face folder
+
+
+@dataclass(frozen=True)
+class EvalResults:
+    """A folder of results, and where they are not of the model as it is now, the command that makes them again."""
+
+    folder: Path
+    again: str = ""
+
+
+def eval_results(name: str, runs: Path) -> EvalResults | None:
+    """The results of a run, a model or a step; of several for one model, those of it as it is now come first."""
+    kept = results_folder(name, runs)
+    try:
+        target = resolve(name, runs)
+    except UserError:  # the model is gone, and its results are all there is of it
+        return EvalResults(kept) if _has_items(kept) else None
+    if target.kind == "result":
+        run, step = target.path.parent, target.path.name
+        return EvalResults(target.path, _step_again(run, step)) if _has_items(target.path) else None
+    found = [EvalResults(kept, _kept_again(kept, target, runs))] if _has_items(kept) else []
+    run, last = (target.path, "") if target.kind == "run" else (target.path.parent, target.path.name)
+    if target.step is None and target.kind in ("run", "model"):
+        steps = [EVALUATIONS[last]] if last in EVALUATIONS else [*reversed(_STEPS)]
+        done = next((one for one in steps if _has_items(run / one)), None)
+        if done is not None:
+            found.append(EvalResults(run / done, _step_again(run, done)))
+    return next((one for one in found if not one.again), found[0] if found else None)
+
+
+def results_folder(name: str, runs: Path) -> Path:
+    """Where the results of a model are kept that no recipe evaluates: a folder for each path and step.
+
+    It is called as the run or, of any other model, as its folder, with a hash of the path.
+    """
+    word, step = name, ""
+    try:
+        target = resolve(name, runs)
+        place = target.path
+        step = "" if target.step is None else f"@{target.step}"
+    except UserError:
+        word, at, number = name.partition("@")
+        place, step = Path(word), at + number
+    place, root = Path(os.path.abspath(place)), Path(os.path.abspath(runs))
+    inside = place.is_relative_to(root)
+    path = place.relative_to(root) if inside else place
+    called = re.sub(r"[^A-Za-z0-9._-]+", "-", str(path) if inside else path.name)
+    if called != str(path):
+        called = f"{called}-{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    return runs / "evaluations" / f"{called}{step}"
+
+
+def model_fingerprint(target: Target, runs: Path) -> str:
+    """A hash that tells a model from what it was or will be, without reading its weights.
+
+    Raises UserError if there is no such model.
+    """
+    from affinage.checkpoint.seal import seal_hash
+    from affinage.checkpoint.steps import complete_steps
+
+    folder, step = locate(target, runs)
+    if target.kind == "hub":
+        files = [file for file in sorted(folder.iterdir()) if file.suffix in _OF_A_MODEL and file.is_file()]
+        parts = [[Path(file).name, digest] for file, digest in fingerprints(map(str, files)).items()]
+    else:
+        checkpoints = checkpoints_of(folder, step)
+        there = [each for each in complete_steps(checkpoints) if step in (None, each)]
+        parts = [[str(each), seal_hash(checkpoints / str(each))] for each in there[-1:]]
+        parts.append([MODEL, hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()])
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def training_of(target: Target) -> dict[str, Any]:
+    """Which training made a model: its `key`, and the `step` if it is not all of it; {} where no recipe made it.
+
+    `target` is a model, not a run.
+    """
+    from affinage.checkpoint.steps import complete_steps
+
+    folder, step = target.path, target.step
+    is_hub = not (folder / MODEL).is_file()
+    request = read_request(folder.parent if is_hub else folder)  # of an export, or of the training
+    if request is None:
+        return {}
+    made, key = request
+    if is_hub:
+        exported = next((made.inputs[name] for name in TRAININGS if name in made.inputs), None)
+        return {} if exported is None else {"key": exported}
+    if step is None and read_manifest(folder) is None:
+        step = complete_steps(checkpoints_of(folder))[-1]
+    return {"key": key} if step is None else {"key": key, "step": step}
+
+
+def is_evaluated(run: Path) -> bool:
+    """Whether all trainings of a run are complete, and evaluated as they are now."""
+    steps = [EVALUATIONS[name] for name in planned_trainings(run)]
+    complete = all(read_manifest(run / step) is not None and not _step_again(run, step) for step in steps)
+    return complete and not incomplete(run) and recorded(run).get("evaluate") is not None
+
+
+def _step_again(run: Path, step: str) -> str:
+    """The command of a run whose step has evaluated another training than the run has now; "" where it is the same."""
+    request = read_request(run / step) if step in _STEPS else None
+    if request is None:
+        return ""
+    training = _STEPS[step]
+    now = read_request(run / training)
+    if now is None or (request[0].inputs.get(training) == now[1] and is_current(run, training)):
+        return ""
+    try:
+        return str(json.loads((run / COMMAND).read_text(encoding="utf-8"))["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return command("run", run.name)
+
+
+def _has_items(folder: Path) -> bool:
+    return (folder / ITEMS).is_dir()
+
+
+def _kept_again(kept: Path, target: Target, runs: Path) -> str:
+    results = read_results(kept)
+    try:
+        if results.get(STATE) == model_fingerprint(target, runs):
+            return ""
+    except UserError:
+        return ""
+    if target.kind == "run" and target.run is not None:
+        return command("eval", target.name, runs=runs)
+    tasks = list(results.get("tasks", {}))
+    named = tasks and all(task in BENCHMARKS for task in tasks)  # others may be files, which results do not name
+    return command("eval", target.name, "--tasks", ",".join(tasks) if named else "...", runs=runs)
