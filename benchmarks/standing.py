@@ -43,7 +43,7 @@ def walk(job: dict, host: int) -> int:
     pulse.SILENT_FOR_LONG = 3600.0  # seconds: it is the other host that is to leave, before this one's guard ends it
     road = [Step("it", work, {}, distributed=job["stage"] == "evaluation")]
     try:
-        with OwnProcess(), pulse.guarded("road", survival), joined() as hosts, Standstill("road", folder, survival):
+        with OwnProcess(), pulse.guarded("road", runtime), joined() as hosts, Standstill("road", folder, runtime):
             runner = PipelineRunner(load_recipe(str(RECIPE)), Runs(folder / "runs"), road)
             if hosts.first:
                 runner.run(Nobody())

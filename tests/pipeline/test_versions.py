@@ -42,7 +42,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "pretrain": (1, "e5155ed19f1606aa", 1.4956),
     "sft": (1, "c6a6ba1e2de529ee", 1.2959),
     "reference": (1, "b6f5096eb893d0b1", 3.2228),
-    "dpo": (1, "3782924ee1ff3293", -0.28828),
+    "dpo": (1, "988be8a78fc44133", -0.28828),
     "evaluate-base": (1, "31e29cfe5c6f3156", 0.44356),
     "evaluate-sft": (1, "8d780a2a2df1aba2", 0.39316),
     "evaluate-dpo": (1, "5da5c296028df5a3", 0.39317),
@@ -130,7 +130,7 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
     words = [
         "name=more",
-        f"data.decontaminate={{against: ['{tmp_path / 'items.txt'}'], benchmarks: false, min_words: 5, ngram: 5}}",
+        f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, min_words: 5, n_grams: 5}}",
         f"tokenizer.compare=['{own_runs / 'tiny/tokenizer/tokenizer.model'}']",
     ]
     words = [part for word in words for part in ("--set", word)]

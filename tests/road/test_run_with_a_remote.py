@@ -80,7 +80,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
 def test_a_remote_that_is_none_or_has_a_secret_in_it_is_refused(tmp_path: Path, wrong: str, capfd):
     assert run(tmp_path, wrong) == 2
     said = capfd.readouterr().err
-    assert "--set remote" in said and "hunter2" not in said
+    assert "--set runtime.remote" in said and "hunter2" not in said
 
 
 def test_a_result_that_is_damaged_there_is_not_taken(tmp_path: Path, url: str, capfd: pytest.CaptureFixture[str]):
