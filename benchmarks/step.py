@@ -13,10 +13,10 @@ from typing import Any
 
 from affinage.cli.output import Table, counted, emit
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_plugins
 from affinage.hardware.devices import acquire
 from affinage.planning.forecast import forecast
 from affinage.planning.plan import planned_graph
+from affinage.plugins import load_plugins
 from affinage.training.breakdown import STEP, measure, program_of, synthetic_batch
 from affinage.training.job import rows_per_step
 

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.child import Child
 from affinage.tracking.tracker import metrics_of
 from affinage.training import train
+from waiting import until
 
 
 class Listed:
@@ -68,13 +68,12 @@ def deliver(folder: Path, trackers: dict[str, Listed], lines: int = 10, **limits
     """Hand over some lines; what was said."""
     said: list[str] = []
     makers = {name: (lambda each=each: each) for name, each in trackers.items()}
+    # Whoever takes lines at all is in time for them, where few are kept for those who do not.
+    takes = [each for each in trackers.values() if limits.get("waiting") and each.fails not in ("start", "log")]
     with Trackers(makers, TrackedRun("t"), folder, before=(), say=said.append, **limits) as delivery:
         for step in range(1, lines + 1):
             delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
-            # Whoever takes lines at all is in time for them.
-            takes = [each for each in trackers.values() if each.fails not in ("start", "log")]
-            while limits.get("waiting") and any(len(each.lines) < step for each in takes):
-                time.sleep(0.001)
+            until(lambda step=step: all(len(each.lines) >= step for each in takes))
     return said
 
 

@@ -165,8 +165,8 @@ def _time_table(made: "Plan") -> Table:
 def comparison_view(plans: "Sequence[Plan]", left_out: "Sequence[LeftOut]" = ()) -> "View":
     """A line for every slice, and what would make those do that do not."""
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "in all", "cost")
-    columns = (*columns, "of 1e9 tokens", "bound by")
-    yield Table(columns, [_cells(made, columns) for made in plans], left=(0, 11))
+    whole = (*columns, "of 1e9 tokens", "bound by")
+    yield Table(whole, [_cells(made, whole) for made in plans], left=(0, 11))
     if any(made.nearly_full for made in plans):
         yield "nearly: it takes more than 90 % of what it may; the estimate can be off by as much"
     tokens = [made.facts.tokens for made in plans]

@@ -94,7 +94,7 @@ def world(
     Example: affinage world my_world --megabytes 10
     """
     from affinage.cli.working import Working
-    from affinage.data.world import write_world
+    from affinage.data.synthetic import write_world
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("this is not an empty folder", where=str(folder), fix="Name one that is not there yet.")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from affinage.config.sources import SourceSettings, is_folder
+from affinage.config.sources import SourceSettings
 from affinage.data.hub_answers import PATIENCE, is_of_the_network, limit_requests, refusal
+from affinage.data.places import is_folder
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from affinage.config.registry import Registry
 from affinage.config.settings import Settings
 from affinage.model.call import Call
 from affinage.model.parameter import Tree
+from affinage.model.registry import Registry
 from affinage.model.shape import Shape
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float
 from pydantic import Field
 from typing_extensions import override
 
-from affinage.config.registry import Registry, one_of
 from affinage.config.settings import Settings
 from affinage.model.kind import Context, NodeKind, node_kind
 from affinage.model.parameter import Parameter, Tree
+from affinage.model.registry import Registry, one_of
 from affinage.model.shape import Shape
 
 
