@@ -157,7 +157,7 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 
-    Example: affinage.cli.reference > recipe.schema.json
+    Example: affinage config schema > recipe.schema.json
     """
     sys.stdout.write(_schema_text())
 
