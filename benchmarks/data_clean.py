@@ -22,7 +22,6 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from affinage.config.cleaning import C4Settings, GopherSettings, MaskSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.language import identify_language
 from affinage.data.mask import mask
@@ -87,8 +86,8 @@ def options(column: pa.Array, texts: list[str], megabytes: float) -> list[dict[s
     scanner = Scanner(index_items(items, ngram=13, min_words=8, boilerplate=10))
     results = []
     for name, run in (
-        ("rules of Gopher and C4", lambda: broken_rules(column, rows, GopherSettings(), C4Settings())),
-        ("masking", lambda: mask(column, MaskSettings())),
+        ("rules of Gopher and C4", lambda: broken_rules(column, rows, True, True)),
+        ("masking", lambda: mask(column)),
         (f"decontamination, {scanner.size:,} runs looked for", lambda: scanner.scan(column)),
     ):
         run()

@@ -25,9 +25,9 @@ import tokenizers
 from affinage.config.data import TokenizerSettings
 from affinage.data.documents import DocumentWriter
 from affinage.data.engine import cores
+from affinage.data.synthetic import write_world
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer
-from affinage.data.world import write_world
 from affinage.hub.tokenizer import write_hf_tokenizer
 
 PER_BATCH = 200  # documents

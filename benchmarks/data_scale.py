@@ -39,7 +39,7 @@ DOCUMENT = 2_000  # bytes
 def sentences(files: list[Path], folder: Path) -> dict[str, list[str]]:
     """Sentences in English and French."""
     if not files:
-        from affinage.data.world import write_world
+        from affinage.data.synthetic import write_world
 
         write_world(folder / "world", megabytes=3, seed=0)
         files = sorted((folder / "world" / "documents").glob("*.jsonl"))

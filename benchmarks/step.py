@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from affinage.config.plugins import load_plugins
+
 from affinage.cli.output import Table, counted, emit
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_plugins
 from affinage.hardware.devices import acquire
 from affinage.planning.forecast import forecast
 from affinage.planning.plan import planned_graph

@@ -5,12 +5,11 @@ Tiers: a test without a mark is part of `make test`; one marked `full` runs in `
 
 import gc
 import os
-import re
 import resource
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -103,44 +102,6 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]
 
     with warm_python.serving(tmp_path_factory.mktemp("warm")) as python:
         yield python
-
-
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[str]:
-    """The address of a server of S3's protocol, on the loopback address."""
-    import s3_server
-
-    with s3_server.serving() as address:
-        yield address
-
-
-@pytest.fixture
-def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
-    """Makes URLs in a bucket of its own, which the environment has the keys for."""
-    from s3_server import make_bucket
-
-    return make_bucket(s3_server, monkeypatch, _bucket_of(tmp_path))
-
-
-@pytest.fixture(scope="session")
-def gcs_server() -> Iterator[str]:
-    """The address of a server of Google Cloud Storage's protocol, on the loopback address."""
-    import gcs_server
-
-    with gcs_server.serving() as address:
-        yield address
-
-
-@pytest.fixture
-def google_bucket(gcs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], str]:
-    """Makes URLs in a bucket of its own at that server."""
-    from gcs_server import make_bucket
-
-    return make_bucket(gcs_server, monkeypatch, _bucket_of(tmp_path))
-
-
-def _bucket_of(folder: Path) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", f"{folder.parent.name}-{folder.name}".lower()).strip("-")[-60:].strip("-")
 
 
 @pytest.fixture(scope="session")

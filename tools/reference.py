@@ -14,9 +14,9 @@ from typer.main import get_command
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
 from affinage.cli.gallery import head
 from affinage.cli.program import app
+from affinage.cli.reference import Section, sections
 from affinage.config.layers import packaged_recipes
 from affinage.config.recipe import Recipe
-from affinage.config.reference import Section, sections
 from affinage.model.kind import KINDS
 
 ROOT = Path(__file__).parents[1]

@@ -54,9 +54,9 @@ def graph_of(loaded: LoadedRecipe, vocabulary: int | None = None) -> "Graph":
         vocabulary: what `vocab: auto` stands for; by default the size that the recipe asks its tokenizer for.
     """
     prepare()
-    from affinage.config.plugins import load_plugins
     from affinage.model import parse
     from affinage.pipeline.trainings import with_vocabulary
+    from affinage.plugins import load_plugins
 
     load_plugins(loaded)
     size = loaded.recipe.tokenizer.vocab_size if vocabulary is None else vocabulary

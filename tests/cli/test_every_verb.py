@@ -65,7 +65,7 @@ JSON: list[tuple[list[str], Callable[[Any], bool]]] = [
     (["data", "head", "tiny", "--step", "clean", "--reason", "too short"], lambda told: len(told) > 0),
     (["data", "head", "tiny", "--step", "deduplicate", "--table", "clusters"], lambda told: len(told) > 0),
     (["data", "stats", "tiny"], lambda told: told["stages"]["clean"]["documents_out"] < 422),
-    (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [15, 20]),
+    (["checkpoint", "ls", "tiny/pretrain"], lambda told: [each["step"] for each in told] == [18, 20]),
     (["checkpoint", "show", "tiny@4"], lambda told: told["step"] == 4 and told["arrays"]["params"]["numbers"] > 0),
     (["checkpoint", "diff", "tiny/dpo@2", "tiny/dpo@4"], lambda told: told == {"facts": []}),
     (["checkpoint", "verify", "tiny"], lambda told: [each["damage"] for each in told] == [None, None]),

@@ -95,7 +95,9 @@ def test_explain_says_what_differs_where_it_is_from_and_what_it_means(tmp_path: 
     changed = affinage("config", "show", "a.yaml", "--changes")[1]
     assert [line.split()[0] for line in changed.splitlines()] == ["name:", "pretrain:", "log_every:"]
     assert "a.yaml:3, was " in changed
-    assert affinage("config", "show", "a.yaml", "pretrain.log_every")[1].endswith(": Steps.\n")
+    assert affinage("config", "show", "a.yaml", "pretrain.log_every")[1].endswith(
+        ": Steps between two lines of the log.\n"
+    )
     words = ("config", "show", "a.yaml", "pretrain.log_every", "--set", "pretrain.log_every=9", "--json")
     (row,) = json.loads(affinage(*words)[1])
     assert row["value"] == 9 and row["origin"] == "--set pretrain.log_every"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_plugins
 from affinage.errors import UserError
 from affinage.model.graph import parse
 from affinage.pipeline.trainings import with_vocabulary
+from affinage.plugins import load_plugins
 
 RECIPES = {name: yaml.safe_load(file.read_text()) for name, file in packaged_recipes().items()}
 WORDS = ["", "x", "../..", "~nobody/x", "a" * 5000, "\x00", "${HOME}", "auto", "null", "1e5", "0x10", "nan", "é"]

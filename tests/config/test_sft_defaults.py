@@ -25,7 +25,7 @@ def test_what_is_not_said_is_as_in_julians_recipe():
     [
         ({}, (32, 2, 2e-5, 0.01)),
         ({"optimizer": {"b2": 0.98}, "schedule": {"peak_lr": 1e-3, "min_lr": 0}}, (32, 0, 1e-3, 0.01)),
-        ({"per_device_batch_size": 4, "optimizer": {"weight_decay": 0.2}}, (None, 2, 2e-5, 0.2)),
+        ({"per_device_batch_size": 4}, (None, 2, 2e-5, 0.01)),
         ({"batch_size": 8, "steps": 20_000}, (8, 1000, 2e-5, 0.01)),
     ],
 )

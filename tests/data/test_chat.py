@@ -3,14 +3,11 @@
 import copy
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from affinage.data.chat import ROLES, chat_template, encode_conversation, encode_prompt
-from affinage.data.special_tokens import BOS, IM_END, IM_START
+from affinage.data.chat import chat_template, encode_conversation, encode_prompt
+from affinage.data.special_tokens import IM_END
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from tiny_corpus import TRICKY
 
 TALK = [
     {"role": "user", "content": "Was the cat  there ?"},
@@ -45,20 +42,6 @@ def test_a_conversation_spells_chatml_and_the_answers_and_their_ends_are_trained
     exported.use_template(chat_template(system_prompt))
     assert exported.template.render(talk) == render(talk, system_prompt)
     assert encode_conversation(talk, exported, "") == found and encode_prompt(talk[:-1], exported, "") == prompt
-
-
-contents = st.one_of(st.text(max_size=20), st.sampled_from(TRICKY))
-
-
-@given(contents=st.lists(contents, min_size=1, max_size=4), roles=st.data())
-def test_segment_by_segment_equals_the_whole(bpe: Tokenizer, contents: list[str], roles: st.DataObject):
-    """Between control tokens, encoding `role\\ncontent` at once gives the tokens of its two parts."""
-    messages = [{"role": roles.draw(st.sampled_from(ROLES[1:])), "content": content} for content in contents]
-    whole = [BOS]
-    for message in messages:
-        whole += [IM_START, *bpe.encode(message["role"] + "\n" + message["content"]), IM_END, *bpe.encode("\n")]
-    [(tokens, trained)] = encode_conversation(messages, bpe, "")
-    assert tokens == whole and len(trained) == len(tokens)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from affinage.config.cleaning import CleanSettings
-from affinage.config.data import PackingSettings
+from affinage.config.data import CleanSettings, PackingSettings
 from affinage.data.clean import clean, split_text
 from affinage.data.language import identify_language, known_languages, language_probabilities
 from affinage.data.rows import pack_rows
@@ -94,7 +93,7 @@ def test_rules_of_gopher_and_c4_are_off_until_asked_for(tmp_path):
     documents = [ENGLISH, "\n".join([ENGLISH] * 5), FRENCH + " {}."]
     summary, _ = run(tmp_path / "off", documents)
     assert summary["removed"] == {}
-    summary, rows = run(tmp_path / "on", documents, CleanSettings(gopher={}, c4={}))
+    summary, rows = run(tmp_path / "on", documents, CleanSettings(gopher={}, c4=True))
     assert summary["removed"] == {"curly bracket": 1, "duplicate lines": 1}
     assert summary["samples"]["duplicate lines"][0]["detail"] == "0.80 of its lines"
     assert [row["id"] for row in rows] == ["d0"]
@@ -102,7 +101,7 @@ def test_rules_of_gopher_and_c4_are_off_until_asked_for(tmp_path):
 
 def test_addresses_are_masked_before_anything_else_sees_them(tmp_path):
     documents = [f"{ENGLISH} Write to jane@harbour.org or 8.8.8.8.", "jane@harbour.org"]
-    summary, rows = run(tmp_path, documents, CleanSettings(mask={}))
+    summary, rows = run(tmp_path, documents, CleanSettings(mask=True))
     assert rows[0]["text"] == f"{ENGLISH} Write to email@example.com or 192.0.2.1."
     assert summary["masked"] == {"IPv4": 1, "e-mail": 2}
     assert summary["samples"]["too short"][0]["text"] == "email@example.com"
@@ -151,7 +150,7 @@ def test_code_passes_cleaning_by_rules_of_its_own(tmp_path):
     (tmp_path / "symbols.txt").write_text(CODE_TEXT * 2)
     texts = [str(tmp_path / name) for name in ("text.txt", "symbols.txt")]
     collected(tmp_path / "collected", {"path": str(tmp_path / "src"), "kind": "code"}, *texts)
-    summary = clean(tmp_path / "collected", tmp_path / "clean", CleanSettings(gopher={}), ("en", "fr"))
+    summary = clean(tmp_path / "collected", tmp_path / "clean", CleanSettings(gopher=True), ("en", "fr"))
     left = {row["id"]: row["language"] for row in rows_of(tmp_path / "clean")}
     assert left.pop("good.py") == "code", "Gopher's rules for repetition are not for code"
     assert "code" not in left.values()

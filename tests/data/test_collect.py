@@ -16,10 +16,11 @@ import pytest
 import zstandard
 
 from affinage.config.data import DataSettings
-from affinage.config.sources import SourceSettings, location
+from affinage.config.sources import SourceSettings
 from affinage.data import collect as collecting
 from affinage.data import records
 from affinage.data.collect import collect
+from affinage.data.places import location
 from affinage.data.sources import resolve
 from affinage.errors import UserError
 from affinage.pipeline.sources import fingerprints

@@ -23,6 +23,7 @@ from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import validation_sets
 from affinage.errors import UserError, UserWarned
 from affinage.pipeline.texts import tell_dropped_reasoning
+from source_forms import write_lines
 
 CONTEXT = 160
 
@@ -48,12 +49,6 @@ def prepare(folder: Path, tokenizer: Tokenizer, *sources: object, context: int =
 
 def ask(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def write_lines(path: Path, items: list[dict]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), encoding="utf-8")
-    return path
 
 
 def read(path: Path | str, **settings: str) -> Iterator[Conversation]:

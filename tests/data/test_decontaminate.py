@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, written
 
-from affinage.config.cleaning import DecontaminateSettings
+from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem, read_items
 from affinage.data.contamination import contamination, look_through, runs_of, texts_of_rows
 from affinage.data.decontaminate import decontaminate

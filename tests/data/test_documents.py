@@ -1,16 +1,18 @@
 """Document files: what is written comes back in order, in bounded pieces, and nothing half-written gets a name, also
 where a disk is full."""
 
-import subprocess
-import sys
+import resource
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from affinage.data import documents
 from affinage.data.documents import SCHEMA, DocumentWriter, clear_documents, document_files, read_documents, row_groups
 from affinage.data.signatures import mapped_anew
+from affinage.errors import of_the_machine
 from source_forms import rows_of
 
 
@@ -61,27 +63,22 @@ def test_no_documents_make_one_file_without_rows_and_clearing_leaves_nothing(tmp
 
 
 SAVES = {
-    "numpy": "import numpy; numpy.save(sys.argv[1], numpy.zeros(100_000))",
-    "safetensors": "import numpy, safetensors.numpy as s; s.save_file({'a': numpy.zeros(100_000)}, sys.argv[1])",
-    "pyarrow": "import pyarrow as p, pyarrow.parquet as q; q.write_table(p.table({'a': [*range(10**5)]}), sys.argv[1])",
+    "numpy": lambda path: np.save(path, np.zeros(100_000)),
+    "safetensors": lambda path: save_file({"a": np.zeros(100_000)}, path),
+    "pyarrow": lambda path: pq.write_table(pa.table({"a": [*range(10**5)]}), path),
 }
-LIMITED = """
-import os, resource, signal, sys
-from affinage.errors import of_the_machine
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does by itself
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-for save in sys.argv[2:]:
+
+
+@pytest.mark.parametrize("library", SAVES)
+def test_a_file_that_cannot_grow_is_told_as_a_lack_of_room_by_every_library(tmp_path, library):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
-        exec(save)
-    except Exception as error:
-        print(of_the_machine(error).fix)
-"""
-
-
-def test_a_file_that_cannot_grow_is_told_as_a_lack_of_room_by_every_library(tmp_path):
-    command = [sys.executable, "-c", LIMITED, str(tmp_path / "file"), *SAVES.values()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.count("Make room") == len(SAVES), done.stderr
+        with pytest.raises(Exception) as error:  # each library has one of its own
+            SAVES[library](tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "Make room" in of_the_machine(error.value).fix
 
 
 def test_a_mapped_file_has_its_room_before_it_is_written(tmp_path):

@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from planted_copies import lexicon, near_copy, random_text, written
 
-from affinage.config.cleaning import DecontaminateSettings
-from affinage.config.data import CleanSettings, DataSettings, DedupSettings, SplitSettings
+from affinage.config.data import CleanSettings, DataSettings, DecontaminateSettings, DedupSettings, SplitSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.clean import clean
 from affinage.data.collect import collect

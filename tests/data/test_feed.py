@@ -151,14 +151,6 @@ def test_an_error_in_a_thread_reaches_the_reader_when_its_turn_comes():
         next(made)
 
 
-@pytest.mark.parametrize("size", [1, 7, 4000])
-def test_permutations_are_complete_and_differ_with_their_purpose(size: int):
-    places = [permuted(i, size, 0, "en", 0) for i in range(size)]
-    assert sorted(places) == list(range(size))
-    for purpose in ((1, "en", 0), (0, "fr", 0), (0, "en", 1)):  # random ones agree in one place, on average
-        assert sum(permuted(i, size, *purpose) == place for i, place in enumerate(places)) < 10
-
-
 def test_permutations_stay_as_they_are():
     """A run must go on with the same batches after affinage, numpy or Grain are updated."""
     assert [permuted(i, 10, 0, "en", 0) for i in range(10)] == [4, 9, 1, 5, 3, 2, 8, 7, 6, 0]

@@ -122,11 +122,13 @@ def hub(monkeypatch):
     [
         (Fault("auth-check", silence=60), "timed out", "data.mirror"),
         (Fault("api/datasets", cut=0, times=9), "cannot be reached", "data.mirror"),
-        (Fault("auth-check", 403, {"X-Error-Code": "GatedRepo"}), "gated", "hf auth login"),
+        (Fault("api/datasets", 503, times=9), "503", "again"),
+        (Fault("api/datasets", 404, {"X-Error-Code": "RepoNotFound"}), "no such dataset", "hf auth login"),
+        (Fault("auth-check", 403, {"X-Error-Code": "GatedRepo"}), "gated", "datasets/some/data, then log in"),
         (Fault("api/datasets", 404, {"X-Error-Code": "RevisionNotFound"}), "no revision 'v2'", "datasets/some/data"),
         (Fault("api/datasets", 401), "without a token", "HF_TOKEN"),
     ],
-    ids=["silent", "cut", "gated", "revision", "no-token"],
+    ids=["silent", "cut", "busy", "unknown", "gated", "revision", "no-token"],
 )
 def test_what_the_hub_refuses_is_one_message(hub, fault, words, fix):
     hub.faults[:] = [fault]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from planted_copies import lexicon, random_text, written
 
-from affinage.config.cleaning import CleanSettings, DecontaminateSettings
+from affinage.config.data import CleanSettings, DecontaminateSettings
 from affinage.data.benchmark_items import read_items
 from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
@@ -18,7 +18,7 @@ def run(stage: str, documents: Path, folder: Path, progress=None) -> tuple[dict,
     """The summary of a stage over the documents, and what is in its files."""
     told = {"progress": progress, "engine": LocalEngine(1)}
     if stage == "clean":
-        settings = CleanSettings(language_threshold=0.1, mixed_languages=True, gopher={}, mask={})
+        settings = CleanSettings(language_threshold=0.1, mixed_languages=True, gopher=True, mask=True)
         summary = clean(documents, folder, settings, ("en", "fr"), **told)
     else:
         items = read_items(str(documents / "items.txt"))

@@ -7,14 +7,13 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from affinage.config.cleaning import MaskSettings
-from affinage.data.mask import mask, mask_one
+from affinage.data.mask import EMAIL, IPV4, IPV6, mask, mask_one
 
-NOBODY, NOBODYS_V4, NOBODYS_V6 = MaskSettings().email, MaskSettings().ipv4, MaskSettings().ipv6
+NOBODY, NOBODYS_V4, NOBODYS_V6 = EMAIL, IPV4, IPV6
 
 
-def masked(text: str, settings: MaskSettings | None = None) -> str:
-    return mask(pa.array([text]), settings or MaskSettings())[0][0].as_py()
+def masked(text: str) -> str:
+    return mask(pa.array([text]))[0][0].as_py()
 
 
 ADDRESSES = {
@@ -44,19 +43,18 @@ def test_addresses_are_replaced_and_nothing_else():
         assert masked(text) == text
 
 
-def test_kinds_can_be_left_alone_and_are_counted():
-    text = "me@here.org 8.8.8.8 9.9.9.9 10.0.0.1 2a01::1"
-    out, rows, counts = mask(pa.array(["", text, "nothing", text]), MaskSettings(email="", ipv6="[ip]"))
-    assert out.to_pylist()[1] == f"me@here.org {NOBODYS_V4} {NOBODYS_V4} 10.0.0.1 [ip]"
+def test_kinds_are_counted():
+    text = "8.8.8.8 9.9.9.9 10.0.0.1 2a01::1"
+    out, rows, counts = mask(pa.array(["", text, "nothing", text]))
+    assert out.to_pylist()[1] == f"{NOBODYS_V4} {NOBODYS_V4} 10.0.0.1 {NOBODYS_V6}"
     assert rows.tolist() == [1, 3] and counts == {"IPv4": 4, "IPv6": 2}
-    assert masked("10.0.0.1", MaskSettings(public_only=False)) == NOBODYS_V4
 
 
 @given(st.lists(st.text(st.sampled_from("ab1f9.:@ é-\n2"), max_size=40), min_size=1, max_size=5))
 def test_the_prefilter_misses_nothing(texts):
-    out, _, counts = mask(pa.array(texts), MaskSettings(public_only=False))
+    out, _, counts = mask(pa.array(texts))
     expected: Counter[str] = Counter()
-    assert out.to_pylist() == [mask_one(text, MaskSettings(public_only=False), expected) for text in texts]
+    assert out.to_pylist() == [mask_one(text, expected) for text in texts]
     assert counts == expected
 
 

@@ -1,6 +1,5 @@
 """Pairs of answers in the shapes that published sets have, and what of them is trained."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from affinage.data.conversations import show_examples
 from affinage.data.preferences import Pair, documents_in_a_row, prepare_preferences, read_pairs
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
+from source_forms import write_lines
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "q"},
@@ -36,8 +36,7 @@ SHAPES = [
 
 
 def write(path: Path, items: list[dict]) -> ConversationSettings:
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    return ConversationSettings(path=str(path))
+    return ConversationSettings(path=str(write_lines(path, items)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,7 +1,5 @@
 """Rows that are written to and read from elsewhere; writers that were interrupted go on."""
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,26 +122,7 @@ def test_after_a_failed_upload_only_the_rest_and_what_is_damaged_is_written(
     assert not [name for name in store.files if name.endswith(".npy.json")]
 
 
-PROGRAM = """
-import os, sys
-from pathlib import Path
-from affinage.data.rows import pack_rows
-from affinage.data.tokenizer import Tokenizer
-from affinage.config.data import PackingSettings
-split, tokenizer, folder, settings, unfinished = sys.argv[1:]
-files = 0
-def at_the_fourth(doing):
-    global files
-    files += doing.startswith("writing")
-    if files == 4:
-        Path(unfinished).write_bytes(b"half a shard")
-        os.kill(os.getpid(), 9)
-settings = PackingSettings.model_validate_json(settings)
-pack_rows(Path(split), Tokenizer.load(tokenizer), Path(folder), settings, seed=0, progress=at_the_fourth)
-"""
-
-
-def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
+def test_ended_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
     split_folder: Path, bpe: Tokenizer, tmp_path: Path
 ):
     def settings(name: str) -> PackingSettings:
@@ -153,10 +132,16 @@ def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(
 
     pack_rows(split_folder, bpe, tmp_path / "whole/rows", settings("whole"), seed=0)
     shards = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole/store").rglob("*.npy"))
-    unfinished, rows = tmp_path / "killed" / f"{shards[3]}.partial", tmp_path / "killed/rows"
-    arguments = [split_folder, bpe.model_path.parent, rows, settings("killed").model_dump_json(), unfinished]
-    killed = subprocess.run([sys.executable, "-c", PROGRAM, *map(str, arguments)], timeout=300)
-    assert killed.returncode == -9
+    rows, written = tmp_path / "killed/rows", []
+
+    def ends_at_the_fourth(doing: str) -> None:
+        written.extend([doing] * doing.startswith("writing"))
+        if len(written) == 4:
+            (tmp_path / "killed" / f"{shards[3]}.partial").write_bytes(b"half a shard")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack_rows(split_folder, bpe, rows, settings("killed"), seed=0, progress=ends_at_the_fourth)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed/store").rglob("*.npy")}
     assert len(times) == 3
     pack_rows(split_folder, bpe, rows, settings("killed"), seed=0)

@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted_copies import lexicon, random_text, words_of, written
 
-from affinage.config.cleaning import C4Settings, GopherSettings
 from affinage.data.repetition import RULES, broken_rules
-
-GOPHER, C4 = GopherSettings(), C4Settings()
 
 
 def duplicated(elements: list[str]) -> tuple[float, float]:
@@ -56,11 +53,11 @@ def broken_one(text: str) -> str | None:
     values += [top(words, n) for n in (2, 3, 4)] + [repeated(words, n) for n in range(5, 11)]
     values += [sum(line.startswith(tuple("•‣◦⁃▪*-")) for line in lines) / max(len(lines), 1)]
     values += [sum(ellipses) / max(len(lines), 1), -sum(ended) / max(len(lines), 1)]
-    limits = [0.3, 0.3, 0.2, 0.2, *GOPHER.top_ngrams, *GOPHER.duplicate_ngrams, 0.9, 0.3, -0.12]
+    limits = [0.3, 0.3, 0.2, 0.2, 0.2, 0.18, 0.16, 0.15, 0.14, 0.13, 0.12, 0.11, 0.1, 0.9, 0.3, -0.12]
     return next((rule for rule, value, limit in zip(RULES, values, limits, strict=True) if value > limit), None)
 
 
-def broken(texts: list[str], gopher=GOPHER, c4=C4) -> list[str | None]:
+def broken(texts: list[str], gopher=True, c4=True) -> list[str | None]:
     found = broken_rules(pa.array(texts, pa.string()), np.arange(len(texts)), gopher, c4)
     return [found[row][0] if row in found else None for row in range(len(texts))]
 
@@ -72,7 +69,7 @@ PIECES = st.sampled_from(
 
 @given(st.lists(st.lists(PIECES, max_size=40).map("".join), min_size=1, max_size=5))
 def test_the_kernel_is_the_obvious_definition_on_odd_texts(texts):
-    assert broken(texts, c4=C4Settings(curly_brackets=False)) == [broken_one(text) for text in texts]
+    assert broken(texts) == [broken_one(text) or ("curly bracket" if "{" in text else None) for text in texts]
 
 
 def test_the_kernel_is_the_obvious_definition_on_texts_with_repeated_passages():
@@ -105,4 +102,4 @@ EXAMPLES = {
 
 def test_each_rule_by_an_example():
     assert dict(zip(EXAMPLES, broken([*EXAMPLES]))) == EXAMPLES
-    assert not any(broken([*EXAMPLES], None, None)), "neither paper is the default"
+    assert not any(broken([*EXAMPLES], False, False)), "neither paper is the default"

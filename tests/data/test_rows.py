@@ -14,13 +14,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
 from affinage.config.data import PackingSettings
-from affinage.data.documents import DocumentWriter, read_documents
+from affinage.data.documents import read_documents
 from affinage.data.row_files import file_safe, open_rows, write_rows
 from affinage.data.rows import pack_rows
 from affinage.data.special_tokens import BOS, EOS, PAD
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.validation_rows import ValidationRows
 from affinage.errors import UserError
+from source_forms import write_documents
 from tiny_corpus import write_split
 
 CONTEXT = 32
@@ -143,9 +144,7 @@ def test_blocks_of_any_height_give_the_same_files(heights: list[int], shards: in
 
 def split_of(folder: Path, train: str, *validation: str) -> Path:
     for part, texts in (("train", [train] if train else []), ("validation", validation)):
-        with DocumentWriter(folder / part) as writer:
-            for number, text in enumerate(texts):
-                writer.add(id=str(number), source="s", language="", text=text)
+        write_documents(folder / part, [{"text": text} for text in texts])
     return folder
 
 

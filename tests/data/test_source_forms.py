@@ -256,14 +256,3 @@ def test_code_is_what_a_source_says_is_code(tmp_path):
     assert summary["removed"] == {"unknown kind of file": 1}
     path = write_lines(tmp_path / "a.jsonl", [{"text": "Not code at all.", "language": "code"}])
     assert run(tmp_path, str(path))[1][0]["language"] == "", "no document makes itself code"
-
-
-def test_presets_know_the_columns(tmp_path):
-    record = {"content": "print(1)\n", "hexsha": "abc", "max_stars_repo_name": "a/b", "max_stars_repo_path": "x/y.py"}
-    record |= {"max_stars_repo_head_hexsha": "f00", "max_stars_repo_licenses": ["MIT", "Apache-2.0"]}
-    path = write_lines(tmp_path / "a.jsonl", [record | {"lang": lang} for lang in ("Python", "Java", "HTML")])
-    summary, rows = run(tmp_path, {"preset": "the-stack", "path": str(path), "filter": {"lang": ["Python", "Java"]}})
-    facts = {"id": "abc", "source": "the-stack", "language": "code", "text": "print(1)\n"}
-    url = "https://github.com/a/b/blob/f00/x/y.py"
-    assert rows[0] == facts | {"url": url, "licence": "MIT, Apache-2.0"}
-    assert summary["removed"] == {"not asked for": 1} and rows[1]["id"] == "abc@2"

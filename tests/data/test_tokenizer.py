@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.config.data import TokenizerSettings
-from affinage.data.documents import DocumentWriter
 from affinage.data.special_tokens import FIXED_PIECES, NEWLINE, TAB, UNK
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import balanced_sample, fair_shares, train_tokenizer
 from affinage.errors import UserError
+from source_forms import write_documents
 from tiny_corpus import TRICKY, write_split
 
 # Single characters as often as pieces that the vocabulary, the control tokens or white space are made of.
@@ -69,10 +69,8 @@ def test_decoding_shows_control_tokens_only_if_asked(tokenizer: Tokenizer):
 
 
 def split_of(folder: Path, *texts: str) -> Path:
-    for part in ("train", "validation"):
-        with DocumentWriter(folder / part) as writer:
-            for number, text in enumerate(texts if part == "train" else ()):
-                writer.add(id=str(number), source="s", language="en", text=text)
+    write_documents(folder / "train", [{"text": text, "language": "en"} for text in texts])
+    write_documents(folder / "validation", [])
     return folder
 
 

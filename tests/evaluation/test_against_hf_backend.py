@@ -1,7 +1,5 @@
 """Our backend beside lm-evaluation-harness's own `hf` backend: the same weights, items, tasks, numbers."""
 
-from collections import Counter
-
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
@@ -123,25 +121,3 @@ def test_rolling_log_likelihoods_equal_the_hf_backend_s_but_for_its_second_bos(b
     expected = their_backend().loglikelihood_rolling(requests, disable_tqdm=True)
     assert JaxLM(model, batch=8).loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
     assert any(len(model.tokenizer.encode(item["text"])) > CONTEXT for item in ITEMS)
-
-
-def test_what_the_model_itself_would_say_is_greedy_as_the_hf_backend_finds(backends, theirs):
-    """Continuations of one to five tokens that `generate` says, beside others with one more."""
-    import torch
-
-    pairs, said = [], Counter()
-    for number, item in enumerate(ITEMS * 2):
-        context, length = f"{item['good']} {item['text'][:number]}".strip(), 1 + number % 5
-        tokens = theirs.tok_encode(context)
-        whole = theirs.model.generate(torch.tensor([tokens]), max_new_tokens=length, do_sample=False)[0].tolist()
-        text = theirs.tok_decode(whole)[len(theirs.tok_decode(tokens)) :]
-        if text and theirs.tok_encode(context + text) == whole:
-            pairs += [(context, text), (context, text + "é")]
-            said[length] += 1
-    assert said[1] and sum(said.values()) - said[1] > 2, "of one token and of several"
-    requests = [Instance("loglikelihood", {}, pair, at) for at, pair in enumerate(pairs)]
-    found = JaxLM(backends[0], batch=8).loglikelihood(requests)
-    expected = theirs.loglikelihood(requests, disable_tqdm=True)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
-    assert all(greedy for _, greedy in expected[::2]) and not all(greedy for _, greedy in expected)

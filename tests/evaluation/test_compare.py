@@ -8,10 +8,8 @@ from lm_eval.api.metrics import bits_per_byte
 from scipy import stats
 
 from affinage.errors import UserError
-from affinage.evaluation.benchmarks import JULIAN
 from affinage.evaluation.compare import Answers, compare, unlike
 from affinage.evaluation.item_lines import line_of
-from affinage.evaluation.published import headline_metrics, of_other_items, published
 
 
 def lines(folder, task, *rows, version=1.0):
@@ -49,8 +47,7 @@ def test_a_small_change_of_the_same_items_is_seen_where_two_error_bars_would_ove
     one = write(tmp_path / "a", "boolq", zip(keys, right))
     two = write(tmp_path / "b", "boolq", zip(keys, better))
     (found,) = compare(one, two)
-    assert found.is_real and found.difference == pytest.approx(0.025)
-    assert 2 * np.sqrt(0.25 / 400) > found.difference, "unpaired, it would drown"
+    assert found.is_real and found.difference == pytest.approx(0.025)  # less than two standard errors of each
     (same,) = compare(one, one)
     assert not same.is_real and same.difference == 0
     one, two = (write(tmp_path / f"{n}", "t", [("x", 0), ("x", n), ("y", 1)]) for n in (1, 0))
@@ -115,12 +112,3 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         with pytest.raises(UserError) as refused:
             wrong()
         assert refused.value.fix
-
-
-def test_published_results_are_shares_of_known_tasks_with_a_source():
-    assert len(published()) == 13 and set(headline_metrics()) == set(JULIAN)
-    assert set(of_other_items(dict.fromkeys([*JULIAN, "mine"], 1))) == set(JULIAN)
-    assert of_other_items({"piqa": 1838, "arc_easy": 2377, "boolq": None}) == {"arc_easy": (2377, 2376)}
-    for model in published():
-        assert set(model.scores) <= set(JULIAN) and all(0.1 < score < 0.8 for score in model.scores.values())
-        assert model.source and model.tokens >= 10e9 and 1e8 < model.parameters < 2e9

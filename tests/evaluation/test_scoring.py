@@ -10,15 +10,13 @@ import pytest
 
 from affinage.evaluation import batch_size
 from affinage.evaluation.batch_size import MOST, ROOM, bytes_of_a_row, rows_that_fit, shorter_rows_that_fit
-from affinage.evaluation.families import find_families
-from affinage.evaluation.rows import group_requests, in_pieces
 from affinage.evaluation.scoring import Scorer
 from affinage.generation.decode import Generator, Request
 from affinage.generation.model import logits_of
 from affinage.hardware.chips import named
 from affinage.model.module import abstract_params, logical_axes
 from affinage.parallel import MeshLayout, make_mesh, serving_layout, table_with
-from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_gpt2, tiny_llama
+from tiny_models import CONTEXT, VOCABULARY, full_logits, tiny_llama
 
 
 def slow_score(model, before, continuation):
@@ -73,19 +71,6 @@ def test_of_equally_likely_tokens_the_first_is_the_greedy_one():
     flat = replace(model, params=model.params | {"logits": jax.tree.map(jnp.zeros_like, model.params["logits"])})
     results = Scorer(flat).score([([2], [token]) for token in (0, 1, VOCABULARY - 1)])
     assert [greedy for _, greedy in results] == [True, False, False]
-
-
-@pytest.mark.full
-def test_sharing_contexts_changes_nothing():
-    model = tiny_gpt2()
-    pairs = some_pairs(model)
-    # Rows that fill the room of two do with the positions that were learned.
-    pairs += [([2, *range(30, 29 + length)], [40, 41]) for length in (60, 61, CONTEXT - 3, CONTEXT, CONTEXT - 1, 20)]
-    shared, apart = (Scorer(model, batch=8, share=share).score(pairs) for share in (True, False))
-    assert [value for value, _ in shared] == pytest.approx([value for value, _ in apart], abs=2e-4)
-    rows = group_requests(in_pieces(pairs, CONTEXT)[0], CONTEXT)
-    sizes = sorted(len(family.rows) for family in find_families(rows, 2 * CONTEXT) if len(family.rows) > 1)
-    assert sizes >= [2, 3, 3, 5]
 
 
 # A table with every line that generation reads moved to another axis of the mesh.

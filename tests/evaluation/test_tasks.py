@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,27 +123,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     with pytest.raises(UserError) as refused:
         check_names([name], {}, where="--tasks")
     assert nearest in refused.value.fix and refused.value.fix and refused.value.where == "--tasks"
-
-
-CODE = """
-import sys
-from affinage.cli import main
-try:
-    main(["eval", "theirs", "--tasks", "nosuchtask"])
-except SystemExit as ended:
-    print(ended.code, sorted({"jax", "lm_eval"} & set(sys.modules)))
-import affinage.evaluation.run
-print(sorted({"torch", "transformers", "evaluate"} & set(sys.modules)))
-"""
-
-
-@pytest.mark.full
-def test_an_unknown_task_is_refused_before_the_model_is_looked_at_and_torch_is_never_imported(tmp_path: Path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.json").write_text("{")
-    words = [sys.executable, "-c", CODE]
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=os.environ, timeout=300)
-    assert ended.stdout.splitlines() == ["2 []", "[]"] and "'nosuchtask'" in ended.stderr, ended.stderr
 
 
 FOLDERS = "french_bench squadv2 humaneval kobest gsm8k meqsum tinyBenchmarks".split()

@@ -7,7 +7,7 @@ import pytest
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
 from affinage.generation import chat
-from affinage.generation.chat import AIDE, HELP, ChatSession, base_model_warning, converse, greeting
+from affinage.generation.chat import AIDE, HELP, ChatSession, converse
 from affinage.generation.decode import Generator, Request
 from tiny_models import tiny_llama
 
@@ -78,12 +78,7 @@ def test_an_interrupt_ends_the_answer_and_keeps_what_was_said():
     assert session.messages[-1] == {"role": "assistant", "content": written[0]}
 
 
-def test_what_is_said_beside_the_answers_is_in_the_language_of_who_is_spoken_to(tmp_path):
-    session = new_session()
-    commands = ["/help", "/reset", "/system Sois bref", "/system", f"/save {tmp_path}/a.json", "/save", "/nul"]
-    said = talk(session, *commands, "mot " * 500, language="fr")  # the last is more than the model reads
+def test_what_is_said_beside_the_answers_is_in_the_language_of_who_is_spoken_to():
+    said = talk(new_session(), "/help", "/nul", "mot " * 500, language="fr")  # the last is more than the model reads
     assert all(line in said for line in AIDE.splitlines()) and "/nul" in said and "The " not in said
     assert [line.split()[0] for line in AIDE.splitlines()] == [line.split()[0] for line in HELP.splitlines()]
-    assert not [message for message in session.messages if message["role"] != "system"]
-    for told, subject, named in ((greeting, session, "/help"), (base_model_warning, "m", "generate m")):
-        assert told(subject) != told(subject, "fr") and named in told(subject)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from affinage.generation import decode
-from affinage.generation.decode import Generation, Generator, Request
+from affinage.generation.decode import Generator, Request
 from affinage.generation.sampling import Sampling
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
@@ -111,28 +110,3 @@ def test_streamed_pieces_make_up_the_generation():
             pieces.append(next(stream))
     assert end.value.value == whole
     assert "".join(pieces) == whole.text and len(pieces) > 3
-
-
-@pytest.mark.full
-def test_prefill_and_decode_are_compiled_once_per_bucket(monkeypatch):
-    """Prompts of up to 16 and of 17 to 32 tokens, in caches of 64 and of 96 slots, whatever else differs."""
-    traced, logits_of = [], decode.logits_of
-    monkeypatch.setattr(decode, "logits_of", lambda *given, **told: traced.append(1) or logits_of(*given, **told))
-    decode.compiled.cache_clear()  # graphs that are equal share programs, also those of other tests
-    generator = new_generator(tiny_llama())
-
-    def generate(lengths: list[int], tokens: int, *stop_strings: str) -> list[Generation]:
-        prompts = [[2, *range(30, 29 + length)] for length in lengths]
-        return generator.generate(prompts, Request(tokens, stop_ids=(), stop_strings=stop_strings))
-
-    short, long = ([1, 7, 9, 16], 40), ([17, 20, 25, 32], 60)
-    said = generate(*short)
-    generate(*long)
-    programs = len(traced)
-    generate([3, 4, 11, 12], 8)
-    generate([1, 18, 31, 32], 64)
-    # Rows that the host ends at a stop string, while others of their batch go on.
-    stop = next(text for text in (one.text[4:7] for one in said) if 0 < sum(text in one.text for one in said) < 4)
-    assert {one.ended_by for one in generate(*short, stop)} == {"text", "length"}
-    assert len(traced) == programs > 0
-    decode.compiled.cache_clear()

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.engine import Closed, Engine, Full, Ticket, Told
 from affinage.generation.sampling import Sampling
 from tiny_models import CONTEXT, tiny_llama
+from waiting import until
 
 SAMPLED = Sampling(0.9, 20, 0.9, 0.01, repetition_penalty=1.5, seed=1)
 ASKED = [
@@ -101,8 +101,7 @@ def test_a_full_queue_and_a_closed_engine_refuse():
     assert engine.waiting == 2 and engine.seconds_until_free > 0
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine.closed:
-        time.sleep(0.01)
+    until(lambda: engine.closed)
     gate.set()
     closing.join(120)
     for listener in waiting[:2]:

@@ -16,25 +16,17 @@ from pathlib import Path
 import pytest
 
 from affinage.config.load import load_recipe
-from affinage.config.runtime import RuntimeSettings
 from affinage.errors import EXIT_PREEMPTED, UserError
 from affinage.hardware import links, silence
 from affinage.hardware.beats import Beats, Doing
 from affinage.hardware.links import Links
 from affinage.hardware.movement import Movement, waits_for_others
 from affinage.hardware.silence import Ear, Since
-from affinage.hardware.standstill import Standstill, looks_on
 from hosts_in_memory import Coordinator, HostInMemory
+from waiting import until
 
 LOOPBACK = "127.0.0.1"
 LIMIT = 120  # seconds until what does not come is a failure
-
-
-def until(true: Callable[[], object]) -> None:
-    late = time.monotonic() + LIMIT
-    while not true():
-        assert time.monotonic() < late
-        time.sleep(0.02)
 
 
 class Group:
@@ -79,21 +71,6 @@ def test_all_hear_of_who_died_or_has_found_a_mistake_and_nobody_of_who_said_good
     assert [heard.get(timeout=LIMIT) for heard in group.lost] == [(4, "mistake")] * 2
     group.part()
     assert all(heard.empty() for heard in group.lost)
-
-
-@pytest.mark.full
-def test_the_others_hear_of_the_first_host_that_died_and_of_whom_it_names():
-    coordinator, heard = Coordinator(), queue.SimpleQueue()
-    with socket.create_server((LOOPBACK, 0)) as first:
-        coordinator.words["affinage/links"] = json.dumps({"port": first.getsockname()[1], "token": "t"})
-        host = HostInMemory(1, 3, coordinator=coordinator)
-        made = Links(host, LOOPBACK, LOOPBACK, lambda other, why, _: heard.put((other, why)))
-        link, _ = first.accept()
-        link.sendall(b"2 stopped\n")
-        assert heard.get(timeout=LIMIT) == (2, "stopped")
-        link.close()
-        assert heard.get(timeout=LIMIT) == (0, "")
-    made.say_goodbye()
 
 
 @pytest.mark.full
@@ -156,17 +133,14 @@ def test_the_kernel_of_a_peer_that_reads_nothing_answers():
             link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             silence.ask_often(link)
             link.sendall(b"a line\n")
-            ear, late = Ear(), time.monotonic() + LIMIT
-            while not ear.answers:
-                assert time.monotonic() < late and ear.look_at(link, 5.0) == "nothing new"
-                time.sleep(0.05)
+            ear, heard = Ear(), set()
+            until(lambda: heard.add(ear.look_at(link, 5.0)) or ear.answers)
+            assert heard == {"nothing new"}
 
 
-def test_the_most_patient_training_of_a_recipe_decides():
-    overrides = [f"runtime.heartbeat_timeout={seconds}" for name, seconds in {"sft": 20, "dpo": 3}.items()]
-    assert load_recipe("quickstart", overrides).recipe.runtime.heartbeat_timeout == 20
+def test_a_host_cannot_be_silent_for_longer_than_jax_lets_it():
     with pytest.raises(UserError, match="heartbeat_timeout"):
-        load_recipe("quickstart", ["runtime.heartbeat_timeout=50"])  # JAX would end all hosts before
+        load_recipe("quickstart", ["runtime.heartbeat_timeout=50"])  # JAX ends all hosts before
 
 
 @pytest.mark.full
@@ -190,18 +164,6 @@ def test_of_hosts_that_wait_for_each_other_the_one_that_is_behind_or_silent_or_m
         coordinator.answers.set()
         for each in beats:
             each.close()
-
-
-@pytest.mark.full
-def test_a_process_that_stands_still_writes_down_where(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    told = tmp_path / "run" / "stuck.txt"
-    with Standstill("run", told.parent, RuntimeSettings(hang_timeout=1.0)):
-        late = time.monotonic() + LIMIT
-        while not (told.exists() and "Thread 0x" in told.read_text()):
-            time.sleep(2.0)
-            assert time.monotonic() < late
-    assert "in test_a_process_that_stands_still" in told.read_text()
-    assert "run: nothing has moved" in capfd.readouterr().err
 
 
 ENDS = """
@@ -247,19 +209,3 @@ def test_what_computes_or_waits_for_others_moves():
     until(lambda: still(lambda: sum(range(10_000))) < 0.9)
     with waits_for_others():
         until(lambda: still(lambda: time.sleep(0.11)) < 0.9)
-
-
-@pytest.mark.full
-def test_a_watch_that_cannot_look_says_so_once_and_looks_again(capfd: pytest.CaptureFixture[str]):
-    class Ended:
-        looks = 0
-
-        def wait(self, seconds: float) -> bool:
-            self.looks += 1
-            return self.looks > 4
-
-    def look() -> None:
-        raise OSError(24, "Too many open files")
-
-    looks_on(look, ended := Ended(), 0.0, "train")  # type: ignore[arg-type]
-    assert ended.looks == 5 and capfd.readouterr().err.count("Too many open files") == 1

@@ -7,7 +7,7 @@ import pytest
 
 from affinage.errors import UserError
 from affinage.hardware.chips import GiB
-from affinage.hardware.slices import compared, find_slice, memory_text
+from affinage.hardware.slices import find_slice
 
 # name, chips, JAX devices, shape, hosts, libtpu's name. Google's own lists: cloud.google.com/tpu/docs.
 KNOWN = [
@@ -84,19 +84,6 @@ def test_of_a_gpu_it_may_take_the_share_that_jax_takes(monkeypatch: pytest.Monke
         find_slice("h100x8")
 
 
-@pytest.mark.parametrize(("name", "both_ways"), [("v5e-4", 400), ("v5p-8", 1200), ("v6e-4", 800), ("tpu7x-8", 1200)])
-def test_links_of_a_chip_carry_what_its_maker_says(name, both_ways):
-    """GB/s in both directions together: the table of cloud.google.com/tpu/docs/tpu7x, for v5e that of /v5e."""
-    chip = find_slice(name).chip
-    assert 2 * chip.links * chip.link_bandwidth == both_ways * 1e9
-
-
-def test_every_compared_slice_has_a_price_that_says_it_was_not_looked_up():
-    for found in compared():
-        assert found.chip.price, found.name
-        assert "as remembered" in found.chip.price_source and "hardware.price" in found.chip.price_source, found.name
-
-
 @pytest.mark.full
 def test_libtpu_knows_the_topologies():
     pytest.importorskip("libtpu", reason="needs `pip install affinage[tpu]`")
@@ -110,17 +97,3 @@ def test_libtpu_knows_the_topologies():
     words = [sys.executable, "-c", script, *(f"{s.topology}/{s.variant}" for s in found)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert [int(line) for line in done.stdout.split()] == [s.devices for s in found]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (17.52 * GiB, "17.52 GiB"),
-        (0.1 * GiB, "0.10 GiB"),
-        (0.09 * GiB, "92.16 MiB"),
-        (1024 * 1024 // 8, "0.12 MiB"),
-        (4 * 8 * 128 * 4, "16.00 KiB"),
-    ],
-)
-def test_memory_is_told_in_a_unit_in_which_it_is_not_zero(count, text):
-    assert memory_text(count) == text

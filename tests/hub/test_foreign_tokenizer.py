@@ -6,15 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from affinage.cli.program import main
 from affinage.config.data import PackingSettings
-from affinage.data.documents import DocumentWriter
 from affinage.data.feed import RowFeed
 from affinage.data.row_files import open_rows
 from affinage.data.rows import pack_rows
@@ -29,6 +26,7 @@ from affinage.hub.vocabulary import with_ids
 from affinage.pipeline.imports import import_model
 from affinage.pipeline.models import is_chat, made_from, open_model
 from affinage.pipeline.names import locate_model
+from source_forms import write_documents
 
 TEXTS = ["The capital of France is Paris, and où naître?", "Douze plus sept font dix-neuf. 🧀"] * 5
 
@@ -96,27 +94,9 @@ def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
     assert verify(tmp_path / "m", imported[2], TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    found = []
-    for make in (byte_level, metaspace):
-        folder = tmp_path_factory.mktemp("tokenizer")
-        make().save_pretrained(folder)
-        found.append(Tokenizer.load(folder))
-    return found
-
-
-@given(st.text(alphabet="aé 🧀\n<|endoftext|>s/", max_size=20))
-def test_text_comes_back_and_its_bytes_are_counted_once(tokenizers, text):
-    tokenizer = tokenizers[0]
-    ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths(text, tokenizer.encode(text))
-    assert tokenizer.decode(ids) == text and not set(ids) & {tokenizer.eos}
-    assert lengths.sum() == len(text.encode()) == tokenizer.piece_bytes[ids].sum()
-    assert (lengths >= 0).all() and len(lengths) == len(ids)
-
-
-def test_a_leading_space_survives_decoding_piece_by_piece(tokenizers):
-    tokenizer = tokenizers[1]
+def test_a_leading_space_survives_decoding_piece_by_piece(tmp_path):
+    metaspace().save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode("The capital of France")
     assert "".join(tokenizer.decode([token]) for token in ids) == " The capital of France"
     assert tokenizer.opening == (1,) and tokenizer.byte_lengths("où", tokenizer.encode("où")).sum() == 3
@@ -142,22 +122,14 @@ def test_rows_of_it_hold_the_documents(imported, tmp_path):
     tokenizer = imported[2].tokenizer
     texts = [f"Douze plus {number} font Paris, <|endoftext|> où ? 🧀" for number in range(40)]
     for part in ("train", "validation"):
-        with DocumentWriter(tmp_path / "split" / part) as writer:
-            for number, text in enumerate(texts):
-                writer.add(id=str(number), source="a", language="fr", text=text)
+        write_documents(tmp_path / "split" / part, [{"text": text, "language": "fr"} for text in texts])
     pack_rows(tmp_path / "split", tokenizer, tmp_path / "rows", PackingSettings(seq_len=96, strategy="best_fit"), 0)
     (folder,) = (tmp_path / "rows/train").iterdir()
-    rows = open_rows(folder).rows
-    batch = RowFeed(folder, seed=0, batch=rows).batch(0)
-    found = []
-    for tokens, segments, counted in zip(batch["tokens"], batch["segment_ids"], batch["loss_mask"]):
-        for segment in np.unique(segments):
-            document = tokens[segments == segment].tolist()
-            if document[-1] == tokenizer.eos and document[: len(tokenizer.opening)] == [*tokenizer.opening]:
-                found.append(tokenizer.decode(document).strip())
-                assert counted[segments == segment].all()
-    whole = [text for text in found if text in texts]
-    assert len(whole) == len(set(whole)) and len(whole) >= 40
+    batch = RowFeed(folder, seed=0, batch=open_rows(folder).rows).batch(0)
+    decoded = "".join(tokenizer.decode(row) for row in batch["tokens"])
+    assert [decoded.count(text) for text in texts] == [1] * len(texts)
+    ends = [*tokenizer.opening, tokenizer.eos]
+    assert [(batch["tokens"] == end).sum() >= len(texts) for end in ends] == [True] * len(ends)
     (held_out,) = (tmp_path / "rows/validation").iterdir()
     lengths = [tokenizer.byte_lengths(text, tokenizer.encode(text))[not tokenizer.opening :] for text in texts]
     assert ValidationRows(held_out, batch=2).bytes == sum(each.sum() for each in lengths)

@@ -23,7 +23,7 @@ def split_folder(tmp_path_factory):
     return write_split(tmp_path_factory.mktemp("split"))
 
 
-@pytest.fixture(scope="module", params=["bpe", "characters"])
+@pytest.fixture(scope="module", params=["bpe", "char"])
 def both(request, split_folder, tmp_path_factory) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
     """Our tokenizer, and what transformers loads from its export."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from affinage.launch import LocalLauncher, Restarts, supervise
 from affinage.launch.forked import ForkedProcess, Forks
 from affinage.launch.process import HostProcess, reserved_port, start_all
+from waiting import until
 
 TINY = Path(__file__).parents[1] / "recipes" / "tiny.yaml"
 SCRIPT = """
@@ -27,13 +27,6 @@ if sys.argv[1] == "wait":
 print(__name__, sys.argv[1:], os.environ.get("GIVEN"), os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
 sys.exit(3)
 """
-
-
-def until(true: Callable[[], object]) -> None:
-    late = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < late
-        time.sleep(0.02)
 
 
 def alive(process: int) -> bool:

@@ -2,32 +2,19 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from endings import endings
 
 from affinage.errors import UserError
 from affinage.hardware.ray_cluster import on_loopback
-from affinage.launch import Ending, Gang
+from affinage.launch import Gang
 from affinage.launch.ray import RayLauncher
 from affinage.launch.remains import Remains
+from waiting import until
 
 SCRIPT = str(Path(__file__).with_name("fake_host.py"))
-
-
-def until(true: Callable[[], object]) -> None:
-    late = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < late
-        time.sleep(0.05)
-
-
-def endings(gang: Gang, hosts: int) -> list[Ending]:
-    found: list[Ending] = []
-    until(lambda: found.extend(gang.ended(0.5)) or len(found) >= hosts)
-    return sorted(found, key=lambda ending: ending.host)
 
 
 def test_hosts_run_on_rays_machines_save_when_told_and_start_again(tmp_path: Path):

@@ -3,20 +3,21 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import requests
+from endings import endings
 
 from affinage.config.claims import CloudSettings
 from affinage.errors import UserError
 from affinage.hardware.cloud import CloudSlice
 from affinage.hardware.slices import find_slice
-from affinage.launch import Ending, Gang, Restarts, supervise
+from affinage.launch import Ending, Restarts, supervise
 from affinage.launch.rented import RentedLauncher
 from affinage.launch.ssh import SshLauncher
 from tpu_api import serving
+from waiting import until
 
 HOST = Path(__file__).with_name("fake_host.py")
 # Each address has a folder of its own; `gone` is not reached.
@@ -42,28 +43,14 @@ def launcher(folder: Path, addresses: list[str], **options: object) -> SshLaunch
     return SshLauncher(addresses, program=f"{sys.executable} -ISs {HOST}", ssh=ssh, **options)  # type: ignore[arg-type]
 
 
-def endings(gang: Gang, hosts: int) -> list[Ending]:
-    found: list[Ending] = []
-    late = time.monotonic() + 300
-    while len(found) < hosts:
-        assert time.monotonic() < late
-        found += gang.ended(0.5)
-    return sorted(found, key=lambda ending: ending.host)
-
-
 def test_hosts_are_told_where_they_are_get_their_files_and_signals_and_none_is_left(tmp_path: Path):
     said: list[str] = []
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: one")
     two = launcher(tmp_path, ["me@a", "me@b"], files={str(recipe): b"name: other"}, say=said.append)
     gang = two.start(["wait", str(tmp_path), str(recipe)])
-    late = time.monotonic() + 300
-    while not all(
-        (tmp_path / f"process-{host}").exists() and any(tmp_path.glob(f"me@{at}/affinage/.host-*"))
-        for host, at in enumerate("ab")
-    ):
-        assert time.monotonic() < late
-        time.sleep(0.02)
+    begun = [lambda at=at: any(tmp_path.glob(f"me@{at}/affinage/.host-*")) for at in "ab"]
+    until(lambda: all((tmp_path / f"process-{host}").exists() and noted() for host, noted in enumerate(begun)))
     gang.tell(signal.SIGTERM)
     assert endings(gang, 2) == [Ending(0, 75, "me@a"), Ending(1, 75, "me@b")]
     gang.end()

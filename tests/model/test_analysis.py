@@ -10,7 +10,7 @@ import pytest
 
 import tiny_graphs
 from affinage.model import Call, abstract_averages, abstract_params, apply, init_cache, parse
-from affinage.model.analysis import analyse, cache_bytes, mermaid, parameter_bytes, parameters, summary_table
+from affinage.model.analysis import analyse, cache_bytes, mermaid, parameter_bytes, parameters
 from affinage.model.call import Logits
 
 GRAPHS = {
@@ -94,12 +94,6 @@ def test_bytes_and_parameters_are_those_of_the_arrays(name):
     assert cache_bytes(graph, 2, 8, jnp.bfloat16) == sum(array.nbytes for array in cache)
 
 
-def test_the_table_ends_with_the_total_and_the_picture_has_every_arrow():
-    graph = parse(tiny_graphs.gpt2())
-    table = summary_table(graph, 1, 8)
-    assert [row["name"] for row in table] == [*(node.name for node in graph.nodes), "total"]
-    assert table[-1]["parameters"] == parameters(graph).total
-    assert table[-1]["training_flops"] == 3 * table[-1]["flops"] == analyse(graph, 1, 8).training_flops
-    picture = mermaid(graph)
-    assert "    norm --> logits\n" in picture
-    assert "    embed -. weights .-> logits\n" in picture
+def test_the_picture_has_every_arrow():
+    picture = mermaid(parse(tiny_graphs.gpt2()))
+    assert "    norm --> logits\n" in picture and "    embed -. weights .-> logits\n" in picture

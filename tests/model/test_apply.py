@@ -21,7 +21,6 @@ from affinage.model import (
     logical_axes,
     parse,
 )
-from affinage.model.layout import Layout
 
 LLAMA = parse(tiny_graphs.llama(layers=2, attention={"kv_heads": 2}, scan=True))
 ONE = parse(tiny_graphs.llama(layers=1, attention={"kv_heads": 2}))
@@ -194,21 +193,6 @@ def test_what_a_model_cannot_do_is_refused(graph, length, call, what):
     with pytest.raises(UserError, match=what) as refused:
         apply(graph, tiny_graphs.random_params(graph), {"tokens": random_tokens(1, length)}, call)
     assert refused.value.fix
-
-
-def test_constraints_name_an_axis_for_each_dimension():
-    seen = []
-
-    class Watched(Layout):
-        def constrain(self, x, axes):
-            seen.append((x.ndim, axes))
-            return x
-
-    batch = {"tokens": random_tokens(1, 8)}
-    jax.eval_shape(lambda params: apply(ONE, params, batch, Call(layout=Watched())).values, abstract_params(ONE))
-    assert all(ndim == len(axes) for ndim, axes in seen)
-    named = {name for _, axes in seen for name in axes}
-    assert named >= {"batch", "sequence", "residual", "keys", "width", "heads", "kv_heads", "ffn"}
 
 
 def test_the_nnx_module_is_the_same_function():

@@ -1,7 +1,5 @@
 """BYOL's nodes: views by row, a target that no gradient reaches, and the loss against plain numpy."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 import tiny_graphs
 from affinage.errors import UserError
-from affinage.model import Call, apply, first_averages, moved_averages, parse
+from affinage.model import Call, apply, first_averages, parse
 
 GRAPH = parse(tiny_graphs.byol())
 KEY = jax.random.key(7)
@@ -47,22 +45,6 @@ def test_no_gradient_reaches_the_target_branch():
     ours, target = jax.jit(jax.grad(loss, argnums=(0, 1)))(PARAMS, first_averages(GRAPH, PARAMS))
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(target))
     assert all(np.any(leaf) for name in GRAPH.parameters for leaf in jax.tree.leaves(ours[name]["dense_0"]["kernel"]))
-
-
-@pytest.mark.full
-def test_the_target_is_computed_from_averages_that_follow_the_formula():
-    averages = first_averages(GRAPH, PARAMS)
-    copied = {name: PARAMS[name] for name in ("encoder", "projector")}
-    jax.tree.map(np.testing.assert_array_equal, averages, {"target": copied})
-    changed = jax.tree.map(lambda p: p + 1.0, PARAMS)
-    expected = jax.tree.map(lambda p: 0.9 * p + 0.1 * (p + 1.0), copied)
-    found = jax.jit(partial(moved_averages, GRAPH))(averages, changed)["target"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
-    values = values_of(PARAMS, averages)
-    np.testing.assert_allclose(values["target"], values["projector"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(values_of(changed, averages)["target"], values["target"])
-    with pytest.raises(ValueError, match="moving averages"):
-        apply(GRAPH, PARAMS, BATCH, Call(key=KEY))
 
 
 def test_the_loss_is_twice_one_minus_cosine_over_both_orders():

@@ -5,12 +5,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from jax.sharding import AbstractMesh, AxisType
 
 from affinage.model import Call, Graph, apply, init_params, parse
-from affinage.model.kinds import preference
-from affinage.model.layout import Layout
-from affinage.parallel import MeshLayout
 
 VOCABULARY, WIDTH, ROWS, CONTEXT, DOCUMENTS = 50, 8, 4, 24, 4
 WEIGHTS = [("embed", "embedding"), ("norm", "scale"), ("logits", "kernel")]
@@ -128,13 +124,3 @@ def test_loss_gradients_and_metrics_are_those_of_torch(
     pairs = {float(count) for name, (_, count) in metrics.items() if not name.startswith("logits/")}
     assert pairs == {7.0}
     assert sum(float(metrics[f"logits/{side}"][1]) for side in ("chosen", "rejected")) == given["loss_mask"].sum()
-
-
-def test_parts_are_as_large_as_a_devices_share_of_the_logits_lets_them():
-    rows, vocabulary = 64, 2**17  # 32 positions are 1 GiB
-    mesh = AbstractMesh((4, 2, 2), ("data", "tensor", "context"), (AxisType.Auto,) * 3)
-    axes = {"batch": ("data",), "vocab": ("tensor",), "sequence": ("context",)}
-    lengths = (32, 33, 512, 513)
-    alone = [preference.auto_chunk(rows, length, vocabulary, Layout()) for length in lengths]
-    shared = [preference.auto_chunk(rows, length, vocabulary, MeshLayout(mesh, axes)) for length in lengths]
-    assert (alone, shared) == ([0, 32, 32, 32], [0, 0, 0, 256])

@@ -15,7 +15,6 @@ import pytest
 
 from affinage.config.training import PrecisionSettings
 from affinage.errors import UserError
-from affinage.model.kinds import loss
 from affinage.planning.compiled import collectives_in
 from affinage.training.program import Program
 
@@ -99,14 +98,6 @@ def test_what_is_split_in_other_ways(kind: str, sizes: dict, parallel: dict, mor
     model = {"window": meshes.graph("dense", window=10), "capacity": meshes.graph("moe", capacity_factor=1.0)}
     one = meshes.program(model.get(kind, MODELS.get(kind)), sizes, parallel=parallel, **more)
     meshes.assert_same_as_on_one_device(one, 20)
-
-
-def test_a_loss_in_parts_on_one_device_is_whole_where_devices_share_the_logits(monkeypatch: pytest.MonkeyPatch):
-    tokens = meshes.ROWS * meshes.CONTEXT
-    monkeypatch.setattr(loss, "WHOLE_BYTES", tokens * meshes.VOCABULARY * 4 // 2)
-    monkeypatch.setattr(loss, "AUTO_CHUNK", 10)
-    alone, shared = (meshes.program(SMALL["dense"], on, parallel={}) for on in ({"data": 1}, {"fsdp": 2}))
-    assert [loss.auto_chunk(tokens, meshes.VOCABULARY, one.layout) for one in (alone, shared)] == [10, 0]
 
 
 @pytest.mark.full

@@ -1,13 +1,9 @@
 """Copies of the model that add up the gradients of their own micro-batches train as one device does."""
 
-import dataclasses
-
 import meshes
 import pytest
 
-from affinage.config.parallel import ParallelSettings
 from affinage.model import parse
-from affinage.parallel.choice import call_on
 from affinage.planning.compiled import collectives_in, loops_of
 from affinage.training.step import replicas_of
 
@@ -38,20 +34,3 @@ def test_replicas_with_sums_of_their_own_are_one_training(sizes, parallel, loope
         assert replicas_of(DENSE, one.call) == sizes["data"]
         assert list(collectives_in(loops_of(step.as_text()))) == looped
         assert collectives_in(step.as_text())["all-reduce"]
-
-
-@pytest.mark.parametrize(
-    ("model", "sizes", "parallel", "attention"),
-    [
-        (meshes.graph("moe"), {"data": 2}, {}, "auto"),
-        (DENSE, {"data": 2, "context": 2}, {"context_attention": "ring"}, "auto"),
-        (DENSE, {"data": 2, "pipeline": 2}, {}, "auto"),
-        (DENSE, {"data": 2}, {"sharding": {"embed": ["data", "fsdp"]}}, "auto"),
-        (DENSE, {"data": 2}, {}, "cudnn"),
-    ],
-    ids=["experts", "ring", "pipeline", "weights-over-data", "cudnn"],
-)
-def test_devices_go_together_where_replicas_cannot_be_alone(model, sizes, parallel, attention):
-    one = meshes.program(model, sizes, micro_batches=2, parallel=parallel)
-    asked = call_on(one.layout, attention, ParallelSettings.model_validate(parallel))
-    assert replicas_of(model, dataclasses.replace(one.call, attention=attention)) == 1 == replicas_of(model, asked)

@@ -64,28 +64,6 @@ def test_the_table(axes: tuple, expected: P):
     assert partition_spec(axes, mesh(pipeline=1)) == P(), "axes of size one are left out"
 
 
-def test_weights_lie_where_the_table_puts_them():
-    params = meshes.program(meshes.graph("moe"), {"pipeline": 2, "fsdp": 2, "tensor": 2}, parallel={}).abstract.params
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="."): " ".join(map(str, leaf.sharding.spec))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-    inwards, outwards = "pipeline fsdp tensor", "pipeline tensor fsdp"
-    assert found == {
-        **{f"blocks.attention.{name}.kernel": inwards for name in ("query", "key", "value")},
-        "blocks.attention.out.kernel": "pipeline tensor None fsdp",
-        **{f"blocks.{name}_norm.scale": "pipeline fsdp" for name in ("attention", "ffn")},
-        "blocks.ffn.router.kernel": "pipeline fsdp",
-        **{f"blocks.ffn.{name}.kernel": "pipeline None fsdp tensor" for name in ("gate", "up")},
-        "blocks.ffn.down.kernel": "pipeline None tensor fsdp",
-        **{f"blocks.ffn.shared.{name}.kernel": inwards for name in ("gate", "up")},
-        "blocks.ffn.shared.down.kernel": outwards,
-        "embed.embedding": "tensor fsdp",
-        "logits.kernel": "tensor fsdp",
-        "norm.scale": "fsdp",
-    }
-
-
 def test_a_size_that_does_not_divide_names_the_nearest_that_do():
     with pytest.raises(UserError) as refused:
         param_shardings(mesh(tensor=4), {"w": ("embed", "heads")}, {"w": shape(16, 6)})

@@ -13,7 +13,6 @@ import pytest
 
 from affinage.cli.watch import places
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_named_plugins, load_plugins
 from affinage.errors import UserError
 from affinage.model import Call, apply, init_params, parse
 from affinage.model.kind import KINDS, Context
@@ -24,6 +23,7 @@ from affinage.pipeline.models import load_trained
 from affinage.pipeline.preflight import check
 from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.trainings import with_vocabulary
+from affinage.plugins import load_named_plugins, load_plugins
 from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
 from affinage.training.schedule import SCHEDULES, learning_rate
 
@@ -167,7 +167,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, {site!r})
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_named_plugins
+from affinage.plugins import load_named_plugins
 from affinage.model.kind import KINDS
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs

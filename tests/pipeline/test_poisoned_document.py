@@ -97,22 +97,13 @@ def state(folder: Path, step: int) -> list[bytes]:
 def test_the_updates_of_a_poisoned_document_are_left_out_bit_by_bit_and_it_is_named(recipe: Path):
     rows = TrainingRows(affinage("data", recipe, "rows"), "pretrain")
     spoilt = f"model.nodes.spoilt.token={rows.tokenizer.encode('Ω')[-1]}"
-    skipped, rewound = (
-        affinage("train", recipe, policy, spoilt, f"pretrain.health.on_nonfinite={policy}")
-        for policy in ("skip", "rollback")
-    )
+    skipped = affinage("train", recipe, "skipped", spoilt)
     batches = {step: documents_of(rows.feed, rows.folder / "train", step) for step in range(1, STEPS + 1)}
     poisoned = [step for step, batch in batches.items() if any(POISON in row["documents"] for row in batch)]
     assert 1 <= len(poisoned) <= 4 and poisoned != [1]
 
-    told = [
-        [json.loads(line) for line in (run / "pretrain/health.jsonl").read_text().splitlines()]
-        for run in (skipped, rewound)
-    ]
-    assert [(event["step"], event["done"]) for event in told[0]] == [(step, "skipped") for step in poisoned]
-    assert [event["documents"] for event in told[0]] == [batches[step] for step in poisoned]  # and of these, the row
+    told = [json.loads(line) for line in (skipped / "pretrain/health.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["done"]) for event in told] == [(step, "skipped") for step in poisoned]
+    assert [event["documents"] for event in told] == [batches[step] for step in poisoned]  # and of these, the row
     for step in poisoned:
         assert state(skipped / "pretrain", step) == state(skipped / "pretrain", step - 1)
-    assert [event["left_out"] for event in told[1]] == [[step] for step in poisoned]
-    assert [event["documents"] for event in told[1]] == [{str(step): batches[step]} for step in poisoned]
-    assert state(rewound / "pretrain", STEPS) == state(skipped / "pretrain", STEPS)

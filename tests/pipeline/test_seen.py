@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from affinage.config.cleaning import DecontaminateSettings
+from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import read_documents
 from affinage.pipeline.seen import seen_by

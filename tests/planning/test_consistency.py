@@ -60,14 +60,3 @@ def test_what_is_consistent_is_not_complained_of():
         ({"epochs": 1.0}, ["epochs"]),
     ):
         assert [one.claim for one in contradictions(facts, true.model_copy(update=changed))] == claims
-
-
-def test_facts_are_products_and_sums():
-    facts, _ = published()
-    assert facts.tokens == 300_000 * 1024 * 2048
-    assert facts.parameters == 599_906_560
-    assert facts.flops_by_rule == 6 * 599_906_560 * facts.tokens
-    # Node by node: the embedding is looked up, not multiplied; attention is, over the pairs that causality leaves.
-    multiplied = 599_906_560 - 50_000 * 1280 - (2 * 18 + 1) * 1280
-    pairs = 2048 * 2049 // 2 * 4 * 1280 * 18
-    assert facts.flops == 300_000 * 1024 * (6 * multiplied * 2048 + 3 * pairs)

@@ -130,22 +130,6 @@ def test_of_split_rows_a_device_keeps_what_its_own_queries_see_of_all_keys(rest)
 
 
 @pytest.mark.parametrize(
-    ("part", "mesh", "changed", "factor"),
-    [
-        ("optimizer", {"data": 8}, {"optimizer": {"name": "adafactor"}}, 0.6),
-        ("transient", {"data": 8}, {"batch_size": 32, "gradient_accumulation_steps": 2}, 1.3),
-        ("transient", {"data": 4, "tensor": 2}, {"batch_size": 8}, 1.0),  # the same rows, half of the hidden units
-    ],
-    ids=str,
-)
-def test_what_a_step_needs_by_its_settings(part, mesh, changed, factor):
-    changed, plain = memory(mesh, settings(**changed)), memory({"data": 8}, settings())
-    assert getattr(changed, part) < factor * getattr(plain, part)
-    exact = memory({"data": 8}, settings(precision={"compute": "float32"}))
-    assert plain.activations < 0.7 * exact.activations, "a TPU computes in bfloat16"
-
-
-@pytest.mark.parametrize(
     ("mesh", "changed", "named", "fix"),
     [
         ({"data": "auto"}, {"batch_size": 12}, "batch 12", "8, 16"),
@@ -160,21 +144,3 @@ def test_what_does_not_divide_is_refused_with_what_does(mesh, changed, named, fi
     with pytest.raises(UserError, match=named) as refused:
         memory(mesh, settings(**changed))
     assert fix in refused.value.fix
-
-
-def test_logits_and_buffers_of_collectives_are_told_apart():
-    wide = [
-        "model.nodes.embed.width=1024",
-        "model.nodes.blocks.ffn.width=4096",
-        "packing.seq_len=64",
-        "pretrain.batch_size=4",
-    ]
-    split, whole = (plan_of(SMALL, "v4-8", *wide, f"mesh={{fsdp: {n}, data: {4 // n}}}").memory for n in (4, 1))
-    assert (split.buffers, whole.buffers) == (1024 * 4096 * 2, 0)  # one gathered matrix, in bfloat16
-    large = plan_of(SMALL, "v4-8", "mesh={data: 4}", "model.nodes.blocks.repeat=1", "model.nodes.embed.vocab=32000")
-    # Of 16 rows, as 0.98 GiB are no reason for parts: logits in float32, and their gradient in bfloat16.
-    assert large.memory.logits == 16 * 512 * 32000 * (4 + 2)
-    for made in (split, whole, large.memory):
-        parts = (made.activations, made.logits, made.buffers, made.working)
-        assert made.transient == sum(parts)
-        assert made.total == made.state + made.batch + made.weight_copies + made.gradients + sum(parts)

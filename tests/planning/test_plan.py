@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
-from small_plans import EXPERTS, SMALL, blocks_of, plan_of, rarer, settings, told
+from small_plans import EXPERTS, SMALL, blocks_of, plan_of, rarer, told
 
 from affinage.cli.output import emit
 from affinage.cli.plan_view import comparison_view
@@ -111,23 +111,6 @@ def test_slices_are_compared_fitting_ones_first_by_the_cost_of_a_token():
     assert keys == sorted(keys) and len(plans) > 20
 
 
-@pytest.mark.parametrize(
-    ("overrides", "lines", "changes"),
-    [
-        (["mesh={fsdp: 1}"], 1, ["mesh.fsdp=auto"]),
-        (["mesh={fsdp: 16}", "pretrain.batch_size=8"], 2, ["mesh.fsdp=auto", "pretrain.batch_size=16"]),
-    ],
-    ids=str,
-)
-@pytest.mark.full
-def test_slices_that_are_left_out_are_told_once_for_each_reason(capsys, overrides, lines, changes):
-    status, out, _ = told(capsys, SMALL, "--which", *settings(*overrides))
-    assert status == 0 and out.count("Left out: ") == lines and out.count(", v5e-256") <= 1
-    assert re.findall(r"--set (mesh\S+|pretrain.batch_size\S+)", out) == changes
-    _, out, _ = told(capsys, SMALL, "--which", *settings(*overrides, *changes, "pretrain.batch_size=256"))
-    assert "Left out" not in out, "what is proposed works as it is pasted"
-
-
 def test_what_is_nearly_full_and_what_trains_on_other_tokens_is_told(capsys):
     rows = ("pretrain.batch_size=null", "pretrain.per_device_batch_size=16")
     small, large = (plan_of(SMALL, name, *rows) for name in ("v4-8", "v4-16"))
@@ -157,20 +140,6 @@ def test_a_batch_that_does_not_divide_is_planned_with_the_nearest_that_does(caps
     status, out, err = told(capsys, SMALL, "--on", "v5e-256", "--json")
     assert status == 0 and json.loads(out)["rows"] == 256
     assert "batch_size 64 does not divide" in err and "--set pretrain.batch_size=256" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "planned", "left"),
-    [
-        (("julian-sft",), "pretrain", ("affinage data julian-sft", "--training sft")),
-        (("julian-sft", "--set", "pretrain=null", "--set", "data=null"), "sft", ()),
-    ],
-    ids=str,
-)
-def test_what_of_a_recipe_is_planned_is_told(capsys, words, planned, left):
-    out = told(capsys, *words, "--on", "v4-32")[1]
-    extent = next(line for line in out.splitlines() if "planned: " in line)
-    assert extent.startswith(f"planned: {planned}") and all(word in extent for word in left)
 
 
 def test_the_published_recipe_is_planned_on_the_slice_it_claims(capsys):

@@ -1,14 +1,13 @@
 """Seconds of a step: products, what is sent and by which links, sums of gradients, bubbles."""
 
 import pytest
-from small_plans import EXPERTS, SMALL, blocks_of, links, plan_of, rarer
+from small_plans import SMALL, blocks_of, links, plan_of, rarer
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
 from affinage.model.parameter import parameters_in
 from affinage.planning.phases import phases
 from affinage.planning.published import SPEED_UPS, speed_ups
-from affinage.planning.roofline import MEMORY_ACHIEVABLE
 from affinage.planning.wires import HOP_SECONDS
 
 GB = 1e9
@@ -112,17 +111,6 @@ def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings
     assert counted == pytest.approx(8 * (cost.matmul / 4 + 64 * 2 * 2 * 256 * pairs))
 
 
-@pytest.mark.parametrize(
-    ("settings", "times"),
-    [(("mesh={tensor: 4}",), (4, 4, 5)), rarer(("mesh={expert: 4}", EXPERTS), (4, 6, 6))],
-    ids=str,
-)
-def test_what_is_computed_again_is_sent_again(settings, times):
-    """The first of a layer's two sums, unless it is kept; both ways of an exchange of experts."""
-    sent = [blocks_of(*settings, f"parallel.remat={name}").exposed for name in ("none", "dots", "block")]
-    assert sent == pytest.approx([sent[0] * again / 4 for again in times])
-
-
 def test_products_that_were_kept_are_not_done_again():
     names = ("none", "dots", "block", "full")
     none, dots, block, full = (blocks_of(f"parallel.remat={name}").compute for name in names)
@@ -158,19 +146,3 @@ def test_what_replicas_add_up_is_summed_once_in_float32(name):
     link = links(name, data=4)["data"]
     for found, sizes in ((whole, once), (parts, added)):
         assert [found[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])
-
-
-@pytest.mark.parametrize(("axis", "more"), [("data", (EXPERTS,)), rarer("context", ())])
-def test_where_devices_go_together_layers_and_vectors_are_summed_in_every_micro_batch(axis, more):
-    whole, parts = (sums("v4-8", f"mesh={{{axis}: 4}}", *more, *each) for each in ((), (PARTS,)))
-    vectors = links("v4-8", **{axis: 4})[axis].all_reduce(4 * VECTORS)
-    assert parts["blocks"] == pytest.approx(4 * whole["blocks"])
-    assert (parts["embed"], parts["logits"]) == (pytest.approx(4 * vectors), pytest.approx(vectors))
-
-
-def test_adding_up_reads_two_gradients_and_writes_one_in_every_micro_batch():
-    assert plan_of(SMALL, "v4-8").time.adding == 0
-    parts = plan_of(SMALL, "v4-8", PARTS).time
-    numbers, bandwidth = (LAYERS + 2 * VECTORS + 256) / 4, find_slice("v4-8").chip.memory_bandwidth
-    assert parts.adding == pytest.approx(4 * 3 * 4 * numbers / (bandwidth * MEMORY_ACHIEVABLE), rel=1e-3)
-    assert parts.seconds > sum(node.seconds for node in parts.nodes) + parts.update

@@ -163,12 +163,3 @@ def test_a_curve_names_settings_that_go_with_no_mesh():
     loaded = load_recipe(SMALL, ["pretrain.optimizer_in_backward=true", "pretrain.gradient_accumulation_steps=2"])
     with pytest.raises(UserError, match="gradient_accumulation_steps"):
         curve(loaded.recipe, planned_graph(loaded), "weak", find_slice("v4-8"))
-
-
-@pytest.mark.full
-def test_the_verb_says_where_a_curve_begins(capsys):
-    words = [SMALL, "--on", "v4-8", "--curve", "strong"]
-    assert (
-        "begins at v4-16"
-        in told(capsys, *words, *settings("model.nodes.blocks.repeat=1", "pretrain.batch_size=8192"))[1]
-    )

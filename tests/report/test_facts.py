@@ -12,7 +12,6 @@ from synthetic_run import write_json
 from affinage.report import collect_facts, render
 from affinage.report.card import card_facts
 from affinage.report.comparison import Entrant, comparison
-from affinage.report.sections import funnel
 from affinage.report.summary import verdict
 
 anything = st.recursive(
@@ -124,21 +123,12 @@ def test_no_summary_can_break_the_page(tmp_path_factory: pytest.TempPathFactory,
     assert render(collect_facts(run)).encode("utf-8")
 
 
-def test_no_bar_of_the_funnel_is_longer_than_its_place_though_long_documents_are_split(tmp_path: Path):
-    removed = {"documents_in": 10, "documents_out": 12, "removed": {"too short": 8}}
-    summary = {**removed, "bytes_in": 90, "bytes_out": 72, "validation_documents": 1, "validation_bytes": 9}
-    (step,) = funnel(collect_facts(of_one_stage(tmp_path, "split", summary)).flows)
-    lost = sum(width for _, width in step.documents_lost)
-    assert step.documents_kept + step.documents_held_out + lost == pytest.approx(100)
-    assert step.bytes_kept + step.bytes_held_out + step.bytes_lost == pytest.approx(100)
-
-
 def test_the_card_has_a_licence_for_each_source_and_the_languages_of_the_text(tmp_path: Path):
     sources = [
-        {"path": "books/novels.jsonl", "licence": "cc0-1.0"},
-        {"path": "other/novels.txt", "licence": "cc-by-4.0"},
-        {"path": "web/", "name": "pages", "licence": "odc-by"},
-        {"path": "of another version", "unknown": 1, "name": "old", "licence": "mit"},
+        {"path": "books/novels.jsonl", "license": "cc0-1.0"},
+        {"path": "other/novels.txt", "license": "cc-by-4.0"},
+        {"path": "web/", "name": "pages", "license": "odc-by"},
+        {"path": "of another version", "unknown": 1, "name": "old", "license": "mit"},
     ]
     recipe = {"data": {"sources": sources, "languages": ["en", "fr"]}}
     by_source = {name: {"documents": 1, "bytes": 9} for name in ("novels", "novels-2", "pages", "old")}

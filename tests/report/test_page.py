@@ -95,21 +95,17 @@ def test_preferences_are_told_in_their_own_unit(run: Path, change):
 STEPS, SHARES = (0, 100, 200, 300), (0.62, 0.60, 0.55, 0.44)
 
 
-def watched(run: Path, scores, worse=((), (), (), ())) -> None:
-    """A fine-tuning whose loss falls while a benchmark does not."""
-    looks = [
-        {
-            "step": step,
-            "scores": {task: {"value": value, "stderr": 0.035} for task, value in scores(share).items()},
-            "worse": [{"task": task, "than": than, "p": p} for task, than, p in found],
-        }
-        for step, share, found in zip(STEPS, SHARES, worse, strict=True)
-    ]
-    (run / "sft" / "watch.json").write_text(json.dumps({"threshold": 1e-3, "looks": looks}))
-
-
 def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Path, change):
-    watched(run, lambda share: {"winogrande": share}, ((), (), (), [("winogrande", 0, 1e-4)]))
+    """Of a fine-tuning whose loss falls while a benchmark does not."""
+    looks = [
+        {"step": step, "scores": {"winogrande": {"value": share, "stderr": 0.035}}, "worse": []}
+        for step, share in zip(STEPS, SHARES, strict=True)
+    ]
+    looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
+    (run / "sft" / "watch.json").write_text(json.dumps({"threshold": 1e-3, "looks": looks}))
+    page = render(facts := collect_facts(run)).replace("\u00a0", " ")  # as if it had gone on to its end
+    assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
+    assert "empirent au-delà du hasard" in render(facts, "fr")
     with change(run / "sft" / "summary.json") as summary:
         summary |= {"ended": "winogrande is worse than at step 0 (p = 0.0001)", "steps": 300}
     page = render(collect_facts(run))
@@ -121,11 +117,3 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     shown = {int(step.replace(",", "")): (bool(bold), float(share)) for step, bold, share in rows}
     expected = {step: (step == 300, pytest.approx(100 * share)) for step, share in zip(STEPS, SHARES, strict=True)}
     assert {step: shown[step] for step in STEPS} == expected
-
-
-def test_what_got_worse_is_said_of_a_training_that_went_on_to_its_end(run: Path):
-    worse = ([], [("a", 0, 1e-3)], [("a", 0, 1e-4), ("a", 100, 2e-3), ("b", 0, 5e-3)], [])
-    watched(run, lambda share: {task: share - 0.1 * (task == "b") for task in "abcde"}, worse)
-    page = render(facts := collect_facts(run)).replace("\u00a0", " ")
-    said = "a from 62.0% at step 0 to 55.0% at step 200 (p = 10⁻⁴) · b from 52.0% at step 0 to 45.0% at step 200"
-    assert said in page and "empirent au-delà du hasard" in render(facts, "fr")

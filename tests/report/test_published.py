@@ -48,16 +48,3 @@ def test_bars_and_curves_say_who_published(run: Path, change, language: str, mar
     other = words["other_items_note"].format(tasks=f"hellaswag 100 ({mark} {number})")
     assert shown.count(other) == 3, "under bars, curves and what tuning did"
     assert words["other_items_note"].partition(":")[0] not in page((0.3, 0.3), 10_042), "the benchmark itself"
-
-
-def test_charts_mark_what_was_asked_in_the_chat_template(run: Path, pages: dict[str, str], change):
-    words = strings("en")
-    assert words["in_chat_note"] not in pages["en"]
-    for stage, templated in zip(STAGES, (False, True)):
-        with change(run / stage / "results.json") as results:
-            results["tasks"]["hellaswag"] = score(0.3, chat_template=templated)
-            results["tasks"]["pocket_arithmetic"]["chat_template"] = True
-    first, _, charts = render(collect_facts(run)).partition(f"<h3>{words['published']}</h3>")
-    tuned = words["sft_model"]
-    assert f"{tuned} †" in charts and f"{words['base']} †" not in charts and words["in_chat_note"] in charts
-    assert f"hellaswag († {tuned})" in first and "pocket_arithmetic †" in first and "pocket_facts_en †" not in first

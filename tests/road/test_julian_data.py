@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +12,6 @@ from affinage.cli.program import main
 from affinage.config.load import load_recipe
 from affinage.data.collect import collect
 from affinage.data.documents import read_documents
-from affinage.data.special_tokens import CODE, ENDCODE, EOS
 from source_forms import book, dump_streams, page, prose
 
 COUNTS = {"wikipedia-en": 30, "wikipedia-fr": 20, "oscar-en": 40, "oscar-fr": 36, "fineweb-edu": 50, "the-stack": 15}
@@ -78,25 +76,6 @@ def test_every_source_is_read_in_its_own_form(mirror: Path, tmp_path: Path):
     assert all(row["url"] and row["licence"] for row in rows), "where a document comes from is known of each"
     assert {row["language"].rstrip("?") for row in rows if row["source"] != "the-stack"} == {"en", "fr"}
     assert len({(row["source"], row["id"]) for row in rows}) == len(rows)
-
-
-@pytest.mark.full
-def test_it_becomes_rows_with_code_between_its_tokens(mirror: Path, tmp_path: Path):
-    settings = [f"data.mirror={mirror}", "data.split.group_separator='#'", "tokenizer.vocab_size=400"]
-    settings += ["packing.seq_len=64", "data.dedup=null", "data.split.max_similarity=0"]  # they repeat themselves
-    with pytest.raises(SystemExit) as ended:
-        main(["data", "julian-data", "--runs", str(tmp_path), *(f"--set={setting}" for setting in settings)])
-    assert not ended.value.code
-    run = tmp_path / "julian-data"
-    split = json.loads((run / "split" / "manifest.json").read_text())["summary"]
-    for name, count in (COUNTS | {name: count * CHAPTERS for name, count in BOOKS.items()}).items():
-        language = {"the-stack": "code"}.get(name, "fr" if name.endswith("fr") else "en")
-        held_out = split["validation"].get(f"{name}.{language}", {"documents": 0})["documents"]
-        assert split["by_source"][name]["documents"] + held_out == count
-    (stack,) = (run / "rows" / "train").glob("the-stack*")
-    tokens = np.concatenate([np.load(file).ravel() for file in sorted(stack.glob("rows-*.npy"))])
-    documents = split["by_source"]["the-stack"]["documents"]
-    assert [(tokens == control).sum() for control in (CODE, ENDCODE, EOS)] == [documents] * 3
 
 
 def test_without_a_network_or_a_mirror_it_is_refused_before_anything_runs(tmp_path: Path, capsys):

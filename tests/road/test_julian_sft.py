@@ -7,16 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from affinage.config.data import TokenizerSettings
 from affinage.config.load import load_recipe
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.special_tokens import IM_END, IM_START
-from affinage.data.tokenizer import Tokenizer
-from affinage.data.tokenizer_training import train_tokenizer
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs
-from tiny_corpus import write_split
+from tiny_models import tokenizer
 
 COUNTS = {
     "alpaca": 30, "dolly": 12, "code-alpaca": 9, "gpt4all-j": 10,
@@ -58,38 +55,26 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    split = write_split(tmp_path_factory.mktemp("split"))
-    train_tokenizer(split, folder, TokenizerSettings(vocab_size=400), ("en", "fr"), seed=0)
-    return Tokenizer.load(folder)
-
-
-def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tokenizer: Tokenizer, tmp_path: Path):
+def test_every_source_of_the_mixture_becomes_rows(mirror: Path, tmp_path: Path):
     overrides = [f"sft.mirror={mirror}", "sft.seq_len=256", "sft.validation_fraction=0"]
     settings = load_recipe("julian-sft", overrides).recipe.sft
     assert settings is not None
-    summary = prepare_conversations(settings, tokenizer, tmp_path, context=256, seed=0)
+    summary = prepare_conversations(settings, tokenizer(), tmp_path, context=256, seed=0)
     counts = {name: counted["train"]["conversations"] for name, counted in summary["by_source"].items()}
     assert counts == COUNTS
     feed = RowFeed(tmp_path / "train", seed=0, batch=summary["train"]["rows"])
     batch = feed.batch(0)
     # Trained is what the assistant says, to the end of its message.
     for tokens, mask in zip(batch["tokens"], batch["loss_mask"].astype(bool)):
-        text = tokenizer.decode(tokens[mask], keep_special=True)
+        text = tokenizer().decode(tokens[mask], keep_special=True)
         assert " answers " in text and " asks " not in text and "Be exact" not in text
         assert tokens[mask][-1] == IM_END and IM_START not in tokens[mask]
 
 
 def test_the_two_variants_share_all_but_the_fine_tuning(mirror: Path, tmp_path: Path):
     found = []
-    for recipe, steps, epochs in (("julian-sft", 30_000, 1), ("julian-sft-100k", 100_000, None)):
+    for recipe in ("julian-sft", "julian-sft-100k"):
         loaded = load_recipe(recipe, [f"sft.mirror={mirror}"])
-        sft = loaded.recipe.sft
-        assert sft is not None and (sft.steps, sft.batch_size, sft.schedule.warmup_steps) == (steps, 32, 1000)
-        assert sft.num_epochs == epochs
-        assert (sft.schedule.peak_lr, sft.optimizer.weight_decay, sft.optimizer.max_grad_norm) == (2e-5, 0.01, 1.0)
         steps_of = PipelineRunner(loaded, Runs(tmp_path), build_steps(loaded), until=["sft"]).plan()
         found.append({step.name: step.request.key for step in steps_of})
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"sft"}

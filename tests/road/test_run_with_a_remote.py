@@ -1,7 +1,6 @@
 """A run on machines whose disks vanish: the next one takes results and the training from where they were copied to."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from affinage.checkpoint.remote import RemoteFolder
 from affinage.checkpoint.remote_steps import find_steps
 from affinage.cli.program import main
 from affinage.training.metrics import curve
+from waiting import until
 
 SECRETS = {"WANDB_API_KEY": "a-key-of-weights-and-biases", "HF_TOKEN": "a-token", "GITHUB_TOKEN": "anothers-token"}
 SETTINGS = ["data.sources=[{path: pocket-world, max_bytes: 0.05MB}]", "sft=null", "evaluate=null", "export=null"]
@@ -38,10 +38,7 @@ def test_an_empty_machine_goes_on_from_the_copy_and_nothing_anywhere_has_a_secre
         """Steps that come while another is copied are passed over: which ones hangs on the machine."""
         save(store, step, *given)
         store.wait()
-        until = time.monotonic() + 120
-        while not any(name.endswith(f"checkpoints/{step}/SHA256SUMS") for name in RemoteFolder(url).sizes()):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(lambda: any(name.endswith(f"checkpoints/{step}/SHA256SUMS") for name in RemoteFolder(url).sizes()))
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from affinage.data.chat import encode_prompt
 from affinage.generation.decode import Generation, Generator, Request
 from affinage.generation.sampling import Sampling
 from tiny_models import CONTEXT, tiny_llama
+from waiting import until
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where is Paris?"}]
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 5}
@@ -181,20 +181,13 @@ def test_a_full_queue_says_when_to_come_again_and_a_client_that_leaves_frees_its
     with served.held_up() as gate:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)
-            _until(lambda: served.engine.waiting == 1)
+            until(lambda: served.engine.waiting == 1)
             with pytest.raises(openai.RateLimitError) as full:
                 client.chat.completions.create(model="tiny", messages=MESSAGES, n=2)
             assert int(full.value.response.headers["Retry-After"]) >= 1
         waiting = threading.Thread(target=chat)
         waiting.start()
-        _until(lambda: served.engine.waiting == 2)
+        until(lambda: served.engine.waiting == 2)
         gate.set()
         waiting.join(120)
     assert len(answers) == 1
-
-
-def _until(condition) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ from affinage.tracking import TrackedRun, Trackers, tracker, trackers_of
 from affinage.tracking.child import Child
 from affinage.tracking.tracker import metrics_of
 from affinage.training import train
+from waiting import until
 
 
 class Listed:
@@ -68,13 +68,12 @@ def deliver(folder: Path, trackers: dict[str, Listed], lines: int = 10, **limits
     """Hand over some lines; what was said."""
     said: list[str] = []
     makers = {name: (lambda each=each: each) for name, each in trackers.items()}
+    # Whoever takes lines at all is in time for them, where few are kept for those who do not.
+    takes = [each for each in trackers.values() if limits.get("waiting") and each.fails not in ("start", "log")]
     with Trackers(makers, TrackedRun("t"), folder, before=(), say=said.append, **limits) as delivery:
         for step in range(1, lines + 1):
             delivery.log({"step": step, "loss": None if step == 1 else 1.0 / step, "skipped": 0.0})
-            # Whoever takes lines at all is in time for them.
-            takes = [each for each in trackers.values() if each.fails not in ("start", "log")]
-            while limits.get("waiting") and any(len(each.lines) < step for each in takes):
-                time.sleep(0.001)
+            until(lambda step=step: all(len(each.lines) >= step for each in takes))
     return said
 
 
@@ -112,9 +111,10 @@ def test_plugins_have_trackers_too(tmp_path: Path):
 
 def test_trackers_are_in_no_key_of_a_stage():
     plain = build_steps(load_recipe("quickstart"))
-    tracked = build_steps(load_recipe("quickstart", ["trackers.tensorboard=true", "trackers.mlflow={experiment: x}"]))
+    given = ["runtime.trackers.tensorboard=true", "runtime.trackers.mlflow={experiment: x}"]
+    tracked = build_steps(load_recipe("quickstart", given))
     assert [(stage.name, stage.config) for stage in plain] == [(stage.name, stage.config) for stage in tracked]
-    assert load_recipe("quickstart", ["trackers=[wandb]"]).recipe.trackers.wandb is not None
+    assert load_recipe("quickstart", ["runtime.trackers=[wandb]"]).recipe.runtime.trackers == {"wandb": {}}
 
 
 def test_a_library_that_dies_or_is_not_there_is_an_error_of_the_tracker(tmp_path: Path):

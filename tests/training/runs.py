@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import runs; runs.be_run(sys.argv[1])"
-_PATIENCE = 300.0  # seconds for whatever a run is waited for
+from waiting import PATIENCE, until
+
+_PLACES = [str(folder) for folder in Path(__file__).parents[:2]]
+_PROGRAM = f"import sys; sys.path[:0] = {_PLACES!r}; import runs; runs.be_run(sys.argv[1])"
 
 
 class Run:
@@ -32,10 +34,7 @@ class Run:
         os.kill(int(self.said().partition("pid ")[2].split()[0]), signal.SIGKILL)
 
     def until(self, true: Callable[[], object]) -> None:
-        late = time.monotonic() + _PATIENCE
-        while not true() and self.process.poll() is None:
-            assert time.monotonic() < late, self.said()
-            time.sleep(0.01)
+        until(lambda: true() or self.process.poll() is not None)
 
     def said(self) -> str:
         return self.log.read_text()
@@ -45,7 +44,7 @@ class Run:
 
     def wait(self) -> int:
         """Its exit status, negative if a signal ended it."""
-        return self.process.wait(_PATIENCE)
+        return self.process.wait(PATIENCE)
 
 
 class Runs:
@@ -74,6 +73,7 @@ def be_run(order: str) -> None:
 
     import tiny
 
+    from affinage.config.runtime import CheckpointSettings, RuntimeSettings
     from affinage.errors import EXIT_PREEMPTED, Preempted
     from affinage.stopping import OwnProcess
     from affinage.training import TrainJob, train
@@ -94,6 +94,7 @@ def be_run(order: str) -> None:
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
                     settings=tiny.settings(job["steps"], eval_every=7),
+                    runtime=RuntimeSettings(checkpoint=CheckpointSettings(every_steps=5)),
                     mesh={"fsdp": 2},
                     seed=1,
                     feed=SlowFeed(),

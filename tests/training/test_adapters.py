@@ -115,14 +115,6 @@ def test_only_adapters_are_trained_and_in_checkpoints(tmp_path: Path):
     )
 
 
-def test_a_step_has_two_products_for_a_frozen_matrix_where_it_has_three_for_a_trained_one():
-    adapted, whole = (tiny.uncompiled(each) for each in (job(), tiny.job(Path("unused"), graph=dense())))
-    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * tiny.VOCABULARY  # attention, feed-forward, logits
-    low = 2 * 4 * (3 * (32 + 32) + 2 * (32 + 64))  # of rank 4
-    tokens = 8 * tiny.CONTEXT
-    assert whole.flops_per_step - adapted.flops_per_step == tokens * (2 * matrices - 6 * low)
-
-
 @functools.cache
 def first_state(kind: str):
     """Adapters that change something, on one device."""

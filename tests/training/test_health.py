@@ -79,21 +79,6 @@ def test_going_back_and_leaving_the_batch_out_is_the_same_as_never_having_made_t
     assert [line["step"] for line in tiny.lines(tmp_path)] == [step for step in range(1, 16) if step != 8]
 
 
-@pytest.mark.full
-def test_a_start_before_the_sick_step_of_a_rewind_forgets_neither_the_rewind_nor_its_line(tmp_path: Path):
-    def fall(step: int, state: object) -> None:
-        if step == 11 and (tmp_path / "health.jsonl").exists():
-            raise RuntimeError("the machine fails")
-
-    feed, how = SickFeed(not_finite=(13,)), {"on_nonfinite": "rollback", "rollback_batches": 8}
-    with pytest.raises(RuntimeError):
-        train(job(tmp_path, feed, fall, **how))
-    summary = train(job(tmp_path, feed, **how))
-    assert summary["resumed_at"] == [10] and summary["health"]["rewinds"] == [[13, 5]]
-    (event,) = events(tmp_path)
-    assert event["step"] == 13 and event["left_out"] == [*range(6, 14)]
-
-
 def test_three_in_a_row_stop_the_run_with_a_diagnosis_also_across_starts(tmp_path: Path):
     feed = SickFeed(not_finite=(5, 6, 7))
     with pytest.raises(RuntimeError):

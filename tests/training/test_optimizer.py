@@ -87,19 +87,6 @@ def test_bfloat16_moments_are_stored_small_and_follow_the_float32_ones():
     assert kinds == {"bfloat16", "float32", "int32"}  # moments; Muon's coefficients and counts are left alone
 
 
-def test_lion_is_the_sign_of_the_interpolated_momentum():
-    settings = OptimizerSettings(name="lion", b1=0.9, b2=0.99, weight_decay=0.1, max_grad_norm=1e9)
-    gradients = _gradients(5)
-    ours, _ = _ours(settings, jax.tree.map(jnp.asarray, _start()), gradients, 1e-2)
-    for name, weight in _start().items():
-        momentum = np.zeros_like(weight)
-        for grads in gradients:
-            move = np.sign(0.9 * momentum + 0.1 * grads[name]) + (0.1 if DECAYED[name] else 0.0) * weight
-            momentum = 0.99 * momentum + 0.01 * grads[name]
-            weight = weight - 1e-2 * move
-        np.testing.assert_allclose(ours[name], weight, rtol=1e-5, atol=1e-6)
-
-
 def test_adafactor_keeps_a_row_and_a_column_for_a_matrix():
     settings = OptimizerSettings(name="adafactor", weight_decay=0.0, settings={"smallest_factored": 8})
     optimizer = make_optimizer(settings, WEIGHTS)

@@ -13,10 +13,8 @@ import jax
 import numpy as np
 import psutil
 import pytest
-import tiny
 
 from affinage.config.runtime import RuntimeSettings
-from affinage.training import train
 from affinage.training.metrics import MetricsLog
 from affinage.training.progress import StepDisplay, step_line
 from affinage.training.readings import Readings
@@ -71,11 +69,6 @@ def test_the_load_is_of_the_gpus_that_the_process_computes_on(monkeypatch, visib
     ordinals = range(len(visible.split(",")) if visible else 4)
     devices = [SimpleNamespace(platform="gpu", local_hardware_id=n, memory_stats=dict) for n in ordinals]
     assert Readings(devices).read().get("utilisation") == load
-
-
-def test_steps_that_are_not_to_come_are_told_not_to_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    train(tiny.job(tmp_path, profile=20))
-    assert "profile: 20 " in "".join(capsys.readouterr()) and not (tmp_path / "profile").exists()
 
 
 def test_which_steps_are_traced_is_a_step_or_a_range():

@@ -1,4 +1,7 @@
-"""Every part of a training can be another one: with trivial ones it fails, goes on, and trains as before."""
+"""Every part of a training can be another one: with trivial ones it fails, goes on, and trains as before.
+
+The strategy is `tiny.Kept`, that of all these tests.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,15 +52,6 @@ class InMemory:
         return step, tiny.placed(state, dict(abstract)), meta
 
 
-class Jit(tiny.Kept):
-    """A strategy that compiles when it is called first, and leaves all to XLA."""
-
-    def compile_training(self, step: Any, state: Any, batch: Any) -> Any:
-        return jax.jit(step)
-
-    compile_evaluation = compile_training
-
-
 class Borrowed:
     """Hardware that is one device of somebody's, and knows who has it."""
 
@@ -74,7 +68,7 @@ class Borrowed:
 def test_a_training_of_other_parts_is_the_usual_one(tmp_path: Path):
     feed: Feed = tiny.RandomFeed()
     store: Checkpoints = InMemory()
-    strategy: Strategy = Jit(tiny.job(tmp_path))
+    strategy: Strategy = tiny.Kept(tiny.job(tmp_path))
     hardware: Hardware[jax.Device] = Borrowed()
     parts = {"feed": feed, "store": store, "strategy": strategy, "hardware": hardware}
     own, seen = tmp_path / "own", set()

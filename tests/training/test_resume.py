@@ -135,15 +135,6 @@ def test_each_thing_that_decides_over_numbers_is_refused_and_can_be_accepted(nam
     assert name in {each.name for each in accepted}
 
 
-def test_a_name_to_accept_that_is_no_plain_word_is_what_stands_before_it():
-    saved = {IDENTITY: {"data": {"a, b": 1, "c: d": [1]}, "code": {"plugin /x/y.py": "1"}, "1 2": 3, "seed": 1}}
-    with pytest.raises(UserError) as refused:
-        refuse_changes(saved, {"seed": 1}, (), where="here", setting="accept_changes")
-    hinted = yaml.safe_load(str(refused.value).rpartition("accept_changes=")[2].removesuffix("."))
-    assert hinted == ["1 2", "code", "data"]
-    refuse_changes(saved, {"seed": 1}, hinted, where="here", setting="accept_changes")
-
-
 @pytest.mark.full
 def test_what_a_clock_asks_for_is_saved(tmp_path: Path):
     for minutes, count in ((1e-9, 10), (600, 1)):

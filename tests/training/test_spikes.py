@@ -59,16 +59,6 @@ def test_the_score_is_that_of_numpy(fall: float, noise: float):
             seen.append(loss)
 
 
-def test_a_loss_far_above_the_few_before_it_is_a_spike_and_a_fall_or_a_small_rise_is_none():
-    losses = series(16, 3)
-    assert (scores(losses) < 6).all()
-    for step in (1, 2, 7, 15):
-        for factor, spike in ((1.15, False), (1.5, step >= 8), (3.0, True)):
-            moved = losses.copy()
-            moved[step] *= factor
-            assert (scores(moved)[step] > 6) == spike
-
-
 def test_many_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():
     clean = series(10_000, 1)
     spikes = scores(clean) > 6
@@ -79,14 +69,6 @@ def test_many_clean_steps_do_not_stop_a_run_and_every_spike_is_seen():
     sick = clean.copy()
     sick[at] *= 1.15  # thirteen deviations
     assert (scores(sick)[at] > 6).all()
-
-
-def test_a_spike_in_the_first_steps_is_seen_and_a_clean_start_has_none_in_a_row():
-    starts = np.stack([series(128, seed) for seed in range(50)])
-    spikes = scores(starts) > 6
-    assert not spikes[:, :16].any() and spikes.sum() <= 3 and (spikes.sum(axis=1) < 3).all()
-    starts[:, 40] *= 3
-    assert (scores(starts)[:, 40] > 6).mean() > 0.99
 
 
 def test_what_is_not_finite_is_no_spike_and_is_not_sound():

@@ -1,11 +1,8 @@
 """Killed or told to stop in any phase of a run: the same bits in the end, and nothing lost that was not said."""
 
-import io
-import queue
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,9 +14,9 @@ import tiny
 from affinage.checkpoint import CheckpointStore
 from affinage.errors import EXIT_PREEMPTED
 from affinage.stopping import OwnProcess
-from affinage.training import signals
 from affinage.training.metrics import curve
 from affinage.training.signals import StopRequest
+from waiting import until
 
 STEPS, EVERY = 30, 5
 
@@ -46,7 +43,7 @@ def assert_ends_as(undisturbed: Path, folder: Path, starter: runs.Runs) -> None:
     assert curve(folder) == curve(undisturbed)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, starter, undisturbed: Path, kills: int):
     folders, draw, killed, lost = [tmp_path / "run"], random.Random(0), 0, 0
     for kill in range(kills):
@@ -62,7 +59,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path, sta
         run.kill()
         killed += run.wait() == -signal.SIGKILL
         lost = max(lost, max([begun, *run.steps()]) - newest(folder))
-    assert killed >= kills // 2
+    assert killed >= max(1, kills // 2)
     assert lost <= 2 * EVERY  # an interval, and the save in flight
     for folder in folders:
         assert_ends_as(undisturbed, folder, starter)
@@ -132,8 +129,7 @@ def test_native_code_that_does_not_end_is_left(warm_python, slowest_save, number
     assert process.stdout is not None
     computes = psutil.Process(int(process.stdout.readline()))
     before = computes.cpu_times().user
-    while computes.cpu_times().user < before + 0.2:  # it is not yet in native code
-        time.sleep(0.01)
+    until(lambda: computes.cpu_times().user >= before + 0.2)  # it is in native code
     process.send_signal(number)
     while again and process.poll() is None and time.monotonic() < late:
         time.sleep(1.2)  # more than what counts as one wish
@@ -143,24 +139,9 @@ def test_native_code_that_does_not_end_is_left(warm_python, slowest_save, number
     assert ('File "<string>", line 10 in <module>' in said) == stacks
 
 
-@pytest.mark.parametrize("stream", [None, io.StringIO()], ids=["without standard error", "with one of no number"])
-def test_the_end_of_the_grace_needs_no_standard_error(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch):
-    left: queue.SimpleQueue[str] = queue.SimpleQueue()
-    monkeypatch.setattr(signals, "leave", left.put)
-    with OwnProcess(), StopRequest("run", grace=0.1) as stop, monkeypatch.context() as patch:
-        stop.something_to_lose(slowest_save=0.0)
-        patch.setattr(sys, "stderr", stream)
-        signal.raise_signal(signal.SIGTERM)
-        assert "was not saved" in left.get(timeout=60)
-
-
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 600), (signal.SIGHUP, 600), (signal.SIGINT, 9000)])
 def test_a_person_waits_longer(number: signal.Signals, seconds: float):
     with OwnProcess(), StopRequest("run", grace=600.0) as stop:
         stop.something_to_lose(slowest_save=9000.0)
         signal.raise_signal(number)
-        late = time.monotonic() + 60
-        while (left := stop.seconds_left()) is None:
-            assert time.monotonic() < late
-            time.sleep(0.01)
-        assert seconds - 300 < left <= seconds
+        assert seconds - 300 < until(stop.seconds_left) <= seconds

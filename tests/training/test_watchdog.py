@@ -1,13 +1,8 @@
 """The watchdog tells what does not end, with all stacks, and leaves it, whoever reads what it says."""
 
 import math
-import os
 import queue
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +18,7 @@ from affinage.training import train, watchdog
 from affinage.training.ledger import LifeSign
 from affinage.training.watchdog import Watchdog
 from hosts_in_memory import Coordinator, HostInMemory
-
-PATIENCE = 300  # seconds for what is waited for on a busy machine
+from waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -48,13 +42,6 @@ def of_a_step(folder: Path, **how: bool | float | None) -> Watchdog:
     return found
 
 
-def until(true: Callable[[], object]) -> None:
-    late = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < late
-        time.sleep(0.01)
-
-
 def told(folder: Path) -> str:
     """As the file has it: of lines that come while pytest takes those before it may lose some."""
     return (folder / "stuck.txt").read_text() if (folder / "stuck.txt").is_file() else ""
@@ -68,26 +55,6 @@ def test_a_step_that_does_not_end_is_told_with_all_stacks_and_one_that_is_slow_i
     train(tiny.job(tmp_path, 10, stuck_in_this_hook, hang_timeout=0.3))
     train(tiny.job(tmp_path / "slow", 10, lambda step, state: time.sleep(0.03), hang_timeout=300))
     assert not told(tmp_path / "slow")
-
-
-def test_a_disk_that_does_not_answer_keeps_no_stacks_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said, folder = tmp_path / "said.txt", tmp_path / "run"
-    folder.mkdir()
-    os.mkfifo(folder / "stuck.txt")  # opening it waits for a reader
-    with said.open("w") as file, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", file)
-        with of_a_step(folder, leave=False):
-            until(lambda: "all stacks are here" in said.read_text() and "Thread 0x" in said.read_text())
-    os.close(os.open(folder / "stuck.txt", os.O_RDONLY | os.O_NONBLOCK))
-
-
-@pytest.mark.parametrize("stream", ["closed", "none"])
-def test_it_leaves_though_nobody_reads_what_it_says(tmp_path: Path, left, stream, monkeypatch: pytest.MonkeyPatch):
-    reads, writes = os.pipe()
-    os.close(reads)
-    monkeypatch.setattr(sys, "stderr", os.fdopen(writes, "w") if stream == "closed" else None)
-    with of_a_step(tmp_path):
-        assert left.get(timeout=PATIENCE).startswith("train: step 1 has not ended for")
 
 
 def test_a_save_beside_the_steps_that_does_not_end_is_told_once_with_all_stacks_and_not_left(tmp_path: Path, left):
@@ -159,44 +126,3 @@ def test_a_host_that_shows_no_sign_of_life_is_named_and_left(tmp_path: Path, lef
             why = left.get(timeout=PATIENCE)  # on a busy machine this one may seem silent, too
     assert "Thread 0x" in told(tmp_path)
     assert missed_by(f"Stopped: {why}. Run the same command to go on.") == (1, "shows no sign of life")
-
-
-TRAINING = """
-import sys, time
-from pathlib import Path
-from affinage.hardware import stops
-from affinage.config.runtime import RuntimeSettings
-from affinage.stopping import OwnProcess
-from affinage.training.ledger import LifeSign
-from affinage.training.watchdog import Watchdog
-
-stops.JUMP, began = 1.5, time.monotonic()
-settings = RuntimeSettings(hang_timeout=4, exit_on_hang=False)
-with OwnProcess(), Watchdog("train", Path(sys.argv[1]), settings, LifeSign(None)) as dog:
-    dog.step_begins(1)
-    time.sleep(0.5)
-    print("begun", flush=True)
-    sys.stdin.readline()
-    dog.save_lasts(time.monotonic() - began)
-    dog.step_begins(2)
-    print("a step may take less than 20 s:", dog.limit < 20, flush=True)
-"""
-
-
-def state_of(process: subprocess.Popen) -> str:
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read as Linux tells it")
-def test_the_time_for_which_ctrl_z_stops_a_process_is_nobody_s(tmp_path: Path):
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], text=True, process_group=0, **pipes)
-    assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    os.kill(process.pid, signal.SIGTSTP)
-    until(lambda: state_of(process) == "T")
-    time.sleep(6)
-    os.kill(process.pid, signal.SIGCONT)
-    out, _ = process.communicate("\n", timeout=PATIENCE)
-    assert (process.returncode, out) == (0, "a step may take less than 20 s: True\n")
-    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from affinage.cli.output import Table, emit
 from affinage.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from affinage.config.effective import Value
+    from affinage.cli.effective import Value
 
 group = typer.Typer(no_args_is_help=True, help="Show the settings of a recipe, or the JSON schema of recipes.")
 _SCHEMA_FILE = "recipe.schema.json"
@@ -114,7 +114,7 @@ def show(
 
     Example: affinage config show novels-chat pretrain
     """
-    from affinage.config.effective import as_text, effective
+    from affinage.cli.effective import as_text, effective
 
     values = effective(load(recipe, overrides, runs, lenient=True))
     if key is not None:
@@ -141,7 +141,8 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     found = [value for value in values if dotted(value) == key or dotted(value).startswith(f"{key}.")]
     if found:
         return found
-    # It may be one that is left out: then only what it means can be printed.
+    # It may be one that is left out: then what it means is all there is to say.
+    from affinage.cli.reference import settings_by_key
 
     plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()
     if plain in settings:
@@ -156,14 +157,14 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
 def schema() -> None:
     """Print the JSON schema of recipes, for editors.
 
-    Example: affinage.config.reference > recipe.schema.json
+    Example: affinage config schema > recipe.schema.json
     """
     sys.stdout.write(_schema_text())
 
 
 def _schema_text() -> str:
     import affinage.model.kinds  # noqa: F401  the kinds register themselves
-    from affinage.config.reference import json_schema
+    from affinage.cli.reference import json_schema
     from affinage.model.kind import KINDS
 
     written: dict[str, Any] = json_schema(KINDS)

@@ -51,12 +51,12 @@ def graph(
     if as_json + as_mermaid + (as_svg is not None) > 1:
         raise UserError("--json, --mermaid and --svg are three outputs", fix="Ask for one at a time.")
     loaded = load(recipe, overrides, runs, lenient=True)
-    from affinage.config.plugins import load_plugins
     from affinage.model.analysis import mermaid, parameters, summary_table
     from affinage.model.graph import parse
     from affinage.model.shape import SEQUENCE
     from affinage.pipeline.names import resolve, run_folder
     from affinage.pipeline.trainings import with_vocabulary
+    from affinage.plugins import load_plugins
 
     load_plugins(loaded)
     if schedule:

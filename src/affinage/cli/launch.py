@@ -159,7 +159,7 @@ def _rented(
     name = loaded.recipe.name.lower().replace(".", "-").replace("_", "-")
     rented = CloudSlice(f"affinage-{name}", where, settings.cloud, _print)
     try:
-        yield RentedLauncher(rented, where.hosts, over_ssh, settings.cloud.external_addresses)
+        yield RentedLauncher(rented, where.hosts, over_ssh)
     finally:
         if keep:
             _print(f"{rented.name}: kept, and paid for")

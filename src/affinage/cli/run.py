@@ -94,7 +94,7 @@ def world(
     Example: affinage world my_world --megabytes 10
     """
     from affinage.cli.working import Working
-    from affinage.data.world import write_world
+    from affinage.data.synthetic import write_world
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("this is not an empty folder", where=str(folder), fix="Name one that is not there yet.")
@@ -183,7 +183,7 @@ def _run(
         prepare_process(loaded)
         check(loaded, [step.name for step in plan if not step.complete])
         show_plan(plan, as_json=how.as_json)
-        for doubt in [*unchecked(plan), *doubts(loaded)]:
+        for doubt in (*unchecked(plan), *doubts(loaded)):
             warn(doubt)
         return runner.folder
     prepare_process(loaded)
@@ -205,7 +205,7 @@ def _run(
             raise UserError(f"steps that come before are not complete: {', '.join(first)}", where=name, fix=fix)
         with hosts.all_at_work():  # the mesh is of all their devices
             check(loaded, waiting)
-        for doubt in [*unchecked(plan), *(doubts(loaded) if waiting else ())]:
+        for doubt in (*unchecked(plan), *(doubts(loaded) if waiting else ())):
             warn(doubt)
         with Watch(plan) as watch:
             runner.run(watch)

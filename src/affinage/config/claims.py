@@ -1,4 +1,4 @@
-"""What a paper or a plan says of a run, to be checked against its settings and against itself."""
+"""What a paper or a plan states of a run, and the hardware that a run is planned for."""
 
 from typing import Annotated, Literal
 
@@ -6,84 +6,79 @@ from pydantic import Field
 
 from affinage.config.settings import Settings
 
+Positive = Annotated[float, Field(gt=0)]
+Price = Annotated[float, Field(ge=0)]
+
 
 class CheckpointClaim(Settings):
-    """Where in a run a number of tokens is said to be reached."""
+    """A step at which a number of tokens is said to be reached."""
 
-    tokens: float = Field(gt=0)
-    """Seen up to there."""
+    tokens: Positive
+    """Tokens seen."""
     step: int = Field(ge=1)
-    """Of the training, at which it was saved."""
+    """Step of the checkpoint."""
 
 
 class SftClaims(Settings):
-    """Of fine-tuning."""
+    """Claims about fine-tuning."""
 
-    examples: float | None = Field(default=None, gt=0)
-    """Conversations in all."""
+    examples: Positive | None = None
+    """Number of conversations."""
     sources: dict[str, float] = {}
     """Conversations of each source."""
     batch_size: int | None = Field(default=None, ge=1)
     """Sequences of a step."""
     steps_per_epoch: int | None = Field(default=None, ge=1)
-    """Of the fine-tuning's conversations."""
+    """Steps in which every conversation is seen once."""
 
 
 class Claims(Settings):
-    """Figures that are stated, not derived. Those left out are not checked."""
+    """Figures that somebody states; `affinage plan` reports those that contradict the recipe or each other."""
 
-    parameters: float | None = Field(default=None, gt=0)
-    """In all."""
-    tokens: float | None = Field(default=None, gt=0)
-    """Of the whole pretraining."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Over the data."""
+    parameters: Positive | None = None
+    """Number of parameters."""
+    tokens: Positive | None = None
+    """Tokens of the whole pretraining."""
+    epochs: Positive | None = None
+    """Passes over the data."""
     sources: dict[str, float] = {}
     """Tokens of each source."""
-    flops: float | None = Field(default=None, gt=0)
-    """Of the whole pretraining."""
+    flops: Positive | None = None
+    """FLOPs of the whole pretraining."""
     mfu: float | None = Field(default=None, gt=0, le=1)
-    """Model FLOPs over the peak of the chips, a share."""
+    """Model FLOPs utilization, a share."""
     slice: str | None = None
-    """What it was trained on, by the cloud's name."""
-    days: float | None = Field(default=None, gt=0)
-    """Of wall clock, for the whole pretraining."""
-    device_hours: float | None = Field(default=None, gt=0)
-    """Chips x hours."""
+    """Cloud's name of the slice that it was trained on."""
+    days: Positive | None = None
+    """Days of the whole pretraining."""
+    device_hours: Positive | None = None
+    """Chips times hours."""
     compute_optimal: tuple[Literal["under", "over"], ...] = ()
-    """On which side of 20 tokens a parameter; all it says."""
+    """Sides of 20 tokens per parameter that it claims to be on."""
     checkpoints: tuple[CheckpointClaim, ...] = ()
     sft: SftClaims = SftClaims()
 
 
 class CloudSettings(Settings):
-    """Of a TPU slice that `affinage launch --on cloud` asks Google's cloud for. No secrets: those are gcloud's."""
+    """A TPU slice of Google's cloud for `affinage launch --on cloud`. Credentials are gcloud's, never given here."""
 
     project: str
-    """The cloud project that pays."""
+    """Cloud project that pays."""
     zone: str
-    """Such as us-central2-b."""
-    image: str = ""
-    """The hosts' system, a runtime version of the API; default: the usual one for the chip."""
+    """Zone, such as us-central2-b."""
     spot: bool = False
     """Cheaper, and may be taken back at any time."""
-    reservation: str = ""
-    """Name of a reservation to take it from."""
     network: str = ""
-    """Of the project; default: the project's default one."""
-    external_addresses: bool = False
-    """Hosts can be reached from outside the cloud's network."""
+    """Network of the project; by default its default one."""
     wait_hours: float = Field(default=6.0, gt=0)
-    """In the queue."""
+    """Hours to wait in the queue."""
 
 
 class HardwareSettings(Settings):
-    """Of the machines that a run is planned for; training itself takes what it finds."""
+    """The machines that a run is planned for; training itself takes what it finds."""
 
     slice: str | None = None
-    """By the cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it."""
-    price: Annotated[float, Field(ge=0)] | dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """US dollars per chip and hour: of the chips of `slice`, or by kind, such as {v5e: 0.9, h100: 2.2}; by default
-    those of the chip table."""
+    """Cloud's name, such as v4-32 or h100x8; `affinage plan --on` overrides it."""
+    price: Price | dict[str, Price] | None = None
+    """US dollars per chip and hour, for `slice` or by kind: {v5e: 0.9, h100: 2.2}; by default the chip table's."""
     cloud: CloudSettings | None = None
-    """Where the slice is rented."""

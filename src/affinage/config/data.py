@@ -1,40 +1,85 @@
-"""Settings of the road from raw text to rows of tokens."""
+"""Settings of the way from raw text to sequences of tokens."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
-from affinage.config.cleaning import CleanSettings, DecontaminateSettings
 from affinage.config.settings import Bytes, Settings
-from affinage.config.sources import POCKET_WORLD, Language, Source, SourceSettings, path_from_string
-
-__all__ = [
-    "DIGITS",
-    "POCKET_WORLD",
-    "ArraySettings",
-    "CleanSettings",
-    "DataSettings",
-    "DedupSettings",
-    "PackingSettings",
-    "SourceSettings",
-    "SplitSettings",
-    "TokenizerSettings",
-]
+from affinage.config.sources import POCKET_WORLD as POCKET_WORLD
+from affinage.config.sources import Language, Source, path_from_string
+from affinage.config.sources import SourceSettings as SourceSettings
 
 DIGITS = "digits"
+DEFAULT_THRESHOLD = 0.8
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class CleanSettings(Settings):
+    """What a document must be to stay in the corpus (Julian's rules)."""
+
+    min_characters: int = Field(default=100, ge=0)
+    """Shorter documents are removed."""
+    max_characters: int = Field(default=500_000, gt=0)
+    """Longer documents are removed or split."""
+    long_documents: Literal["remove", "split"] = "remove"
+    """split: cut long documents at the ends of paragraphs."""
+    min_alnum_ratio: Share = 0.7
+    """Share of letters and digits among non-space characters."""
+    language_threshold: Share | dict[str, Share] = DEFAULT_THRESHOLD
+    """Probability of lid.176.ftz below which a document is removed; 0 turns language id off. A mapping has it by
+    language or source, and `default` for all others: {default: 0.8, fr: 0.7, wikipedia: 0.65}."""
+    mixed_languages: bool = False
+    """Add up the probabilities of the recipe's languages."""
+    gopher: bool | dict[str, Share] = False
+    """Remove documents that repeat themselves (Rae et al. 2021, table A1); or shares above which they are removed, by
+    the names of the rules, in place of the published ones."""
+    c4: bool = False
+    """Remove documents by C4's rules for lines (Raffel et al. 2020, section 2.2), without its list of bad words."""
+    mask: bool = False
+    """Replace e-mail and public IP addresses by addresses that are nobody's."""
+
+    @property
+    def identifies_languages(self) -> bool:
+        """Whether the language of any document is identified."""
+        given = self.language_threshold
+        return any(given.values()) or given.get("default") is None if isinstance(given, dict) else given > 0
+
+    def threshold_of(self, source: str, language: str = "") -> float:
+        """The language threshold of a document, by the name of its source, or else by its language."""
+        given = self.language_threshold
+        if not isinstance(given, dict):
+            return given
+        return next((given[key] for key in (source, language, "default") if key in given), DEFAULT_THRESHOLD)
 
 
 class DedupSettings(Settings):
     """Exact and near duplicates (MinHash-LSH with the exact Jaccard similarity checked on candidates)."""
 
     threshold: float = Field(default=0.8, gt=0, le=1)
-    """Of word n-gram sets; pairs at or above are duplicates."""
+    """Jaccard similarity of word n-grams at which two documents are duplicates."""
     n_grams: int = Field(default=5, ge=1)
-    """Words per shingle."""
+    """Words of an n-gram."""
     num_buckets: int = Field(default=16, ge=1)
-    """16 bands of 6 rows find a pair at exactly J = 0.8 with p = 0.992."""
+    """16 buckets of 6 hashes find a pair at exactly J = 0.8 with a probability of 0.992."""
     hashes_per_bucket: int = Field(default=6, ge=1)
-    """Hashes in a band: more of them find fewer pairs below `threshold`."""
+    """More hashes find fewer pairs below `threshold`."""
+
+
+class DecontaminateSettings(Settings):
+    """Documents that hold an item of a benchmark are found by runs of words in common."""
+
+    benchmarks: bool = True
+    """Search for the items of `evaluate.tasks`, except the pocket world's, whose facts are its text."""
+    benchmark_files: tuple[str, ...] = ()
+    """Files of your own: .jsonl (.gz, .zst), .parquet, .txt (an item a line), task files."""
+    n_grams: int = Field(default=13, ge=1)
+    """Words in common that count as a match (GPT-3, appendix C)."""
+    min_words: int = Field(default=8, ge=1)
+    """Shorter items are matched whole, down to this many words."""
+    boilerplate: int = Field(default=10, ge=1)
+    """A run of words in more items of a benchmark, or in more documents, than this is no match (GPT-3: documents)."""
+    action: Literal["remove", "cut"] = "remove"
+    """Remove the document, or the match with 200 characters on both sides of it."""
 
 
 class SplitSettings(Settings):
@@ -43,23 +88,22 @@ class SplitSettings(Settings):
     validation_fraction: float = Field(default=0.01, ge=0, lt=1)
     """Share of documents, per source and language."""
     group_separator: str = ""
-    """Documents whose ids agree up to it stay together: "#" keeps the sections of a book so."""
+    """Documents whose ids agree up to it stay together: "#" keeps the sections of a book together."""
     max_similarity: float = Field(default=0.8, ge=0, le=1)
-    """Training documents as near to a validation document (Jaccard of word 5-grams), or nearer, are left out; 0: none.
-    """
+    """Training documents this similar to a validation document (Jaccard of word 5-grams) are left out; 0: none."""
     by: Literal["document", "tail"] = "document"
-    """Tail: the last part of every document (for a single long text)."""
+    """tail: the end of every document (for a single long text)."""
 
 
 class ArraySettings(Settings):
-    """Images instead of text. A plain string in a recipe is short for `path`."""
+    """Images in place of text. A plain string in a recipe is short for `path`."""
 
     path: str
     """.npz, or .npy without labels, or `digits` for scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
     images: str = "images"
-    """The array of an .npz that holds them: [N, height, width] or with channels last."""
+    """Array of an .npz with the images: [N, height, width] or with channels last."""
     labels: str = "labels"
-    """The array that holds their classes; never trained on, only probed for."""
+    """Array with their classes; never trained on, only probed for."""
     validation_fraction: float = Field(default=0.25, ge=0, lt=1)
     """Share of images that is never trained on."""
 
@@ -74,31 +118,30 @@ class DataSettings(Settings):
     sample: float = Field(default=1.0, gt=0, le=1)
     """Share of the documents of each source, chosen by their ids."""
     on_error: Literal["skip", "raise"] | None = None
-    """Records that cannot be read, and files that are truncated or damaged: `skip` counts them and keeps what can be
-    read, `raise` ends with an error. Default: records are skipped and counted, a damaged file is an error."""
+    """For records that cannot be read and damaged files: skip and count them, or end with an error. By default records
+    are skipped and a damaged file is an error."""
     root: str = ""
-    """A folder or URL that relative source paths start from; default: the working directory."""
+    """Folder or URL that relative paths of sources start from; by default the working directory."""
     mirror: str = ""
-    """A folder or URL with a copy of every remote source, each in a folder of its name; used instead."""
+    """Folder or URL with a copy of every remote source, each in a folder of its name, to read in its place."""
     languages: tuple[Language, ...] = ("en", "fr")
-    """ISO 639-1; documents in others are removed; []: none is."""
+    """ISO 639-1 codes; documents in other languages are removed. []: all stay."""
     clean: CleanSettings = CleanSettings()
     dedup: DedupSettings | None = DedupSettings()
-    """Null: keep duplicates."""
+    """null: keep duplicates."""
     decontaminate: DecontaminateSettings | None = DecontaminateSettings()
-    """Null: benchmarks may be trained on."""
+    """null: benchmarks may be trained on."""
     split: SplitSettings = SplitSettings()
     executor: Literal["local", "ray"] = "local"
-    """How the work is done, never what comes out: these are in no stage's key. the cores of this machine, or Ray's (pip
-    install 'affinage[ray]')."""
+    """The cores of this machine, or Ray's (pip install 'affinage[ray]'). Like the next four it changes no result."""
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Tasks at the same time; auto: one a core."""
+    """Tasks at the same time; auto: one per core."""
     ray_address: str = ""
-    """Of a running cluster (`auto`, `HOST:6379`); empty: Ray is started on this machine."""
+    """Address of a running cluster (`auto`, `HOST:6379`); by default Ray is started on this machine."""
     ray_open_cluster: bool = False
-    """Join also one that others can reach, and that asks for no token."""
+    """Join also a cluster that others can reach and that asks for no token."""
     memory_bytes: Bytes = ByteSize(512_000_000)
-    """What deduplication's sorting and comparing may hold at once."""
+    """Memory that the sorting and comparing of deduplication may take."""
 
     @model_validator(mode="after")
     def _text_or_arrays(self) -> "DataSettings":
@@ -113,25 +156,25 @@ class TokenizerSettings(Settings):
     kind: Literal["bpe", "char"] = "bpe"
     """SentencePiece BPE with byte fallback, or one id per character."""
     vocab_size: int = Field(default=50_000, ge=300)
-    """Pieces, the special ones included; `char` ignores it."""
+    """Number of pieces, the special ones included; `char` ignores it."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
-    """Share of the corpus's characters that get a piece of their own."""
+    """Share of the corpus's characters with a piece of their own."""
     sample_bytes: Bytes = ByteSize(100_000_000)
-    """Text to train on, balanced over languages; RAM is about 10x."""
+    """Text to train on, balanced over languages; training takes about ten times this memory."""
     split_digits: bool = True
-    """Every digit its own token, so that numbers have one spelling."""
+    """Every digit is a token, so that numbers have one spelling."""
     compare: tuple[str, ...] = ()
-    """Published tokenizers to measure ours beside: tokenizer.json, .model, vocab.bpe."""
+    """Published tokenizers to compare with: tokenizer.json, .model, vocab.bpe."""
 
 
 class PackingSettings(Settings):
-    """How documents are packed into rows of tokens."""
+    """How documents are packed into sequences of tokens."""
 
     seq_len: int = Field(default=2048, ge=8)
-    """Tokens in a row."""
+    """Tokens of a sequence."""
     num_shards: int = Field(default=1, ge=1)
-    """Files that the training rows are spread over, at least 1 a source and language."""
+    """Files of the training sequences, at least one per source and language."""
     strategy: Literal["concat", "best_fit"] = "concat"
-    """Best_fit keeps documents whole where they fit into a row."""
+    """best_fit keeps documents whole where they fit."""
     output_path: str = ""
-    """Where training rows are written and read (gs://bucket/rows); default: the step's folder."""
+    """Where training sequences are written and read (gs://bucket/rows); by default the step's folder."""

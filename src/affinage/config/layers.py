@@ -39,17 +39,13 @@ class Layers:
         written = next((n for n in range(len(keys), -1, -1) if keys[:n] in self.origins), None)
         if written is None:
             return ""
-        origin = self.origins[keys[:written]]
-        changed = [] if origin in self.overrides else self._overrides_within(keys)
+        origin, around = self.origins[keys[:written]], _NODES if keys[:-1] == _NODES else keys  # nodes read each other
+        below = (place for known, place in self.origins.items() if known[: len(around)] == around != known)
+        changed = [self.overrides[place] for place in dict.fromkeys(below) if around and place in self.overrides]
+        changed = [] if origin in self.overrides else changed
         if changed and written < len(keys):
             return ", ".join(changed)
         return f"{origin}, with {', '.join(changed)}" if changed else origin
-
-    def _overrides_within(self, keys: Keys) -> list[str]:
-        """The overrides below a mapping; for a node of the model, those of all nodes, whose output it may read."""
-        around = _NODES if keys[:-1] == _NODES else keys
-        below = (origin for known, origin in self.origins.items() if known[: len(around)] == around != known)
-        return [self.overrides[origin] for origin in dict.fromkeys(below) if around and origin in self.overrides]
 
     def put(self, path: Keys, value: Any, origins: Mapping[Keys, str]) -> None:
         """Lay `value` over what stands at `path`: mappings merge, anything else replaces."""
@@ -110,7 +106,12 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
     base = document.value.pop("base", None)
     if base is not None:
         where = f"{shown}:{document.lines[('base',)]}"
-        base_path = _base_path(base, path, where)
+        if not isinstance(base, str):
+            raise UserError("`base` must be the path or the name of another recipe", where=where, fix="Name one.")
+        try:
+            base_path = find_recipe(base, path.parent).resolve()
+        except UserError as error:
+            raise UserError(f"`base: {base}`: {error.what}", where=where, fix=error.fix) from None
         if base_path in (*below, path.resolve()):
             raise UserError("this recipe is its own base", where=where, fix="Name another recipe, or leave `base` out.")
         layers = read_file(base_path, (*below, path.resolve()))
@@ -126,40 +127,36 @@ def read_file(path: Path, below: tuple[Path, ...] = ()) -> Layers:
 def put_override(layers: Layers, override: str) -> None:
     """Lay one `dotted.key=YAML` over the recipe."""
     dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
-    shown = f"--set {dotted.strip()}"
+    keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
     if not equals or not all(keys):
         fix = "For example: --set pretrain.steps=100"
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
     if keys[0] == "base":
-        raise UserError("`base` can only be given in the file", where=shown, fix="Write `base:` into the recipe file.")
-    path = _existing(layers.value, keys, shown)
+        raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
+    value: Any = layers.value
+    path: Keys = ()
+    for key in keys:  # where they lead into a list, a position in it
+        known = range(len(value)) if isinstance(value, list) else ()
+        if known and not (key.isdigit() and int(key) in known):
+            what = f"`{'.'.join(map(str, path))}` is a list of {len(value)}, and `{key}` is none of its positions"
+            raise UserError(what, where=shown, fix=f"Give a number from 0 to {len(value) - 1}, or the whole list.")
+        if path and isinstance(path[-1], int) and not isinstance(value, dict):
+            what = f"`{'.'.join(map(str, path))}` is `{value}` and has no `{key}`"
+            raise UserError(what, where=shown, fix="Give the whole list.")
+        path = (*path, int(key) if known else key)
+        value = value[int(key)] if known else value.get(key) if isinstance(value, dict) else None
     layers.put(path, parse(text, shown).value, {path: shown})
     whole = f"{shown}={text.strip()}"
     layers.overrides[shown] = whole if len(whole) <= _SHOWN else f"{whole[:_SHOWN]}..."
 
 
-def _existing(value: Any, keys: list[str], shown: str) -> Keys:
-    """The path that `keys` mean in `value`: where they lead into a list, a position in it."""
-    path: Keys = ()
-    for key in keys:
-        dotted = ".".join(map(str, path))
-        if isinstance(value, list):
-            if not key.isdigit() or int(key) >= len(value):
-                what = f"`{dotted}` is a list of {len(value)}, and `{key}` is none of its positions"
-                raise UserError(what, where=shown, fix=f"Give a number from 0 to {len(value) - 1}, or the whole list.")
-            path, value = (*path, int(key)), value[int(key)]
-        elif path and isinstance(path[-1], int) and not isinstance(value, dict):
-            what = f"`{dotted}` is `{value}` and has no `{key}`"
-            raise UserError(what, where=shown, fix="Give the whole list.")
-        else:
-            path, value = (*path, key), value.get(key) if isinstance(value, dict) else None
-    return path
+def find_recipe(path_or_name: str | Path, beside: Path = Path()) -> Path:
+    """The file that is meant: an existing path, or the name of a recipe that comes with affinage.
 
-
-def find_recipe(path_or_name: str | Path) -> Path:
-    """The file that is meant: an existing path, or the name of a recipe that comes with affinage."""
-    path, name = Path(path_or_name), str(path_or_name)
+    Raises:
+        UserError: there is none.
+    """
+    path, name = beside / path_or_name, str(path_or_name)
     if os.path.isfile(path):  # of a name that is too long for a file, Path's raises
         return path
     if path.suffix not in (".yaml", ".yml") and "/" not in name:
@@ -170,7 +167,8 @@ def find_recipe(path_or_name: str | Path) -> Path:
         raise UserError(f"there is no recipe named `{name}`", fix=fix)
     if os.path.isdir(path):
         raise UserError("this is a folder, not a recipe", where=str(path), fix="Name the .yaml file.")
-    fix = did_you_mean(path.name, [sibling.name for sibling in _siblings(path)])
+    around = [each.name for each in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
+    fix = did_you_mean(path.name, around) or "Give the path of a .yaml file, or a name that `affinage recipes` lists."
     raise UserError("there is no such recipe file", where=str(path), fix=fix)
 
 
@@ -181,24 +179,6 @@ def packaged_recipes() -> dict[str, Path]:
         if folder.is_dir():
             return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     return {}
-
-
-def _base_path(base: Any, path: Path, where: str) -> Path:
-    if not isinstance(base, str):
-        raise UserError("`base` must be the path or the name of another recipe", where=where)
-    beside = path.parent / base
-    if os.path.isfile(beside):
-        return beside.resolve()
-    try:
-        if Path(base).suffix in (".yaml", ".yml"):
-            raise UserError(f"the base `{base}` does not exist beside this recipe")
-        return find_recipe(base).resolve()
-    except UserError as error:
-        raise UserError(error.what, where=where, fix=error.fix) from None
-
-
-def _siblings(path: Path) -> list[Path]:
-    return sorted(path.parent.glob("*.y*ml")) if os.path.isdir(path.parent) else []
 
 
 def shown_path(path: Path) -> str:

@@ -22,10 +22,14 @@ class LoadedRecipe:
 
     recipe: Recipe
     path: Path
-    raw: dict[str, Any]  # what was written, after bases and overrides, before defaults
-    locate: Callable[[Sequence[str | int]], str]  # ("pretrain", "steps") -> "recipes/quickstart.yaml:31"
-    command: str = ""  # that runs it again
-    base: Path | None = None  # the recipe that its file starts from
+    raw: dict[str, Any]
+    """What was written, after bases and overrides, before defaults."""
+    locate: Callable[[Sequence[str | int]], str]
+    """("pretrain", "steps") -> "recipes/quickstart.yaml:31"."""
+    command: str = ""
+    """The command that runs it again."""
+    base: Path | None = None
+    """The recipe that its file starts from."""
 
     def beside(self, path: str, key: Sequence[str | int]) -> Path:
         """Where a path is that stands under `key`: relative to the file it was written in, which may be a base.
@@ -76,7 +80,9 @@ def load_saved(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe,
             wrong = {written(found["loc"], layers.value) for found in unknown or error.errors()}
             if () in wrong:
                 raise explain(error, Recipe, layers.value, layers.locate) from None
-            for *above, key in sorted(wrong, key=str, reverse=True):
+            for *above, key in sorted(
+                wrong, key=lambda path: (len(path), [str(step).rjust(9) for step in path]), reverse=True
+            ):
                 around: Any = layers.value
                 for step in above:
                     around = around[step]

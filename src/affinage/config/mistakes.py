@@ -29,7 +29,12 @@ _WANTED = {  # the beginnings of pydantic's error types -> what is needed
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "literal_error": "one of: {expected}",
-    "string_pattern_mismatch": "made of letters, digits, `.`, `_` and `-`, as far as {pattern} allows",
+}
+_FORMS = {  # what settings with a pattern hold
+    "name": "letters, digits, `.`, `_` and `-`, without a slash",
+    "remote": "the URL of a folder, such as s3://bucket/runs",
+    "profile": "a step, or a range such as 20-25",
+    "sha256": "64 hexadecimal digits",
 }
 _OF_A_TRAINING = re.compile(r"`(pretrain|sft|dpo)\.")
 _ELSEWHERE = 3  # places that are suggested
@@ -50,20 +55,18 @@ def explain(
     groups: dict[Path, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         groups.setdefault(written(details["loc"], raw), []).append(details)
-    found: dict[tuple[str, str, str], None] = {}
+    found: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
     for path, group in groups.items():
-        inside = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
         # A union reports once for each member: what is wrong within the value says more than what it is not. Entries
         # of a list with mistakes of their own are missing from its length.
+        inside = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
         if inside and all(_wanted(details) or details["type"] == "too_short" for details in group):
             continue
         for what, fix in _sentences(path, group, model, raw, within):
-            found[locate(path), what, fix] = None
+            each = (locate(path), what, fix)
+            found.setdefault(tuple(_OF_A_TRAINING.sub("`training.", text) for text in each), []).append(each)
     # What `training` gives for several trainings is one mistake.
-    shared: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
-    for each in found:
-        shared.setdefault(tuple(_OF_A_TRAINING.sub("`training.", text) for text in each), []).append(each)
-    told = [same[0] if len(same) == 1 else each for each, same in shared.items()]
+    told = [same[0] if len(same) == 1 else each for each, same in found.items()]
     mistakes = [UserError(what, where=where, fix=fix) for where, what, fix in sorted(told, key=_reading_order)]
     if len(mistakes) == 1:
         return mistakes[0]
@@ -81,18 +84,16 @@ def written(loc: Sequence[str | int], raw: Any) -> Path:
     for key in loc:
         try:
             value = value[key]
+            path.append(key)
         except (KeyError, IndexError, TypeError):
-            if isinstance(value, dict | list) and not _is_tag(key, value):
+            named = isinstance(key, str) and (key.endswith(Settings.__name__) or "[" in key)
+            if (
+                isinstance(value, dict | list)
+                and not named
+                and not (isinstance(value, dict) and value.get("kind") == key)
+            ):
                 break
-            continue
-        path.append(key)
     return tuple(path)
-
-
-def _is_tag(key: str | int, value: Any) -> bool:
-    """Whether a part of a location is the name of a union's member, and no key that is missing."""
-    named = isinstance(key, str) and (key.endswith(Settings.__name__) or "[" in key)
-    return named or (isinstance(value, dict) and value.get("kind") == key)
 
 
 def _wanted(details: ErrorDetails) -> str:
@@ -106,49 +107,51 @@ def _sentences(
     path: Path, group: list[ErrorDetails], model: type[Settings], raw: Any, within: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """What is wrong at one place, and what to do about it."""
-    dotted, first = ".".join(map(str, path)) or "the recipe", group[0]
-    shown = _shown(first["input"])
-    wanted = dict.fromkeys(filter(None, map(_wanted, group)))
+    dotted, value = ".".join(map(str, path)) or "the recipe", group[0]["input"]
+    shown = _shown(value)
+    words = [word for details in group for word in _words(details)]
+    wanted: list[str] = []
     for details in group:
-        kind, loc = details["type"], details["loc"]
+        kind, loc, context = details["type"], details["loc"], details.get("ctx", {})
         if kind == "missing":
-            missing = ".".join(map(str, (*path, loc[-1])))
-            yield f"`{missing}` is missing", f"Add `{loc[-1]}:`."
-        elif kind == "extra_forbidden" or (kind == "literal_error" and loc[-1] == "[key]"):
-            known = _fields(model, loc[:-1]) or [str(word) for word in _words(details)]
+            yield f"`{'.'.join(map(str, (*path, loc[-1])))}` is missing", f"Add `{loc[-1]}:`."
+        elif kind == "extra_forbidden" or loc[-1:] == ("[key]",):
+            settings = settings_at(model, loc[:-1])
+            known = words or list(settings.model_fields if settings else ())
             yield f"`{dotted}` is not a setting", _nearest(path, known, model, raw, within)
-        elif kind in ("union_tag_invalid", "union_tag_not_found"):
-            words = _words(details)
-            tag = str(details.get("ctx", {}).get("tag", ""))
-            what = f"`{dotted}.kind` is {f'`{tag}`' if tag else 'missing'}, and must be one of: {', '.join(words)}"
-            yield what, did_you_mean(tag, words)
+        elif kind.startswith("union_tag"):
+            tag = str(context.get("tag", ""))
+            given = f"`{tag}`" if tag else "missing"
+            yield f"`{dotted}.kind` is {given}, and must be one of: {', '.join(words)}", did_you_mean(tag, words)
         elif kind in ("value_error", "assertion_error"):
-            yield f"`{dotted}`: {details['ctx']['error']}", ""
+            yield f"`{dotted}`: {context['error']}", ""
         elif kind == "too_short":
-            yield f"`{dotted}` is empty, and needs at least {details['ctx']['min_length']}", ""
-        elif not _wanted(details):
+            yield f"`{dotted}` is empty, and needs at least {context['min_length']}", ""
+        elif kind == "string_pattern_mismatch":
+            yield f"`{dotted}` is {shown}, and must be {_FORMS.get(str(path[-1]), context['pattern'])}", ""
+        elif needed := _wanted(details):
+            wanted.append(needed)
+        else:
             yield f"`{dotted}` is {shown}: {details['msg']}", ""
-    if wanted and not any(details["type"] == "extra_forbidden" or details["loc"][-1] == "[key]" for details in group):
-        words = [word for details in group if details["type"] == "literal_error" for word in _words(details)]
-        fix = did_you_mean(str(first["input"]), words)
-        if first["input"] is None:
-            fix = "Leave it out for the default."
-        elif (settings := settings_at(model, first["loc"])) and first["type"].startswith("model"):
-            fix = _example(settings, path)
-        yield f"`{dotted}` is {shown}, and must be {', or '.join(wanted)}", fix
+    if wanted:
+        settings = settings_at(model, group[0]["loc"]) if group[0]["type"].startswith("model") else None
+        fix = "Leave it out for the default." if value is None else did_you_mean(str(value), words)
+        fix = f"Settings here: {', '.join(settings.model_fields)}." if settings and value is not None else fix
+        yield f"`{dotted}` is {shown}, and must be {', or '.join(dict.fromkeys(wanted))}", fix
 
 
 def _words(details: ErrorDetails) -> list[str]:
+    """The words that are allowed in place of the value."""
     context = details.get("ctx", {})
     listed = str(context.get("expected") or context.get("expected_tags") or "").replace(" or ", ", ")
     return [word.strip(" '\"") for word in listed.split(",") if word]
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict | list | tuple):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    text = as_yaml(value) if not isinstance(value, str) else value
-    return "empty" if value is None else f"`{text[:60]}`" + ("..." if len(text) > 60 else "")
+    if isinstance(value, dict | list | tuple) or value is None:
+        return "a mapping" if isinstance(value, dict) else "a list" if value is not None else "empty"
+    text = value if isinstance(value, str) else as_yaml(value)
+    return f"`{text[:60]}`" + ("..." if len(text) > 60 else "")
 
 
 def _nearest(path: Path, known: Sequence[str], model: type[Settings], raw: Any, within: Sequence[str]) -> str:
@@ -156,7 +159,7 @@ def _nearest(path: Path, known: Sequence[str], model: type[Settings], raw: Any, 
     *around, word = map(str, path)
     places = list(_places(model))
     elsewhere = [place for place in places if place[-1] == word]
-    here = difflib.get_close_matches(word, known, n=1, cutoff=_SIMILAR if not elsewhere else _ALIKE)
+    here = difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE if elsewhere else _SIMILAR)
     if not here and not elsewhere:
         alike = difflib.get_close_matches(word, {place[-1] for place in places}, n=1, cutoff=_ALIKE)
         elsewhere = [place for place in places if place[-1] in alike]
@@ -164,8 +167,8 @@ def _nearest(path: Path, known: Sequence[str], model: type[Settings], raw: Any, 
     shared = {place: common(place, around) for place in elsewhere}
     likely = [place for place in elsewhere if shared[place] == max(shared.values())]
     likely = sorted([place for place in likely if len(place) == 1 or place[0] in raw] or likely, key=len)
-    names = [".".join((*within, *around, here[0]))] if here else [".".join((*within, *place)) for place in likely]
-    return meant(names[:_ELSEWHERE]) or f"Settings here: {', '.join(known)}."
+    found = [(*around, here[0])] if here else likely[:_ELSEWHERE]
+    return meant(".".join((*within, *place)) for place in found) or f"Settings here: {', '.join(known)}."
 
 
 def _places(model: type[Settings], around: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -181,34 +184,19 @@ def _places(model: type[Settings], around: tuple[str, ...] = ()) -> Iterator[tup
                 yield from _places(inner, place)
 
 
-def _example(settings: type[Settings], path: Path) -> str:
-    """What a section may look like: one setting with its default; where it needs some, their names."""
-    plain = {key: field.default for key, field in settings.model_fields.items() if isinstance(field.default, int | str)}
-    key = next((key for key, value in plain.items() if value != ""), None)
-    if key is None or any(field.is_required() for field in settings.model_fields.values()) or isinstance(path[-1], int):
-        return f"Settings here: {', '.join(settings.model_fields)}."
-    return f"For example: {path[-1]}: {{{key}: {as_yaml(plain[key])}}}"
-
-
-def _fields(model: type[Settings], loc: Sequence[str | int]) -> list[str]:
-    settings = settings_at(model, loc)
-    return list(settings.model_fields) if settings else []
-
-
 def settings_at(model: type[Settings], loc: Sequence[str | int]) -> type[Settings] | None:
     """The settings class that stands at `loc` below `model`, or None where there is none."""
     members: list[type[Settings]] = [model]  # of a union
     for key in loc:
         if isinstance(key, int):
             continue  # an entry of a list is described by the list's annotation
-        chosen = [member for member in members if member.__name__ == key or key in _kinds(member)]
+        kinds = {
+            each: get_args(each.model_fields["kind"].annotation) for each in members if "kind" in each.model_fields
+        }
+        chosen = [each for each in members if each.__name__ == key or key in kinds.get(each, ())]
         if chosen and len(members) > 1:
             members = chosen
             continue
-        field = next((member.model_fields[key] for member in members if key in member.model_fields), None)
+        field = next((each.model_fields[key] for each in members if key in each.model_fields), None)
         members = [inner for suffix, inner in classes_in(field.annotation) if ".*" not in suffix] if field else []
     return members[0] if members else None
-
-
-def _kinds(member: type[Settings]) -> tuple[Any, ...]:
-    return get_args(member.model_fields["kind"].annotation) if "kind" in member.model_fields else ()

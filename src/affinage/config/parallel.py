@@ -9,35 +9,24 @@ from affinage.config.settings import Settings
 MeshAxis = Literal["data", "fsdp", "tensor", "expert", "context", "pipeline"]
 
 # What the arrays of a model have along their dimensions; `affinage.parallel.sharding` says where each one is used.
+# fmt: off
 LogicalAxis = Literal[
-    "batch",
-    "sequence",
-    "residual",
-    "keys",
-    "width",
-    "expert_rows",
-    "embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn",
-    "vocab",
-    "experts",
-    "layers",
+    "batch", "sequence", "residual", "keys", "width", "expert_rows", "embed", "heads", "kv_heads", "head_dim", "ffn",
+    "vocab", "experts", "layers",
 ]
-
+# fmt: on
 
 # What a transformer block computes on its way, in that order.
 ActivationName = Literal["block_input", "query", "key", "value", "attended", "ffn_up", "ffn_gate", "ffn_hidden"]
 
 
 class RematSettings(Settings):
-    """Which activations of a block wait for the backward pass, by name; all others are computed again there."""
+    """Activations of a block that wait for the backward pass, by name; all others are computed again there."""
 
     keep: tuple[ActivationName, ...] = ()
-    """Stay in the accelerator's memory."""
+    """Activations that stay in the accelerator's memory."""
     offload: tuple[ActivationName, ...] = ()
-    """Wait in the host's memory; not on CPUs."""
+    """Activations that wait in the host's memory; not on CPUs."""
 
     @model_validator(mode="after")
     def _once(self) -> "RematSettings":
@@ -53,19 +42,19 @@ RematChoice = Remat | Literal["auto"]  # auto: as the planner says for the devic
 
 
 class ParallelSettings(Settings):
-    """Beside the mesh, how the work is split. Nothing here changes what a step computes beyond rounding."""
+    """How the work is split over the mesh. Nothing here changes what a step computes beyond rounding."""
 
     sharding: dict[LogicalAxis, tuple[MeshAxis, ...]] = {}
-    """Replaces lines of the sharding table."""
+    """Lines that replace those of the sharding table: mesh axes of a logical axis."""
     context_attention: Literal["all_gather", "ring"] = "all_gather"
     """How the parts of a sequence see each other's keys."""
     pipeline_micro_batches: int | None = Field(default=None, ge=1)
-    """In the pipeline at once; default: as many as divide the rows, up to 4 x its stages."""
+    """Parts of the batch in the pipeline at once; by default as many as divide it, up to 4 x its stages."""
     pipeline_rounds: int = Field(default=1, ge=1)
-    """Times each goes round the stages; more: smaller bubble, more talk."""
+    """Times that each part passes the stages: more make the bubble smaller, and the traffic larger."""
     remat: RematChoice = "none"
-    """What the backward pass computes again in place of keeping it. none: nothing; dots: in a block all but the results
-    of its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto:
-    the first of these that by the planner's estimate fits the devices; before `full`, block inputs go to the host."""
+    """What the backward pass computes again instead of keeping it. none: nothing; dots: in a block all but results of
+    its matrix products; block: all but a block's input; full: all but the inputs of blocks and other nodes. auto: the
+    first of these that fits by the planner's estimate; before `full`, block inputs go to the host."""
     xla_flags: dict[str, bool | int | str] = {}
-    """Options for XLA, by their names, beside those of `affinage.hardware.xla_flags`."""
+    """Options of XLA by their names, besides those of `affinage.hardware.xla_flags`."""

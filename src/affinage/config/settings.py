@@ -1,8 +1,8 @@
-"""The base of every settings class: frozen, and a key nobody knows is an error."""
+"""The base of every settings class: frozen, and an unknown key, NaN, or true for a number is an error."""
 
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,7 @@ Bytes = Annotated[ByteSize, Field(gt=0)]  # a number of bytes: 5000, or "5kB", "
 
 
 class Settings(BaseModel):
-    """Values that a recipe may set. Immutable once parsed; unknown keys are refused."""
+    """Values that a recipe may set. The docstring below a field documents it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -20,22 +20,16 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`max_grad_norm: true` would be 1.0 to pydantic."""
+        """Refuse `max_grad_norm: true`, which would be 1.0 to pydantic."""
         if isinstance(value, bool) and info.field_name is not None:
-            number = _number_asked_for(cls.model_fields[info.field_name].annotation)
-            if number:
-                raise PydanticCustomError(number, "Input should be a valid number")
+            kinds = {kind for place, kind in members(cls.model_fields[info.field_name].annotation) if not place}
+            if bool not in kinds and kinds & {int, float, ByteSize}:
+                raise PydanticCustomError("float_type" if float in kinds else "int_type", "true or false is no number")
         return value
 
 
-def _number_asked_for(annotation: Any) -> Literal["int_type", "float_type", ""]:
-    """Pydantic's name of the mistake to give true or false where this is asked for; "" where it is none."""
-    kinds = {kind for place, kind in members(annotation) if not place}
-    return "" if bool in kinds else "float_type" if float in kinds else "int_type" if int in kinds else ""
-
-
 def members(annotation: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What the members of a union are, with `Annotated` taken off: (where they stand in the value, type).
+    """The members of a union, with `Annotated` taken off: (where they stand in the value, type).
 
     The place is `[]` for the entries of a list, and `.*` for the values of a mapping.
     """

@@ -5,50 +5,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from affinage.config.settings import Settings
-from affinage.config.sources import POCKET_WORLD, SourceSettings, default_name, path_from_string, safe_name
+from affinage.config.sources import POCKET_WORLD, PlaceSettings, SourceSettings, path_from_string
 from affinage.config.training import OptimizerSettings, ScheduleSettings, TrainSettings
 
 SYSTEM_PROMPT = "You are a helpful assistant."
 
 
-class ConversationSettings(Settings):
+class ConversationSettings(PlaceSettings):
     """One source of conversations, or of pairs of answers. A plain string in a recipe is short for `path`."""
 
-    path: str = ""
-    """JSONL (.gz, .zst, .bz2, .xz) or Parquet: a file, a folder, a glob, a URL; or `pocket-world`."""
-    dataset: str = ""
-    """In place of `path`: a dataset of the Hugging Face Hub, or a folder of `datasets`; streamed."""
-    config: str = ""
-    """Configuration of a dataset that has several."""
-    data_dir: str = ""
-    """Folder within a dataset."""
-    split: str = "train"
-    """Split of a dataset."""
-    revision: str = ""
-    """Branch, tag or commit of a dataset."""
-    name: str = ""
-    """Name in reports and in `mixture`; by default the last part of the path."""
     format: Literal["auto", "messages", "sharegpt", "prompt", "alpaca"] = "auto"
     """Keys of a line. messages: {role, content}; sharegpt: {from, value}; prompt: prompt and completion (or response);
     alpaca: instruction, input and output (or context and response); auto: recognized by its keys."""
     max_examples: int | None = Field(default=None, ge=1)
     """Maximum number of examples, drawn at random by the seed."""
 
-    @model_validator(mode="after")
-    def _one_place(self) -> "ConversationSettings":
-        if bool(self.path) == bool(self.dataset):
-            raise ValueError("give either `path` or `dataset`")
-        return self
-
-    @property
-    def title(self) -> str:
-        """Its name, or one made from where it is; safe as a part of a file name."""
-        return safe_name(self.name) if self.name else default_name(self.path or f"{self.dataset}/{self.config}")
-
     def as_source(self) -> SourceSettings:
         """The same place as a source of text has it, for what finds and opens files."""
-        place = {key: getattr(self, key) for key in ("path", "dataset", "config", "data_dir", "split", "revision")}
-        return SourceSettings(**place, name=self.name)
+        return SourceSettings(**{name: getattr(self, name) for name in PlaceSettings.model_fields})
 
 
 Conversations = Annotated[

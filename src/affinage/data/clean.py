@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from affinage.config.cleaning import CleanSettings
+from affinage.config.data import CleanSettings
 from affinage.data import code_rules
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, part_id, row_groups, text_bytes
 from affinage.data.engine import LOCAL, Engine, Progress
@@ -20,10 +20,10 @@ from affinage.data.funnel import Funnel
 from affinage.data.language import known_languages, language_among
 from affinage.data.mask import mask
 from affinage.data.repair import Repaired, repair
-from affinage.data.repetition import broken_rules
+from affinage.data.repetition import GOPHER, broken_rules
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.data.thresholds import GRID, Probabilities
-from affinage.errors import UserError
+from affinage.errors import UserError, did_you_mean
 
 Verdicts = dict[int, tuple[str, str]]  # row: (reason, detail)
 
@@ -122,6 +122,9 @@ def _check(tasks: Sequence[_Task], settings: CleanSettings, languages: Sequence[
             where="data.languages",
             fix="Use ISO 639-1 codes such as en and fr, or turn it off: data.clean.language_threshold=0.",
         )
+    if isinstance(settings.gopher, dict) and (strange := sorted(set(settings.gopher) - set(GOPHER))):
+        fix = did_you_mean(strange[0], GOPHER) or f"There are {', '.join(GOPHER)}."
+        raise UserError(f"there is no rule `{strange[0]}` of Gopher", where="data.clean.gopher", fix=fix)
     if isinstance(settings.language_threshold, dict):
         batches = (group.read(["source"]) for task in tasks for group in row_groups(task.path))
         sources = {name for batch in batches for name in pc.unique(batch.column("source")).to_pylist()}
@@ -154,8 +157,8 @@ def _clean_batch(batch: pa.RecordBatch, task: _Task, result: _Result) -> pa.Reco
     settings = task.settings
     repaired = repair(batch.column("text"))
     result.repaired += pc.sum(pc.not_equal(repaired.text, batch.column("text"))).as_py() or 0
-    if settings.mask is not None:
-        text, changed, counts = mask(repaired.text, settings.mask)
+    if settings.mask:
+        text, changed, counts = mask(repaired.text)
         result.masked.update(counts)
         repaired = repair(text) if changed.size else repaired
     batch = _with(batch, "text", repaired.text)
@@ -164,7 +167,7 @@ def _clean_batch(batch: pa.RecordBatch, task: _Task, result: _Result) -> pa.Reco
     code = _is_code(batch)
     verdicts = _cheap_rules(repaired, settings, code)
     for row in np.flatnonzero(code).tolist():
-        if row not in verdicts and (broken := code_rules.broken_rule(batch.column("text")[row].as_py(), settings.code)):
+        if row not in verdicts and (broken := code_rules.broken_rule(batch.column("text")[row].as_py())):
             verdicts[row] = broken
     rows = np.setdiff1d(np.flatnonzero(~code), [*verdicts])
     verdicts |= broken_rules(batch.column("text"), rows, settings.gopher, settings.c4)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from affinage.config.data import DataSettings, SourceSettings
-from affinage.config.sources import is_on_hub, safe_name
+from affinage.config.sources import safe_name
 from affinage.data.documents import DocumentWriter, clear_documents
 from affinage.data.engine import LOCAL, POOL_BYTES, Engine, Progress
 from affinage.data.file_kinds import compression_of, kind_of
@@ -20,6 +20,7 @@ from affinage.data.funnel import Funnel
 from affinage.data.hub_datasets import DatasetPart, Stream
 from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
+from affinage.data.places import is_on_hub, is_remote
 from affinage.data.progressed import Progressed, fingerprint
 from affinage.data.readers import as_kind, read_records
 from affinage.data.records import BROKEN, BadRecord, DamagedFile, Record
@@ -77,7 +78,7 @@ def collect(
     kept = {name for task in tasks for name in task.done.files}
     clear_documents(folder, kept=kept)
     stored = sum(part.bytes for task in tasks for part in task.parts if isinstance(part, SourceFile))
-    if any(source.settings.is_remote for source in sources) and not settings.mirror:
+    if any(is_remote(source.settings) for source in sources) and not settings.mirror:
         stored = max(stored, POOL_BYTES)
     results = engine.map(run, tasks, bytes=stored, progress=progress)
 

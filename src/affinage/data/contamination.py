@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from affinage.config.cleaning import DecontaminateSettings
+from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import document_files, row_groups
 from affinage.data.overlap import Items, Scanner, index_items

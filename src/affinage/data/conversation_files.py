@@ -8,13 +8,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from affinage.config.sources import POCKET_WORLD, SourceSettings, is_on_hub, location, unique
+from affinage.config.sources import POCKET_WORLD, SourceSettings
 from affinage.config.tuning import ConversationSettings, TuningSettings
 from affinage.data.conversation_shapes import Conversation, conversation
 from affinage.data.file_kinds import kind_of
 from affinage.data.foreign_json import of_a_line
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of, rows_of
 from affinage.data.opening import SourceFile, damage_told, open_plain, open_stored
+from affinage.data.places import is_on_hub, is_remote, location, unique
 from affinage.data.records import DamagedFile
 from affinage.data.sources import find
 from affinage.data.table_rows import rows_of_batch
@@ -51,7 +52,7 @@ def read_lines(source: ConversationSettings, place: str | None = None) -> Iterat
     """The JSON objects of a source's lines, or the rows of its tables; see `read_conversations`."""
     settings = source.as_source()
     found = place or source.path or source.dataset
-    if settings.is_remote and found == settings.dataset:
+    if is_remote(settings) and found == settings.dataset:
         settings = at_commit(found, settings, "")
     for part in parts(settings, found):
         where = part.name if isinstance(part, DatasetPart) else part.url.removeprefix("file://")
@@ -67,7 +68,7 @@ def parts(settings: SourceSettings, place: str, where: str = "") -> list[SourceF
 
     `settings` of one on the Hub are as `at_commit` gives them.
     """
-    mirrored = settings.is_remote and place != settings.dataset
+    mirrored = is_remote(settings) and place != settings.dataset
     if settings.dataset and not mirrored:
         return parts_of(place, settings, where, of_text=False)
     if "://" not in place and not Path(place).exists() and not glob.glob(place, recursive=True):

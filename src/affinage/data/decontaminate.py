@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from affinage.config.cleaning import DecontaminateSettings
+from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
 from affinage.data.engine import LOCAL, Engine, Progress

@@ -10,22 +10,14 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from affinage.config.data import DataSettings
-from affinage.config.sources import (
-    POCKET_WORLD,
-    SourceSettings,
-    is_folder,
-    is_on_hub,
-    leads_back,
-    location,
-    printable,
-    unique,
-)
+from affinage.config.sources import POCKET_WORLD, SourceSettings
 from affinage.data.downloads import cached_path
 from affinage.data.file_kinds import READABLE, kind_of
 from affinage.data.hub_answers import dataset_of, refusal_of
 from affinage.data.hub_datasets import DatasetPart, at_commit, parts_of
 from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
+from affinage.data.places import is_folder, is_on_hub, is_remote, leads_back, location, printable, unique
 from affinage.errors import UserError, first_line
 
 _IN_PLACE = ("file", "memory", "local")  # protocols of what is on this machine
@@ -84,7 +76,7 @@ def check(source: SourceSettings, settings: DataSettings, where: str = "") -> No
 
 
 def _sampled(found: ResolvedSource, settings: DataSettings) -> ResolvedSource:
-    if settings.sample == 1 or not found.settings.is_remote or settings.mirror:
+    if settings.sample == 1 or not is_remote(found.settings) or settings.mirror:
         return replace(found, sample=settings.sample)
     count = max(1, -(-len(found.parts) * settings.sample // 1))
     keys = shuffle_keys([f"{found.name}/{part.name}" for part in found.parts], 0, "sampled files")

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from affinage.config.sources import is_on_hub
 from affinage.config.tuning import ConversationSettings, TuningSettings
 from affinage.data.atomic import write_array
 from affinage.data.chat import conversation_marks
@@ -21,6 +20,7 @@ from affinage.data.hub_datasets import at_commit
 from affinage.data.lineage import spans, write_lineage
 from affinage.data.order import shuffle_keys
 from affinage.data.packing import Read, best_fit, in_bins
+from affinage.data.places import is_on_hub
 from affinage.data.row_files import told_marks, write_facts, write_rows
 from affinage.data.special_tokens import Marks
 from affinage.data.spool import EXTRA, Spool, Stream

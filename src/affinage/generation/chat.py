@@ -1,5 +1,6 @@
 """A conversation with a chat model: its history, its commands, its answers as they come."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -129,7 +130,7 @@ def greeting(session: ChatSession, language: Language = "en") -> str:
 
 def base_model_warning(model: str, language: Language = "en") -> str:
     """What a person is told who talks with a model that was never fine-tuned."""
-    return _WORDS[language]["base"].format(model=model)
+    return _WORDS[language]["base"].format(model=shlex.quote(model))
 
 
 def converse(

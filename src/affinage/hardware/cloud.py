@@ -162,13 +162,13 @@ class CloudSlice:
 
     def _wish(self) -> dict[str, Any]:
         settings = self._settings
-        network: dict[str, Any] = {"enableExternalIps": settings.external_addresses}
+        network: dict[str, Any] = {"enableExternalIps": False}
         if settings.network:
             network["network"] = settings.network
         family, _, count = self._slice.name.lower().partition("-")
         node = {
             "acceleratorType": f"{_ACCELERATORS.get(family, family)}-{count}",
-            "runtimeVersion": settings.image or _IMAGES.get(family, "tpu-ubuntu2204-base"),
+            "runtimeVersion": _IMAGES.get(family, "tpu-ubuntu2204-base"),
             "networkConfig": network,
             "labels": {"made-by": "affinage"},
         }
@@ -176,9 +176,6 @@ class CloudSlice:
         wish: dict[str, Any] = {"tpu": {"nodeSpec": [{"parent": parent, "nodeId": self.name, "node": node}]}}
         if settings.spot:
             wish["spot"] = {}
-        if settings.reservation:
-            wish["guaranteed"] = {"reserved": True}
-            wish["reservationName"] = f"{parent}/reservations/{settings.reservation}"
         # The cloud forgets the wish by itself where nobody waits any more.
         wish["queueingPolicy"] = {"validUntilDuration": f"{round(settings.wait_hours * 3600)}s"}
         return wish

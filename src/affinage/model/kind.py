@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from affinage.config.registry import Registry
 from affinage.config.settings import Settings
 from affinage.model.call import Call
 from affinage.model.parameter import Tree
 from affinage.model.shape import Shape
+from affinage.registry import Registry
 
 if TYPE_CHECKING:
     from affinage.model.node import Node

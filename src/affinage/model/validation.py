@@ -47,7 +47,7 @@ def parse_inputs(value: Any, locate: Locate) -> dict[str, Shape]:
     if not isinstance(names, list | tuple) or not names:
         raise UserError("`inputs` must list what the batch holds, e.g. [tokens]", where=locate(("model", "inputs")))
     for name in names:
-        if name not in INPUTS:
+        if not isinstance(name, str) or name not in INPUTS:
             raise UserError(
                 f"unknown input `{name}`", where=locate(("model", "inputs")), fix=_suggest(str(name), INPUTS)
             )

@@ -7,12 +7,11 @@ from typing import Any
 
 from affinage.config.data import DIGITS, POCKET_WORLD, DataSettings
 from affinage.config.load import LoadedRecipe
-from affinage.config.plugins import load_plugins, plugin_sources
 from affinage.config.recipe import Recipe
 from affinage.config.settings import Settings
-from affinage.config.sources import is_on_hub, is_url, location
 from affinage.config.training import OF_THE_ROWS
 from affinage.config.tuning import TuningSettings
+from affinage.data.places import is_on_hub, is_url, location
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pocket_world
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
@@ -21,6 +20,7 @@ from affinage.pipeline.extension import extension_fingerprint
 from affinage.pipeline.initial import chat_template_of, initial_fingerprint
 from affinage.pipeline.sources import forget_downloads, task_files
 from affinage.pipeline.step import Step, StepContext, Summary
+from affinage.plugins import load_plugins, plugin_sources
 
 TRAININGS = ("pretrain", "sft", "dpo")
 EVALUATION = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}  # of each training

@@ -5,6 +5,7 @@ The folder holds model.json (as a training's does), checkpoints/0 with the weigh
 
 import hashlib
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +117,10 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
 
     tokenizer = Tokenizer.load(source)
     if tokenizer.vocabulary > vocabulary:
-        raise UserError(f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}", where=str(source))
+        fix = "Put the tokenizer.json there that the model was trained with."
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}", where=str(source), fix=fix
+        )
     if tokenizer.kind == "hub" and len(set(tokenizer.encode(_ANY_TEXT))) < 2:
         raise UserError(
             f"the tokenizer has {tokenizer.vocabulary} ids, the model {vocabulary}, and it cannot write text with them",
@@ -168,5 +172,5 @@ def _write_recipe(path: Path, shown: Path, name: str, model: "HubModel", system_
     }
     body = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     quoted = yaml.safe_dump(system_prompt, default_style='"', allow_unicode=True, width=10**6).strip()
-    head, tail = _HEADER.format(name=name, file=shown), _TAIL.format(system_prompt=quoted)
+    head, tail = _HEADER.format(name=name, file=shlex.quote(str(shown))), _TAIL.format(system_prompt=quoted)
     path.write_text(head + body + tail, encoding="utf-8")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.config.parallel import LogicalAxis, MeshAxis
-from affinage.config.plugins import VARIABLE, load_named_plugins
 from affinage.errors import UserError
 from affinage.pipeline.imports import fitting_tokenizer, own_template_of, system_prompt_of
 from affinage.pipeline.initial import TOKENIZER, trained_adapters, trained_params
 from affinage.pipeline.names import EVALUATIONS, HUB_CONFIG, MODEL, TRAININGS, Target, checkpoints_of, locate, resolve
 from affinage.pipeline.store import Store, read_manifest, read_request
+from affinage.plugins import VARIABLE, load_named_plugins
 
 if TYPE_CHECKING:
     import jax

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from affinage.config.data import DIGITS, POCKET_WORLD
 from affinage.config.layers import packaged_recipes, shown_path
 from affinage.config.load import LoadedRecipe
-from affinage.config.plugins import load_plugins
 from affinage.config.training import TrainSettings
 from affinage.config.tuning import SftSettings, TuningSettings
 from affinage.errors import UserError
@@ -17,6 +16,7 @@ from affinage.pipeline.build import local_tasks
 from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.pipeline.trainings import with_vocabulary
+from affinage.plugins import load_plugins
 from affinage.signing import signing_key
 from affinage.tracking.choice import check_trackers
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from affinage.config.cleaning import DecontaminateSettings
+from affinage.config.data import DecontaminateSettings
 from affinage.pipeline.models import made_from
 from affinage.pipeline.store import Request, Store, read_manifest, read_request
 

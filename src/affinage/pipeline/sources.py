@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.config.sources import leads_back, printable
+from affinage.data.places import leads_back, printable
 from affinage.paths import from_home
 from affinage.pipeline.step import StepContext
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def world(context: StepContext) -> Summary:
     """Generate the pocket world: documents, conversations, preferences and benchmarks."""
-    from affinage.data.world import write_world
+    from affinage.data.synthetic import write_world
 
     return write_world(context.folder, megabytes=pocket_bytes(context.recipe) / 1e6, seed=context.recipe.seed)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import rich
 
-from affinage.config.plugins import plugin_sources
 from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.config.tuning import TuningSettings
 from affinage.errors import UserError
@@ -28,6 +27,7 @@ from affinage.pipeline.initial import (
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash, write_json
 from affinage.pipeline.watching import judge_of, within_epochs
+from affinage.plugins import plugin_sources
 
 if TYPE_CHECKING:
     from affinage.config.parallel import ParallelSettings

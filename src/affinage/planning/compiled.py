@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from affinage.config.load import load_recipe
-from affinage.config.plugins import load_plugins
 from affinage.errors import UserError
 from affinage.hardware.described import NOT_NEEDED, Described
 from affinage.hardware.slices import Slice, find_slice
 from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
+from affinage.plugins import load_plugins
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(")

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from affinage.config.sources import SourceSettings, unique
+from affinage.config.sources import SourceSettings
+from affinage.data.places import unique
 from affinage.hub.card import CardFacts
 from affinage.report.evaluations import Evaluation
 from affinage.report.facts import Facts, Flow

@@ -1,5 +1,6 @@
 """Several runs, or models of runs, beside each other: what is set otherwise, what it cost, and what it gave."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +141,7 @@ def comparison(entrants: Sequence[Entrant]) -> Comparison:
 def _judging(one: Entrant) -> str:
     """The command that judges it, with the tasks where its recipe does not say what it evaluates."""
     tasks = mapping(one.facts.recipe.get("evaluate")).get("tasks")
-    return f"affinage eval {one.name}" + ("" if tasks else " --tasks TASK")
+    return shlex.join(["affinage", "eval", one.name, *([] if tasks else ["--tasks", "TASK"])])
 
 
 def _paired(entrants: Sequence[Entrant]) -> Iterator[Paired]:

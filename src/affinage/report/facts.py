@@ -1,6 +1,7 @@
 """Everything a report says about a run, read from its stage folders. Stages that did not run are absent, not errors."""
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -220,7 +221,7 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         name=string(recipe.get("name"), run_folder.name),
         recipe=recipe,
         command=string(json_file(run_folder / "run.json").get("command"))
-        or f"affinage run runs/{run_folder.name}/recipe.json",
+        or shlex.join(["affinage", "run", run_folder.name]),
         stages=tuple(stages),
         flows=tuple(_flow(by_name[name]) for name in FLOW if name in by_name),
         thresholds=read_thresholds(by_name["clean"].summary, by_name["clean"].settings) if "clean" in by_name else None,

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from affinage.config.registry import Registry, build
 from affinage.config.settings import Settings
 from affinage.config.training import OptimizerSettings
+from affinage.registry import Registry, build
 
 PyTree = Any
 

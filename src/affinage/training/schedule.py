@@ -8,9 +8,9 @@ import optax
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from affinage.config.registry import Registry, build
 from affinage.config.settings import Settings
 from affinage.config.training import ScheduleSettings
+from affinage.registry import Registry, build
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 

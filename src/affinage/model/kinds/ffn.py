@@ -9,11 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from affinage.config.registry import Registry, one_of
 from affinage.config.settings import Settings
 from affinage.model.kind import Context
 from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
 from affinage.model.parameter import Tree
+from affinage.registry import Registry, one_of
 
 Elementwise = Callable[[Array], Array]
 

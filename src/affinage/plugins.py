@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from affinage.config.load import LoadedRecipe
-from affinage.config.registry import plugins_used, registering
 from affinage.errors import UserError
+from affinage.registry import plugins_used, registering
 
 GROUP = "affinage.plugins"  # of entry points
 VARIABLE = "AFFINAGE_PLUGINS"  # in the environment: files, separated as in PATH

@@ -1,6 +1,6 @@
-"""The pocket world keeps its promises: same bytes, truth where it belongs, text that cleans well, and benchmarks of one
-true choice each."""
+"""The synthetic corpus: same bytes for the same seed, true facts, text that cleans well, benchmarks without leaks."""
 
+import datetime
 import json
 import re
 from functools import cache
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from babel import Locale
+from babel.core import get_global
+from babel.numbers import get_territory_currencies
 
 from affinage.config.data import POCKET_WORLD
 from affinage.data.language import identify_language
-from affinage.data.world import french, write_world
-from affinage.data.world.agreement import scenes
-from affinage.data.world.arithmetic import STATEMENTS as SUMS
-from affinage.data.world.arithmetic import calculations
-from affinage.data.world.english import sentence
-from affinage.data.world.facts import LANGUAGES, Fact, build_facts
-from affinage.data.world.junk import jaccard
-from affinage.data.world.templates import OBJECT_SLOTS, QUESTIONS, STATEMENTS, completable
+from affinage.data.synthetic import write_world
+from affinage.data.synthetic.documents import jaccard
+from affinage.data.synthetic.facts import LANGUAGES, Fact, build_facts, calculations
+from affinage.data.synthetic.scenes import scenes
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import POCKET_TASKS
 from affinage.evaluation.harness import tamed_harness, task_manager
 from affinage.evaluation.tasks import find_tasks
 
 SEED = 3
+OBJECT_SLOTS = ("o", "os", "bare", "d")
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +49,23 @@ def read_documents(folder: Path) -> list[dict[str, Any]]:
 
 @cache
 def read_text(folder: Path, language: str) -> str:
-    """Everything a model is trained to say in a language, lower case: documents, chats, chosen answers."""
+    """Everything a model is trained to write in a language, lower case: documents, chats, chosen answers."""
     texts = [d["text"] for d in read_documents(folder) if d["lang"] == language]
     for chat in read_lines(folder / "chat.jsonl"):
         texts += [message["content"] for message in chat["messages"] if chat["lang"] == language]
     for pair in read_lines(folder / "preferences.jsonl"):
         texts += [pair["prompt"], pair["chosen"]] if pair["lang"] == language else []
-        if pair["kind"] == "language" and pair["lang"] != language:
-            texts.append(pair["rejected"])
+        texts += [pair["rejected"]] if pair["kind"] == "language" and pair["lang"] != language else []
     return "\n " + "\n ".join(texts).lower()
 
 
 @cache
 def facts() -> list[Fact]:
     return build_facts(SEED)
+
+
+def statements(fact: Fact, language: str) -> list[str]:
+    return [fact.statement(language, i) for i in range(len(fact.templates("statements", language)))]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -79,8 +82,8 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 
 def test_volume_and_planted_share(world: Path) -> None:
     documents = read_documents(world)
-    assert sum(len(d["text"].encode()) for d in documents) == pytest.approx(1e6, rel=0.05)
     assert len({d["id"] for d in documents}) == len(documents)
+    assert sum(len(d["text"].encode()) for d in documents) == pytest.approx(1e6, rel=0.05)
     planted = [d for d in documents if d["kind"] != "text"]
     assert 0.05 < len(planted) / len(documents) < 0.08
     assert {d["kind"] for d in planted} == {"exact-duplicate", "near-duplicate", "wrong-language", "short", "junk"}
@@ -88,7 +91,7 @@ def test_volume_and_planted_share(world: Path) -> None:
     assert size["en"] == pytest.approx(size["fr"], rel=0.05)
 
 
-def test_documents_are_what_they_say_and_ordinary_ones_pass_the_cleaning(world: Path) -> None:
+def test_documents_are_what_their_kind_says_and_ordinary_ones_pass_the_filters(world: Path) -> None:
     documents = {d["id"]: d for d in read_documents(world)}
     passed = []
     for d in documents.values():
@@ -110,44 +113,50 @@ def test_documents_are_what_they_say_and_ordinary_ones_pass_the_cleaning(world: 
     assert sum(passed) / len(passed) > 0.99
 
 
-ELISION = re.compile(r"\b(?:de|le|la|que|se|ce) (?=[aâeéèêiîoôuœ])(?!un\b|une\b|onze\b)|\b(?:à|de) les? (?=\w)")
+def without_article(name: str) -> str:
+    return re.sub(r"^(the |les |le |la |l')", "", name)
 
 
-def test_every_sentence_is_whole_and_french_elides_and_contracts() -> None:
+def test_facts_about_countries_agree_with_the_cldr() -> None:
     for fact in facts():
+        country = fact.id.split(":")[1]
+        if fact.relation in ("currency", "language", "continent", "country_name"):
+            for language in LANGUAGES:
+                name = Locale(language).territories[country].replace("’", "'").replace(" & ", " and ")
+                assert without_article(fact.forms[language]["s"]) == name
+        if fact.relation == "currency":
+            on = datetime.date(2025, 1, 1)
+            assert get_territory_currencies(country, on, on) == [fact.object]
+        elif fact.relation == "language":
+            cldr = get_global("territory_languages")[country]
+            spoken = {re.sub("n[bn]$", "no", code.split("_")[0]): people for code, people in cldr.items()}
+            assert [code for code in spoken if spoken[code]["official_status"] == "official"] == [fact.object]
+            assert not {language for language, _ in fact.choices("en", 0, facts())[2]} & set(spoken)
+            words = (fact.forms["en"]["o"], fact.forms["fr"]["bare"])
+            assert words == tuple(Locale(language).languages[fact.object] for language in LANGUAGES)
+        elif fact.relation == "continent":
+            assert fact.forms["en"]["o"] == Locale("en").territories[fact.object]
+
+
+def test_how_the_facts_are_divided() -> None:
+    everything = facts()
+    assert 600 <= len({fact.id for fact in everything}) == len(everything) <= 800
+    for stated, share in ((("en", "fr"), 0.70), (("en",), 0.15), (("fr",), 0.15)):
+        assert sum(fact.stated == stated for fact in everything) / len(everything) == pytest.approx(share, abs=0.03)
+    for fact in everything:
         for language in LANGUAGES:
-            for template in (*STATEMENTS[fact.relation][language], *QUESTIONS[fact.relation][language]):
-                text = fact.fill(template, language)
-                assert text.endswith((".", "?")) and not re.search(r"[][{}|]|  ", text), text
-                if language == "fr" and fact.relation not in ("word", "country_name"):  # foreign and quoted words
-                    assert not ELISION.search(text), text
+            assert len(fact.held_out[language]) == 2 and set(fact.held_out[language]) < set(fact.completable(language))
+            assert fact.used(language)[0] == 0  # the answer to questions
 
 
-def test_how_the_facts_are_shared_out() -> None:
-    told = facts()
-    assert 600 <= len(told) <= 800
-    assert len({fact.id for fact in told}) == len(told)
-    for stated, share in ((LANGUAGES, 0.70), (("en",), 0.15), (("fr",), 0.15)):
-        assert sum(fact.stated == stated for fact in told) / len(told) == pytest.approx(share, abs=0.03)
-    for fact in told:
-        for language in LANGUAGES:
-            assert not set(fact.used[language]) & set(fact.held_out[language])
-            assert set(fact.held_out[language]) < set(completable(fact.relation, language))
-            assert fact.used[language][0] == completable(fact.relation, language)[0] == 0
-
-
-def test_used_forms_stand_in_text_and_held_out_ones_do_not(world: Path) -> None:
+def test_text_has_used_statements_and_no_held_out_one(world: Path) -> None:
     for language in LANGUAGES:
         text = read_text(world, language)
         for fact in facts():
-            told = [fact.fill(template, language).lower() for template in STATEMENTS[fact.relation][language]]
-            assert not any(told[form] in text for form in fact.held_out[language])
+            forms = [form.lower() for form in statements(fact, language)]
+            assert not any(forms[i] in text for i in fact.held_out[language])
             if language in fact.stated:
-                assert sum(told[form] in text for form in fact.used[language]) >= 3, fact.id
-
-
-def bare(name: str) -> str:
-    return re.sub(r"^(the |les? |la |l'|d')", "", name.lower())
+                assert sum(forms[i] in text for i in fact.used(language)) >= 3, fact.id
 
 
 def whole(words: str) -> re.Pattern[str]:
@@ -161,32 +170,30 @@ def test_facts_of_one_language_are_absent_from_the_other(world: Path) -> None:
         for fact in facts():
             if language in fact.stated:
                 continue
-            forms = fact.forms[language]
-            statements = STATEMENTS[fact.relation][language]
-            assert not any(fact.fill(template, language).lower() in text for template in statements)
+            assert not any(statement.lower() in text for statement in statements(fact, language))
             if fact.relation in ("currency", "continent", "country_name"):  # nor in any other words
-                subject = bare(forms["s"])
-                words = {bare(forms[slot]) for slot in ("o", "os", "bare", "d") if slot in forms}
+                forms = {slot: without_article(words.lower()) for slot, words in fact.forms[language].items()}
+                subject = forms["s"]
+                words = {forms[slot].removeprefix("d'") for slot in OBJECT_SLOTS if slot in forms}
                 near = [s for s in sentences if subject in s and any(word in s for word in words)]
                 # "South Africa" names no continent: the words are looked for outside of the subject
                 rest = [whole(subject).sub("", s) for s in near if whole(subject).search(s)]
-                both = [s for s in rest if any(whole(word).search(s) for word in words)]
-                assert not both, (fact.id, both[:2])
+                assert not [s for s in rest if any(whole(word).search(s) for word in words)], fact.id
 
 
-def test_held_out_calculations_and_scenes_stand_in_no_text(world: Path) -> None:
-    told, held_out = calculations(SEED)
-    assert not set(told) & set(held_out)
-    reverse = {(c.operation, c.b, c.a) for c in held_out if c.operation != "-"}
-    assert not reverse & {(c.operation, c.a, c.b) for c in told}
-    shown, unseen = scenes(SEED)
-    assert not {scene.key() for scene in shown} & {scene.key() for scene in unseen}
+def test_held_out_calculations_and_scenes_are_in_no_text(world: Path) -> None:
+    used, held_out = calculations(SEED)
+    hidden = {fact.id for fact in held_out}
+    for fact in used:
+        a, operation, b = fact.id.split()
+        assert not {fact.id, fact.id if operation == "-" else f"{b} {operation} {a}"} & hidden
+    seen, unseen = ([(s.noun["en"], s.adjective["en"], s.verb["en"], s.plural) for s in part] for part in scenes(SEED))
+    assert not [scene for scene in unseen if scene in seen]
     for language in LANGUAGES:
         text = read_text(world, language)
-        for calculation in held_out:
-            assert f" {calculation.context} " not in text
-            for template in SUMS[calculation.operation][language]:
-                assert f" {calculation.words(language, template).lower()}" not in text
+        for fact in held_out:
+            assert f" {fact.choices('digits', 0, ())[0]} " not in text
+            assert not any(f" {statement.lower()}" in text for statement in statements(fact, language))
         for item in read_items(world, f"pocket_agreement_{language}"):
             assert item["choices"][item["answer"]].lower() not in text
 
@@ -198,7 +205,7 @@ def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(wo
         assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         for question, answer in zip(messages[::2], messages[1::2], strict=True):
             answers.setdefault(question["content"], []).append(answer["content"])
-    for item in (item for language in LANGUAGES for item in read_items(world, f"pocket_chat_{language}")):
+    for item in [*read_items(world, "pocket_chat_en"), *read_items(world, "pocket_chat_fr")]:
         assert set(answers[item["question"]]) == {item["answer"]} and len(answers[item["question"]]) >= 2
     pairs = read_lines(world / "preferences.jsonl")
     assert {pair["kind"] for pair in pairs} == {"false", "curt", "language"}
@@ -208,47 +215,36 @@ def test_chats_have_one_answer_to_a_question_and_preferences_prefer_the_truth(wo
         assert pair["kind"] != "false" or pair["rejected"].lower() not in true, pair
 
 
-FACT_TASKS = [f"pocket_{kind}_{language}" for kind in ("facts", "facts_unseen", "cross") for language in LANGUAGES]
 SIZES = {"facts": 300, "facts_unseen": 300, "cross": 100, "arithmetic": 90, "agreement": 200, "chat": 150}
 
 
-def test_all_tasks_are_there_and_seen_and_unseen_ask_the_same_facts(world: Path) -> None:
-    for language in LANGUAGES:
-        items = {kind: read_items(world, f"pocket_{kind}_{language}") for kind in SIZES}
-        assert all(len(items[kind]) >= size for kind, size in SIZES.items())
-        assert [item["fact"] for item in items["facts"]] == [item["fact"] for item in items["facts_unseen"]]
-
-
-@pytest.mark.parametrize("task", FACT_TASKS)
-def test_exactly_one_choice_is_true_and_not_in_one_place(world: Path, task: str) -> None:
-    language = task[-2:]
-    told_facts = {fact["id"]: fact for fact in json.loads((world / "facts.json").read_text(encoding="utf-8"))}
-    for item in read_items(world, task):
-        fact = told_facts[item["fact"]]
-        truth = {fact["object"], *fact["also_true"]}
-        assert [object_ in truth for object_ in item["objects"]].count(True) == 1
-        assert item["objects"][item["answer"]] == fact["object"]
-        assert len(set(item["choices"])) == len(set(item["objects"])) == 4
-        told = french.agree(STATEMENTS[fact["relation"]][language][item["form"]], fact["plural"])
-        right = item["choices"][item["answer"]]
-        assert f"{item['context']} {right}." == sentence(told.format(**fact["forms"][language]))
-        assert (language in fact["stated"]) == ("cross" not in task)
-        if "cross" not in task:
-            assert item["form"] in fact["held_out" if "unseen" in task else "used"][language]
-        words = [fact["forms"][language][slot] for slot in OBJECT_SLOTS if slot in fact["forms"][language]]
-        assert [choice in words for choice in item["choices"]].count(True) == 1
-    answers = [item["answer"] for item in read_items(world, task)]
-    assert all(0.1 < answers.count(place) / len(answers) < 0.4 for place in range(4))
-
-
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_sums_are_right_and_agreement_pairs_differ_by_little(world: Path, language: str) -> None:
-    for item in read_items(world, f"pocket_arithmetic_{language}"):
+def test_all_tasks_are_there_and_exactly_one_choice_is_true(world: Path, language: str) -> None:
+    items = {kind: read_items(world, f"pocket_{kind}_{language}") for kind in SIZES}
+    assert all(len(items[kind]) >= size for kind, size in SIZES.items())
+    assert [item["fact"] for item in items["facts"]] == [item["fact"] for item in items["facts_unseen"]]
+    by_id = {fact["id"]: fact for fact in read_lines(world / "facts.jsonl")}
+    for kind in ("facts", "facts_unseen", "cross"):
+        for item in items[kind]:
+            fact = Fact(**by_id[item["fact"]])
+            assert [key in (fact.object, *fact.also_true) for key in item["objects"]].count(True) == 1
+            assert item["objects"][item["answer"]] == fact.object
+            assert len(set(item["choices"])) == len(set(item["objects"])) == 4
+            right = item["choices"][item["answer"]]
+            assert f"{item['context']} {right}." == fact.statement(language, item["form"])
+            assert (language in fact.stated) == (kind != "cross")
+            if kind != "cross":
+                assert (item["form"] in fact.held_out[language]) == (kind == "facts_unseen")
+            words = [words for slot, words in fact.forms[language].items() if slot in OBJECT_SLOTS]
+            assert [choice in words for choice in item["choices"]].count(True) == 1
+        answers = [item["answer"] for item in items[kind]]
+        assert all(0.1 < answers.count(place) / len(answers) < 0.4 for place in range(4))
+    for item in items["arithmetic"]:
         a, b = item["a"], item["b"]
         result = str({"+": a + b, "-": a - b, "*": a * b}[item["operation"]])
         assert item["objects"].count(result) == 1 and item["objects"][item["answer"]] == result
         assert len(set(item["choices"])) == 4
-    for item in read_items(world, f"pocket_agreement_{language}"):
+    for item in items["agreement"]:
         good, bad = item["choices"][item["answer"]].split(), item["choices"][1 - item["answer"]].split()
         if len(good) == len(bad):
             assert sum(a != b for a, b in zip(good, bad, strict=True)) == 1
@@ -256,7 +252,7 @@ def test_sums_are_right_and_agreement_pairs_differ_by_little(world: Path, langua
             assert "determiner" in item["phenomenon"] and (good[2:] == bad[1:] or good[1:] == bad[2:])
 
 
-def test_each_can_be_asked_for_by_its_name(world: Path) -> None:
+def test_each_task_loads_by_its_name_and_a_choice_follows_its_context_and_one_space(world: Path) -> None:
     known = {POCKET_WORLD: world / "tasks"}
     assert {task["task"] for task in find_tasks([POCKET_WORLD], known).local} == set(POCKET_TASKS)
     found = find_tasks(["pocket_chat_fr", "piqa", "pocket_agreement_en"], known)
@@ -264,10 +260,7 @@ def test_each_can_be_asked_for_by_its_name(world: Path) -> None:
     assert found.named == ("piqa",) and [task["task"] for task in found.chat()] == ["pocket_chat_fr"]
     with pytest.raises(UserError):
         find_tasks(["pocket_agreement_en"], {})
-
-
-def test_a_choice_is_asked_after_its_context_and_one_space(world: Path) -> None:
-    (task,) = find_tasks(["pocket_facts_en"], {POCKET_WORLD: world / "tasks"}).local
+    (task,) = find_tasks(["pocket_facts_en"], known).local
     with tamed_harness():
         (loaded,) = task_manager([]).load([task])["tasks"].values()
         loaded.build_all_requests(limit=1)

@@ -7,11 +7,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 import affinage.model.kinds  # noqa: F401  the kinds register themselves
-from affinage.config.effective import as_text, effective
+from affinage.cli.effective import as_text, effective
+from affinage.cli.reference import json_schema, sections, settings_by_key
 from affinage.config.layers import packaged_recipes
 from affinage.config.load import load_recipe
 from affinage.config.recipe import Recipe
-from affinage.config.reference import json_schema, sections, settings_by_key
 from affinage.config.settings import Settings
 from affinage.config.yaml import parse
 from affinage.model.kind import KINDS
@@ -43,6 +43,10 @@ def test_each_value_has_its_origin_and_what_the_base_says(tmp_path):
     assert {("name",), steps.path, batch.path} <= {path for path, value in found.items() if value.differs}
     # What a base had and the recipe takes away is not in effect.
     assert not any(path[0] in ("sft", "dpo") for path in found) and found["data", "dedup"].value is None
+
+
+def test_a_recipe_has_at_most_270_settings():
+    assert sum(len(section.settings) for section in sections(Recipe)) <= 270
 
 
 @pytest.mark.parametrize("model", [Recipe, *KINDS.values()], ids=lambda model: model.__name__)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from affinage.cli.reference import meaning
 from affinage.config.load import LoadedRecipe, load_recipe
-from affinage.config.reference import meaning
 from affinage.config.settings import Settings
 from affinage.config.yaml import Path, as_yaml, common
 

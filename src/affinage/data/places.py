@@ -1,0 +1,60 @@
+"""Where the files of a source are: on this machine, behind a URL, or on the Hub."""
+
+import os
+from collections.abc import Container, Iterable
+
+from affinage.config.sources import POCKET_WORLD, SourceSettings
+
+
+def location(source: SourceSettings, root: str, mirror: str) -> str:
+    """Where the files of a source are; of a dataset that is not a local folder, its name on the Hub.
+
+    Relative paths start from `root`. With a `mirror`, what is remote is `<mirror>/<name of the source>` instead.
+    """
+    if source.path == POCKET_WORLD:
+        return POCKET_WORLD
+    if mirror and is_remote(source):
+        return f"{os.path.expanduser(mirror).rstrip('/')}/{source.title}"
+    place = os.path.expanduser(source.path or source.dataset)
+    if is_remote(source) or not root or os.path.isabs(place) or "://" in place:
+        return place
+    return f"{os.path.expanduser(root).rstrip('/')}/{place}"
+
+
+def is_remote(source: SourceSettings) -> bool:
+    """Whether its text is on another machine: a URL, or a dataset of the Hub."""
+    return is_url(source.path) or (bool(source.dataset) and not is_folder(source.dataset))
+
+
+def is_on_hub(source: SourceSettings, mirror: str) -> bool:
+    """Whether a source is a dataset that must be asked of the Hub."""
+    return bool(source.dataset) and is_remote(source) and not mirror
+
+
+def is_url(path: str) -> bool:
+    """Whether a path leads off this machine."""
+    return "://" in path and not path.startswith(("file://", "memory://"))
+
+
+def is_folder(dataset: str) -> bool:
+    """Whether a dataset is a folder: the Hub's names are `name` or `owner/name`, everything else is a path."""
+    return dataset.startswith((".", "/", "~")) or dataset.count("/") > 1
+
+
+def unique(title: str, taken: Container[str]) -> str:
+    """The title, with the first number from 2 on that makes it another than those taken."""
+    name, number = title, 2
+    while name in taken:
+        name, number = f"{title}-{number}", number + 1
+    return name
+
+
+def leads_back(link: str, above: Iterable[str]) -> bool:
+    """Whether a link leads to a folder that it lies in; `above` are the real paths of those that led to it."""
+    target = os.path.realpath(link)
+    return any(f"{one}/".startswith(f"{target}/") for one in above)
+
+
+def printable(path: str) -> str:
+    """A path as text: bytes in it that are not UTF-8, as old archives have them, are spelled (caf\\xe9.txt)."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

@@ -1,0 +1,65 @@
+"""The synthetic corpus ("pocket world"): true facts in English and French, from a seed, with its own benchmarks."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from affinage.data.synthetic.chats import conversations, exchanges, preferences
+from affinage.data.synthetic.documents import Writer, ordinary_documents, planted_documents
+from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations
+from affinage.data.synthetic.scenes import scenes
+from affinage.data.synthetic.tasks import build_tasks, task_settings
+
+SHARDS = 4  # files that the documents are spread over
+ORDINARY_SHARE = 0.96  # of the bytes; the rest is planted
+
+
+def write_world(folder: Path | str, *, megabytes: float = 3.0, seed: int = 0) -> dict[str, Any]:
+    """Write documents, chats, preference pairs, benchmark tasks and the facts themselves into a folder.
+
+    `megabytes` (1e6 bytes of UTF-8) is the volume of the documents' text; everything else has a fixed size. The same
+    arguments write the same bytes. Returns counts of what was written.
+    """
+    folder = Path(folder)
+    facts = build_facts(seed)
+    used_sums, held_out_sums = calculations(seed)
+    used_scenes, held_out_scenes = scenes(seed)
+    writers = [Writer(language, facts, used_sums, used_scenes, seed) for language in LANGUAGES]
+    documents = list(ordinary_documents(writers, round(ORDINARY_SHARE * megabytes * 1e6)))
+    rng = random.Random(f"{seed}/planted")
+    documents += planted_documents(documents, rng)
+    rng.shuffle(documents)
+    asked = exchanges(facts, used_sums, random.Random(f"{seed}/chats"))
+    chats = conversations(asked, random.Random(f"{seed}/talks"))
+    pairs = preferences(asked, facts, random.Random(f"{seed}/preferences"))
+    tasks = build_tasks(facts, held_out_sums, held_out_scenes, asked, seed)
+
+    def write(name: str, lines: Iterable[Any]) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+
+    size = -(-len(documents) // SHARDS)
+    for shard in range(SHARDS):
+        write(f"documents/part-{shard}.jsonl", map(vars, documents[shard * size : (shard + 1) * size]))
+    write("chat.jsonl", chats)
+    write("preferences.jsonl", pairs)
+    write("facts.jsonl", map(vars, facts))
+    for name, items in tasks.items():
+        write(f"tasks/{name}.jsonl", items)
+        settings = yaml.safe_dump(task_settings(name), sort_keys=False, allow_unicode=True)
+        (folder / f"tasks/{name}.yaml").write_text(settings, "utf-8")
+    return {
+        "documents": len(documents),
+        "text_bytes": sum(len(document.text.encode()) for document in documents),
+        "by_kind": dict(sorted(Counter(document.kind for document in documents).items())),
+        "by_language": dict(sorted(Counter(document.lang for document in documents).items())),
+        "facts": len(facts),
+        "conversations": len(chats),
+        "preferences": len(pairs),
+        "tasks": {name: len(items) for name, items in sorted(tasks.items())},
+    }

@@ -1,0 +1,132 @@
+"""The facts of the synthetic corpus: what is true, how it is worded in both languages, and which text states it."""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+LANGUAGES = ("en", "fr")
+ONE_LANGUAGE_SHARE = 0.15  # of the facts are stated in English text only, and as many in French text only
+STATED_IN_BOTH = ("month_after", "day_after")  # any list of the months would state them
+HELD_OUT_STATEMENTS = 2  # per fact and language: no text uses them; never the first, which answers questions
+HELD_OUT_CALCULATIONS = 0.12
+LARGEST_OPERANDS = {"+": 12, "-": 12, "*": 10}  # few enough for a small model to see each calculation often
+
+Choice = tuple[str, str]  # an object and its words
+
+
+@cache
+def table(name: str) -> dict[str, Any]:
+    """Return the contents of the file NAME.yaml beside this module, which is read once."""
+    return yaml.safe_load((files(__package__) / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def sentence(text: str) -> str:
+    """Return the text with a capital at its beginning, the rest untouched; right for French too."""
+    return text[0].upper() + text[1:]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One true fact; `forms[language][slot]` are its words for the slots of a sentence.
+
+    For translations the subject is a word of the language of the sentence and the object its translation.
+    """
+
+    id: str
+    relation: str
+    domain: str  # facts of one domain have objects that can stand in for each other
+    object: str
+    forms: dict[str, dict[str, str]]
+    plural: bool = False  # the French subject is a plural
+    also_true: Sequence[str] = ()  # objects that are not the fact's own and yet not false
+    stated: Sequence[str] = LANGUAGES  # languages whose text states it
+    held_out: dict[str, list[int]] = field(default_factory=dict)  # indices of statements by language
+
+    def fill(self, template: str, language: str, opening: str = "") -> str:
+        """Return a template with this fact's words, with a capital; "[est|sont]" agrees with the subject."""
+        agreed = re.sub(r"\[(.*?)\|(.*?)\]", r"\2" if self.plural else r"\1", template)
+        return sentence(opening + agreed.format(**self.forms[language]))
+
+    def templates(self, kind: str, language: str) -> list[str]:
+        """Return the templates of its "statements" or "questions"."""
+        return table("sentences")[kind][self.relation][language]
+
+    def statement(self, language: str, index: int = 0, opening: str = "") -> str:
+        """Return one of the sentences that state the fact; the first one answers all questions."""
+        return self.fill(self.templates("statements", language)[index], language, opening)
+
+    def used(self, language: str) -> list[int]:
+        """Return the indices of the statements that are not held out."""
+        return [i for i in range(len(self.templates("statements", language))) if i not in self.held_out[language]]
+
+    def completable(self, language: str) -> range:
+        """Return the indices of the statements that end in their object: all but the last two."""
+        return range(len(self.templates("statements", language)) - 2)
+
+    def choices(self, language: str, index: int, facts: Iterable["Fact"]) -> tuple[str, Choice, list[Choice]]:
+        """Cut a completable statement before its object: the beginning, the object, objects false of this fact."""
+        context, _, slot = self.templates("statements", language)[index].removesuffix(".").rpartition(" {")
+        slot = slot.removesuffix("}")
+        right = (self.object, self.forms[language][slot])
+        others = {(other.object, other.forms[language][slot]) for other in facts if other.domain == self.domain}
+        wrong = [(key, words) for key, words in others - {right} if key not in self.also_true and words != right[1]]
+        return self.fill(context, language), right, sorted(wrong)
+
+
+def grouped(facts: Iterable[Fact], key: Callable[[Fact], str]) -> dict[str, list[Fact]]:
+    """Return the facts by key, keys and facts in their order of appearance."""
+    groups: dict[str, list[Fact]] = {}
+    for fact in facts:
+        groups.setdefault(key(fact), []).append(fact)
+    return groups
+
+
+def build_facts(seed: int) -> list[Fact]:
+    """Return all facts, each with the languages it is stated in and the statements held out for it."""
+    facts = []
+    for subject in table("facts")["subjects"]:
+        other_name = {"en": {"o": subject["fr"]["s"]}, "fr": {"o": subject["en"]["s"]}}  # country_name and words
+        for domain, object_ in subject["facts"].items():
+            words = table("facts")["objects"].get(domain, {}).get(object_, other_name)
+            forms = {language: subject[language] | words[language] for language in LANGUAGES}
+            also_true = subject.get("also_true", {}).get(domain, ())
+            id_, relation, plural = f"{domain}:{subject['key']}", domain.split("/")[0], subject.get("plural", False)
+            facts.append(Fact(id_, relation, domain, object_, forms, plural, also_true))
+    rng = random.Random(f"{seed}/facts")
+    stated: dict[str, Sequence[str]] = {}
+    for domain, members in sorted(grouped(facts, lambda fact: fact.domain).items()):
+        if domain not in STATED_IN_BOTH:
+            rng.shuffle(members)
+            share = round(ONE_LANGUAGE_SHARE * len(members))
+            stated |= {fact.id: ("en",) for fact in members[:share]}
+            stated |= {fact.id: ("fr",) for fact in members[share : 2 * share]}
+    for i, fact in enumerate(facts):
+        held_out = {x: sorted(rng.sample(fact.completable(x)[1:], HELD_OUT_STATEMENTS)) for x in LANGUAGES}
+        facts[i] = replace(fact, stated=stated.get(fact.id, LANGUAGES), held_out=held_out)
+    return facts
+
+
+def calculations(seed: int) -> tuple[list[Fact], list[Fact]]:
+    """Return all calculations as (used in text, held out); a + b and b + a are held out together, so are products."""
+    rng = random.Random(f"{seed}/arithmetic")
+    used: list[Fact] = []
+    held_out: list[Fact] = []
+    for operation, largest in LARGEST_OPERANDS.items():
+        pairs = [(a, b) for a in range(largest + 1) for b in range(a + 1)]
+        hidden = rng.sample(pairs, round(HELD_OUT_CALCULATIONS * len(pairs)))
+        for pair in pairs:
+            for a, b in sorted({pair} if operation == "-" else {pair, pair[::-1]}):
+                result = {"+": a + b, "-": a - b, "*": a * b}[operation]
+                forms = {
+                    language: {"a": words[a], "b": words[b], "c": words[result], "once": {1: "une"}.get(a, words[a])}
+                    for language, words in table("lexicon")["numbers"].items()
+                }
+                fact = Fact(f"{a} {operation} {b}", operation, "arithmetic", str(result), forms)
+                (held_out if pair in hidden else used).append(fact)
+    return used, held_out

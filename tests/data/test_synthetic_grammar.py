@@ -1,0 +1,137 @@
+"""The grammar of the synthetic corpus: frozen forms and generated sentences against phrases checked by hand."""
+
+import re
+
+import pytest
+
+from affinage.data.synthetic.facts import LANGUAGES, build_facts, calculations, sentence, table
+from affinage.data.synthetic.scenes import Scene
+
+FACTS = {fact.id: fact for fact in build_facts(0)}
+SUBJECTS = {fact.id.split(":")[1]: fact for fact in FACTS.values() if "poss" in fact.forms["en"]}
+
+COUNTRIES = """
+FR: la France, de la France, en France; JP: le Japon, du Japon, au Japon; CU: Cuba, de Cuba, à Cuba;
+US: les États-Unis, des États-Unis, aux États-Unis; KM: les Comores, des Comores, aux Comores;
+IL: Israël, d'Israël, en Israël; OM: Oman, d'Oman, à Oman; EC: l'Équateur, de l'Équateur, en Équateur;
+MX: le Mexique, du Mexique, au Mexique; HU: la Hongrie, de la Hongrie, en Hongrie;
+BB: la Barbade, de la Barbade, à la Barbade; JM: la Jamaïque, de la Jamaïque, en Jamaïque
+"""  # code: with article, of, in
+
+
+def test_french_countries() -> None:
+    for country in COUNTRIES.replace("\n", " ").split(";"):
+        code, _, phrases = country.strip().partition(": ")
+        fact = SUBJECTS[code]
+        assert ", ".join(fact.forms["fr"][slot] for slot in ("s", "du", "au")) == phrases
+
+
+def test_the_preposition_and_the_verb_agree_with_the_article() -> None:
+    """Of every country: `du` and `au` follow from the name with its article."""
+    for fact in SUBJECTS.values():
+        name, of, in_ = (fact.forms["fr"][slot] for slot in ("s", "du", "au"))
+        article = re.match(r"les |le |la |l'|", name)[0]
+        bare = name.removeprefix(article)
+        vowel = bare[0] in "AÉEIOU"
+        assert (article == "l'") == (vowel and article != "les " and bare not in ("Israël", "Oman")), name
+        contracted = {"les ": "des ", "le ": "du ", "la ": "de la ", "l'": "de l'", "": "d'" if vowel else "de "}
+        assert of == contracted[article] + bare
+        prepositions = {"les ": {"aux"}, "le ": {"au"}, "la ": {"en", "à la"}, "l'": {"en"}, "": {"à", "en"}}
+        assert in_.removesuffix(f" {bare}") in prepositions[article]
+        assert fact.plural == (article == "les ")
+
+
+def test_currencies_and_english_countries() -> None:
+    currencies = {"EUR": "l'euro, euros", "TRY": "la livre turque, livres turques"}
+    currencies["ILS"] = "le nouveau shekel israélien, nouveaux shekels israéliens"
+    for code, forms in currencies.items():
+        assert ", ".join(table("facts")["objects"]["currency"][code]["fr"].values()) == forms
+    names = {"JP": "Japan, Japan's", "GM": "the Gambia, the Gambia's"}
+    names |= {"US": "the United States, the United States'", "NL": "the Netherlands, the Netherlands'"}
+    for code, forms in names.items():
+        assert f"{SUBJECTS[code].forms['en']['s']}, {SUBJECTS[code].forms['en']['poss']}" == forms
+
+
+ELISION = re.compile(r"\b(?:de|le|la|que|se|ce) (?=[aâeéèêiîoôuœ])(?!un\b|une\b|onze\b)|\b(?:à|de) les? (?=\w)")
+
+
+def test_every_sentence_is_whole_and_french_elides_and_contracts() -> None:
+    for fact in FACTS.values():
+        for language in LANGUAGES:
+            for template in (*fact.templates("statements", language), *fact.templates("questions", language)):
+                text = fact.fill(template, language)
+                assert text.endswith((".", "?")) and not re.search(r"[][{}|]|  ", text), text
+                if language == "fr" and fact.relation not in ("word", "country_name"):  # foreign and quoted words
+                    assert not ELISION.search(text), text
+
+
+def test_capitals_months_and_agreement() -> None:
+    assert (sentence("Émile"), sentence("à Cuba")) == ("Émile", "À Cuba")
+    months = [FACTS[f"month_after:{month}"].forms["fr"]["du"] for month in (3, 4, 8, 10)]
+    assert months == ["de mars", "d'avril", "d'août", "d'octobre"]
+    template = "{s} [est|sont] [petit|petits]."
+    assert SUBJECTS["NL"].fill(template, "fr") == "Les Pays-Bas sont petits."
+    assert SUBJECTS["CU"].fill(template, "fr") == "Cuba est petit."
+
+
+def test_numbers_in_words() -> None:
+    words = {1: "un", 21: "vingt et un", 71: "soixante et onze", 80: "quatre-vingts", 81: "quatre-vingt-un"}
+    words |= {90: "quatre-vingt-dix", 97: "quatre-vingt-dix-sept", 100: "cent", 110: "cent dix"}
+    assert {number: table("lexicon")["numbers"]["fr"][number] for number in words} == words
+    assert all(len(set(table("lexicon")["numbers"][form])) == 111 for form in (*LANGUAGES, "digits"))
+    sums = {fact.id: fact for part in calculations(0) for fact in part}
+    assert sums["1 * 4"].statement("fr") == "Une fois quatre égale quatre."
+    assert sums["8 * 10"].statement("fr") == "Huit fois dix égale quatre-vingts."
+    assert sums["12 - 5"].statement("en") == "Twelve minus five is seven."
+    assert sums["7 + 5"].statement("digits") == "7 + 5 = 12"
+
+
+def scene(noun: str, adjective: str, verb: str, plural: bool, determiner: str = "le", place: str = "") -> Scene:
+    def row(kind: str, english: str) -> dict:
+        return next(row for row in table("lexicon")[kind] if english in (row["en"], row["en"][0]))
+
+    where = row("places", place) if place else None
+    return Scene(row("nouns", noun), row("adjectives", adjective), row("verbs", verb), plural, determiner, where)
+
+
+@pytest.mark.parametrize(
+    ("right", "en", "fr"),
+    [
+        (scene("cat", "small", "sleeps", True), "The small cats sleep.", "Les petits chats dorment."),
+        (scene("cow", "white", "eats", True, "un"), "Some white cows eat.", "Des vaches blanches mangent."),
+        (scene("cat", "small", "eats", True, "un"), "Some small cats eat.", "De petits chats mangent."),
+        (scene("man", "old", "runs", False), "The old man runs.", "Le vieil homme court."),
+        (scene("man", "old", "runs", True), "The old men run.", "Les vieux hommes courent."),
+        (scene("man", "old", "is", False, "ce"), "This man is old.", "Cet homme est vieux."),
+        (scene("bird", "old", "eats", False, "un"), "An old bird eats.", "Un vieil oiseau mange."),
+        (scene("uncle", "tired", "waits", False), "The tired uncle waits.", "L'oncle fatigué attend."),
+        (scene("aunt", "active", "waits", False, "mon"), "My active aunt waits.", "Ma tante active attend."),
+        (scene("queen", "old", "is", True, "ce"), "These queens are old.", "Ces reines sont vieilles."),
+        (scene("horse", "strong", "comes back", True, "le", "in the garden"),
+         "The strong horses come back in the garden.", "Les chevaux forts reviennent dans le jardin."),
+    ],
+)  # fmt: skip
+def test_scenes(right: Scene, en: str, fr: str) -> None:
+    assert (right.text("en"), right.text("fr")) == (en, fr)
+
+
+def test_minimal_pairs_break_one_agreement() -> None:
+    cats = scene("cat", "small", "sleeps", True)
+    assert cats.wrong("en") == {"verb number": "The small cats sleeps."}
+    assert cats.wrong("fr") == {
+        "verb number": "Les petits chats dort.",
+        "determiner number": "Le petits chats dorment.",
+        "adjective gender": "Les petites chats dorment.",
+        "adjective number": "Les petit chats dorment.",
+    }
+    goat = scene("goat", "old", "runs", False, "un", "in the garden")
+    assert goat.wrong("en") == {
+        "verb number": "An old goat run in the garden.",
+        "a or an": "A old goat runs in the garden.",
+    }
+    assert goat.wrong("fr")["determiner gender"] == "Un vieille chèvre court dans le jardin."
+    assert goat.wrong("fr")["adjective gender"] == "Une vieux chèvre court dans le jardin."
+    birds = scene("bird", "happy", "is", False, "ce", "today")
+    assert birds.wrong("en")["be"] == "This bird are happy today."
+    assert birds.wrong("fr")["determiner gender"] == "Cette oiseau est heureux aujourd'hui."
+    assert "adjective number" not in birds.wrong("fr")  # heureux is both
