@@ -12,6 +12,7 @@ from typing import Any
 
 from affinage.config.load import LoadedRecipe
 from affinage.errors import UserError
+from affinage.registry import plugins_used, registering
 
 GROUP = "affinage.plugins"  # of entry points
 VARIABLE = "AFFINAGE_PLUGINS"  # in the environment: files, separated as in PATH
@@ -45,10 +46,6 @@ def plugin_sources(loaded: LoadedRecipe, settings: Any) -> dict[str, str]:
     Returns:
         The hash of each file and the version of each installed package, by name.
     """
-    if not (loaded.recipe.plugins or entry_points(group=GROUP)):
-        return {}
-    from affinage.model.registry import plugins_used  # imports JAX
-
     used = plugins_used(settings)
     files = {path: loaded.beside(path, ("plugins", index)) for index, path in enumerate(loaded.recipe.plugins)}
     found = {f"plugin {path}": _digest(file) for path, file in files.items() if str(file.resolve()) in used}
@@ -66,8 +63,6 @@ def _load_file(file: Path, where: str) -> None:
 @cache
 def _load_installed() -> None:
     for point in entry_points(group=GROUP):
-        from affinage.model.registry import registering  # imports JAX
-
         with registering(point.dist.name if point.dist is not None else point.value):
             _guarded(point.load, point.value, f"entry point {point.name}")
 
@@ -79,8 +74,6 @@ def _run(file: Path, digest: str) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pydantic looks up annotations there
-    from affinage.model.registry import registering
-
     with registering(str(file)):
         spec.loader.exec_module(module)
 

@@ -128,9 +128,10 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     [documents] = (own_runs / "tiny/deduplicate").glob("*.parquet")
     text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
+    found = f"benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, min_words: 5, n_grams: 5"
     words = [
         "name=more",
-        f"data.decontaminate={{benchmark_files: ['{tmp_path / 'items.txt'}'], benchmarks: false, min_words: 5, n_grams: 5}}",
+        f"data.decontaminate={{{found}}}",
         f"tokenizer.compare=['{own_runs / 'tiny/tokenizer/tokenizer.model'}']",
     ]
     words = [part for word in words for part in ("--set", word)]

@@ -276,8 +276,8 @@ def answers(model: LoadedModel, task: Path, folder: Path) -> list[int]:
 
 
 def watched(base: SimpleNamespace, **settings: object) -> str:
-    monitor = {"tasks": [str(base.task)], "every_steps": 40, "limit": 60, "alpha": 0.05, "on_regression": "stop"}
-    return json.dumps(monitor | settings)
+    told = {"tasks": [str(base.task)], "every_steps": 40, "limit": 60, "alpha": 0.05, "on_regression": "stop"}
+    return json.dumps(told | settings)
 
 
 def taught(base: SimpleNamespace) -> list[str]:

@@ -103,6 +103,9 @@ def test_watched_scores_stand_under_the_loss_and_what_is_worse_is_marked(run: Pa
     ]
     looks[-1]["worse"] = [{"task": "winogrande", "than": 0, "p": 1e-4}]
     (run / "sft" / "watch.json").write_text(json.dumps({"threshold": 1e-3, "looks": looks}))
+    page = render(facts := collect_facts(run)).replace("\u00a0", " ")  # as if it had gone on to its end
+    assert "winogrande from 62.0% at step 0 to 44.0% at step 300 (p = 10⁻⁴)" in page
+    assert "empirent au-delà du hasard" in render(facts, "fr")
     with change(run / "sft" / "summary.json") as summary:
         summary |= {"ended": "winogrande is worse than at step 0 (p = 0.0001)", "steps": 300}
     page = render(collect_facts(run))

@@ -111,9 +111,10 @@ def test_plugins_have_trackers_too(tmp_path: Path):
 
 def test_trackers_are_in_no_key_of_a_stage():
     plain = build_steps(load_recipe("quickstart"))
-    tracked = build_steps(load_recipe("quickstart", ["trackers.tensorboard=true", "trackers.mlflow={experiment: x}"]))
+    given = ["runtime.trackers.tensorboard=true", "runtime.trackers.mlflow={experiment: x}"]
+    tracked = build_steps(load_recipe("quickstart", given))
     assert [(stage.name, stage.config) for stage in plain] == [(stage.name, stage.config) for stage in tracked]
-    assert load_recipe("quickstart", ["trackers=[wandb]"]).recipe.trackers.wandb is not None
+    assert load_recipe("quickstart", ["runtime.trackers=[wandb]"]).recipe.runtime.trackers == {"wandb": {}}
 
 
 def test_a_library_that_dies_or_is_not_there_is_an_error_of_the_tracker(tmp_path: Path):

@@ -99,7 +99,6 @@ import hashlib, os
 from affinage.errors import Preempted
 from affinage.stopping import OwnProcess, leave
 from affinage.training.signals import StopRequest
-from waiting import until
 stop = StopRequest('run', grace=1)
 with OwnProcess(), stop:
     try:

@@ -93,11 +93,8 @@ def _run(point: "Point", runs: "Runs") -> None:
     from affinage.cli.watch import Watch
     from affinage.hardware.standstill import Standstill
 
-    runner = _runner(point, runs)
-    with (
-        Standstill(point.loaded.recipe.name, runner.folder, point.loaded.recipe.runtime),
-        Watch(runner.plan()) as watch,
-    ):
+    runner, recipe = _runner(point, runs), point.loaded.recipe
+    with Standstill(recipe.name, runner.folder, recipe.runtime), Watch(runner.plan()) as watch:
         runner.run(watch)
 
 

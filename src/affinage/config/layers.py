@@ -128,9 +128,11 @@ def put_override(layers: Layers, override: str) -> None:
     """Lay one `dotted.key=YAML` over the recipe."""
     dotted, equals, text = override.partition("=")
     keys, shown = dotted.strip().split("."), f"--set {dotted.strip()}"
-    if not equals or not all(keys) or keys[0] == "base":
-        fix = "For example: --set pretrain.steps=100; `base` is only given in a file."
+    if not equals or not all(keys):
+        fix = "For example: --set pretrain.steps=100"
         raise UserError("this is not `key=value`", where=f"--set {override}", fix=fix)
+    if keys[0] == "base":
+        raise UserError("`base` can only be given in a file", where=shown, fix="Write `base:` into the recipe file.")
     value: Any = layers.value
     path: Keys = ()
     for key in keys:  # where they lead into a list, a position in it

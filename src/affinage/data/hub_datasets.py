@@ -1,5 +1,6 @@
 """Streams a dataset of the Hugging Face Hub, or of a folder that `datasets` reads, as documents."""
 
+import contextlib
 import copy
 import tempfile
 from collections.abc import Iterator
@@ -77,13 +78,21 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
     return [DatasetPart(place, index, parts) for index in range(parts)]
 
 
+def _own(dataset: Any) -> Any:
+    """A copy of a dataset; another thread may fill a cache of its file system meanwhile, which ends an attempt."""
+    for _ in range(20):
+        with contextlib.suppress(RuntimeError):
+            return copy.deepcopy(dataset)
+    return copy.deepcopy(dataset)
+
+
 class Stream:
     """The records of one part of a dataset, with its position after the one given last."""
 
     def __init__(self, part: DatasetPart, settings: SourceSettings, state: dict[str, Any] | None = None) -> None:
         """Go on where `state` was taken, or begin."""
         self._part, self._settings = part, settings
-        self._dataset = copy.deepcopy(_open(part.place, settings))  # it holds its position, and is opened once
+        self._dataset = _own(_open(part.place, settings))  # it holds its position, and is opened once
         if part.parts > 1:
             self._dataset = self._dataset.shard(num_shards=part.parts, index=part.index)
         self._given = 0

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from affinage.config.settings import Settings
 from affinage.model.call import Call
 from affinage.model.parameter import Tree
-from affinage.model.registry import Registry
 from affinage.model.shape import Shape
+from affinage.registry import Registry
 
 if TYPE_CHECKING:
     from affinage.model.node import Node

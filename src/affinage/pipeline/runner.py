@@ -168,8 +168,8 @@ class PipelineRunner:
                 if missing and remote is not None:
                     remote.copy(planned.request)
             if remote is not None and (failure := remote.wait()):
-                url = self.loaded.recipe.runtime.remote
-                _print(f"NOT all results were copied to {url}: {failure}; run it again to try")
+                to = self.loaded.recipe.runtime.remote
+                _print(f"NOT all results were copied to {to}: {failure}; run it again to try")
         return ran
 
     def _make(self, planned: PlannedStep, listener: ProgressListener) -> None:

@@ -1,7 +1,7 @@
 """Whether what a training names exists, said with where it was named."""
 
 from affinage.config.training import TrainSettings
-from affinage.model.registry import Locate, build
+from affinage.registry import Locate, build
 from affinage.training.optimizer import OPTIMIZERS
 from affinage.training.schedule import SCHEDULES
 

@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from affinage.config.settings import Settings
 from affinage.config.training import OptimizerSettings
-from affinage.model.registry import Registry, build
+from affinage.registry import Registry, build
 
 PyTree = Any
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from affinage.config.settings import Settings
 from affinage.config.training import ScheduleSettings
-from affinage.model.registry import Registry, build
+from affinage.registry import Registry, build
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 

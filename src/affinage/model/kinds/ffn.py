@@ -13,7 +13,7 @@ from affinage.config.settings import Settings
 from affinage.model.kind import Context
 from affinage.model.kinds.dense import dense, dense_flops, dense_parameters
 from affinage.model.parameter import Tree
-from affinage.model.registry import Registry, one_of
+from affinage.registry import Registry, one_of
 
 Elementwise = Callable[[Array], Array]
 

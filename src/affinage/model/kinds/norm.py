@@ -12,8 +12,8 @@ from typing_extensions import override
 from affinage.config.settings import Settings
 from affinage.model.kind import Context, NodeKind, node_kind
 from affinage.model.parameter import Parameter, Tree
-from affinage.model.registry import Registry, one_of
 from affinage.model.shape import Shape
+from affinage.registry import Registry, one_of
 
 
 def rms(params: Tree, x: Float[Array, "*N D"], eps: float) -> Float[Array, "*N D"]:
