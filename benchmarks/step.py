@@ -18,6 +18,7 @@ from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
 from affinage.planning.forecast import forecast
 from affinage.planning.plan import planned_graph
+from affinage.plugins import load_plugins
 from affinage.training.breakdown import STEP, measure, program_of, synthetic_batch
 from affinage.training.job import rows_per_step
 

@@ -33,7 +33,7 @@ train quickstart --set model.nodes.embed.vocab=99                  3072
 train quickstart --set mesh={data: 3}                              batch 8
 plan quickstart --on ""                                            ``
 checkpoint ls small --runs gs://bucket/runs                        --runs | gs://bucket/runs
-run quickstart --set base=novels                                   --set base | recipe file
+run quickstart --set base=novels                                   --set base | in a file
 run                                                                affinage run quickstart
 """
 # In a folder where they are.

@@ -149,5 +149,9 @@ def test_a_run_with_a_setting_that_is_gone_is_still_opened(affinage):
     for words in (["report", "quickstart"], ["chat", "quickstart", "x"], ["eval", "quickstart"]):
         assert affinage(*words)[0] == 0
     assert affinage("compare", "quickstart", "quickstart/pretrain")[0] == 0
+    status, out, said = affinage("config", "show", "quickstart", "pretrain.steps", "--set", "pretrain.steps=7")
+    assert status == 0 and "steps: 7" in out and "pretrain.gone" in said
+    status, _, said = affinage("config", "show", "quickstart", "--set", "pretrain.stepz=7")
+    assert status == 2 and "pretrain.stepz" in said and "Warning" not in said
     status, _, said = affinage("run", "quickstart")
     assert status == 2 and "gone" in said

@@ -43,6 +43,17 @@ def test_every_point_is_run_and_the_table_has_its_losses_and_scores(own_runs: Pa
     assert all(point["would_run"] == [] for point in json.loads(affinage(*words, "--dry-run", "--json")[1]))
 
 
+def test_a_run_that_fails_does_not_end_the_others(own_runs: Path, affinage):
+    grid = "sweep={pretrain.schedule.peak_lr: [1.0e+30, 3.0e-3]}"
+    words = [word for section in ("sft", "dpo", "evaluate", "export") for word in ("--set", f"{section}=null")]
+    words += ["--set", "pretrain.health={max_skips: 1, max_consecutive_skips: 1}", "--set", grid]
+    status, out, said = affinage("sweep", str(RECIPE), "--runs", str(own_runs), *words, "--json")
+    diverged, trained = json.loads(out)
+    assert status == 2 and "tiny-001 failed" in said and "left out" in diverged["error"]
+    assert "error" not in trained and trained["losses"] and not diverged["losses"]
+    assert json.loads((own_runs / "tiny" / "sweep.json").read_text()) == [diverged, trained]
+
+
 def test_a_score_that_was_asked_in_the_chat_template_is_marked(capsys):
     def point(templated: bool) -> dict:
         score = {"metric": "acc", "value": 0.5, "stderr": 0.05, "chance": 0.25, "chat_template": templated}

@@ -351,7 +351,7 @@ def test_with_keep_training_goes_on_and_preferences_begin_with_the_best_look(bas
     pairs.write_text("".join(json.dumps(line) + "\n" for line in told))
     schedule = {"peak_lr": 1e-2, "min_lr": 1e-2}
     dpo = {"sources": [str(pairs)], "steps": 80, "batch_size": 8, "schedule": schedule, "lora": {"r": 8}}
-    dpo |= {"precompute_ref_log_probs": False, "num_epochs": None, "monitor": json.loads(watched(base))}
+    dpo |= {"reference": "held", "num_epochs": None, "watch": json.loads(watched(base))}
     kept = [*taught(base), f"sft.monitor={watched(base, on_regression='keep_best')}"]
     affinage("dpo", base.runs, "name=preferred", *kept, f"dpo={json.dumps(dpo)}")
     tuned, preferred = base.runs / "preferred/sft", base.runs / "preferred/dpo"

@@ -141,7 +141,7 @@ def _under(values: "list[Value]", key: str) -> "list[Value]":
     found = [value for value in values if dotted(value) == key or dotted(value).startswith(f"{key}.")]
     if found:
         return found
-    # It may be one that is left out: then what it means is all there is to say.
+    # It may be one that is left out: then only what it means can be printed.
     from affinage.cli.reference import settings_by_key
 
     plain, settings = re.sub(r"\.\d+(?=\.|$)", "[]", key), settings_by_key()

@@ -187,19 +187,18 @@ def _write_adapter(name: str, runs: Path, to: Path, base: str | None) -> None:
     _must_be_new(to)
     target, _ = model_of(name, runs)
     from affinage.hub.adapter import write_adapter
-    from affinage.pipeline.adapter_base import adapter_base
-    from affinage.pipeline.models import open_adapters
+    from affinage.pipeline.models import adapter_base, open_adapters
     from affinage.pipeline.names import command
 
-    found = adapter_base(target, runs)
-    place = base or found.place
+    belongs_on, known = adapter_base(target, runs)
+    place = base or known
     files = write_adapter(to, *open_adapters(target, runs), base=place)
     typer.echo(f"The adapter is in {to}: {sum(files.values()) / 1e6:,.1f} MB.")
     if place:
         typer.echo(f'It belongs on {place}; both: peft.AutoPeftModelForCausalLM.from_pretrained("{to}")')
         return
-    typer.echo(f"It belongs on {found.model or 'the imported model that its recipe begins with'}. Export that, too:")
-    typer.echo(f"  {command('export', found.model or 'MODEL', '--to', 'my_base', runs=runs)}")
+    typer.echo(f"It belongs on {belongs_on or 'the imported model that its recipe begins with'}. Export that, too:")
+    typer.echo(f"  {command('export', belongs_on or 'MODEL', '--to', 'my_base', runs=runs)}")
     typer.echo(f'  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("my_base"), "{to}")')
     typer.echo("Written with --base my_base, the adapter names it itself.")
 

@@ -140,7 +140,7 @@ class _Planned:
 
 def _planned(name: str, overrides: list[str], training: "Training | None", runs: Path) -> _Planned:
     loaded = load(name, overrides, runs, lenient=True)  # before JAX is imported, so that mistakes are found at once
-    from affinage.config.load import load_recipe
+    from affinage.config.load import load_recipe, load_saved
     from affinage.data.preferences import documents_in_a_row
     from affinage.pipeline.names import RECIPE, resolve, run_folder
     from affinage.pipeline.store import read_manifest
@@ -153,7 +153,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     file = str(loaded.path if target.run is None else run / RECIPE)
     if training:
         overrides = [*overrides, *only(training, loaded.recipe)]
-        loaded = load_recipe(file, overrides)
+        loaded = load_recipe(file, overrides) if target.run is None else load_saved(Path(file), overrides)[0]
     load_plugins(loaded)
     section, settings, _ = training_settings(loaded.recipe)
     check_choices(settings, lambda path: loaded.locate((section, *path)))

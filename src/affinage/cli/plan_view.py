@@ -1,10 +1,11 @@
 """What `affinage plan` prints: what a step needs and takes, slices beside each other, the best settings, a curve."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from affinage.cli.output import Table, counted
 from affinage.durations import duration
+from affinage.hardware.slices import memory_text
 
 if TYPE_CHECKING:
     from affinage.config.recipe import Recipe
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
     SearchRow = tuple[Candidate, Plan, Verdict | None]
 
 _MENTIONED = 0.02  # share of a step above which sums that are repeated in every micro-batch are mentioned
+_CELLS: "dict[str, Callable[[Plan], Any]]" = {  # column of a table of plans -> what is in it
+    "slice": lambda made: made.where.name,
+    "chips": lambda made: str(made.where.chips),
+    "rows": lambda made: made.split.rows,
+    "mesh": lambda made: _mesh(made.split.sizes),
+    "fits": lambda made: "nearly" if made.nearly_full else "yes" if made.fits else "no",
+    "of a device": lambda made: memory_text(made.memory.total),
+    "may take": lambda made: memory_text(made.capacity),
+    "step": lambda made: f"{made.time.seconds:.4g} s",
+    "tokens/s": lambda made: f"{made.tokens_per_second:,.0f}",
+    "MFU": lambda made: f"{made.mfu:.0%}" if made.mfu else "",
+    "in all": lambda made: duration(made.seconds),
+    "days": lambda made: f"{made.seconds / 86_400:.2f}",
+    "cost": lambda made: _dollars(made.cost),
+    "of 1e9 tokens": lambda made: _dollars(made.cost_per_billion),
+    "bound by": lambda made: made.time.bound,
+}
+
+
+def _dollars(amount: float | None) -> str:
+    return "" if amount is None else f"${amount:,.2f}" if amount < 1000 else f"${amount:,.0f}"
+
+
+def _cells(made: "Plan", columns: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(_CELLS[column](made) for column in columns)
 
 
 def plan_view(made: "Plan", verdict: "Verdict | None", extent: str) -> "View":
@@ -83,8 +109,6 @@ def _facts(made: "Plan") -> "Iterator[str]":
 
 
 def _memory_table(made: "Plan") -> Table:
-    from affinage.hardware.slices import memory_text
-
     memory = made.memory
     sizes = {
         "weights": memory.weights,
@@ -107,8 +131,6 @@ def _memory_table(made: "Plan") -> Table:
 
 
 def _verdict_lines(made: "Plan", verdict: "Verdict") -> "Iterator[str]":
-    from affinage.hardware.slices import memory_text
-
     if not verdict.fits:
         needed = f" It would need {memory_text(verdict.peak_bytes)}." if verdict.peak_bytes else ""
         yield f"compiler: does not fit, after {verdict.seconds:.0f} s.{needed}"
@@ -142,26 +164,9 @@ def _time_table(made: "Plan") -> Table:
 
 def comparison_view(plans: "Sequence[Plan]", left_out: "Sequence[LeftOut]" = ()) -> "View":
     """A line for every slice, and what would make those do that do not."""
-    from affinage.hardware.slices import memory_text
-
-    rows = [
-        (
-            made.where.name,
-            str(made.where.chips),
-            "nearly" if made.nearly_full else "yes" if made.fits else "no",
-            memory_text(made.memory.total),
-            memory_text(made.capacity),
-            f"{made.time.seconds:.3g} s",
-            f"{made.tokens_per_second:,.0f}",
-            f"{made.mfu:.0%}" if made.mfu else "",
-            duration(made.seconds),
-            *("" if cost is None else f"${cost:,.2f}" for cost in (made.cost, made.cost_per_billion)),
-            made.time.bound,
-        )
-        for made in plans
-    ]
     columns = ("slice", "chips", "fits", "of a device", "may take", "step", "tokens/s", "MFU", "in all", "cost")
-    yield Table((*columns, "of 1e9 tokens", "bound by"), rows, left=(0, 11))
+    whole = (*columns, "of 1e9 tokens", "bound by")
+    yield Table(whole, [_cells(made, whole) for made in plans], left=(0, 11))
     if any(made.nearly_full for made in plans):
         yield "nearly: it takes more than 90 % of what it may; the estimate can be off by as much"
     tokens = [made.facts.tokens for made in plans]
@@ -182,24 +187,9 @@ def comparison_view(plans: "Sequence[Plan]", left_out: "Sequence[LeftOut]" = ())
 
 def curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
     """A line for each slice, and one where the curve does not begin at `first`, the slice that was asked for."""
-    rows = [
-        (
-            point.plan.where.name,
-            str(point.plan.where.chips),
-            point.plan.split.rows,
-            _mesh(point.plan.split.sizes),
-            f"{point.plan.time.seconds:.3g} s",
-            f"{point.plan.tokens_per_second:,.0f}",
-            f"{point.plan.mfu:.0%}" if point.plan.mfu else "",
-            f"{point.efficiency:.0%}",
-            f"{point.plan.seconds / 86_400:.2f}",
-            "" if point.plan.cost is None else f"${point.plan.cost:,.0f}",
-            point.why,
-        )
-        for point in points
-    ]
-    columns = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU", "of ideal", "days", "cost", "a step is")
-    yield Table(columns, rows)
+    before, after = ("slice", "chips", "rows", "mesh", "step", "tokens/s", "MFU"), ("days", "cost")
+    rows = [(*_cells(p.plan, before), f"{p.efficiency:.0%}", *_cells(p.plan, after), p.why) for p in points]
+    yield Table((*before, "of ideal", *after, "a step is"), rows)
     begin = points[0].plan.where.name
     if begin != first.name:
         yield f"The curve begins at {begin}: on {first.name} the recipe fits with no mesh that was tried."
@@ -207,25 +197,20 @@ def curve_view(points: "Sequence[Point]", first: "Slice") -> "View":
 
 def search_rows(rows: "Sequence[SearchRow]") -> Table:
     """A line for each of the settings that a search found."""
-    from affinage.hardware.slices import memory_text
-
-    columns = ("mesh", "micro-batches", "remat", "moments", "step", "MFU", "of a device", "may take", "compiler")
+    settings, of_plan = ("mesh", "micro-batches", "remat", "moments"), ("step", "MFU", "of a device", "may take")
     lines = [
         (
             ", ".join(f"{axis} {size}" for axis, size in candidate.sizes.items()),
             str(candidate.micro_batches),
             candidate.remat,
             candidate.moments,
-            f"{made.time.seconds:.4g} s",
-            f"{made.mfu:.0%}" if made.mfu else "",
-            memory_text(made.memory.total),
-            memory_text(made.capacity),
+            *_cells(made, of_plan),
             "" if verdict is None else f"{'fits' if verdict.fits else 'refuses'}, {memory_text(verdict.peak_bytes)}",
             made.time.bound,
         )
         for candidate, made, verdict in rows
     ]
-    return Table((*columns, "bound by"), lines, left=(0, 9))
+    return Table((*settings, *of_plan, "compiler", "bound by"), lines, left=(0, 9))
 
 
 def search_view(rows: "Sequence[SearchRow]", recipe: "Recipe", section: str) -> "View":

@@ -177,7 +177,7 @@ def scores_view(results: list[dict[str, Any]]) -> "Iterator[str | Table]":
     yield Table(["", *(str(one["point"]) for one in results)], rows)
     if any(score["chat_template"] for one in results for score in one["scores"].values()):
         yield strings("en")["in_chat_note"]
-    yield from (f"{one['run']} failed: {one['error']}" for one in results if "error" in one)
+    yield from (f"{one['run']} failed: {one['error'].splitlines()[0]}" for one in results if "error" in one)
 
 
 def _score(score: dict[str, Any] | None) -> str | None:

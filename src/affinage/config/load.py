@@ -101,31 +101,6 @@ def _layers(path_or_name: str | Path, overrides: Sequence[str]) -> tuple[Path, L
     return path, layers
 
 
-def load_run_recipe(path: Path) -> tuple[LoadedRecipe, list[str]]:
-    """The settings that a run was made with, without those that are gone, and the keys of these.
-
-    Raises:
-        UserError: for whatever else is wrong with them.
-    """
-    _, layers = _layers(path, ())
-    dropped: list[str] = []
-    while True:
-        try:
-            recipe = Recipe.model_validate(layers.value)
-        except ValidationError as error:
-            gone = [one["loc"] for one in error.errors() if one["type"] == "extra_forbidden"]
-            for loc in gone:
-                around: Any = layers.value
-                for key in loc[:-1]:
-                    around = around[key]
-                del around[loc[-1]]
-                dropped.append(".".join(map(str, loc)))
-            if not gone:
-                raise explain(error, Recipe, layers.value, layers.locate) from None
-        else:
-            return LoadedRecipe(recipe, path, layers.value, layers.locate, _command(path, ()), layers.base), dropped
-
-
 def _refuse_secrets(value: Any, path: tuple[str | int, ...], locate: Callable[[Sequence[str | int]], str]) -> None:
     """What a recipe says stands in manifests, reports and model cards."""
     if isinstance(value, dict | list):

@@ -16,8 +16,7 @@ from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, files_of, of_pock
 from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
 from affinage.pipeline import images, preferences, results, texts, trainings
-from affinage.pipeline.extension import extension_fingerprint
-from affinage.pipeline.initial import chat_template_of, initial_fingerprint
+from affinage.pipeline.base_models import chat_template_of, extension_fingerprint, initial_fingerprint
 from affinage.pipeline.sources import forget_downloads, task_files
 from affinage.pipeline.step import Step, StepContext, Summary
 from affinage.plugins import load_plugins, plugin_sources

@@ -9,28 +9,6 @@ from affinage.errors import UserError
 from affinage.evaluation.benchmarks import BENCHMARKS, GROUPS, of_pocket_world
 from affinage.paths import from_home
 
-_CODES = {
-    "english": "en",
-    "eng": "en",
-    "anglais": "en",
-    "french": "fr",
-    "fra": "fr",
-    "fre": "fr",
-    "francais": "fr",
-    "français": "fr",
-    "german": "de",
-    "deu": "de",
-    "ger": "de",
-    "spanish": "es",
-    "spa": "es",
-    "italian": "it",
-    "ita": "it",
-    "portuguese": "pt",
-    "por": "pt",
-    "dutch": "nl",
-    "nld": "nl",
-}  # what is written for the codes of some languages
-
 
 def check_languages(loaded: LoadedRecipe) -> None:
     """See that language id knows the languages of a recipe. Raises UserError for one it does not know."""
@@ -53,11 +31,16 @@ def check_languages(loaded: LoadedRecipe) -> None:
 
 
 def _hint(language: str) -> str:
+    from babel import Locale
+    from babel.core import get_global
+
     from affinage.data.language import known_languages
 
-    code = _CODES.get(language, language.replace("_", "-").partition("-")[0])
-    wanted = "Languages are ISO 639-1 codes, such as en and fr; data.clean.language_threshold=0 turns it off."
-    return f"Did you mean `{code}`? {wanted}" if code in known_languages() else wanted
+    word = language.replace("_", "-").partition("-")[0].lower()
+    names = {name.lower(): code for locale in ("en", "fr") for code, name in Locale(locale).languages.items()}
+    code = names.get(word) or get_global("language_aliases").get(word, word)
+    fix = "Languages are ISO 639-1 codes, such as en and fr; data.clean.language_threshold=0 turns it off."
+    return f"Did you mean `{code}`? {fix}" if code in known_languages() else fix
 
 
 def check_tasks(loaded: LoadedRecipe) -> None:

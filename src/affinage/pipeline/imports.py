@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from affinage.errors import UserError
-from affinage.pipeline.initial import MODEL, TOKENIZER
+from affinage.pipeline.base_models import TOKENIZER
+from affinage.pipeline.names import MODEL
 from affinage.pipeline.store import write_json
 
 if TYPE_CHECKING:

@@ -2,14 +2,15 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.config.parallel import LogicalAxis, MeshAxis
 from affinage.errors import UserError
+from affinage.pipeline.base_models import TOKENIZER, begun_with, trained_adapters, trained_params
 from affinage.pipeline.imports import fitting_tokenizer, own_template_of, system_prompt_of
-from affinage.pipeline.initial import TOKENIZER, trained_adapters, trained_params
 from affinage.pipeline.names import EVALUATIONS, HUB_CONFIG, MODEL, TRAININGS, Target, checkpoints_of, locate, resolve
 from affinage.pipeline.store import Store, read_manifest, read_request
 from affinage.plugins import VARIABLE, load_named_plugins
@@ -109,6 +110,27 @@ def results_of(training: Path, run: Path) -> dict[str, Path]:
         if judged is not None and trained and judged[0].inputs.get(name) == trained[1]:
             found[stage] = run / stage
     return found
+
+
+def adapter_base(target: Target, runs: Path) -> tuple[str, str]:
+    """The model that a training's adapters belong on: the training before it, or the one that its recipe begins with.
+
+    Returns:
+        its name as verbs take it ("" for an imported one), and its place: a repository of the hub, or a folder that
+        transformers loads ("" where none is known).
+    """
+    training, _ = locate(target, runs)
+    request = read_request(training)
+    before = next((name for name in TRAININGS if request is not None and name in request[0].inputs), None)
+    found = None if before is None else made_from(training, before)
+    if request is None or before is None or found is None:
+        return "", begun_with(training)
+    step = request[0].settings.get(request[0].step, {}).get("from_step")
+    exports = [] if step else [export_of(found, export.parent) for export in sorted(runs.glob("*/export"))]
+    exported = next(filter(None, exports), None)
+    beside = None if target.run is None else target.run / before
+    model = str(beside if beside is not None and beside.exists() and beside.samefile(found) else found)
+    return model + (f"@{step}" if step else ""), "" if exported is None else os.path.abspath(exported)
 
 
 def is_hub_folder(folder: Path) -> bool:

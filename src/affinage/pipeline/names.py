@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from affinage.config.layers import find_recipe, packaged_recipes
-from affinage.config.load import LoadedRecipe, load_recipe, load_run_recipe
+from affinage.config.load import LoadedRecipe, load_recipe, load_saved
 from affinage.errors import UserError, did_you_mean
 from affinage.pipeline.store import read_manifest, read_request
 
@@ -178,10 +178,12 @@ def recipe_of(
         raise UserError(f"`{target.name}` has no recipe", fix="Name a recipe or a run.")
     file = target.run / RECIPE
     dropped: list[str] = []
-    if overrides or warn is None:
+    if warn is None:
         loaded = load_recipe(file, overrides)
     else:
-        loaded, dropped = load_run_recipe(file)
+        loaded, dropped = load_saved(file, overrides)
+        if overrides and dropped and {*dropped} != {*load_saved(file)[1]}:
+            load_recipe(file, overrides)  # raises: it is the overrides that are wrong
     if dropped and warn is not None:
         warn(f"{file} has settings of another version of affinage, which are left out: {', '.join(dropped)}")
     if loaded.recipe.name != target.run.name and not any(override.startswith("name=") for override in overrides):

@@ -12,9 +12,9 @@ from affinage.config.tuning import SftSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.evaluation.benchmarks import names_of, of_pocket_world
 from affinage.paths import from_home
+from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.pipeline.build import local_tasks
 from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
-from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder, initial_params
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_plugins
 from affinage.signing import signing_key

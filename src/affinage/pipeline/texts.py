@@ -8,7 +8,7 @@ import rich
 from affinage.config.data import POCKET_WORLD, DataSettings
 from affinage.config.recipe import Recipe
 from affinage.config.sources import POCKET_BYTES
-from affinage.pipeline.initial import TOKENIZER, chat_template_of, initial_folder
+from affinage.pipeline.base_models import TOKENIZER, chat_template_of, initial_folder
 from affinage.pipeline.step import StepContext, Summary
 
 if TYPE_CHECKING:

@@ -12,18 +12,18 @@ from affinage.config.training import PretrainSettings, TrainSettings
 from affinage.config.tuning import TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
-from affinage.pipeline.extension import extended
-from affinage.pipeline.in_loop import InLoop
-from affinage.pipeline.initial import (
+from affinage.pipeline.base_models import (
     BEGUN_WITH,
     MODEL,
     chat_template_of,
     checkpoints_of,
+    extended,
     initial_folder,
     initial_params,
     origin_of,
     trained_params,
 )
+from affinage.pipeline.in_loop import InLoop
 from affinage.pipeline.step import StepContext, Summary
 from affinage.pipeline.store import content_hash, write_json
 from affinage.pipeline.watching import judge_of, within_epochs

@@ -18,8 +18,8 @@ from affinage.config.training import MonitorSettings
 from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
 from affinage.hardware.hosts import Hosts
-from affinage.pipeline.initial import KEPT
 from affinage.pipeline.looks import evaluated, in_percent, model_in_training
+from affinage.pipeline.names import KEPT
 from affinage.pipeline.step import StepContext
 from affinage.pipeline.store import write_json
 

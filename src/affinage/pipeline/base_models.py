@@ -1,4 +1,4 @@
-"""The model that a recipe begins with, where it names one with `init`."""
+"""The models that trainings begin with: an imported one (`init_from`), or one of another run (`resume_from`)."""
 
 import json
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from affinage.config.load import LoadedRecipe
+from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.pipeline.names import KEPT, MODEL, checkpoints_of
 from affinage.pipeline.store import read_manifest
@@ -20,7 +21,7 @@ TOKENIZER = "tokenizer"  # beside them in an imported model; a trained one's is 
 
 
 def initial_folder(loaded: LoadedRecipe) -> Path | None:
-    """The folder that `init` names, relative to the file that says so; None if the recipe begins with random weights.
+    """The folder that `init_from` names, relative to the file that says so; None for random weights.
 
     Raises:
         UserError: there is no imported model.
@@ -140,7 +141,7 @@ def initial_fingerprint(loaded: LoadedRecipe) -> dict[str, str]:
 
 
 def initial_params(folder: Path, graph: "Graph") -> Callable[[Any], Any]:
-    """A function that loads its weights as the parameters of `graph`, given as abstract ones with shardings.
+    """A function that loads an imported model's weights as the parameters of `graph`, given with shardings.
 
     Raises:
         UserError: the graph has other parameters than the model.
@@ -173,3 +174,46 @@ def _facts(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts
+
+
+def extended(loaded: LoadedRecipe, section: str) -> tuple[Path, int] | None:
+    """Folder and step of the checkpoint that `resume_from` of a section names; None if it names none.
+
+    Raises:
+        UserError: it is not there, or is of the run that this recipe makes itself.
+    """
+    settings = getattr(loaded.recipe, section)
+    if not isinstance(settings, TrainSettings) or settings.resume_from is None:
+        return None
+    from affinage.checkpoint.seal import SEAL
+
+    where = loaded.locate((section, "resume_from"))
+    named, _, step = settings.resume_from.partition("@")
+    folder = loaded.beside(named, (section, "resume_from"))
+    folder = folder / section if (folder / section).is_dir() else folder
+    if folder.parent.name == loaded.recipe.name:
+        fix = "Give this recipe another `name`: what is extended stays as it is."
+        raise UserError(f"`{settings.resume_from}` is this run itself", where=where, fix=fix)
+    kept = sorted(
+        int(path.parent.name)
+        for path in (folder / "checkpoints").glob(f"*/{SEAL}")
+        if path.parent.name.isdecimal() and not path.parent.is_symlink()
+    )
+    if not kept or (step and (not step.isdecimal() or int(step) not in kept)):
+        there = f"of steps {', '.join(map(str, kept))}" if kept else "none at all"
+        raise UserError(
+            f"there is no checkpoint `{settings.resume_from}`, {there if kept else 'and ' + there}",
+            where=where,
+            fix="Name a training and, if it shall not be the last one kept, a step: runs/NAME/pretrain@STEP",
+        )
+    return folder.resolve(), int(step) if step else kept[-1]
+
+
+def extension_fingerprint(loaded: LoadedRecipe, section: str) -> dict[str, str]:
+    """What the key of the training's stage holds of it: a hash of the checkpoint, wherever it is."""
+    found = extended(loaded, section)
+    if found is None:
+        return {}
+    from affinage.checkpoint.seal import seal_hash
+
+    return {"resume_from": seal_hash(found[0] / "checkpoints" / str(found[1]))}
