@@ -161,7 +161,7 @@ def main() -> None:
     if given.worker is not None:
         worker(given.worker, given.steps, given.width)
         return
-    from affinage.config.training import CheckpointSettings
+    from affinage.config.runtime import CheckpointSettings
 
     measured, percent = measure(1 if given.quick else given.kills, 64 if given.quick else given.width)
     own = {name: value for name in ("stall", "durable", "restart") if (value := getattr(given, name)) is not None}

@@ -226,7 +226,7 @@ def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict
 
 def steps_between_saves(seconds: float) -> float:
     """How many steps of so many seconds there are between two saves by default."""
-    from affinage.config.training import CheckpointSettings
+    from affinage.config.runtime import CheckpointSettings
 
     default = CheckpointSettings()
     by_clock = math.inf if default.every_minutes is None else 60 * default.every_minutes / seconds

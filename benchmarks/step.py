@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from affinage.config.plugins import load_plugins
-
 from affinage.cli.output import Table, counted, emit
 from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire

@@ -25,7 +25,7 @@ TOLD, STOPPED = "watch-tells", "watch-stops"
 EVERY = 100  # steps
 
 
-def fine_tuned(runs: Path, name: str, when_worse: str, quick: bool) -> Path:
+def fine_tuned(runs: Path, name: str, on_regression: str, quick: bool) -> Path:
     """The run of that name, after its models were judged."""
     settings = [f"name={name}", "dpo=null", "export=null", "report=null", f"sft.monitor.on_regression={on_regression}"]
     settings += [f"sft.monitor.every_steps={EVERY // 2 if quick else EVERY}"]

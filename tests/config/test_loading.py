@@ -80,6 +80,7 @@ MISTAKES = [
     ("peak_lr: 1e-3", "peak_lr: .nan", 13, "peak_lr | finite"),
     ("peak_lr: 1e-3", "peak_lr: 1e-5", 12, "pretrain.schedule | min_lr 0.0001 | peak_lr 1e-05"),
     ("peak_lr: 1e-3", "peak_lr: true", 13, "peak_lr | `true` | a number"),
+    ("steps: 1_000", "steps: 1_000\n  monitor: {on_regression: stop}", 9, "pretrain | monitor.on_regression | `log`"),
     ("steps: 1_000", "steps:", 10, "`pretrain.steps` is empty | Leave it out"),
     (ONE, ONE + "report: null\n", 2, "`report` is empty | Leave it out"),
     ("{kind: embedding", "&a {kind: embedding", 5, "anchors"),

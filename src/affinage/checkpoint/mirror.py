@@ -299,4 +299,4 @@ def _reach(remote: RemoteFolder, ask: Callable[[], Result], seconds: float = _RE
 
 
 def _reached() -> AbstractContextManager[None]:
-    return reached("remote", "`--set remote=null` does without the copy.")
+    return reached("runtime.remote", "`--set runtime.remote=null` does without the copy.")

@@ -237,6 +237,12 @@ class PretrainSettings(TrainSettings):
         """See `TrainSettings.deciding`; the monitor of pretraining only logs."""
         return {key: value for key, value in super().deciding().items() if key not in ("monitor", "tokens")}
 
+    @model_validator(mode="after")
+    def _monitor_only_logs(self) -> "PretrainSettings":
+        if self.monitor is not None and self.monitor.on_regression != "log":
+            raise ValueError("`monitor.on_regression` of pretraining can only be `log`: no benchmark ends it")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _steps_or_tokens(cls, value: Any) -> Any:

@@ -14,15 +14,12 @@ class RentedLauncher:
     Args:
         slice: of the cloud, or other machines that can be asked for; released by whoever made it.
         hosts: machines of the slice.
-        on: a launcher for machines of these addresses, inside or outside the cloud's network.
-        outside: take the machines' outer addresses.
+        on: a launcher for machines of these addresses, inside of the cloud's network.
     """
 
-    def __init__(
-        self, slice: Hardware[Host], hosts: int, on: Callable[[Sequence[str]], Launcher], outside: bool = False
-    ) -> None:
+    def __init__(self, slice: Hardware[Host], hosts: int, on: Callable[[Sequence[str]], Launcher]) -> None:
         self.hosts = hosts
-        self._slice, self._on, self._outside = slice, on, outside
+        self._slice, self._on = slice, on
         self._addresses: list[str] = []
         self._launcher: Launcher | None = None
 
@@ -30,7 +27,7 @@ class RentedLauncher:
         """See `affinage.launch.gang.Launcher`. Waits for the slice, which may take hours."""
         with interruptible():
             hosts = self._slice.acquire()
-        found = [host.external if self._outside else host.internal for host in hosts]
+        found = [host.internal for host in hosts]
         if self._launcher is None or found != self._addresses:  # other machines, on which nothing is prepared
             self.finish()
             self._addresses, self._launcher = found, self._on(found)

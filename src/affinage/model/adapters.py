@@ -47,22 +47,22 @@ class Adapters:
         if unknown or not names:
             raise UserError(
                 f"there is no matrix called `{unknown[0]}`" if unknown else "the model has no matrix for an adapter",
-                where="lora.targets",
+                where="lora.target_modules",
                 fix=f"There are: {', '.join(sorted(names))}.{_in_our_words(unknown)}" if names else "Leave out `lora`.",
             )
         if not self.targets:
             experts = ", ".join(sorted(names))
             raise UserError(
                 "all matrices of the model are experts', which get an adapter by their names only",
-                where="lora.targets",
-                fix=f"Name those that are to have one: targets=[{experts}].",
+                where="lora.target_modules",
+                fix=f"Name those that are to have one: target_modules=[{experts}].",
             )
         if self.settings.dropout and self.of_experts:
             names = {path[-1] for path in self.of_experts}
             raise UserError(
                 "adapters of experts have no dropout: its masks would depend on where a token's expert lies",
                 where="lora.dropout",
-                fix=f"Set it to 0, or leave {', '.join(sorted(names))} out of `targets`.",
+                fix=f"Set it to 0, or leave {', '.join(sorted(names))} out of `target_modules`.",
             )
 
     @cached_property

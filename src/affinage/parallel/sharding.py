@@ -191,7 +191,7 @@ def check_rows_divide(rows: int, micro_batches: int, mesh: Mesh, table: Table = 
                 f" Or let fsdp split the sequence: `parallel: {{sharding: {{batch: [{', '.join(rest)}], "
                 "sequence: [fsdp, context], residual: [fsdp, context]}}`."
             )
-        raise UserError(f"batch {rows} does not divide over {parts}", where="batch", fix=hint)
+        raise UserError(f"batch {rows} does not divide over {parts}", where="batch_size", fix=hint)
 
 
 def check_positions_divide(length: int, mesh: Mesh, table: Table = TABLE) -> None:

@@ -17,12 +17,10 @@ from affinage.evaluation.tasks import of_the_hub
 from affinage.paths import from_home
 from affinage.pipeline import images, preferences, results, texts, trainings
 from affinage.pipeline.base_models import chat_template_of, extension_fingerprint, initial_fingerprint
+from affinage.pipeline.names import EVALUATIONS
 from affinage.pipeline.sources import forget_downloads, task_files
 from affinage.pipeline.step import Step, StepContext, Summary
 from affinage.plugins import load_plugins, plugin_sources
-
-TRAININGS = ("pretrain", "sft", "dpo")
-EVALUATION = {"pretrain": "evaluate-base", "sft": "evaluate-sft", "dpo": "evaluate-dpo"}  # of each training
 
 
 def build_steps(loaded: LoadedRecipe, report: Callable[[StepContext], Summary] | None = None) -> list[Step]:
@@ -200,8 +198,7 @@ def _read_by_monitor(tuning: TuningSettings) -> tuple[tuple[str, ...], list[str]
 
 
 def _result_steps(recipe: Recipe) -> list[Step]:
-    trained = [name for name in TRAININGS if getattr(recipe, name) is not None]
-    trained = trained if recipe.data is not None else [name for name in trained if name != "pretrain"]
+    trained = [name for name in recipe.trainings if recipe.data is not None or name != "pretrain"]
     steps = _evaluation_steps(recipe, trained)
     if recipe.export is not None:
         inputs = (*_if(recipe.data is not None, "split"), "tokenizer", *trained)
@@ -223,7 +220,7 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> list[Step]:
     files = (*task_files(local_tasks(recipe)), *_item_files(evaluate))
     return [
         Step(
-            EVALUATION[training],
+            EVALUATIONS[training],
             partial(results.evaluate, training=training),
             {**settings, "report": _json(recipe.report, "prompts" if training == "pretrain" else "questions")},
             (training, *read),

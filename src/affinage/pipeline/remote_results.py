@@ -23,7 +23,7 @@ from affinage.pipeline.store import MANIFEST, Request, Store, read_manifest
 _LARGE = frozenset({"collect", "clean", "deduplicate", "decontaminate", "rows"})
 _SMALL_FILE = 1_000_000  # bytes
 _STUCK = 600.0  # seconds without a file that came to its end, after which a copy is no longer waited for
-_FIX = "`--set remote=null` does without the copy."
+_FIX = "`--set runtime.remote=null` does without the copy."
 
 
 class RemoteResults:
@@ -68,7 +68,7 @@ class RemoteResults:
             brought.add(name)
             request = requests[name]
             if not self._store.is_complete(request) and (whole or read_manifest(self._store.path(request)) is None):
-                with taken(request) as missing, reached("remote", _FIX):
+                with taken(request) as missing, reached("runtime.remote", _FIX):
                     if missing:
                         self._fetch(request, say, whole=whole)
             left += [(other, other not in _LARGE) for other in request.inputs]
@@ -100,7 +100,7 @@ class RemoteResults:
         """What the manifest of a result says that is there; None if there is none, or it is of something else."""
         name = self._store.path(request).name
         if name not in self._there:
-            with reached("remote", _FIX):
+            with reached("runtime.remote", _FIX):
                 text = self._remote.read(f"{name}/{MANIFEST}")
             try:
                 found = json.loads(text or b"{}")
