@@ -33,7 +33,7 @@ def is_on_hub(source: SourceSettings, mirror: str) -> bool:
 
 def is_url(path: str) -> bool:
     """Whether a path leads off this machine."""
-    return "://" in path and not path.startswith(("file://", "memory://"))
+    return "://" in path and not path.startswith(("file://", "local://", "memory://"))
 
 
 def is_folder(dataset: str) -> bool:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.data.places import is_url
 from affinage.errors import UserError
-from affinage.pipeline.sources import fingerprints, is_remote, remote_fingerprints
+from affinage.pipeline.sources import fingerprints, remote_fingerprints
 from affinage.pipeline.step import Step
 from affinage.pipeline.store import Request, Store, read_request
 
@@ -106,7 +107,7 @@ def _sources(step: Step, before: Request | None) -> Sources:
     """
     found = step.sources | fingerprints(step.files)
     unchecked: dict[str, str] = {}
-    if urls := [path for path in step.files if is_remote(path)]:
+    if urls := [path for path in step.files if is_url(path)]:
         remote, unchecked = remote_fingerprints(urls, before.sources if before else {})
         found |= remote
     if found or before is None or before.settings != step.config:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from affinage.config.data import POCKET_WORLD
-from affinage.data.places import leads_back, printable
+from affinage.data.places import is_url, leads_back, printable
 from affinage.paths import from_home
 from affinage.pipeline.step import StepContext
 
@@ -37,15 +37,10 @@ def fingerprints(paths: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     with _Memory() as memory:
         for path in paths:
-            if path != POCKET_WORLD and not is_remote(path):
+            if path != POCKET_WORLD and not is_url(path):
                 files = _files(os.path.expanduser(path.removeprefix("file://").removeprefix("local://")))
                 found |= {printable(str(file)): memory.fingerprint(file) for file in files}
     return found
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path leads off this machine."""
-    return "://" in path and not path.startswith(("file://", "local://"))
 
 
 def remote_fingerprints(urls: Sequence[str], former: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -79,10 +74,10 @@ def remote_fingerprints(urls: Sequence[str], former: Mapping[str, str]) -> tuple
 
 def forget_downloads(files: Sequence[str], context: StepContext, *, forced: bool) -> None:
     """Before a step that is forced, remove the downloaded copies of what it reads at URLs."""
-    if forced and any(map(is_remote, files)):
+    if forced and any(map(is_url, files)):
         from affinage.data.downloads import forget
 
-        for url in filter(is_remote, files):
+        for url in filter(is_url, files):
             forget(url)
 
 
