@@ -131,7 +131,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     if "export" in names:
         yield "model", f"{folder}/export/model"
     training = next((name for name in TRAININGS if name in names), None)
-    if training is None or (training == "pretrain" and "tokenizer" not in names):  # of images
+    if training is None or (training == "pretrain" and "train-tokenizer" not in names):  # of images
         return
     model = folder if Path(recipe.name).exists() else recipe.name  # a folder here of the same name is another model
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"

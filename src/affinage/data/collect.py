@@ -1,4 +1,4 @@
-"""Stage `collect`: every source of the recipe becomes documents of one form, with what is known about each.
+"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each.
 
 The work is divided into parts that do not depend on the number of workers; each leaves a note when it is done, so that
 a stage that was killed goes on with the parts that are missing.

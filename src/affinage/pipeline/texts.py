@@ -29,7 +29,9 @@ def collect(context: StepContext) -> Summary:
 
     settings = _data(context)
     with open_engine(settings) as engine:
-        return collect(settings, context.folder, context.inputs.get("world"), engine=engine, progress=_share(context))
+        return collect(
+            settings, context.folder, context.inputs.get("synthesize"), engine=engine, progress=_share(context)
+        )
 
 
 def clean(context: StepContext) -> Summary:
@@ -40,7 +42,7 @@ def clean(context: StepContext) -> Summary:
     settings = _data(context)
     with open_engine(settings) as engine:
         return clean(
-            context.inputs["collect"],
+            context.inputs["ingest"],
             context.folder,
             settings.clean,
             settings.languages,
@@ -58,7 +60,7 @@ def deduplicate(context: StepContext) -> Summary:
     assert settings.dedup is not None
     with open_engine(settings) as engine:
         return deduplicate(
-            context.inputs["clean"],
+            context.inputs["filter"],
             context.folder,
             settings.dedup,
             memory=settings.memory_bytes,
@@ -84,7 +86,7 @@ def decontaminate(context: StepContext) -> Summary:
     items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
     for path in settings.benchmark_files:
         items += read_items(path) if path not in tasks else ()
-    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
+    documents = context.inputs.get("dedup") or context.inputs["filter"]
     with open_engine(data) as engine:
         return decontaminate(documents, context.folder, settings, items, engine=engine, progress=_share(context))
 
@@ -95,7 +97,7 @@ def split(context: StepContext) -> Summary:
     from affinage.data.split import split
 
     inputs = context.inputs
-    documents = inputs.get("decontaminate") or inputs.get("deduplicate") or inputs["clean"]
+    documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
     settings = _data(context)
     with open_engine(settings) as engine:
         return split(documents, context.folder, settings.split, context.recipe.seed, engine=engine)
@@ -128,7 +130,7 @@ def compare_tokenizers(context: StepContext) -> Summary:
     from affinage.data.fertility import compare
     from affinage.data.tokenizer import Tokenizer
 
-    ours = Tokenizer.load(context.inputs["tokenizer"])
+    ours = Tokenizer.load(context.inputs["train-tokenizer"])
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
@@ -139,7 +141,7 @@ def rows(context: StepContext) -> Summary:
     from affinage.data.tokenizer import Tokenizer
 
     recipe, progress = context.recipe, context.progress
-    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["tokenizer"])
+    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
     with open_engine(_data(context)) as engine:
         return pack_rows(split, trained, context.folder, recipe.packing, recipe.seed, engine=engine, progress=progress)
 
@@ -156,7 +158,7 @@ def conversations(context: StepContext) -> Summary:
         context.folder,
         context=recipe.sft.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
-        world_folder=context.inputs.get("world"),
+        world_folder=context.inputs.get("synthesize"),
         progress=context.progress,
     )
     if unrolled := summary.get("unrolled"):
@@ -178,8 +180,8 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The stage's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
-    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["tokenizer"]))
+    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
+    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["train-tokenizer"]))
     return tokenizer
 
 
