@@ -243,8 +243,6 @@ def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
     if missed := summary.get("without_validation"):
         groups = _escaped(listed(missed, 3))
         yield f"[yellow]none held out of {groups}: too few documents[/yellow] (data.split.by=tail cuts ends)"
-    if repeated := (summary.get("repeated_ids") or {}).get("documents"):
-        yield f"{counted(repeated, 'document')} had the id of one before, and got a number"
     if left_out := summary.get("not_sampled"):
         yield f"{left_out:,} not in the sample"
 
