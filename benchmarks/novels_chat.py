@@ -39,7 +39,7 @@ def scores(run: Path) -> list[dict]:
 
 def contamination(run: Path) -> list[dict]:
     """Of every model, printed and as results: the items that stand in what it was trained on, and what did not fit."""
-    novels = json.loads((run / "decontaminate" / "manifest.json").read_text())["summary"]
+    novels = json.loads((run / "decontaminate" / "result.json").read_text())
     whole = {task: entry["items"] for task, entry in novels["benchmarks"].items()}
     standing = sum(entry["found"] for entry in novels["benchmarks"].values())
     unit = f"of {sum(whole.values())} items, all of each task, in {novels['documents_in']} documents of novels"
@@ -88,7 +88,7 @@ def same_answers(run: Path) -> list[dict]:
 def among_both(run: Path) -> list[dict]:
     """Printed and as results: how many items both a watched tuning and the evaluation ask."""
     recipe = json.loads((run / "recipe.json").read_text())
-    novels = json.loads((run / "decontaminate" / "manifest.json").read_text())["summary"]["benchmarks"]
+    novels = json.loads((run / "decontaminate" / "result.json").read_text())["benchmarks"]
     results = []
     for task in recipe["sft"]["monitor"]["tasks"]:
         count, first = recipe["sft"]["monitor"]["limit"], recipe["evaluate"]["limit"]

@@ -23,10 +23,10 @@ from affinage.report.charts import (
 )
 from affinage.report.curves import Point, smoothed, thinned
 from affinage.report.evaluations import IN_CHAT, Evaluation, Score, marked, marked_of
-from affinage.report.probes import Probe
 from affinage.report.quantities import Quantities
 from affinage.report.sections import labels_in_words
 from affinage.report.trainings import Training
+from affinage.results import ProbeResult, ProbeScore
 
 SMALL = (  # the small charts beside the loss
     *("learning_rate", "tokens_per_second", "images_per_second", "grad_norm", "mfu"),
@@ -67,10 +67,10 @@ class Artist:
         """Training loss, raw and smoothed, with the loss on each validation set."""
         raw = training.curves.get("loss", [])
         series = self._smoothed(raw, "training_raw", "training_loss")
-        for i, (name, points) in enumerate(training.validation.items()):
+        for i, (name, points) in enumerate(training.validation_curves.items()):
             label = self.words["validation_of"].format(name=name)
             series.append(Series(label, thinned(points, 60), 1 + i, "points"))
-        if not raw and not training.validation:
+        if not raw and not training.validation_curves:
             return None
         values = [y for one in series for _, y in one.points if y > 0]
         log = max(values, default=1.0) > WIDE_RANGE * min(values, default=1.0)
@@ -79,12 +79,12 @@ class Artist:
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
 
-    def looks(self, training: Training) -> list[Figure]:
-        """Benchmarks while it was trained, and bits per byte of each language, where they were looked at twice."""
-        tasks = list(dict.fromkeys(task for look in training.looks for task in look.scores))
+    def benchmarks(self, training: Training) -> list[Figure]:
+        """Benchmarks while it was trained, and bits per byte of each language, where there are at least two points."""
+        tasks = list(dict.fromkeys(task for point in training.eval_points for task in point.scores))
         scored = []
         for i, task in enumerate(tasks):
-            found = [(look.step, look.scores[task]) for look in training.looks if task in look.scores]
+            found = [(point.step, point.scores[task]) for point in training.eval_points if task in point.scores]
             known = [(float(step), value, error or 0.0) for step, (value, error, _) in found if value is not None]
             points, errors = [(x, y) for x, y, _ in known], [error for _, _, error in known]
             ringed = [worse for _, (value, _, worse) in found if value is not None]
@@ -201,29 +201,32 @@ class Artist:
         value = self.quantities.with_error(score.value, score.stderr, as_percent=True)
         return marked(f"{self.model_name(evaluation.model)} {score.metric} {value}", score.chat_template)
 
-    def probe(self, probe: Probe) -> Figure:
+    def probe(self, probe: ProbeResult) -> Figure:
         """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""
         rows = []
-        for one in probe.compared:
+        for one in probe.probe:
             label = labels_in_words(one.labels_per_class, self.words, self.quantities)
-            written = [self.quantities.with_error(s.accuracy, s.error, as_percent=True) for s in one.scores]
             rows.append(
                 Row(
                     label,
                     [
-                        Interval(score.accuracy, score.error or 0.0, i, f"{self.feature_name(score.features)} {value}")
-                        for i, (score, value) in enumerate(zip(one.scores, written, strict=True))
+                        Interval(s.accuracy, s.stderr or 0.0, i, f"{self.feature_name(name)} {self._percent(s)}")
+                        for i, (name, s) in enumerate(one.scores.items())
+                        if s.accuracy is not None
                     ],
                 )
             )
         lowest = min(one.value - one.error for row in rows for one in row.intervals)
-        legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.features)]
+        legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.probe[0].scores)]
         axis = Axis(self.words["probe_axis"], self.quantities.percent_ticks)
         low = max(0.0, math.floor(lowest * 10) / 10)
         picture = responsive(
             lambda width: interval_chart(rows, axis, self.words["probe_label"], width, low=low, hollow=False)
         )
         return Figure(self.words["probe"], "", picture, tuple(legend))
+
+    def _percent(self, score: ProbeScore) -> str:
+        return self.quantities.with_error(score.accuracy, score.stderr, as_percent=True)
 
     def feature_name(self, features: str) -> str:
         """What the page calls the features that a probe compares."""
@@ -247,11 +250,11 @@ class Artist:
         several = len([evaluation for evaluation in evaluations if evaluation.compression]) > 1
         for evaluation in evaluations:
             name = self.model_name(evaluation.model) if several else self.words["this_model"]
-            for one in evaluation.compression:
-                bits.setdefault(one.name, {})[name] = one.model
+            for text, by in evaluation.compression.items():
+                bits.setdefault(text, {})[name] = by["model"]
         for evaluation in evaluations:
-            for one in evaluation.compression:
-                bits[one.name].update(one.others)
+            for text, by in evaluation.compression.items():
+                bits[text].update({who: value for who, value in by.items() if who != "model"})
         names = list(dict.fromkeys(name for values in bits.values() for name in values))
         rows = [
             Row(
