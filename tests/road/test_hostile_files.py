@@ -19,8 +19,7 @@ from affinage.data.arrays import prepare_arrays
 from affinage.data.hub_tokenizer import HubTokenizer, template_in
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.hub.read import read_hub_folder
-from affinage.hub.weights import INDEX, HubWeights
+from affinage.hub.read import INDEX, HubWeights, read_hub_folder
 from affinage.pipeline.imports import fitting_tokenizer, system_prompt_of
 from affinage.pipeline.models import made_from
 from affinage.pipeline.store import read_request
