@@ -169,7 +169,7 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp
     trained = open_model("theirs", tmp_path)
     start, end = trained.tokenizer.chat_ids
     assert end in trained.tokenizer.stops
-    rows = made_from(locate_model("theirs", tmp_path)[0], "conversations") / "train"
+    rows = made_from(locate_model("theirs", tmp_path)[0], "sft-data") / "train"
     batch = RowFeed(rows, seed=0, batch=4).batch(0)
     for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
         first = tokens[segments == segments[0]].tolist()
