@@ -18,7 +18,7 @@ from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
 FACTS = CardFacts(
-    licence="apache-2.0",
+    license="apache-2.0",
     summary="A model of 1.23M parameters.",
     command="affinage run quickstart",
     languages=("en", "fr"),
@@ -110,5 +110,5 @@ def test_numbers_and_headings_are_of_the_language_and_what_is_not_known_is_left_
     english, french = card(FACTS), card(replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres."))
     assert "1,234,567 parameters" in english and "0.500 ± 0.010" in english and "| 1,234 | 5,678 |" in english
     assert "1\u202f234\u202f567 paramètres" in french and "0,500 ± 0,010" in french and "1\u202f800" in french
-    text = card(CardFacts(licence="mit"))
+    text = card(CardFacts(license="mit"))
     assert "license: mit" in text and "## Scores" not in text and "## Training" not in text and "None" not in text

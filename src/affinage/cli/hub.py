@@ -56,6 +56,9 @@ def import_(
         at = from_home(source)
         origin = os.path.abspath(at) if at.is_dir() else source
         found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+    if found["ignored"]:
+        keys = ", ".join(found["ignored"])
+        typer.echo(f"Warning: config.json has keys without a meaning for a {found['family']}: {keys}", err=True)
     typer.echo(
         f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
         f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
