@@ -122,7 +122,7 @@ def line_chart(
         if ringed := [row for row in data if row["ringed"]]:
             layers.append(_layer(ringed, _mark("point", one.color, size=200, filled=False), x=across, y=up))
     layers = layers or [_layer([{"x": 0.0, "y": 0.0}], _mark("point", 0, opacity=0), x=across, y=up)]
-    frame = {"x": domain, "px": [pad["left"], width - pad["right"]], "py": [pad["top"], height - pad["bottom"]]}
+    frame: Spec = {"x": domain, "px": [pad["left"], width - pad["right"]], "py": [pad["top"], height - pad["bottom"]]}
     return _svg(layers, inner, pad, label, language, {"data-frame": json.dumps(frame | {"log": x.log})})
 
 
@@ -147,7 +147,7 @@ def _kind(axis: Axis) -> Spec:
 
 def _marks(series: Series, count: int) -> list[Spec]:
     """The Vega-Lite marks of a series of `count` points."""
-    joined = {
+    joined: dict[str, Spec] = {
         "faint": {"strokeWidth": 1, "opacity": 0.42},
         "line": {"strokeWidth": 2},
         "points": {"strokeWidth": 1, "strokeDash": [4, 3]},
@@ -234,7 +234,9 @@ def bar_chart(rows: Sequence[Row], label: str, x_label: str, width: float, langu
     """
     beside = width > 600
     pad = {"left": _label_width(rows) if beside else 2, "right": 110, "top": 4, "bottom": 22}
-    bars, names, at = [], [], 0.0
+    bars: list[Spec] = []
+    names: list[Spec] = []
+    at = 0.0
     for row in rows:
         if not beside:
             names.append({"x": 0.0, "y": at + 8, "text": _fitting(row.label)})
