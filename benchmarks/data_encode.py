@@ -24,7 +24,7 @@ import tokenizers
 
 from affinage.config.data import TokenizerSettings
 from affinage.data.documents import DocumentWriter
-from affinage.data.engine import cores
+from affinage.data.executor import cores
 from affinage.data.synthetic import write_world
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tokenizer_training import train_tokenizer

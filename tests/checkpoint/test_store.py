@@ -296,6 +296,14 @@ def test_files_that_are_flipped_cut_swapped_or_deleted_are_never_restored_as_som
         assert_same(got, expected[step])
 
 
+def test_a_checkpoint_of_the_first_edition_is_restored_with_a_warning(intact: CheckpointStore, tmp_path: Path):
+    store = CheckpointStore(shutil.copytree(intact.folder, tmp_path / "steps"))
+    before = metadata(lambda found: found.update(custom_metadata={"step": 2, "facts": {"at": 2}}))
+    before(tmp_path / "steps" / "2")
+    with pytest.warns(CheckpointWarning, match="without checksums"):
+        assert newest(store) == 2
+
+
 def test_no_code_that_a_checkpoint_names_is_run(
     intact: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -28,7 +28,7 @@ class Metadata:
     Attributes:
         step: its number.
         facts: about its run, JSON-able.
-        checksums: see `affinage.checkpoint.checksums.checksums`.
+        checksums: see `affinage.checkpoint.checksums.checksums`; {} if it was saved without.
     """
 
     step: int
@@ -58,7 +58,10 @@ def read_metadata(folder: Any) -> Metadata:
     with (folder / METADATA).open("rb") as file:
         content = file.read(_LARGEST + 1)
     try:
-        found = json.loads(content)["custom_metadata"]["affinage"]
+        custom = json.loads(content)["custom_metadata"]
+        if custom.keys() == {"step", "facts"}:  # of the first edition, which hashed the files
+            return Metadata(custom["step"], dict(custom["facts"]), {})
+        found = custom["affinage"]
         digest = found.pop("hash")
         metadata = Metadata(**found)
         is_intact = digest == _digest(vars(metadata))
