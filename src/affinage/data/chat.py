@@ -77,9 +77,10 @@ class ChatTemplate:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template  # a second, and seldom needed
 
+        render: Any = render_jinja_template  # its annotations do not know what it returns
         try:
             with _RENDERING:
-                texts, spans = render_jinja_template(
+                texts, spans = render(
                     [[{key: message[key] for key in message if key != "train"} for message in messages]],
                     chat_template=self._rendered_source,
                     return_assistant_tokens_mask=self.marks_answers,
@@ -201,10 +202,10 @@ def encode_conversation(
     is_trained = [False] * len(tokens)
     newline = tokenizer.encode("\n")
     for number, message in enumerate(prompted):
-        text, head = tokenizer.encode_message(message["role"], message["content"])
-        tokens += [start, *text, end, *newline]
+        spoken, head = tokenizer.encode_message(message["role"], message["content"])
+        tokens += [start, *spoken, end, *newline]
         train = message["role"] == "assistant" and number >= first and message.get("train", True)
-        is_trained += [False] * (1 + head) + [train] * (len(text) - head + 1) + [False] * len(newline)
+        is_trained += [False] * (1 + head) + [bool(train)] * (len(spoken) - head + 1) + [False] * len(newline)
     return [(tokens, is_trained)]
 
 

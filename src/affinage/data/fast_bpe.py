@@ -50,7 +50,7 @@ class Words(NamedTuple):
     first: np.ndarray  # int32 [words + 1]: where its ids begin in `ids`
     arena: np.ndarray  # uint8 [16 words]
     ids: np.ndarray  # int32 [16 words]
-    count: np.ndarray  # int64 [1]
+    held: np.ndarray  # int64 [1]: how many
 
 
 class FastBpe:
@@ -222,7 +222,7 @@ def _merge(
             leading = _join(piece[before[left]], piece[left], known)
             if leading >= 0:
                 heapq.heappush(heap, np.int64(leading) << 32 | before[left])
-    left = 0
+    left = np.int64(0)
     while left < count:
         if piece[left] >= 0:
             out[at] = piece[left]
@@ -280,17 +280,17 @@ def _encode_texts(
                 continue
             begin = at
             at = _merge(data, start, end, known, out, at)
-            word = words.count[0]
+            word = words.held[0]
             spelling, first = words.spelling[word], words.first[word]
             if word == words.hashes.size or spelling + 2 * _LONGEST_CACHED > words.arena.size:
                 words.slots[:] = -1  # full: begin again
-                words.count[0] = 0
+                words.held[0] = 0
             else:
                 words.slots[slot], words.hashes[word] = word, code
                 words.arena[spelling : spelling + end - start] = data[start:end]
                 words.ids[first : first + at - begin] = out[begin:at]
                 words.spelling[word + 1], words.first[word + 1] = spelling + end - start, first + at - begin
-                words.count[0] = word + 1
+                words.held[0] = word + 1
             start = end
         ends[text] = at
     return at

@@ -25,7 +25,7 @@ def compare(
         folder = folder.parent if folder.name == FILE else folder
         progress(f"measuring {folder.name or 'the trained tokenizer'}")
         each = Tokenizer.load(folder) if path else tokenizer
-        name = folder.resolve().name if path else ""
+        name = folder.name or folder.resolve().name if path else ""
         results.append({"name": name, "vocabulary": each.vocabulary, **measure(each, split_folder)})
     return {"tokenizers": results}
 
