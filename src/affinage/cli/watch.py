@@ -248,8 +248,9 @@ def verified_in_words(facts: Verified) -> str:
     """What `hub.verify` compared, and how well it agreed."""
     return (
         f"transformers computes the same: logits of {counted(facts.tokens, 'token')} in "
-        f"{counted(facts.texts, 'text')} at most {facts.largest_logit_difference:.1e} apart, the same ids of "
-        f"{counted(facts.token_sequences, 'text')} and {counted(facts.conversations, 'conversation')}"
+        f"{counted(facts.texts, 'text')} at most {facts.largest_logit_difference:.1e} of the largest apart, "
+        f"the same ids of {counted(facts.token_sequences, 'text')} "
+        f"and {counted(facts.conversations, 'conversation')}"
     )
 
 

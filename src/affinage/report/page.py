@@ -27,7 +27,6 @@ from affinage.report.published import beside_published
 from affinage.report.quantities import ABSENT, Quantities
 from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import spoken, strings
-from affinage.report.svg import marker
 from affinage.report.trainings import Training
 from affinage.results import DocumentsResult
 
@@ -130,7 +129,6 @@ def shell(language: str) -> dict[str, Any]:
         "style": Markup(_packaged("style.css")),
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "marker": marker,
     }
 
 

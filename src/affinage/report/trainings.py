@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.report.charts import Point
 from affinage.report.costs import Node, node_costs
-from affinage.report.curves import Point
 from affinage.report.evaluations import headline
 from affinage.report.forecasts import predicted
 from affinage.results import Metric, Result, TrainingResult, Validated, lenient, read_json, read_json_lines
