@@ -21,6 +21,7 @@ from test_road_of_images import RECIPE as IMAGES
 import tiny_run
 from affinage.cli.program import main
 from affinage.config.load import load_recipe
+from affinage.data.documents import document_files
 from affinage.data.tokenizer import Tokenizer
 from affinage.pipeline.build import build_steps
 from affinage.pipeline.runner import PipelineRunner, Runs
@@ -125,7 +126,7 @@ def test_every_step_of_a_run_from_text_makes_what_its_version_stands_for(tiny_ru
 
 
 def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
-    [documents] = (own_runs / "tiny/deduplicate").glob("*.parquet")
+    documents = document_files(own_runs / "tiny/deduplicate")[0]
     text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
     items = tmp_path / "items.txt"

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from affinage.data import special_tokens
 from affinage.data.atomic import write_atomically
 from affinage.data.chat import opens
-from affinage.data.foreign_json import read_object
-from affinage.data.records import encodable
+from affinage.data.foreign_json import encodable, read_object
 from affinage.data.special_tokens import CONTROL_PIECES, Marks, shielded_piece
 from affinage.data.tokenizer import REPLACEMENT, Tokenizer
 from affinage.errors import UserError

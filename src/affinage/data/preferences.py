@@ -12,7 +12,7 @@ from affinage.data.chat import check_messages, conversation_marks, cut_document,
 from affinage.data.chat_template import Message
 from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
-from affinage.data.records import encodable
+from affinage.data.foreign_json import encodable
 from affinage.data.row_files import find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.trained_turns import Encoded

@@ -24,12 +24,12 @@ def world(context: StepContext) -> Summary:
 
 def collect(context: StepContext) -> Summary:
     """Read every source into one form."""
-    from affinage.data.collect import collect
     from affinage.data.executor import open_executor
+    from affinage.data.ingest import ingest
 
     settings = _data(context)
     with open_executor(settings) as executor:
-        return collect(
+        return ingest(
             settings, context.folder, context.inputs.get("world"), executor=executor, progress=_share(context)
         )
 
