@@ -19,8 +19,7 @@ from affinage.data.arrays import prepare_arrays
 from affinage.data.hub_tokenizer import HubTokenizer, template_in
 from affinage.data.tokenizer import Tokenizer
 from affinage.errors import UserError
-from affinage.hub.read import read_hub_folder
-from affinage.hub.weights import INDEX, HubWeights
+from affinage.hub.read import INDEX, HubWeights, read_hub_folder
 from affinage.pipeline.imports import fitting_tokenizer, system_prompt_of
 from affinage.pipeline.models import made_from
 from affinage.pipeline.store import read_request
@@ -161,13 +160,17 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
 def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: Path, key: object):
     folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
     folder.mkdir(parents=True)
-    (tmp_path / "runs" / "store" / "tokenizer-0123456789ab").mkdir()
+    (tmp_path / "runs" / "store" / "train-tokenizer-0123456789ab").mkdir()
     request = {"step": "pretrain", "version": 1, "settings": {}, "sources": {}, "key": "0123456789ab"}
-    for inputs in ({"tokenizer": key}, {f"../{key}": "0123456789ab"}, {"tokenizer": "0123456789ab", "rows": key}):
+    for inputs in (
+        {"train-tokenizer": key},
+        {f"../{key}": "0123456789ab"},
+        {"train-tokenizer": "0123456789ab", "tokenize": key},
+    ):
         (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
-        assert read_request(folder) is None and made_from(folder, "tokenizer") is None
-    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"tokenizer": "0123456789ab"}}))
-    assert made_from(folder, "tokenizer") == folder.with_name("tokenizer-0123456789ab")
+        assert read_request(folder) is None and made_from(folder, "train-tokenizer") is None
+    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"train-tokenizer": "0123456789ab"}}))
+    assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
 
 
 # ---- datasets

@@ -1,4 +1,4 @@
-"""Stage `clean`: texts are repaired, and documents that break a rule of the recipe are removed and counted."""
+"""Step `filter`: texts are repaired, and documents that break a rule of the recipe are removed and counted."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Stage `deduplicate`: one of several copies stays, and the clusters can be looked at."""
+"""Step `dedup`: one of several copies stays, and the clusters can be looked at."""
 
 import shutil
 import time

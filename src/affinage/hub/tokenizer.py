@@ -81,6 +81,7 @@ def _config(context: int, template: str | None) -> dict[str, Any]:
         "unk_token": CONTROL_PIECES[UNK],
         "additional_special_tokens": [CONTROL_PIECES[i] for i in (CODE, ENDCODE, IM_START, IM_END)],
         "add_bos_token": False,
+        "add_prefix_space": False,  # llama.cpp would add a space before the text and after every control token
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": context,

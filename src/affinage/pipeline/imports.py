@@ -76,6 +76,7 @@ def import_model(
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
+    digest = model.digest()
     added: tuple[int, ...] = ()
     if chat_tokens and isinstance(tokenizer, HubTokenizer):
         added = tokenizer.add_chat_tokens()
@@ -89,7 +90,7 @@ def import_model(
         "system_prompt": system_prompt or "",
         "precision": {},
         "imported": {
-            "sha256": {"weights": model.digest, "tokenizer": _digest(partial / TOKENIZER)},
+            "sha256": {"weights": digest, "tokenizer": _digest(partial / TOKENIZER)},
             "chat": system_prompt is not None or template is not None,
             **({"from": origin} if origin and not added else {}),
         },
@@ -98,7 +99,7 @@ def import_model(
         facts["chat_template"] = template
     write_json(partial / MODEL, facts)
     _write_recipe(partial / RECIPE, folder / RECIPE, name, model, system_prompt or "")
-    _write_weights(partial, model)
+    _write_weights(partial, model, digest)
     partial.rename(folder)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
@@ -106,6 +107,7 @@ def import_model(
         "context": model.architecture.context,
         "vocabulary": model.graph.vocabulary,
         "tokenizer": tokenizer.kind,
+        "ignored": model.architecture.ignored,
     }
 
 
@@ -131,14 +133,14 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
     return tokenizer
 
 
-def _write_weights(folder: Path, model: "HubModel") -> None:
+def _write_weights(folder: Path, model: "HubModel", digest: str) -> None:
     import jax
     import jax.numpy as jnp
 
     from affinage.checkpoint import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints")
-    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": model.digest})
+    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": digest})
     store.wait()
 
 
