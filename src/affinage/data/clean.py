@@ -238,7 +238,7 @@ def _split_long(
         parts = split_text(row["text"], limit) if too_long else [row["text"]]
         result.split += bool(too_long)
         result.parts += len(parts) if too_long else 0
-        rows += [row | {"part": k, "text": part} for k, part in enumerate(parts)]
+        rows += [row | {"chunk": k, "text": part} for k, part in enumerate(parts)]
     batch = pa.RecordBatch.from_pylist(rows, schema=batch.schema)
     return batch, repair(batch.column("text"))
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # the user's, or made from the place in the file
-        ("part", pa.int32()),  # of a document that was cut into several, from 0; 0 of a whole one
+        ("chunk", pa.int32()),  # of a document that was cut into several, from 0; 0 of a whole one
         ("source", pa.string()),
         ("language", pa.string()),  # ISO 639-1, or code; "" unknown; "en?" claimed by the record, for filter to check
         ("language_score", pa.float32()),  # probability by language id; 1 where the source is trusted; null: unknown
@@ -59,7 +59,7 @@ class DocumentWriter:
     def add(self, *, id: str, source: str, text: str, **facts: Any) -> None:
         """Append one document; `facts` are its other columns."""
         self._rows.append(
-            {"part": 0, "language": "", "url": "", "license": "", **facts, "id": id, "source": source, "text": text}
+            {"chunk": 0, "language": "", "url": "", "license": "", **facts, "id": id, "source": source, "text": text}
         )
         self._rows_characters += len(text)
         if self._rows_characters >= ROW_GROUP_BYTES or len(self._rows) >= 50_000:
