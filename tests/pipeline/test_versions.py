@@ -35,8 +35,8 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "dedup": (2, "d92a29b58fa59da2", 0.85478),
     "decontaminate": (2, "32e5908a6baa0ded", 0.0),
     "split": (2, "26dc3fbb1607bc3c", 0.0),
-    "train-tokenizer": (1, "ad720836261c37c1", 0.0),
-    "compare-tokenizers": (1, "3d33219495eac79e", 1.615),
+    "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
+    "compare-tokenizers": (2, "0f74afcee6479bde", 1.615),
     "tokenize": (1, "e66b9f3eb21da5af", 0.00024241),
     "sft-data": (1, "92a6d0b41c8d7de0", 0.0),
     "preference-data": (1, "cb10dc21f60cc0cf", 0.0),
@@ -47,7 +47,7 @@ RESULTS: dict[str, tuple[int, str, float]] = {
     "evaluate-base": (1, "31e29cfe5c6f3156", 0.44356),
     "evaluate-sft": (1, "8d780a2a2df1aba2", 0.39316),
     "evaluate-dpo": (1, "5da5c296028df5a3", 0.39317),
-    "export": (1, "1d9dce12f21a5b77", 0.94481),
+    "export": (2, "1d9dce12f21a5b77", 0.94481),
     "report": (1, "38d53b15f6f54500", 0.0),
     "arrays": (1, "dbab3ed092fad9f3", 0.26308),
     "probe": (1, "7a68cc622bf3927d", 0.43505),
@@ -133,7 +133,7 @@ def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
     words = [
         "name=more",
         f"data.decontaminate={{benchmark_files: ['{items}'], benchmarks: false, min_words: 5, n_grams: 5}}",
-        f"tokenizer.compare=['{own_runs / 'tiny/train-tokenizer/tokenizer.model'}']",
+        f"tokenizer.compare=['{own_runs / 'tiny/train-tokenizer'}']",
     ]
     words = [part for word in words for part in ("--set", word)]
     until = ["--until", "decontaminate", "--until", "compare-tokenizers"]

@@ -68,7 +68,7 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         size = {"data": {"sources": {"max_bytes": texts.pocket_bytes(recipe)}}}
         steps.append(Step("synthesize", texts.world, {**_part(recipe, "seed"), **size}))
     if data is None:  # an imported model is only fine-tuned
-        return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun)]
+        return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun, version=2)]
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
     config = {"data": _ingested(data)}
@@ -82,15 +82,15 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
     steps.append(Step("split", texts.split, config, (steps[-1].name,), version=2))
     if begun:
-        steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun))
+        steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
         settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
         config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
-        steps.append(Step("train-tokenizer", texts.tokenizer, config, ("split",)))
+        steps.append(Step("train-tokenizer", texts.tokenizer, config, ("split",), version=2))
     if recipe.tokenizer.compare:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
         inputs = ("split", "train-tokenizer")
-        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files))
+        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
     steps.append(
         Step("tokenize", texts.rows, _part(recipe, "packing", "seed"), ("split", "train-tokenizer"), resumable=True)
     )
@@ -207,7 +207,7 @@ def _result_steps(recipe: Recipe) -> list[Step]:
     if recipe.export is not None:
         inputs = (*_if(recipe.data is not None, "split"), "train-tokenizer", *trained)
         inputs += tuple(step.name for step in steps)  # the card has their scores
-        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs))
+        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs, version=2))
     return steps
 
 
