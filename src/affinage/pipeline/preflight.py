@@ -152,7 +152,7 @@ def _check_export(loaded: LoadedRecipe) -> None:
 
 def check_sources(loaded: LoadedRecipe) -> None:
     """See that the text is there that the recipe reads, without reading it. Raises UserError if it is not."""
-    from affinage.data.sources import check as check_source
+    from affinage.data.ingest import check as check_source
 
     data = loaded.recipe.data
     if data is None:
