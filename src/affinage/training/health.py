@@ -18,8 +18,8 @@ _REWINDS = 10  # of a run, after which going back again will not help
 class Health:
     """Looks at the metrics of every sick step, in order. Its `facts` are part of every checkpoint.
 
-    Every sick step has a line in health.jsonl: step, cause, done, loss, spike_score, grad_norm, learning_rate, the batches
-    left out, and what `documents` knows of the batch.
+    Every sick step has a line in health.jsonl: step, cause, done, loss, spike_score, grad_norm, learning_rate, the
+    batches left out, and what `documents` knows of the batch.
 
     Args:
         settings: policies and limits.
