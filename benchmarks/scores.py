@@ -75,9 +75,8 @@ def scores(folder: Path) -> Iterator[Result]:
             yield result(f"{task}, {step}", one["value"], one["chance"], unit, stderr=one["stderr"])
     for step, evaluation in evaluations.items():
         if stopped := (evaluation.get("generation") or {}).get("stopped"):
-            print(
-                f"{step}: {stopped['value']:.1%} of {evaluation['generation']['texts']} answers end with a control token"
-            )
+            texts = evaluation["generation"]["texts"]
+            print(f"{step}: {stopped['value']:.1%} of {texts} answers end with a control token")
             yield result(f"answers that end, {step}", stopped["value"], None, "share", stderr=stopped["stderr"])
 
 
