@@ -199,6 +199,40 @@ def drop_what_nobody_reads() -> None:
                 os.close(nowhere)
 
 
+class _WithoutReaders:
+    """A stream whose lines are dropped once nobody reads them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            return len(text)
+        drop_what_nobody_reads()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
+            return
+        drop_what_nobody_reads()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def without_readers() -> Iterator[None]:
+    """Inside, work goes on when the program that reads its output has ended, as in `affinage run RECIPE | head`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_WithoutReaders, before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def open_standard_streams() -> None:
     """Open those that this process was started without (`2>&-`), onto nothing.
 

@@ -135,9 +135,9 @@ def run_pipeline(
         only: the steps that may run; if others are not complete, the command that runs them is the error's fix.
         quiet: print no result at the end.
     """
-    from affinage.stopping import OwnProcess
+    from affinage.stopping import OwnProcess, without_readers
 
-    with OwnProcess():  # a signal that comes while the recipe is read has nothing to save
+    with OwnProcess(), without_readers():  # a signal that comes while the recipe is read has nothing to save
         from affinage.hardware.pulse import guarded
         from affinage.pipeline.names import resolve
 
