@@ -22,6 +22,7 @@ whose arrays cannot be held, so that the loop waits until Orbax has copied them,
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -155,20 +156,20 @@ class Feed:
 
 def work(mode: str, loop: str, size: Size, saves: int, folder: Path) -> dict[str, Any]:
     """The loop, in this process."""
-    from affinage.hardware.collector import what_lives_is_left_alone
+
     from affinage.hardware.devices import prepare
 
     prepare()
     state, move = begin(loop, size, 100 + 2 * saves, folder)
-    with what_lives_is_left_alone():  # as the loop does
-        return measured(mode, state, move, saves, folder)
+    gc.freeze()  # as the loop does
+    return measured(mode, state, move, saves, folder)
 
 
 def measured(mode: str, state: Any, move: Any, saves: int, folder: Path) -> dict[str, Any]:
     """What steps and saves take, by fact."""
     import jax
 
-    from affinage.hardware.allocator import give_back_freed_memory
+    from affinage.hardware.devices import give_back_freed_memory
 
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
@@ -235,42 +236,41 @@ def steps_between_saves(seconds: float) -> float:
 
 def work_together(mode: str, size: Size, saves: int, folder: Path) -> dict[str, Any]:
     """One host's stalls of saves that all hosts make together, in ms."""
-    from affinage.hardware.collector import what_lives_is_left_alone
+    from affinage.cluster.processes import init_distributed
     from affinage.hardware.devices import prepare
-    from affinage.hardware.joining import joined
 
     prepare()
-    with joined() as hosts, hosts.all_at_work():
+    with init_distributed() as processes, processes.all_at_work():
         import jax
 
-        state, move = begin("copies", size, 100, folder, hosts.count)
+        state, move = begin("copies", size, 100, folder, processes.count)
         save, wait = saver(mode, folder / "steps", state)
         stalls = []
-        with what_lives_is_left_alone():
-            for number in range(saves + 1):
-                for _ in range(3):
-                    state = move(state)
-                    jax.block_until_ready(state)
-                hosts.meet("a save that is measured")
-                start = time.perf_counter()
-                save(number, state.named())
-                stalls.append(1e3 * (time.perf_counter() - start))
+        gc.freeze()
+        for number in range(saves + 1):
+            for _ in range(3):
                 state = move(state)
                 jax.block_until_ready(state)
-                wait()
+            processes.barrier("a save that is measured")
+            start = time.perf_counter()
+            save(number, state.named())
+            stalls.append(1e3 * (time.perf_counter() - start))
+            state = move(state)
+            jax.block_until_ready(state)
+            wait()
         return {"state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "stalls": stalls}
 
 
 def of_hosts(mode: str, hosts: int, command: list[str]) -> dict[str, Any]:
     """What a save takes of the host that stood still longest, in ms."""
-    from affinage.hardware.hosts import COORDINATOR, HOST, HOSTS
-    from affinage.launch.process import reserved_port
+    from affinage.cluster.launch import reserved_port
+    from affinage.cluster.processes import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
     port, address = reserved_port()
     with port:
-        place = {COORDINATOR: address, HOSTS: str(hosts)}
+        place = {COORDINATOR: address, NUM_PROCESSES: str(hosts)}
         runs = [
-            subprocess.Popen(command, env={**os.environ, **place, HOST: str(host)}, stdout=subprocess.PIPE)
+            subprocess.Popen(command, env={**os.environ, **place, PROCESS_ID: str(host)}, stdout=subprocess.PIPE)
             for host in range(hosts)
         ]
         said = [run.communicate()[0] for run in runs]

@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
 from affinage.checkpoint import store as store_module
 from affinage.checkpoint.steps import drop_remains
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.parallel import make_mesh
-from hosts_in_memory import Coordinator, HostInMemory
+from processes_in_memory import ProcessInMemory, in_memory
 from waiting import until
 
 
@@ -316,24 +316,31 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_with_hidden_files_too(sound: Ch
     assert_same(store.restore_params(2, abstract(ONE)["params"]), state(2, ONE)["params"])
 
 
-def test_hosts_go_on_from_one_step_though_another_one_cannot_read_the_newest(
+def beside(answers: dict[str, list[object]], monkeypatch: pytest.MonkeyPatch) -> ProcessInMemory:
+    """Process 1 of two, of which the first has given these answers in its own time."""
+    first, second = in_memory(2)
+    for name, values in answers.items():
+        for number, value in enumerate(values, 1):
+            first.service.values[f"affinage/{name}/{number}"] = json.dumps(value)
+    monkeypatch.setattr(first.service, "wait_at_barrier", lambda name, milliseconds: None)
+    monkeypatch.setattr(Processes, "current", second)
+    return second
+
+
+def test_processes_resume_from_one_step_though_another_one_cannot_read_the_newest(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     saved(store, 1, 2)
-    shared = {"checkpoints/1": "[1, 2]", "what is called like one/1": "[1, 2]", "damage/1": '""', "damage/2": '""'}
-    words = {f"affinage/share/{name}": value for name, value in shared.items()}
-    words |= {f"affinage/least/whether it was read/{turn}/0": str(int(turn == 2)) for turn in (1, 2)}
-    host = HostInMemory(1, 2, coordinator=Coordinator(words))
-    monkeypatch.setattr(Hosts, "current", host)
-    with host.all_at_work():
+    names = {"checkpoints": [[1, 2]], "what is called like one": [[1, 2]], "damage": ["", ""]}
+    process = beside({f"broadcast/{name}": values for name, values in names.items()}, monkeypatch)
+    for turn in (1, 2):
+        process.service.values[f"affinage/gather/whether it was read/{turn}/0"] = str(int(turn == 2))
+    with process.all_at_work():
         assert newest(store) == 1
-    assert [words[f"affinage/least/whether it was read/{turn}/1"] for turn in (1, 2)] == ["1", "1"]
 
 
-def test_hosts_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words = {"affinage/share/a save/1": json.dumps([False, "/elsewhere"])}
-    host = HostInMemory(1, 2, coordinator=Coordinator(words))
-    monkeypatch.setattr(Hosts, "current", host)
-    with host.all_at_work(), pytest.raises(UserError, match="/elsewhere") as refused:
+def test_processes_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    process = beside({"broadcast/a save": [[False, "/elsewhere"]]}, monkeypatch)
+    with process.all_at_work(), pytest.raises(UserError, match="/elsewhere") as refused:
         CheckpointStore(tmp_path).save(1, state(1, ONE), {})
     assert refused.value.fix

@@ -6,13 +6,12 @@ compares the hosts' words for the folder by two such programs.
 """
 
 import importlib
-from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from orbax.checkpoint import v1 as ocp
 
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 
 _NEW, _OLD = "orbax.checkpoint.experimental.v1._src", "orbax.checkpoint._src"
 _KNOWN = "hosts save together with orbax-checkpoint 0.12.8"
@@ -27,12 +26,12 @@ def by_coordinator(context: ocp.Context) -> None:
     Raises:
         UserError: this Orbax is not like the one that is known here.
     """
-    hosts, options = Hosts.current, context.multiprocessing
-    if hosts.count == 1:
+    processes, options = Processes.current, context.multiprocessing
+    if processes.count == 1:
         return
-    options.primary_host = 0 if hosts.together else hosts.index
+    options.primary_host = 0 if processes.together else processes.index
     # All of them by name: with None the barriers of Orbax's older half are programs on the devices, too.
-    options.active_processes = set(range(hosts.count)) if hosts.together else {hosts.index}
+    options.active_processes = set(range(processes.count)) if processes.together else {processes.index}
     for module, name, ours in _REPLACED:  # there is no option for it
         try:
             theirs = importlib.import_module(module)
@@ -40,27 +39,6 @@ def by_coordinator(context: ocp.Context) -> None:
         except (ImportError, AttributeError) as error:
             raise UserError(f"{_KNOWN}; this one has no {module}.{name}", fix=_FIX) from error
         setattr(theirs, name, ours)
-    theirs = importlib.import_module(_BARRIERS)
-    if theirs.sync_global_processes is not _barrier:
-        _Barriers.theirs, theirs.sync_global_processes = theirs.sync_global_processes, _barrier  # type: ignore[attr-defined]
-
-
-def waits_for_parts() -> bool:
-    """Whether this host has done its part of a save or a restore, and others have not."""
-    return _Barriers.entered > 0
-
-
-class _Barriers:
-    theirs: ClassVar[Callable[..., Awaitable[None]]]
-    entered: ClassVar[int] = 0
-
-
-async def _barrier(*given: Any, **named: Any) -> None:
-    _Barriers.entered += 1
-    try:
-        await _Barriers.theirs(*given, **named)
-    finally:
-        _Barriers.entered -= 1
 
 
 def _compared_before(directory: Any) -> None:

@@ -4,8 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from affinage.hardware.allocator import freed_memory_is_kept, give_back_freed_memory
-from affinage.hardware.movement import count_out
+from affinage.hardware.devices import give_back_freed_memory
 
 _GIVE_EVERY = 0.05  # seconds; at 0.2 a step that ends beside a save leaves half a block more
 
@@ -22,16 +21,13 @@ def memory_given_back() -> Iterator[None]:
         give_back_freed_memory()
         while not done.wait(_GIVE_EVERY):
             give_back_freed_memory()
-            count_out()  # on a heap with holes it takes as much of a processor as a slow save
 
     done = threading.Event()
     giving = threading.Thread(target=give, name="memory", daemon=True)
-    if freed_memory_is_kept():
-        giving.start()
+    giving.start()
     try:
         yield
     finally:
         done.set()
-        if giving.ident is not None:
-            giving.join()
+        giving.join()
         give_back_freed_memory()

@@ -14,14 +14,13 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from affinage.checkpoint.contents import facts_in, misfit, strange
-from affinage.checkpoint.coordination import by_coordinator, waits_for_parts
+from affinage.checkpoint.coordination import by_coordinator
 from affinage.checkpoint.holding import LEAST_PART, can_be_held, compile_cuts, hold
 from affinage.checkpoint.memory import memory_given_back
 from affinage.checkpoint.seal import UNSIGNED, damage, seal, seal_hash, sign
 from affinage.checkpoint.steps import complete_steps, drop_remains, entries, kept_steps, remove, why_not_read
+from affinage.cluster.processes import Processes
 from affinage.errors import UserError, UserWarned, disk_error, errno_of, first_line, raise_of_network
-from affinage.hardware.hosts import Hosts
-from affinage.hardware.movement import waits_for_others
 from affinage.signing import KEY_VARIABLE, signing_key
 
 PyTree = Any
@@ -132,19 +131,19 @@ class CheckpointStore:
             UserError: of many hosts this one has another folder.
         """
         self.wait()
-        hosts, there = Hosts.at_work(), step in self.steps() and step not in self._unreadable
+        processes, there = Processes.at_work(), step in self.steps() and step not in self._unreadable
         # The first one has sealed the save before when it says so.
-        there, folder = hosts.share("a save", [there, str(self.folder)], seconds=seconds_at_most(state))
+        there, folder = processes.broadcast("a save", [there, str(self.folder)], seconds=seconds_at_most(state))
         if folder != str(self.folder):
             raise UserError(
-                f"host {hosts.index} would save elsewhere than the first, which saves into {folder}",
+                f"host {processes.index} would save elsewhere than the first, which saves into {folder}",
                 where=str(self.folder),
                 fix="Give all hosts the same folder of runs, under the same name.",
             )
         if there:
             return
         target = self.folder / str(step)
-        if hosts.first and os.path.lexists(target):
+        if processes.first and os.path.lexists(target):
             remove(target)  # the remains of a save that was killed, or of one that was damaged since
         self._unreadable.discard(step)
         held, self._began = hold(dict(state)), time.monotonic()
@@ -161,7 +160,7 @@ class CheckpointStore:
     def _finish(self, begun: Future[list[ocp.AsyncResponse[None]]], target: Path) -> None:
         with memory_given_back():
             begun.result().pop().result()  # popped, as it holds a copy of the state
-            if Hosts.at_work().first:
+            if Processes.at_work().first:
                 seal(target, self._key)
                 if self._copies is not None:
                     self._copies.saved()
@@ -177,8 +176,7 @@ class CheckpointStore:
         if self._running is not None:
             running, self._running = self._running, None
             try:
-                with waits_for_others(waits_for_parts):
-                    running.result()
+                running.result()
             except ValueError as error:  # TensorStore's, of whatever kind
                 number = errno_of(error)
                 if not number:
@@ -218,9 +216,9 @@ class CheckpointStore:
 
     def _damage_seen_by_first(self, step: int, only: Mapping[str, Any]) -> str:
         """See `damage`; of hosts that work together one reads the files, which may take the others long."""
-        hosts = Hosts.at_work()
-        found = self.damage(step, only) if hosts.first else ""
-        return str(hosts.share("damage", found, seconds=seconds_at_most(only)))
+        processes = Processes.at_work()
+        found = self.damage(step, only) if processes.first else ""
+        return str(processes.broadcast("damage", found, seconds=seconds_at_most(only)))
 
     def seal_hash(self, step: int) -> str:
         """A hash of all files of a step: of this save and its copies, and of no other save, be it of the same state."""
@@ -329,7 +327,9 @@ class CheckpointStore:
             UserError: if there are steps but none can be read; starting from nothing would hide it.
             OSError: the network of the disk failed, which says nothing of the steps.
         """
-        share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))  # the first may still seal a save
+        share = partial(
+            Processes.at_work().broadcast, seconds=seconds_at_most(abstract)
+        )  # the first may still seal a save
         steps, reason = share("checkpoints", self.steps()), ""
         called: list[int] = share("what is called like one", [step for step, _ in self.entries()])
         wanted = max(called, default=0) if at_most is None else at_most
@@ -343,7 +343,9 @@ class CheckpointStore:
             else:
                 found, reason = self._read(step, abstract, accept)
                 # All go on from one step, also where what one of them cannot read is whole for the others.
-                if Hosts.at_work().least("whether it was read", int(not reason), seconds=seconds_at_most(abstract)):
+                if Processes.at_work().all_min(
+                    "whether it was read", int(not reason), seconds=seconds_at_most(abstract)
+                ):
                     return found
                 found = None  # its memory, where another one could not read it
                 reason = reason or "another host cannot read it"
@@ -375,7 +377,7 @@ class CheckpointStore:
 
     def forget_after(self, step: int) -> None:
         """Remove all later steps: the run has gone back to this one, and will be another from there on."""
-        if Hosts.at_work().first:
+        if Processes.at_work().first:
             for later, path in self.entries():
                 if later > step:
                     remove(path)
@@ -389,7 +391,7 @@ class CheckpointStore:
             UserError: if there is no checkpoint, or it is damaged.
         """
         if step is None:
-            share = partial(Hosts.at_work().share, seconds=seconds_at_most(abstract))
+            share = partial(Processes.at_work().broadcast, seconds=seconds_at_most(abstract))
             steps = share("checkpoints", self.steps())
             if not steps:
                 raise UserError("there is no checkpoint", where=str(self.folder), fix="Train the model first.")
@@ -422,8 +424,7 @@ class CheckpointStore:
             with self._context:
                 return function(*arguments)
 
-        with waits_for_others(waits_for_parts):
-            return self._orbax.submit(ask).result()
+        return self._orbax.submit(ask).result()
 
     def _prune(self) -> None:
         readable = [step for step in self.steps() if step not in self._unreadable]
@@ -441,7 +442,7 @@ def seconds_at_most(state: PyTree) -> float:
 
 def _warn_once(step: int, reason: str) -> None:
     """Of what all hosts know alike."""
-    if Hosts.at_work().first:
+    if Processes.at_work().first:
         _warn(step, reason)
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from affinage.cluster.ray_cluster import connect
 from affinage.data.engine import Engine, Result, Task
 from affinage.errors import UserError
-from affinage.hardware.movement import waits_for_others
-from affinage.hardware.ray_cluster import connect
 
 _WAITING = 8  # tasks per worker that Ray is given in advance
 
@@ -72,8 +71,7 @@ class RayEngine(Engine):
         waiting = [remote.remote(shared, task) for task in tasks[:ahead]]
         for position in range(len(tasks)):
             try:
-                with waits_for_others():  # Ray says when a worker is gone
-                    result = self._ray.get(waiting[position])
+                result = self._ray.get(waiting[position])
             except self._ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, UserError):
                     raise error.cause from None

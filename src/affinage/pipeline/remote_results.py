@@ -16,7 +16,6 @@ from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, rea
 from affinage.checkpoint.remote_steps import CHECKPOINTS
 from affinage.checkpoint.seal import is_what_was_sealed
 from affinage.errors import UserError
-from affinage.hardware.movement import waits_for_others
 from affinage.pipeline.store import MANIFEST, Request, Store, read_manifest
 
 # What only the next stage reads whole; of these others want to know what they were made from, and how much there was.
@@ -123,11 +122,10 @@ class RemoteResults:
     def wait(self) -> str:
         """Until all are there, as long as files come to their end; "" if they are, else why not."""
         files, since = self._files, time.monotonic()
-        with waits_for_others():
-            while self._done < self._asked and time.monotonic() - since < _STUCK:
-                time.sleep(0.05)
-                if self._files != files:
-                    files, since = self._files, time.monotonic()
+        while self._done < self._asked and time.monotonic() - since < _STUCK:
+            time.sleep(0.05)
+            if self._files != files:
+                files, since = self._files, time.monotonic()
         stuck = f"no file has arrived there for {_STUCK:.0f} s" if self._done < self._asked else ""
         return self._failure or stuck
 
