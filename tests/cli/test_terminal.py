@@ -49,7 +49,7 @@ def test_a_full_disk_is_a_mistake_and_a_closed_pipe_is_none():
         (["world", "mine", "--megabytes", "200"], ".mine.part", signal.SIGINT, EXIT_INTERRUPTED),
         pytest.param(
             ["data", TINY, "--set", "data.sources=[{path: pocket-world, max_bytes: 60MB}]"],
-            "runs/store/world-*/request.json",
+            "runs/store/synthesize-*/request.json",
             signal.SIGTERM,
             EXIT_PREEMPTED,
             marks=pytest.mark.full,

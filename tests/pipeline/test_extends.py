@@ -51,7 +51,7 @@ def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypat
     assert summary["steps"] == 14 and summary["resumed_at"] == [10]
     lines = [json.loads(line) for line in (runs / "longer" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
-    assert (runs / "longer" / "rows").resolve() == (runs / "short" / "rows").resolve()
+    assert (runs / "longer" / "tokenize").resolve() == (runs / "short" / "tokenize").resolve()
 
 
 def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(

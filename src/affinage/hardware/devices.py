@@ -1,4 +1,4 @@
-"""Devices: those that are here, which a training computes on, and those that a step is only compiled for."""
+"""The devices that a training computes on, and what is set before JAX starts."""
 
 import ctypes
 import importlib.metadata
@@ -9,17 +9,13 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from affinage.cluster.processes import Processes
 from affinage.errors import UserError
-from affinage.hardware.chips import chip
-from affinage.hardware.slices import Slice
 
 if TYPE_CHECKING:
     import jax
-
-NOT_NEEDED = "The estimate needs nothing: leave out --compile."
 
 # TPUs (of both drivers), NVIDIA's GPUs, AMD's, and GPUs as Linux under Windows has them.
 _DEVICE_FILES = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")
@@ -30,7 +26,10 @@ _MALLOPT = ((-1, -1), (-2, 2**26), (-3, 2**30), (-4, 0), (-8, 1))
 
 
 class Hardware(Protocol):
-    """Something to compute on: `LocalDevices`, `DescribedDevices`, or a class of your own in `TrainJob.hardware`."""
+    """Something to compute on, for `TrainJob.hardware`.
+
+    `LocalDevices`, `affinage.hardware.described.DescribedDevices`, or a class of your own.
+    """
 
     def acquire(self) -> "Sequence[jax.Device]":
         """Return the devices, waiting where that takes time. Called again it returns the same ones.
@@ -54,45 +53,6 @@ class LocalDevices:
 
     def release(self) -> None:
         """They are this process's until it ends."""
-
-
-class DescribedDevices:
-    """The devices of a slice that a step is compiled for: a TPU's by its topology, without one; others must be here."""
-
-    def __init__(self, where: Slice) -> None:
-        self._where = where
-
-    def acquire(self) -> "list[jax.Device]":
-        """Return as many devices as the slice has; of a CPU one.
-
-        Raises:
-            UserError: there are not enough GPUs of the kind.
-        """
-        import jax
-        from jax.experimental import topologies
-
-        where = self._where
-        if where.platform == "cpu":
-            return jax.devices("cpu")[:1]
-        if where.platform == "tpu":
-            options: dict[str, Any] = {"chip_config_name": where.variant} if where.variant else {}
-            options |= {"num_slices": where.slices} if where.slices > 1 else {}
-            return list(topologies.get_topology_desc(where.topology, "tpu", **options).devices)
-        try:
-            here = jax.devices("gpu")
-        except RuntimeError:
-            here = []
-        of_kind = [device for device in here if chip(device.device_kind).name == where.chip.name]
-        if len(of_kind) < where.devices:
-            has = ", ".join(sorted({device.device_kind for device in here})) or "none"
-            what = (
-                f"compiling for {where.name} needs {where.devices} {where.chip.name} on this machine; its GPUs: {has}"
-            )
-            raise UserError(what, where="--compile", fix=NOT_NEEDED)
-        return of_kind[: where.devices]
-
-    def release(self) -> None:
-        """Nothing is held."""
 
 
 def accelerator_is_here() -> bool:

@@ -59,7 +59,7 @@ def chat_template_of(loaded: LoadedRecipe, tokenizer: Path | None) -> str | None
         return None
     where = loaded.locate(("chat_template",))
     if chosen == "tokenizer":
-        from affinage.data.hub_tokenizer import template_in
+        from affinage.data.tokenizer import template_in
 
         found = None if tokenizer is None else template_in(tokenizer)
         fix = "Name a Jinja file, or write `chat_template: chatml`."

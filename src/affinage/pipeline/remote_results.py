@@ -19,7 +19,7 @@ from affinage.errors import UserError
 from affinage.pipeline.store import MANIFEST, Request, Store, read_manifest
 
 # What only the next stage reads whole; of these others want to know what they were made from, and how much there was.
-_LARGE = frozenset({"collect", "clean", "deduplicate", "decontaminate", "rows"})
+_LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
 _SMALL_FILE = 1_000_000  # bytes
 _STUCK = 600.0  # seconds without a file that came to its end, after which a copy is no longer waited for
 _FIX = "`--set runtime.remote=null` does without the copy."

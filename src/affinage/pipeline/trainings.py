@@ -47,16 +47,16 @@ def pretrain(context: StepContext) -> Summary:
 
     settings = context.recipe.pretrain
     assert settings is not None
-    graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
-    feed, validation = token_rows(context, settings, context.inputs["rows"])
+    graph = graph_of(context, Tokenizer.load(context.inputs["train-tokenizer"]))
+    feed, validation = token_rows(context, settings, context.inputs["tokenize"])
     summary = _train(
         context,
         graph,
         settings,
         feed,
         validation,
-        data={"rows": content_hash(context.inputs["rows"], "train")},
-        documents=partial(documents_of, feed, context.inputs["rows"] / "train"),
+        data={"rows": content_hash(context.inputs["tokenize"], "train")},
+        documents=partial(documents_of, feed, context.inputs["tokenize"] / "train"),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
         benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.monitor else None,
@@ -91,13 +91,13 @@ def sft(context: StepContext) -> Summary:
 
     asked = context.recipe.sft
     assert asked is not None
-    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
+    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
     graph = graph_of(context, tokenizer)
     if Processes.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-        for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
+        for _, example in show_examples(context.inputs["sft-data"], tokenizer, 1):
             rich.get_console().print(example, markup=False, highlight=False)
-    feed, validation = token_rows(context, asked, context.inputs["conversations"])
+    feed, validation = token_rows(context, asked, context.inputs["sft-data"])
     settings = within_epochs(asked, feed, "sft")
     return _train(
         context,
@@ -105,8 +105,8 @@ def sft(context: StepContext) -> Summary:
         settings,
         feed,
         validation,
-        data={"rows": content_hash(context.inputs["conversations"], "train")},
-        documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
+        data={"rows": content_hash(context.inputs["sft-data"], "train")},
+        documents=partial(documents_of, feed, context.inputs["sft-data"] / "train"),
         facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
         initial_params=begin_with(context, graph, ("pretrain",), settings.from_step),
         judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
@@ -115,7 +115,7 @@ def sft(context: StepContext) -> Summary:
 
 def chat_facts(context: StepContext) -> dict[str, str]:
     """The chat template, for whoever talks with the model; nothing for ChatML."""
-    source = chat_template_of(context.loaded, context.inputs["tokenizer"])
+    source = chat_template_of(context.loaded, context.inputs["train-tokenizer"])
     return {} if source is None else {"chat_template": source}
 
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from affinage.config.data import TokenizerSettings
-from affinage.data.special_tokens import FIXED_PIECES
+from affinage.data.fast_bpe import FastBpe
 from affinage.data.tokenizer_training import train_bpe
-from affinage.data.word_encoding import WordEncoder
 from tiny_corpus import TRICKY
 
 TRAINING = ["it's l'été: (a  b) -- of the, of the. aaaa aaaa == == x1 y22 naïve ça; où? 漢字漢字 " * 5]
@@ -35,12 +34,13 @@ def model(request: pytest.FixtureRequest) -> sentencepiece.SentencePieceProcesso
 
 
 @pytest.fixture(scope="module")
-def encoder_of(model: sentencepiece.SentencePieceProcessor) -> Callable[..., WordEncoder]:
-    return lambda **settings: WordEncoder(model, len(FIXED_PIECES), np.uint16, **({"compile_from": 0} | settings))
+def encoder_of(model: sentencepiece.SentencePieceProcessor) -> Callable[..., FastBpe]:
+    pieces = {model.id_to_piece(i).replace("\u2581", " "): i for i in range(8, model.get_piece_size())}
+    return lambda **settings: FastBpe(pieces, np.uint16, **settings)
 
 
 @pytest.fixture(scope="module")
-def encoder(encoder_of: Callable[..., WordEncoder]) -> WordEncoder:
+def encoder(encoder_of: Callable[..., FastBpe]) -> FastBpe:
     return encoder_of()
 
 
@@ -65,15 +65,8 @@ def test_threads_have_memories_of_their_own_which_begin_again_when_full(model, e
     rng = random.Random(2)
     words = ["".join(rng.choices("thofae'é", k=rng.randint(1, 9))) for _ in range(400)]
     batches = [[" ".join(rng.choices(words, k=200)) for _ in range(10)] for _ in range(8)]
-    small = encoder_of(most_words=16)
+    small = encoder_of(cached_words=16)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(small.encode, batches))
     for batch, result in zip(batches, found, strict=True):
         assert parts(*result) == [model.encode(text) for text in batch]
-
-
-def test_little_text_is_left_to_sentencepiece(model, encoder_of):
-    encoder = encoder_of(compile_from=100)
-    for text in ("of the", "été " * 100, "of the"):
-        assert parts(*encoder.encode([text])) == [model.encode(text)]
-    assert encoder.encode([])[1].tolist() == []
