@@ -152,7 +152,7 @@ def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_p
     save = tmp_path / "runs/small/train/checkpoints/20"
     save.mkdir(parents=True)  # one that was cut off
     assert runner.plan()[0].reason == "not finished; without a checkpoint to resume from"
-    (save / "SHA256SUMS").touch()
+    (save / "commit_success.txt").touch()
     assert runner.plan()[0].reason == "not finished; resumes"
 
 

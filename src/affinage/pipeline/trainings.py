@@ -307,21 +307,20 @@ def bring_from_remote(context: StepContext, *, forced: bool) -> None:
     """
     url = remote_of(context)
     if url is not None:
-        from affinage.checkpoint.mirror import bring_newest, forget
+        from affinage.checkpoint.uploader import download_newest, forget
 
         if forced:
             forget(url)
             return
         name = context.folder.name.rpartition("-")[0]
         tell = partial(rich.get_console().print, markup=False, highlight=False, soft_wrap=True)
-        bring_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
+        download_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
 
 
 def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
-    from affinage.checkpoint.mirror import Mirror
-    from affinage.checkpoint.remote_steps import CHECKPOINTS
-    from affinage.checkpoint.steps import drop_remains
+    from affinage.checkpoint.store import remove_incomplete
+    from affinage.checkpoint.uploader import CHECKPOINTS, Uploader
     from affinage.tracking import trackers_of
     from affinage.training import train
     from affinage.training.job import Extension
@@ -331,8 +330,8 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
     extension = extended(context.loaded, job.name)
     keep, url = context.recipe.runtime.checkpoint, remote_of(context)
     if url is not None:
-        mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        job = replace(job, mirror=mirror)
+        uploader = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        job = replace(job, uploader=uploader)
     begun = None if extension is None else Extension(*extension)
     job = replace(job, runtime=context.recipe.runtime, trackers=makers, extends=begun, measured=context.on_metrics)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
@@ -342,5 +341,5 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     summary = train(job)
     if Processes.current.first:
-        drop_remains(context.folder / CHECKPOINTS)  # they are no part of the result
+        remove_incomplete(context.folder / CHECKPOINTS)  # they are no part of the result
     return summary
