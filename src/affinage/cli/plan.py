@@ -150,7 +150,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     from affinage.pipeline.store import read_manifest
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
-    from affinage.training.choices import check_choices
+    from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
     run = run_folder(target, loaded, runs)

@@ -9,29 +9,21 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from affinage.config.parallel import ParallelSettings
-from affinage.config.training import TrainSettings
 from affinage.errors import UserError
-from affinage.hardware.devices import acquire
-from affinage.model.activations import batch_shapes
-from affinage.model.graph import Graph
 from affinage.model.module import apply_part
-from affinage.parallel import make_mesh
-from affinage.training.job import HostBatch, TrainJob
+from affinage.training.job import HostBatch
+from affinage.training.optimizer import learning_rate
 from affinage.training.program import Program
-from affinage.training.schedule import learning_rate
 from affinage.training.state import Purpose, random_key
-from affinage.training.step import make_update, weights_come_first
+from affinage.training.step import make_update
 
 PyTree = Any
 PARTS = ("forward", "loss", "backward", "optimizer")
@@ -54,27 +46,6 @@ class Timing:
     def deviation(self) -> float:
         """Standard deviation of the sample; 0 of one."""
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
-
-
-def synthetic_batch(graph: Graph, rows: int, context: int) -> dict[str, np.ndarray]:
-    """A batch as a feed makes it, of uniformly drawn tokens in rows of one document: what is computed is the same."""
-    shapes = batch_shapes(graph, rows, context)
-    draw = np.random.default_rng(0)
-    batch = {name: np.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
-    batch["tokens"] = draw.integers(0, graph.vocabulary, (rows, context)).astype(np.int32)
-    batch["positions"] = np.tile(np.arange(context, dtype=np.int32), (rows, 1))
-    batch["loss_mask"] = np.ones((rows, context), np.float32)
-    batch["rows"] = np.arange(rows, dtype=np.int32)
-    return batch
-
-
-def program_of(
-    graph: Graph, settings: TrainSettings, parallel: ParallelSettings, mesh: Mapping[str, int | str], batch: HostBatch
-) -> Program:
-    """A training without a feed and a folder, on all devices of this machine: for its steps alone."""
-    nothing: Any = None
-    job = TrainJob(graph=graph, settings=settings, mesh=mesh, seed=0, feed=nothing, folder=Path(), parallel=parallel)
-    return Program(job, make_mesh(mesh, acquire()), batch)
 
 
 def measure(program: Program, batch: HostBatch, steps: int = 10) -> dict[str, Timing]:
@@ -162,7 +133,6 @@ def _update(program: Program) -> Callable[..., Any]:
         seed=job.seed,
         stochastic_rounding=settings.precision.rounding == "stochastic",
         health=settings.health,
-        weights_first=weights_come_first(program.adapted_call),
     )
     loss = math.log(job.graph.vocabulary)  # one that no judge of losses minds
 

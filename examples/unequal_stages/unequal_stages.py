@@ -23,8 +23,7 @@ from affinage.model import Call, Graph, Loss, abstract_params, apply_part, decay
 from affinage.model import matrices as matrices_of
 from affinage.parallel.layout import MeshLayout
 from affinage.parallel.sharding import batch_sharding, check_rows_divide, param_shardings, replicated
-from affinage.training.optimizer import Weights, make_optimizer
-from affinage.training.schedule import learning_rate
+from affinage.training.optimizer import Weights, learning_rate, make_optimizer
 from affinage.training.state import Purpose, TrainState, random_key
 from affinage.training.step import make_update
 
@@ -223,7 +222,7 @@ class GroupedTraining:
             state, report = self._step[index](states[index], grads[index], *shared)
             new.append(state)
         means = {name: each / jnp.maximum(number, 1.0) for name, (each, number) in sums.items()}
-        return new, {**means, **report, "targets": targets}
+        return new, {**means, **report, "loss_tokens": targets}
 
     def _sent(self, x: Array, stage: _Stage) -> Array:
         return jax.device_put(x, batch_sharding(stage.mesh, stage.layout.table))
