@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from affinage.model import Graph
     from affinage.pipeline.plan import PlannedStep
     from affinage.pipeline.step import StepContext, Summary
+    from affinage.results import Result
 
 Row = Mapping[str, Any]
 
@@ -179,8 +180,8 @@ class _Lines:
 
     def on_progress(self, what: str) -> None: ...
 
-    def on_end(self, planned: "PlannedStep", manifest: dict[str, Any]) -> None:
-        print(f"{planned.name:<14}{duration(manifest['seconds'])}", flush=True)
+    def on_end(self, planned: "PlannedStep", result: "Result", seconds: float) -> None:
+        print(f"{planned.name:<14}{duration(seconds)}", flush=True)
 
 
 def write_report(context: "StepContext") -> "Summary":

@@ -131,14 +131,11 @@ def _plan(planned: list[dict[str, Any]]) -> Iterator[str]:
 def _losses(run: Path) -> dict[str, float | None]:
     """The losses of a run's last training: on each validation set, or on its batches where it has none."""
     from affinage.pipeline.names import TRAININGS
-    from affinage.pipeline.store import read_manifest
+    from affinage.results import TrainingResult, read_result
 
     for training in TRAININGS:
-        manifest = read_manifest(run / training)
-        if manifest is not None:
-            summary = manifest["summary"]
-            held_out = {name: facts["loss"] for name, facts in (summary["validation"] or {}).items()}
-            found = held_out or {"training": summary["final_loss"]}
+        if (result := read_result(run / training, TrainingResult)) is not None:
+            found = {name: facts.loss for name, facts in result.validation.items()} or {"training": result.final_loss}
             return {f"{training} loss, {name}": loss for name, loss in found.items()}
     return {}
 
@@ -153,9 +150,8 @@ def _scores(run: Path) -> dict[str, dict[str, Any]]:
     from affinage.report.evaluations import read_evaluation
 
     for step in (EVALUATIONS[training] for training in TRAININGS):
-        manifest = read_manifest(run / step)
-        if manifest is not None:
-            scores = read_evaluation(step, run / step, manifest["summary"]).scores
+        if read_manifest(run / step) is not None:
+            scores = read_evaluation(step, run / step).scores
             return {one.task: {name: getattr(one, name) for name in _OF_A_SCORE} for one in scores if one.headline}
     return {}
 

@@ -23,6 +23,7 @@ from affinage.pipeline.plan import ELSEWHERE, PlannedStep, Sources, plan, select
 from affinage.pipeline.same_folder import check_same_folder
 from affinage.pipeline.step import Step, StepContext
 from affinage.pipeline.store import Request, Store, link, versions, write_json
+from affinage.results import RESULTS, Result, read_result
 
 if TYPE_CHECKING:
     from affinage.pipeline.remote_results import RemoteResults
@@ -46,7 +47,7 @@ class ProgressListener(Protocol):
     def on_metrics(self, row: Mapping[str, Any]) -> None:
         """The running training has written a line of its metrics."""
 
-    def on_end(self, planned: PlannedStep, manifest: dict[str, Any]) -> None:
+    def on_end(self, planned: PlannedStep, result: Result, seconds: float) -> None:
         """A step is complete."""
 
 
@@ -188,7 +189,9 @@ class PipelineRunner:
                 with _with_all_processes(planned.request) if step.distributed else contextlib.nullcontext():
                     summary = step.fn(context)
                 manifest = store.finish(planned.request, summary, started=started, clock=clock)
-        listener.on_end(planned, manifest)
+        result = read_result(folder, RESULTS.get(step.name, Result))
+        assert result is not None
+        listener.on_end(planned, result, manifest["seconds"])
 
     # ---- other processes ----
 
