@@ -23,7 +23,7 @@ from affinage.config.parallel import ParallelSettings
 from affinage.config.training import TrainSettings
 from affinage.errors import UserError
 from affinage.hardware.devices import acquire
-from affinage.model.activations import batch_shapes
+from affinage.model.batch import batch_shapes
 from affinage.model.graph import Graph
 from affinage.model.module import apply_part
 from affinage.parallel import make_mesh
