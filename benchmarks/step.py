@@ -11,13 +11,15 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from breakdown import STEP, measure
+
 from affinage.cli.output import Table, counted, emit
 from affinage.config.load import load_recipe
 from affinage.hardware.devices import acquire
 from affinage.planning.plan import forecast, planned_graph
 from affinage.plugins import load_plugins
-from affinage.training.breakdown import STEP, measure, program_of, synthetic_batch
 from affinage.training.job import rows_per_step
+from affinage.training.program import program_of, synthetic_batch
 
 BAR = 40  # characters of the longest
 

@@ -24,12 +24,11 @@ from affinage.pipeline.preflight import check
 from affinage.pipeline.runner import PipelineRunner, Runs
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_named_plugins, load_plugins
-from affinage.training.optimizer import OPTIMIZERS, Weights, make_optimizer
-from affinage.training.schedule import SCHEDULES, learning_rate
+from affinage.training.optimizer import OPTIMIZERS, SCHEDULES, Weights, learning_rate, make_optimizer
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
-    "pretrain", "sft", "reference", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
+    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
 }  # fmt: skip
 DOCUMENT = Path(__file__).parents[2] / "docs" / "node_kinds.md"
 

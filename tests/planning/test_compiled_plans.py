@@ -134,7 +134,7 @@ def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys):
     (tmp_path / "cubes.py").write_text(
         "from affinage.model.kinds.ffn import activation\n\n\n@activation('cubes')\ndef cubes(x):\n    return x**3\n"
     )
-    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "tokenizer"
+    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "train-tokenizer"
     blocks = {"repeat": 1, "ffn": {"kind": "cubes", "width": 32}}
     given = {
         "base": SMALL,

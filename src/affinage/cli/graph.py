@@ -155,7 +155,7 @@ def _vocabulary(recipe: "Recipe", run: Path) -> int:
 
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocab_size
-    trained = (read_manifest(run / "tokenizer") or {}).get("summary", {}).get("vocabulary")
+    trained = (read_manifest(run / "train-tokenizer") or {}).get("summary", {}).get("vocabulary")
     if trained is None:
         warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
     return trained or _UNKNOWN_CHARACTERS
@@ -163,7 +163,7 @@ def _vocabulary(recipe: "Recipe", run: Path) -> int:
 
 def _learning_rates(loaded: "LoadedRecipe") -> dict[str, list[dict[str, Any]]]:
     """For every training: steps (counted from 0, the first and the last among them) with their learning rates."""
-    from affinage.training.choices import check_choices
+    from affinage.training.optimizer import check_choices
 
     rates = {}
     for name in loaded.recipe.trainings:
@@ -180,7 +180,7 @@ def _located(loaded: "LoadedRecipe", section: str, path: Sequence[str | int]) ->
 def _rates(settings: "TrainSettings") -> list[dict[str, Any]]:
     import jax.numpy as jnp
 
-    from affinage.training.schedule import learning_rate
+    from affinage.training.optimizer import learning_rate
 
     rate, last = learning_rate(settings.schedule, settings.steps), settings.steps - 1
     warmup = max(settings.schedule.warmup(settings.steps) - 1, 0)

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from affinage.planning.compiled import CompileReport
     from affinage.planning.plan import Counted, Training
 
-_DATA = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the steps that prepare a training's data
+_DATA = {
+    "pretrain": "tokenize",
+    "sft": "sft-data",
+    "dpo": "preference-data",
+}  # prepare a training's data
 
 
 def add_to(app: typer.Typer) -> None:
@@ -148,7 +152,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     from affinage.pipeline.store import read_manifest
     from affinage.planning.plan import Counted, only, planned_graph, training_settings
     from affinage.plugins import load_plugins
-    from affinage.training.choices import check_choices
+    from affinage.training.optimizer import check_choices
 
     target = resolve(name, runs)
     run = run_folder(target, loaded, runs)
@@ -168,7 +172,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     packed = summary(_DATA[section])
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
-    counted = Counted(summary("tokenizer").get("vocabulary") if characters else None, documents)
+    counted = Counted(summary("train-tokenizer").get("vocabulary") if characters else None, documents)
     data = packed.get("train", {})
     graph = planned_graph(loaded, counted)
     return _Planned(name, file, overrides, loaded, section, graph, counted, data.get("tokens"), data.get("rows"), runs)

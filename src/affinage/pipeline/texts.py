@@ -22,15 +22,15 @@ def world(context: StepContext) -> Summary:
     return write_world(context.folder, megabytes=pocket_bytes(context.recipe) / 1e6, seed=context.recipe.seed)
 
 
-def collect(context: StepContext) -> Summary:
+def ingest(context: StepContext) -> Summary:
     """Read every source into one form."""
-    from affinage.data.collect import collect
     from affinage.data.executor import open_executor
+    from affinage.data.ingest import ingest
 
     settings = _data(context)
     with open_executor(settings) as executor:
-        return collect(
-            settings, context.folder, context.inputs.get("world"), executor=executor, progress=_share(context)
+        return ingest(
+            settings, context.folder, context.inputs.get("synthesize"), executor=executor, progress=_share(context)
         )
 
 
@@ -42,7 +42,7 @@ def clean(context: StepContext) -> Summary:
     settings = _data(context)
     with open_executor(settings) as executor:
         return clean(
-            context.inputs["collect"],
+            context.inputs["ingest"],
             context.folder,
             settings.clean,
             settings.languages,
@@ -60,7 +60,7 @@ def deduplicate(context: StepContext) -> Summary:
     assert settings.dedup is not None
     with open_executor(settings) as executor:
         return deduplicate(
-            context.inputs["clean"],
+            context.inputs["filter"],
             context.folder,
             settings.dedup,
             memory=settings.memory_bytes,
@@ -86,7 +86,7 @@ def decontaminate(context: StepContext) -> Summary:
     items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
     for path in settings.benchmark_files:
         items += read_items(path) if path not in tasks else ()
-    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
+    documents = context.inputs.get("dedup") or context.inputs["filter"]
     with open_executor(data) as executor:
         return decontaminate(documents, context.folder, settings, items, executor=executor, progress=_share(context))
 
@@ -97,7 +97,7 @@ def split(context: StepContext) -> Summary:
     from affinage.data.split import split
 
     inputs = context.inputs
-    documents = inputs.get("decontaminate") or inputs.get("deduplicate") or inputs["clean"]
+    documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
     settings = _data(context)
     with open_executor(settings) as executor:
         return split(documents, context.folder, settings.split, context.recipe.seed, executor=executor)
@@ -130,7 +130,7 @@ def compare_tokenizers(context: StepContext) -> Summary:
     from affinage.data.fertility import compare
     from affinage.data.tokenizer import Tokenizer
 
-    ours = Tokenizer.load(context.inputs["tokenizer"])
+    ours = Tokenizer.load(context.inputs["train-tokenizer"])
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
@@ -141,7 +141,7 @@ def rows(context: StepContext) -> Summary:
     from affinage.data.tokenizer import Tokenizer
 
     recipe, progress = context.recipe, context.progress
-    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["tokenizer"])
+    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
     with open_executor(_data(context)) as executor:
         return pack_rows(
             split, trained, context.folder, recipe.packing, recipe.seed, executor=executor, progress=progress
@@ -160,7 +160,7 @@ def conversations(context: StepContext) -> Summary:
         context.folder,
         context=recipe.sft.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
-        world_folder=context.inputs.get("world"),
+        world_folder=context.inputs.get("synthesize"),
         progress=context.progress,
     )
     if unrolled := summary.get("unrolled"):
@@ -182,8 +182,8 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The stage's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
-    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["tokenizer"]))
+    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
+    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["train-tokenizer"]))
     return tokenizer
 
 
