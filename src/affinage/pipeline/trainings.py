@@ -226,7 +226,7 @@ def parallel_of(context: StepContext, graph: "Graph", settings: TrainSettings, t
         return parallel
     from affinage.hardware.devices import acquire
     from affinage.parallel import MeshLayout, make_mesh, table_with
-    from affinage.planning.settle import remat_for_devices
+    from affinage.planning.auto_remat import remat_for_devices
     from affinage.training import rows_per_step
 
     mesh = make_mesh(mesh_of(context), acquire())

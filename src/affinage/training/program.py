@@ -19,7 +19,7 @@ from affinage.config.training import PrecisionSettings, TrainSettings
 from affinage.hardware.chips import Chip, chip
 from affinage.hardware.devices import acquire
 from affinage.model import Call, Declared, Graph, apply, decayed, init_params, matrices
-from affinage.model.activations import batch_shapes
+from affinage.model.batch import batch_shapes
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, make_mesh, strategy_for, table_with

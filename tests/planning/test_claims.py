@@ -6,7 +6,7 @@ import pytest
 
 from affinage.config.claims import Claims
 from affinage.config.load import load_recipe
-from affinage.planning.consistency import contradictions, facts_of
+from affinage.planning.claims import contradictions, facts_of
 from affinage.planning.plan import planned_graph
 
 

@@ -4,11 +4,8 @@ import pytest
 from small_plans import SMALL, blocks_of, links, plan_of, rarer
 
 from affinage.errors import UserError
-from affinage.hardware.slices import find_slice
 from affinage.model.parameter import parameters_in
-from affinage.planning.phases import phases
-from affinage.planning.published import SPEED_UPS, speed_ups
-from affinage.planning.wires import HOP_SECONDS
+from affinage.planning.comms import HOP_SECONDS
 
 GB = 1e9
 HOP = HOP_SECONDS
@@ -63,17 +60,11 @@ def test_several_slices_are_cut_along_an_axis_that_can_wait():
 @pytest.mark.parametrize("mesh", ["{data: 2, pipeline: 2}", rarer("{tensor: 4}")])
 def test_the_parts_of_a_step_make_up_the_step(mesh):
     made = plan_of(SMALL, "v4-8", f"mesh={mesh}", "model.nodes.embed.vocab=4096")
-    parts = phases(made.time, made.split.graph.loss)
+    parts = made.time.phases(made.device.graph.loss)
     assert list(parts) == ["forward", "loss", "backward", "optimizer"]
     assert sum(parts.values()) == pytest.approx(made.time.seconds)
     # The backward pass multiplies twice for each product of the forward pass; what waits for links is half and half.
     assert parts["forward"] < parts["backward"] < 4 * parts["forward"]
-
-
-def test_the_published_speed_up_lies_between_attention_by_kernel_and_by_products():
-    kernel, plain = speed_ups()
-    for name, published in SPEED_UPS.items():
-        assert plain.ratios[name] < published * 1.01 and kernel.ratios[name] > published * 0.99, name
 
 
 def test_tensor_parallelism_waits_for_its_sums_and_fsdp_hides_its_own():
@@ -91,32 +82,33 @@ RING, WINDOW = "parallel.context_attention=ring", "model.nodes.blocks.attention.
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "pairs"),
+    ("name", "settings", "pairs", "products"),
     [
-        ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2),  # those of the last 128 queries of 512
-        ("v4-8", (WINDOW,), 128 * 64),
-        ("v4-8", ("pretrain.attention=xla",), 128 * 512),
-        ("v4-8", (RING,), 128 * 512),
-        ("v4-8", (RING, WINDOW), 128 * 256),  # the keys of two of four devices
-        ("h100x4", ("pretrain.attention=cudnn",), 512 * 513 // 2),  # of whole rows, on every device
+        # Forward 2 products, backward 7 in two kernels; heads of 64 use half of the matrix unit.
+        ("v4-8", (), 512 * 513 // 2 - 384 * 385 // 2, 9 * 2),  # pairs of the last 128 queries of 512
+        ("v4-8", (WINDOW,), 128 * 64, 9 * 2),
+        ("v5e-4", ("pretrain.attention=xla",), 128 * 512, 6 * 2),
+        ("v4-8", (RING,), 128 * 512, 7 * 2),  # whose backward pass computes scores again
+        ("v4-8", (RING, WINDOW), 128 * 256, 7 * 2),  # the keys of two of four devices
+        ("h100x4", ("pretrain.attention=xla",), 128 * 512, 6),
     ],
     ids=str,
 )
-def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings, pairs):
-    split, chip = plan_of(SMALL, name, "mesh={context: 4}", *settings), find_slice(name).chip
-    blocks = split.split.graph["blocks"]
-    products = next(node.compute for node in split.time.nodes if node.name == "blocks")
-    counted = products * chip.flops_per_device * chip.achievable / 3  # a forward pass's
-    cost = blocks.kind.cost((split.split.graph.shapes["embed"],), {"B": 64, "S": 512})
-    assert counted == pytest.approx(8 * (cost.matmul / 4 + 64 * 2 * 2 * 256 * pairs))
+def test_a_step_waits_for_the_device_whose_queries_meet_most_keys(name, settings, pairs, products):
+    made = plan_of(SMALL, name, "mesh={context: 4}", *settings)
+    blocks = made.device.graph["blocks"]
+    counted = next(node.flops for node in made.time.nodes if node.name == "blocks")
+    cost = blocks.kind.cost((made.device.graph.shapes["embed"],), {"B": 64, "S": 512})
+    attention = 8 * 64 * 2 * 256 * pairs * products
+    assert counted == pytest.approx(3 * 8 * cost.matmul / 4 + attention, rel=0.02)
 
 
 def test_products_that_were_kept_are_not_done_again():
     names = ("none", "dots", "block", "full")
-    none, dots, block, full = (blocks_of(f"parallel.remat={name}").compute for name in names)
-    assert none == pytest.approx(dots, rel=1e-3) and dots < block < full
-    # All of the forward pass but its last product, and in `full` all of it a second time.
-    assert 3.5 < 3 * block / none < 4 and full - block == pytest.approx(none / 3, rel=1e-3)
+    none, dots, block, full = (blocks_of(f"parallel.remat={name}").flops for name in names)
+    # `block` computes all of the forward pass again but its last product, `full` all of it a second time.
+    assert none <= dots < block < full
+    assert 0.15 * none < block - dots < 0.3 * none and 0.2 * none < full - block < 0.4 * none
 
 
 def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
@@ -127,7 +119,7 @@ def test_stages_wait_as_in_gpipe_and_pass_their_rows_on_once_for_every_round():
     sent = [next(n for n in made.time.nodes if n.name == "blocks").axes["pipeline"] for made in (once, twice, four)]
     assert sent[2] - sent[1] == pytest.approx(2 * sent[0])
     # Weights go to the stages of several: float32, half of them on each of two devices, and as many gradients.
-    size = sum(part.size for part in parameters_in(once.split.graph.parameters["blocks"])) * 4 / 2
+    size = sum(part.size for part in parameters_in(once.device.graph.parameters["blocks"])) * 4 / 2
     moved = 2 * links("v4-8", pipeline=2, fsdp=2)["pipeline"].all_to_all(size)
     assert sent[1] - 2 * sent[0] == pytest.approx(moved, rel=1e-2)
 
@@ -141,8 +133,8 @@ def sums(name, *overrides):
 def test_what_replicas_add_up_is_summed_once_in_float32(name):
     whole, parts = (sums(name, DATA, *more) for more in ((), (PARTS,)))
     # The compiler sums the products' dtype, but float32 of looked-up vectors.
-    once = {"blocks": 2 * LAYERS, "logits": 2 * VECTORS, "embed": 4 * VECTORS}
-    added = {"blocks": 4 * LAYERS, "logits": 4 * VECTORS, "embed": 4 * VECTORS}
+    once = {"blocks": 2 * LAYERS, "loss": 2 * VECTORS, "embed": 4 * VECTORS}
+    added = {"blocks": 4 * LAYERS, "loss": 4 * VECTORS, "embed": 4 * VECTORS}
     link = links(name, data=4)["data"]
     for found, sizes in ((whole, once), (parts, added)):
         assert [found[node] for node in sizes] == pytest.approx([link.all_reduce(size) for size in sizes.values()])

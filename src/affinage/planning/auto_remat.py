@@ -9,11 +9,11 @@ import numpy as np
 
 from affinage.config.parallel import Remat, RematSettings
 from affinage.config.training import TrainSettings
-from affinage.hardware.chips import Chip, GiB, chip
-from affinage.hardware.slices import cpu
+from affinage.hardware.chips import Chip, chip
+from affinage.hardware.slices import cpu, memory_text
 from affinage.model import Graph
-from affinage.planning.local import Split
-from affinage.planning.memory import step_memory
+from affinage.planning.estimate import step_memory
+from affinage.planning.per_device import PerDevice
 from affinage.training.layerwise import LAYERWISE_REMAT
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from affinage.parallel import MeshLayout
 
 ROOM = 0.9  # of a device's memory that the estimate may take
-# What is computed again, from nothing to most; inputs of blocks can wait in the host's memory where there is another.
+# What is computed again, from nothing to most; inputs of blocks can wait in the host's memory if there is another.
 LADDER: tuple[Remat, ...] = ("none", "dots", "block", RematSettings(offload=("block_input",)), "full")
 
 
@@ -35,44 +35,37 @@ class Choice:
         remat: the setting.
         needed: bytes of a device by the estimate.
         capacity: bytes that a program may take there.
-        alone: whether the training takes no other.
     """
 
     remat: Remat
     needed: int
     capacity: int
-    alone: bool = False
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate leaves the room that it should; the setting that needs least where none does."""
+        """Whether the estimate leaves some room."""
         return self.needed <= ROOM * self.capacity
 
     def __str__(self) -> str:
         remat = self.remat
         setting = remat if isinstance(remat, str) else remat.model_dump(mode="json", exclude_defaults=True)
-        needed, capacity = self.needed / GiB, self.capacity / GiB
         why = "the least that fits" if self.fits else "nothing fits; this needs least"
-        if self.alone:
-            why = "as ever where layers are updated one by one"
-        return f"remat: {setting} ({why}: {needed:.2f} of {capacity:.2f} GiB a device, estimated)"
+        return f"remat: {setting} ({why}: {memory_text(self.needed)} of {memory_text(self.capacity)}, estimated)"
 
 
-def choose_remat(split: Split, settings: TrainSettings, chip: Chip, platform: str) -> Choice:
+def choose_remat(device: PerDevice) -> Choice:
     """The first setting of the ladder whose estimate stays below 90 % of a device's memory.
 
-    Where the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
+    If the memory is not known nothing is computed again. Layers that are updated one by one leave no choice.
     """
-    capacity = chip.memory_per_device or 0
-    alone = settings.optimizer_in_backward
+    capacity = device.chip.memory_per_device or 0
     tried = []
-    ladder: tuple[Remat, ...] = (LAYERWISE_REMAT,) if alone else LADDER
-    for remat in ladder:
-        if platform == "cpu" and not isinstance(remat, str):
+    for remat in (LAYERWISE_REMAT,) if device.settings.optimizer_in_backward else LADDER:
+        if device.platform == "cpu" and not isinstance(remat, str):
             continue
-        parallel = split.parallel.model_copy(update={"remat": remat})
-        needed = step_memory(dataclasses.replace(split, parallel=parallel), settings, chip, platform).total
-        tried.append(Choice(remat, needed, capacity, alone))
+        parallel = device.parallel.model_copy(update={"remat": remat})
+        needed = step_memory(dataclasses.replace(device, parallel=parallel)).total
+        tried.append(Choice(remat, needed, capacity))
         if not capacity or tried[-1].fits:
             return tried[-1]
     return min(tried, key=lambda choice: choice.needed)
@@ -91,8 +84,9 @@ def remat_for_devices(
     from jax.experimental import multihost_utils
 
     devices = list(layout.mesh.devices.flat)
-    split = Split(graph, dict(layout.mesh.shape), rows, context, settings.gradient_accumulation_steps, parallel)
-    choice = choose_remat(split, settings, present(devices), devices[0].platform)
+    platform, sizes = devices[0].platform, dict(layout.mesh.shape)
+    device = PerDevice(graph, settings, sizes, rows, context, parallel, present(devices), platform)
+    choice = choose_remat(device)
     if jax.process_count() > 1:
         index = int(multihost_utils.broadcast_one_to_all(np.int32(LADDER.index(choice.remat))))
         choice = dataclasses.replace(choice, remat=LADDER[index])
@@ -100,13 +94,13 @@ def remat_for_devices(
 
 
 def present(devices: Sequence["jax.Device"]) -> Chip:
-    """The chip of these devices, with the memory that they say a program may take where the table does not know it."""
+    """The chip of these devices, with the memory that they report if the table does not know it."""
     first = devices[0]
     if first.platform == "cpu":
         here = [device for device in devices if device.process_index == first.process_index]
         return dataclasses.replace(cpu(), usable_bytes=(cpu().usable_bytes or 0) // len(here))
     known = chip(first.device_kind)
     if known.memory_per_device is None or first.platform == "gpu":
-        told = (first.memory_stats() or {}).get("bytes_limit")
-        return known if told is None else dataclasses.replace(known, usable_bytes=told)
+        limit = (first.memory_stats() or {}).get("bytes_limit")
+        return known if limit is None else dataclasses.replace(known, usable_bytes=limit)
     return known
