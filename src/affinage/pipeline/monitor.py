@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import rich
 from rich.markup import escape
 
+from affinage.cluster.processes import Processes
 from affinage.config.data import POCKET_WORLD
 from affinage.config.training import MonitorSettings, PretrainSettings, TrainSettings
 from affinage.config.tuning import DpoSettings, TuningSettings
 from affinage.errors import UserError
-from affinage.hardware.hosts import Hosts
 from affinage.pipeline.models import made_from
 from affinage.pipeline.names import KEPT
 from affinage.pipeline.step import StepContext
@@ -138,7 +138,7 @@ class RegressionMonitor:
         self.settings, self.steps, self.last_step = settings, steps, last_step
         self._file, self._score, self._keep, self._ending = folder / POINTS, score, keep, ending
         points = json.loads(self._file.read_text(encoding="utf-8"))["points"] if self._file.is_file() else []
-        self.points: list[dict[str, Any]] = Hosts.at_work().share("the points of the monitor", points)
+        self.points: list[dict[str, Any]] = Processes.at_work().broadcast("the points of the monitor", points)
 
     def due(self, step: int) -> bool:
         """Whether the training may end after this step."""
@@ -169,7 +169,7 @@ class RegressionMonitor:
             self.points.append(point)
             if not point["worse"] and self.settings.on_regression != "log":
                 self._keep(step, state)
-            if Hosts.at_work().first:
+            if Processes.at_work().first:
                 write_json(self._file, {"threshold": self.threshold(len(answers)), "points": self.points})
             scores = [_in_percent(task, score) for task, score in point["scores"].items()]
             self.say(f"step {step:,}/{self.steps:,}  monitor: {', '.join(scores + _worse(point))}")
@@ -307,7 +307,7 @@ def within_epochs(settings: Tuning, feed: "RowFeed", where: str) -> Tuning:
         )
     if schedule.warmup_steps > steps - schedule.from_step:
         schedule = schedule.model_copy(update={"warmup_steps": (steps - schedule.from_step) // 10})
-    if Hosts.current.first:
+    if Processes.current.first:
         why = escape(epochs_exceeded(feed, steps, settings.num_epochs))
         rich.print(f"{where}: ends at step {steps:,} of {settings.steps:,}, when {why}; null lets it go on")
     return settings.model_copy(update={"steps": steps, "schedule": schedule})

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
 from affinage.checkpoint.uploader import CHECKPOINTS, has_hash
 from affinage.errors import UserError
-from affinage.hardware.movement import waits_for_others
 from affinage.pipeline.store import Request, Store, read_manifest
 from affinage.results import MANIFEST, Manifest, lenient
 
@@ -100,8 +99,7 @@ class RemoteResults:
     def copy(self, request: Request) -> None:
         """Copy a complete result there; a failure is kept in `failure`, as the result is good without the copy."""
         try:
-            with waits_for_others():
-                self._copy(request)
+            self._copy(request)
         except (RemoteError, OSError) as error:
             self.failure = str(error)
 
