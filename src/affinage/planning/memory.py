@@ -11,6 +11,7 @@ from affinage.config.training import TrainSettings
 from affinage.hardware.chips import Chip
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
+from affinage.model.call import HOPPER
 from affinage.model.remat import with_remat
 from affinage.parallel import Pipeline
 from affinage.planning.liveness import Peak, Traced, measure, trace
@@ -99,7 +100,10 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
 
 def call_of(settings: TrainSettings, parallel: ParallelSettings, dtype: str, platform: str) -> Call:
     """How training applies the model in a dtype on a platform, which need not be here."""
-    call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, described=True, attention=settings.attention)
+    capability = HOPPER if platform == "gpu" else None
+    call = Call(
+        compute_dtype=jnp.dtype(dtype), platform=platform, capability=capability, attention=settings.attention
+    )
     rings = parallel.context_attention == "ring"
     return with_remat(replace(call, ring_attention=rings), parallel.remat)
 

@@ -15,7 +15,6 @@ from affinage.hardware.chips import GiB
 from affinage.hardware.matmul import measured_bandwidth, measured_flops
 from affinage.hardware.slices import Slice, chip_called, compared, find_slice
 from affinage.model import Graph, parse
-from affinage.model.kinds.attention_choice import Need, obstacles
 from affinage.model.preferred import preference_graph
 from affinage.parallel.mesh import axis_sizes
 from affinage.parallel.sharding import table_with
@@ -28,7 +27,6 @@ from affinage.planning.memory import Memory, step_memory
 from affinage.planning.remedy import remedy
 from affinage.planning.roofline import StepTime, step_time
 from affinage.planning.settle import Choice, choose_remat
-from affinage.training.program import compute_dtype
 
 Training = Literal["pretrain", "sft", "dpo"]
 TRAININGS = get_args(Training)
@@ -121,8 +119,7 @@ class Plan:
             found.append(f"does not fit: {missing:.2f} GiB too much; {remedy(self)}")
         elif self.nearly_full:
             found.append("nearly full: let the compiler say whether it fits, with --compile")
-        # A GPU's kernel is taken only by name, and then refuses what it cannot do.
-        dropping = self._attention_with_dropout() if self.where.platform == "tpu" else []
+        dropping = self._attention_with_dropout() if self.where.platform != "cpu" else []
         if dropping:
             setting = f"model.nodes.{dropping[0]}.attention.dropout=0"
             found.append(
@@ -134,35 +131,9 @@ class Plan:
                 "planned is what experts without a capacity have to multiply; on GPUs XLA may fill their groups up "
                 "with zeros, which takes as many times longer as there are experts: a `capacity_factor` avoids that"
             )
-        if self._attention_by_name():
-            found.append(
-                "attention is computed without a kernel: all pairs of positions are, and are kept. See what "
-                f"`--set {self.section}.attention=cudnn` does to this plan"
-            )
         if self.split.sizes["expert"] > 1 and (said := without_experts(self.split.graph, self.split.table)):
             found.append(said)
         return (*found, *([self.guard] if self.guard else []))
-
-    def _attention_by_name(self) -> bool:
-        """Whether a GPU's own kernel would take all of this model's attention, if it were asked for."""
-        if self.where.platform != "gpu" or self.settings.attention != "auto" or self.split.stages > 1:
-            return False
-        graph, dtype = self.split.graph, compute_dtype(self.settings.precision, self.where.chip)
-        needs = [
-            Need(
-                "gpu",
-                dtype,
-                attention.head_width(graph.shapes[node.inputs[0]].width),
-                self.split.context,
-                cached=False,
-                dropout=attention.dropout,
-                softcap=attention.softcap,
-                described=True,
-            )
-            for node in graph.nodes
-            if (attention := getattr(node.kind, "attention", None)) is not None
-        ]
-        return bool(needs) and not any(obstacles("cudnn", need) for need in needs)
 
     def _attention_with_dropout(self) -> list[str]:
         kinds = {node.name: getattr(node.kind, "attention", None) for node in self.split.graph.nodes}

@@ -21,8 +21,8 @@ from affinage.hardware.slices import Slice
 from affinage.model import Call
 from affinage.model.activations import batch_shapes
 from affinage.model.kind import Context
-from affinage.model.kinds.attention_kernels import queries_are_split
-from affinage.model.kinds.ring_attention import steps_of
+from affinage.model.kinds.ring import steps_of
+from affinage.model.kinds.splash import queries_are_split
 from affinage.model.node import Node
 from affinage.model.parameter import map_parameters
 from affinage.model.repeat import apply_node
@@ -261,7 +261,7 @@ def _slowest(node: Node, call: Call, part: Part, *, kernel: bool, rings: bool) -
         return steps_of(parts, part.context, attention.window) / parts
     if not kernel:
         return 1.0
-    if not queries_are_split("splash", part.platform, length, parts):
+    if part.platform != "tpu" or not queries_are_split(length, parts):
         return float(parts)
     of_the_last: float = attention.pairs(length, length - part.context) * parts / attention.pairs(length)
     return of_the_last
@@ -324,7 +324,7 @@ def _both_ways(forward: Any, moving: Any, fixed: Any, arrays: Any, key: Any) -> 
 
 def _has_kernel(traced: Any) -> bool:
     text = str(traced)
-    return "pallas_call" in text or "cudnn" in text
+    return "pallas_call" in text or "dot_product_attention_fwd" in text
 
 
 def _abstract(declared: Any) -> Any:

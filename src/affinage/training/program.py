@@ -17,6 +17,7 @@ from affinage.config.training import PrecisionSettings, TrainSettings
 from affinage.hardware.allocator import close_holes
 from affinage.hardware.chips import Chip, chip
 from affinage.model import Call, Declared, apply, decayed, init_params, matrices
+from affinage.model.call import capability_of
 from affinage.model.remat import with_remat
 from affinage.model.shape import BATCH, SEQUENCE
 from affinage.parallel import MeshLayout, Strategy, batch_sharding, call_on, strategy_for, table_with
@@ -239,6 +240,7 @@ class Program:
             call_on(self.layout, self.job.settings.attention, self.job.parallel),
             compute_dtype=compute_dtype(self.job.settings.precision, self.chip),
             platform=self.mesh.devices.flat[0].platform,
+            capability=capability_of(self.mesh.devices.flat[0]),
         )
 
     @property
