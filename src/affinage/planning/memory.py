@@ -101,9 +101,7 @@ def step_memory(split: Split, settings: TrainSettings, chip: Chip, platform: str
 def call_of(settings: TrainSettings, parallel: ParallelSettings, dtype: str, platform: str) -> Call:
     """How training applies the model in a dtype on a platform, which need not be here."""
     capability = HOPPER if platform == "gpu" else None
-    call = Call(
-        compute_dtype=jnp.dtype(dtype), platform=platform, capability=capability, attention=settings.attention
-    )
+    call = Call(compute_dtype=jnp.dtype(dtype), platform=platform, capability=capability, attention=settings.attention)
     rings = parallel.context_attention == "ring"
     return with_remat(replace(call, ring_attention=rings), parallel.remat)
 

@@ -214,10 +214,10 @@ def _bind(
         scale=query.shape[-1] ** -0.5,
         seed=0,
         dropout_rate=0.0,
-        variadic_args=(bias.size > 0, False),
+        variadic_args=(bias.size > 0, bias.size > 0),  # its gradient is computed, too
         mask_type=fused.MaskType.PADDING_CAUSAL if offsets else fused.MaskType.CAUSAL,
         layout=fused.AttentionLayout.BTNH.value,
         sliding_window_length=how.window,
         **({} if backward else {"is_training": True}),
     )  # fmt: skip
-    return tuple(results)
+    return tuple(results[:3])
