@@ -15,7 +15,6 @@ it has joined. Silence: each is on a machine of its own (network namespaces of L
 pulled; both must name the other, and end. Borne: a cable that is plugged in again in time, and a host that stands
 still, must end nothing. Sick: NaN, Inf and spikes in any layer and at any step of trainings in one process, each left
 out or gone back from; they must end with the bits of one that lacks these batches.
-`python benchmarks/rot.py` damages checkpoints.
 
 With --keep what each part has found takes the place of what `results/chaos.json` has of it.
 """

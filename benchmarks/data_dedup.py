@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from affinage.config.data import DedupSettings
 from affinage.data.duplicates import find_duplicates
-from affinage.data.engine import LocalEngine
+from affinage.data.executor import Executor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "data"))
 from planted_copies import jaccard_of, lexicon, near_copy, random_text, written
@@ -51,7 +51,7 @@ class InMemory:
 def duplicates(part: InMemory) -> tuple[np.ndarray, int, int]:
     """The kept text of every text, how many were candidates, and how many pairs were compared."""
     with tempfile.TemporaryDirectory(prefix="affinage-bench-") as scratch:
-        found = find_duplicates([part], SETTINGS, Path(scratch), engine=LocalEngine(1))
+        found = find_duplicates([part], SETTINGS, Path(scratch), executor=Executor(1))
         return np.array(found.kept), found.candidates, found.compared
 
 

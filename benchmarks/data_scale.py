@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-STAGES = ("collect", "clean", "deduplicate", "split", "tokenizer", "rows")
+STAGES = ("ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize")
 PER_FILE = 50_000_000  # bytes of text in one input file
 POOL = 40_000_000  # bytes of sentences to draw from, at most
 DOCUMENT = 2_000  # bytes
@@ -161,7 +161,7 @@ def measure(folder: Path, megabytes: float, files: list[Path], identify: bool) -
     samples = run_stages(folder, folder / "recipe.yaml")
     results = []
     print(f"\n{size / 1e9:.2f} GB of text, {psutil.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
-    print("stage           s   MB/s  CPU s  peak MB  result MB")
+    print("stage              s   MB/s  CPU s  peak MB  result MB")
     for stage in STAGES:
         manifest = json.loads((folder / "runs" / "scale" / stage / "manifest.json").read_text(encoding="utf-8"))
         start, seconds = datetime.fromisoformat(manifest["started"]).timestamp(), manifest["seconds"]
@@ -169,7 +169,7 @@ def measure(folder: Path, megabytes: float, files: list[Path], identify: bool) -
         peak, used = max(sample[1] for sample in during), during[-1][2] - during[0][2]
         stored = sum(file["bytes"] for file in manifest["files"].values())
         speed = size / 1e6 / seconds
-        print(f"{stage:12} {seconds:5.1f} {speed:6.1f} {used:6.0f} {peak / 1e6:8.0f} {stored / 1e6:10.0f}")
+        print(f"{stage:15} {seconds:5.1f} {speed:6.1f} {used:6.0f} {peak / 1e6:8.0f} {stored / 1e6:10.0f}")
         facts = {"cpu_seconds": used, "peak_bytes": peak, "stored_bytes": stored, "text_bytes": size}
         results.append(
             {"name": stage, "ours": speed, "peer": None, "unit": "MB/s", "ratio": None, "seconds": seconds, **facts}
@@ -191,14 +191,14 @@ def table(results: list[dict[str, object]]) -> None:
     for r in (r for r in results if r["name"] != "all"):
         if r["name"] == "language id":
             if identified:
-                continue  # it is in the stage `clean`
+                continue  # it is in the step `filter`
             seconds, size, kept = 1.0, float(r["ours"]) * 1e6, 0.0
         else:
             size, seconds = float(r["text_bytes"]), float(r["cpu_seconds"])
             kept = float(r["stored_bytes"]) / size
-        if r["name"] == "tokenizer":  # a sample of constant size, most of it in one thread
+        if r["name"] == "train-tokenizer":  # a sample of constant size, most of it in one thread
             fixed = seconds / 3600
-            print(f"| tokenizer | {fixed * 60:.1f} minutes, whatever the size | | | | |")
+            print(f"| train-tokenizer | {fixed * 60:.1f} minutes, whatever the size | | | | |")
             continue
         per_terabyte = 1e12 / size * seconds / 3600
         rate = size / 1e6 / seconds

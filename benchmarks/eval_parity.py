@@ -31,7 +31,7 @@ def random_model(folder: Path) -> Path:
     from affinage.hub.export import export
     from tiny_models import tiny_llama
 
-    export(replace(tiny_llama(scale=3.0, layers=2), context=512), folder, facts=CardFacts(licence="apache-2.0"))
+    export(replace(tiny_llama(scale=3.0, layers=2), context=512), folder, facts=CardFacts(license="apache-2.0"))
     return folder
 
 

@@ -46,7 +46,7 @@ def random_model(folder: Path) -> Path:
     blocks = nodes["blocks"] | {"repeat": 4, "ffn": {"kind": "swiglu", "width": 704}}
     graph = parse(LLAMA | {"nodes": nodes | {"embed": nodes["embed"] | {"width": 256}, "blocks": blocks}})
     params = jax.jit(lambda key: init_params(graph, key))(jax.random.key(0))
-    export(LoadedModel(graph, params, tokenizer(), "random", 512), folder, facts=CardFacts(licence="apache-2.0"))
+    export(LoadedModel(graph, params, tokenizer(), "random", 512), folder, facts=CardFacts(license="apache-2.0"))
     return folder
 
 

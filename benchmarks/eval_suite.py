@@ -22,14 +22,14 @@ OFF = "of the peak, the host's time off"
 
 def tokenizer_at(path: Path, folder: Path):
     """Of a folder as affinage or transformers writes it; or of GPT-2's merges, its vocabulary beside them."""
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, ByteLevelBPETokenizer
 
-    from affinage.data.published_tokenizer import _of_merges
     from affinage.data.tokenizer import Tokenizer
 
     if path.is_dir():
         return Tokenizer.load(path)
-    published, end = _of_merges(path), "<|endoftext|>"
+    [vocabulary] = path.parent.glob("*.json")
+    published, end = ByteLevelBPETokenizer(str(vocabulary), str(path)), "<|endoftext|>"
     published.add_special_tokens([AddedToken(end, special=True)])
     published.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": end, "eos_token": end}))

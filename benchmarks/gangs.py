@@ -336,10 +336,10 @@ def ended_alike(one: Path, other: Path, step: int) -> bool:
 def saved_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs saved the same state at a step, bit for bit."""
     from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.looking import compare
+    from affinage.checkpoint.browse import compare
 
     first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))
-    found = compare(first, second, numbers=True)["arrays"]
+    found = compare(first, second, numbers=False)["arrays"]
     return bool(found["same"]) and not found["different"] and not found["only"]
 
 
@@ -454,9 +454,9 @@ def _train(job: dict, host: int) -> int:
     settings = tiny.settings(job["steps"], **{"eval_every": 7, **job.get("settings", {})})
     asleep, folder, mirror = threading.Event(), Path(job["folder"]), None
     if "remote" in job:
-        from affinage.checkpoint.mirror import Mirror, bring_newest
+        from affinage.checkpoint.uploader import Uploader, download_newest
 
-        mirror = Mirror(job["remote"], folder)
+        mirror = Uploader(job["remote"], folder)
     hurt = job.get("hurt")
     hurts = bool(hurt) and hurt["host"] == host
     links = _links_made()
@@ -477,7 +477,7 @@ def _train(job: dict, host: int) -> int:
             while hurts and hosts.count > 1 and not links[0]._links:  # before, nobody would hear of its end at once
                 time.sleep(0.01)
             if mirror is not None and host == 0:
-                bring_newest(mirror.url, folder, print)
+                download_newest(mirror.url, folder, print)
             train(
                 TrainJob(
                     graph=tiny.graph(dropout=0.1, layers=1),
@@ -487,7 +487,7 @@ def _train(job: dict, host: int) -> int:
                     seed=1,
                     feed=SlowFeed(),
                     folder=folder,
-                    mirror=mirror,
+                    uploader=mirror,
                     validation={"held out": tiny.HeldOut()},
                     on_step=(on_step,),
                 )
@@ -525,7 +525,7 @@ def _refuse_saves() -> None:
     def refused(store: CheckpointStore, *_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.folder))
 
-    CheckpointStore._begin = refused  # type: ignore[assignment, method-assign]
+    CheckpointStore.save = refused  # type: ignore[assignment, method-assign]
 
 
 def _hurt_in(phase: str, by: int | str, host: int, asleep: threading.Event, within: float, passes: int) -> None:

@@ -43,7 +43,7 @@ def random_model(folder: Path, size: str) -> Path:
     logits = nodes["logits"] | {"vocab": 32_000}
     graph = parse(LLAMA | {"nodes": nodes | {"embed": embed, "blocks": blocks, "logits": logits}})
     params = jax.jit(lambda key: init_params(graph, key))(jax.random.key(0))
-    export(LoadedModel(graph, params, tokenizer(), "random", 1024), folder, facts=CardFacts(licence="apache-2.0"))
+    export(LoadedModel(graph, params, tokenizer(), "random", 1024), folder, facts=CardFacts(license="apache-2.0"))
     return folder
 
 

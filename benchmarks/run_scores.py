@@ -42,7 +42,7 @@ def pairs(run: Path) -> dict[str, Share]:
     """By source: the held-out pairs of which the preferred answer has the higher reward after DPO."""
     validation = json.loads((run / "dpo" / "summary.json").read_text())["validation"]
     limit = json.loads((run / "recipe.json").read_text())["dpo"]["eval_sequences"]
-    held_out = run / "preferences" / "validation"
+    held_out = run / "preference-data" / "validation"
     return {
         name: Share(facts["rewards/accuracies"], _pairs_in(held_out / name, limit))
         for name, facts in validation.items()

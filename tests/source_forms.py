@@ -11,7 +11,7 @@ from warcio.warcwriter import WARCWriter
 from affinage.config.data import DataSettings
 from affinage.data.collect import collect
 from affinage.data.documents import DocumentWriter, read_documents
-from affinage.data.engine import LocalEngine
+from affinage.data.executor import Executor
 
 WORDS = {
     "en": "the old bridge crosses a slow river where seven children sing about winter bread and cheese in the evening",
@@ -109,6 +109,6 @@ def rows_of(folder: Path) -> list[dict]:
 
 def collected(folder: Path, *sources, world=None, workers=None, **settings) -> tuple[dict, list[dict]]:
     """The summary and the documents of collecting the sources into `folder`."""
-    summary = collect(DataSettings(sources=sources, **settings), folder, world, engine=LocalEngine(workers))
+    summary = collect(DataSettings(sources=sources, **settings), folder, world, executor=Executor(workers))
     json.dumps(summary, ensure_ascii=False).encode()  # as it is written into the manifest
     return summary, rows_of(folder)

@@ -15,6 +15,7 @@ EXIT_PREEMPTED = 75  # stopped from outside after saving; EX_TEMPFAIL, so that a
 _FULL = "Make room, then run the same command again: what is complete is kept."
 _OTHER_PLACE = "Name another file or folder, or let this one be read and written."
 _OF_A_NETWORK = (errno.ESTALE, errno.ETIMEDOUT)
+_NETWORK_PACKAGES = ("httpx", "httpx2", "aiohttp", "huggingface_hub", "botocore")  # their errors are of no file
 _TRANSIENT = (errno.EIO, *_OF_A_NETWORK)
 _OF_THE_MACHINE = {  # errors of files that are no defect of ours -> what to do
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
@@ -112,6 +113,18 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the network, or a server that may answer later, is to blame: the same may succeed when tried again."""
+    for one in causes(error):
+        status = getattr(getattr(one, "response", None), "status_code", None) or getattr(one, "status", None)
+        if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
+            return False
+        of_network = isinstance(one, ConnectionError | TimeoutError) or errno_of(one) in _OF_A_NETWORK
+        if of_network or type(one).__module__.partition(".")[0] in _NETWORK_PACKAGES:
+            return True
+    return False
 
 
 def raise_of_network(error: BaseException) -> None:

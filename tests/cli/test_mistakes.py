@@ -132,7 +132,7 @@ def test_launch_starts_what_its_help_says_and_what_may_be_meant(affinage, monkey
     started: list[list[str]] = []
     monkeypatch.setattr("affinage.launch.supervise", lambda launcher, words, *_, **__: started.append(words) or 0)
     [example] = re.findall(r"Example: affinage launch (quickstart.*)", launch.__doc__ or "")
-    one_host, no_training = "quickstart --hosts 1 --devices 4", "quickstart --hosts 2 --devices 4 --until rows"
+    one_host, no_training = "quickstart --hosts 1 --devices 4", "quickstart --hosts 2 --devices 4 --until tokenize"
     for words in (example, one_host, no_training, "quickstart --hosts 2"):
         assert affinage("launch", *shlex.split(words))[0] == 0
     assert len(started) == 4 and all(words[0] == "run" for words in started)

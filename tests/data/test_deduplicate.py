@@ -15,7 +15,7 @@ from planted_copies import jaccard_of, lexicon, near_copy, random_text, shingles
 from affinage.config.data import DedupSettings
 from affinage.data.deduplicate import deduplicate
 from affinage.data.duplicates import Duplicates, find_duplicates
-from affinage.data.engine import LocalEngine
+from affinage.data.executor import Executor
 from affinage.data.minhash import jaccard, sign, write_shingle_sets
 from source_forms import rows_of, write_documents
 
@@ -124,7 +124,7 @@ def test_what_stays_is_what_the_rule_says(corpus, part, memory, rng):
         texts.append(text.upper() if ending == "x" else text)
     ids = [f"{i:03d}" for i in range(len(texts))]
     rng.shuffle(ids)
-    found = find(texts, ids, part=part, memory=memory, engine=LocalEngine(rng.randint(1, 3)))
+    found = find(texts, ids, part=part, memory=memory, executor=Executor(rng.randint(1, 3)))
     assert {ids[k] for k in found.kept} == kept_by_the_rule(texts, ids)
 
 

@@ -9,7 +9,7 @@ import hub_server
 from affinage.config.data import SourceSettings
 from affinage.data import collect as collecting
 from affinage.data import documents
-from affinage.data.hub_datasets import Stream, at_commit
+from affinage.data.hub_datasets import at_commit
 from affinage.errors import UserError
 from hub_server import Fault
 from source_forms import collected, write_lines
@@ -55,7 +55,7 @@ def test_a_folder_of_json_lines_and_a_saved_dataset(tmp_path):
     assert len(collected(tmp_path / "three", {**source, "split": "test"})[1]) == 2
 
 
-def test_a_killed_stage_goes_on_within_the_stream(tables, tmp_path, monkeypatch):
+def test_a_killed_step_loses_at_most_one_file(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "ROW_GROUP_BYTES", 200)
     monkeypatch.setattr(documents, "FILE_BYTES", 400)
     _, whole = collected(tmp_path / "whole", {"dataset": str(tables), "name": "x"})
@@ -64,22 +64,21 @@ def test_a_killed_stage_goes_on_within_the_stream(tables, tmp_path, monkeypatch)
     class Killed(BaseException):
         pass
 
-    class Dying(Stream):
-        def __iter__(self):
-            for record in super().__iter__():
-                read.append(record.text)
-                if len(read) == 70:
-                    raise Killed
-                yield record
+    def dying(part, settings, stream=collecting.stream):
+        for record in stream(part, settings):
+            read.append(record.text)
+            if len(read) == 70:
+                raise Killed
+            yield record
 
-    monkeypatch.setattr(collecting, "Stream", Dying)
+    monkeypatch.setattr(collecting, "stream", dying)
     with pytest.raises(Killed):
         collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
-    assert list((tmp_path / "out").glob("finished/*.json"))
+    assert len(list((tmp_path / "out").glob("completions/*.json"))) == 1
     _, rows = collected(tmp_path / "out", {"dataset": str(tables), "name": "x"})
     assert rows == whole
-    assert 120 < len(read) < 70 + 70, "what was read before is not read again"
-    assert not (tmp_path / "out" / "finished").exists()
+    assert len(read) == 70 + 80, "the file that was complete is not read again"
+    assert not (tmp_path / "out" / "completions").exists()
 
 
 def test_what_is_not_in_a_dataset_is_refused(tables, tmp_path):

@@ -10,13 +10,13 @@ from affinage.config.data import CleanSettings, DecontaminateSettings
 from affinage.data.benchmark_items import read_items
 from affinage.data.clean import clean
 from affinage.data.decontaminate import decontaminate
-from affinage.data.engine import LocalEngine
+from affinage.data.executor import Executor
 from source_forms import write_documents
 
 
 def run(stage: str, documents: Path, folder: Path, progress=None) -> tuple[dict, dict[str, bytes]]:
     """The summary of a stage over the documents, and what is in its files."""
-    told = {"progress": progress, "engine": LocalEngine(1)}
+    told = {"progress": progress, "executor": Executor(1)}
     if stage == "clean":
         settings = CleanSettings(language_threshold=0.1, mixed_languages=True, gopher=True, mask=True)
         summary = clean(documents, folder, settings, ("en", "fr"), **told)
@@ -47,7 +47,7 @@ def test_interruptions_change_nothing_and_finished_work_is_kept(stage: str, tmp_
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(stage, folder, tmp_path / "out", dying)
-        assert len(list((tmp_path / "out").glob("finished/*.json"))) > 1
+        assert len(list((tmp_path / "out").glob("completions/*.json"))) > 1
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.parquet")}
     assert run(stage, folder, tmp_path / "out") == undisturbed and undisturbed[0]["documents_out"] > 0
     assert stage != "clean" or (before and all(path.stat().st_mtime_ns == time for path, time in before.items()))

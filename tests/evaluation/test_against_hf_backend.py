@@ -66,7 +66,7 @@ def backends(tmp_path_factory):
 
     model = tiny_llama(scale=3.0, layers=2)
     folder = tmp_path_factory.mktemp("hub") / "model"
-    export(model, folder, facts=CardFacts(licence="apache-2.0"))
+    export(model, folder, facts=CardFacts(license="apache-2.0"))
     torch.set_num_threads(1)  # the model is too small to share, and waiting threads cost the other tests their cores
     return model, lambda **told: HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=4, **told)
 

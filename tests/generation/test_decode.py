@@ -20,7 +20,7 @@ PROMPTS = [[2, 50, 60, 70], [2], [2, *range(30, 61)], [2, 99, 98, 97, 96, 95]]
 def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub") / "model"
     model = replace(tiny_llama(scale=3.0, layers=2), context=320)
-    export(model, folder, facts=CardFacts(licence="apache-2.0"))
+    export(model, folder, facts=CardFacts(license="apache-2.0"))
     return model, AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from affinage.errors import UserError
-from affinage.hub.weights import HubWeights
+from affinage.hub.read import HubWeights
 
 KINDS = [*"F64 F32 F16 BF16 F8_E4M3 F8_E5M2 F8_E8M0 F4 I64 U8 BOOL C64 O".split(), "", 5, None]
 WHOLE = save({"a.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}, {"format": "pt"})
@@ -82,5 +82,5 @@ def test_any_bytes_are_read_within_their_size_or_refused(tmp_path_factory: pytes
 def test_what_is_whole_is_read_and_numbers_of_eight_bits_are_refused_by_what_they_are(tmp_path: Path):
     found = read(tmp_path, WHOLE)
     assert found["a.weight"].tolist() == [[0, 1, 2], [3, 4, 5]] and found["b"].dtype == np.float16
-    with pytest.raises(UserError, match="'w' are F8_E4M3"):
+    with pytest.raises(UserError, match="'w' has the dtype F8_E4M3"):
         read(tmp_path, laid_out({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\0\0"))

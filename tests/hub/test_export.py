@@ -13,12 +13,13 @@ from safetensors.numpy import load_file, save_file
 from affinage.errors import UserError
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.export import export
+from affinage.hub.gguf import verify_gguf
 from affinage.hub.verify import verify
 from tiny_models import CONTEXT, tiny_gpt2, tiny_llama
 
 TEXTS = ["The capital of France is Paris.", "La monnaie du Japon est le yen, où naître ?", "Twelve plus seven", "x"]
 FACTS = CardFacts(
-    licence="apache-2.0",
+    license="apache-2.0",
     summary="A model of 1.23M parameters.",
     command="affinage run quickstart",
     languages=("en", "fr"),
@@ -43,6 +44,7 @@ def test_transformers_gives_the_same_tokens_and_logits(exported):
     model, folder = exported
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["eos_token_id"] == [3, 7] and settings["pad_token_id"] == 0
+    assert json.loads((folder / "tokenizer_config.json").read_text())["add_prefix_space"] is False  # for llama.cpp
     assert "You are a helpful assistant." in json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     report = verify(folder, model, TEXTS)
     assert report["largest_logit_difference"] <= 1e-4
@@ -58,6 +60,13 @@ def test_narrower_weights_in_several_files_verify_against_the_rounded_model(tmp_
     assert {str(one.dtype) for file in files for one in load_file(tmp_path / "m" / file).values()} == {"bfloat16"}
     assert index["metadata"]["total_size"] == sum(2 * leaf.size for leaf in jax.tree.leaves(model.params))
     assert verify(tmp_path / "m", model, TEXTS[:2])["largest_logit_difference"] <= 1e-4
+
+
+def test_a_comparison_with_llama_cpp_names_what_is_missing(exported, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        verify_gguf(exported[1], exported[0], TEXTS)
+    assert "LLAMA_CPP" in caught.value.fix
 
 
 def test_gpt2_has_its_own_architecture(tmp_path):
@@ -78,7 +87,7 @@ def test_a_changed_weight_or_token_does_not_verify(exported, tmp_path):
     kind = type(model.tokenizer)
     shifted = type("Shifted", (kind,), {"encode": lambda self, text: [token + 1 for token in kind.encode(self, text)]})
     with pytest.raises(UserError, match="token 0"):
-        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.model_path)), TEXTS)
+        verify(folder, replace(model, tokenizer=shifted(model.tokenizer.folder)), TEXTS)
 
 
 def test_the_same_model_gives_the_same_bytes_and_replaces_what_was_there(exported, tmp_path):
@@ -110,5 +119,5 @@ def test_numbers_and_headings_are_of_the_language_and_what_is_not_known_is_left_
     english, french = card(FACTS), card(replace(FACTS, language="fr", summary="Un modèle de 1,23 M paramètres."))
     assert "1,234,567 parameters" in english and "0.500 ± 0.010" in english and "| 1,234 | 5,678 |" in english
     assert "1\u202f234\u202f567 paramètres" in french and "0,500 ± 0,010" in french and "1\u202f800" in french
-    text = card(CardFacts(licence="mit"))
+    text = card(CardFacts(license="mit"))
     assert "license: mit" in text and "## Scores" not in text and "## Training" not in text and "None" not in text

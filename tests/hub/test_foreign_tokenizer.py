@@ -90,7 +90,7 @@ def test_it_continues_texts_as_transformers_does(imported):
 
 
 def test_it_is_exported_with_its_tokenizer(imported, tmp_path):
-    export(imported[2], tmp_path / "m", facts=CardFacts(licence="apache-2.0"))
+    export(imported[2], tmp_path / "m", facts=CardFacts(license="apache-2.0"))
     assert verify(tmp_path / "m", imported[2], TEXTS[:2])["largest_logit_difference"] <= 1e-4
 
 
@@ -169,14 +169,14 @@ def test_with_chat_tokens_it_is_fine_tuned_and_transformers_agrees(chatting, tmp
     trained = open_model("theirs", tmp_path)
     start, end = trained.tokenizer.chat_ids
     assert end in trained.tokenizer.stops
-    rows = made_from(locate_model("theirs", tmp_path)[0], "conversations") / "train"
+    rows = made_from(locate_model("theirs", tmp_path)[0], "sft-data") / "train"
     batch = RowFeed(rows, seed=0, batch=4).batch(0)
     for tokens, mask, segments in zip(*(batch[name] for name in ("tokens", "loss_mask", "segment_ids"))):
         first = tokens[segments == segments[0]].tolist()
         assert first[: len(trained.tokenizer.opening) + 1] == [*trained.tokenizer.opening, start]
         said = tokens[mask.astype(bool)]
         assert end in said and start not in said
-    export(trained, tmp_path / "m", facts=CardFacts(licence="apache-2.0"), chat=True)
+    export(trained, tmp_path / "m", facts=CardFacts(license="apache-2.0"), chat=True)
     assert verify(tmp_path / "m", trained, TEXTS[:1])["conversations"] == 3
     assert is_chat(tmp_path / "m") and open_model(str(tmp_path / "m"), tmp_path).system_prompt == trained.system_prompt
 

@@ -83,10 +83,10 @@ class Machine:
         """Run a recipe until its sources are collected."""
         (self.folder / "read.yaml").write_text(RECIPE)
         settings = ["--set", f"data.sources={sources}"]
-        return self.run("run", "read.yaml", "--until", "collect", *settings, *words, token=token)
+        return self.run("run", "read.yaml", "--until", "ingest", *settings, *words, token=token)
 
     def collected(self) -> list[dict]:
-        return [row for batch in read_documents(self.folder / "runs/read/collect") for row in batch.to_pylist()]
+        return [row for batch in read_documents(self.folder / "runs/read/ingest") for row in batch.to_pylist()]
 
     def summary(self, stage: str, run: str = "read") -> dict:
         return json.loads((self.folder / "runs" / run / stage / "manifest.json").read_text())["summary"]
@@ -165,7 +165,7 @@ def test_datasets_are_what_their_files_are(hub, machine):
     assert machine.collect(sources, token=TOKEN).returncode == 0
     expected = [row for n in range(3) for row in documents(f"file {n}")] + documents("lines") + documents("raw")
     assert [row["text"] for row in machine.collected()] == [row["text"] for row in expected]
-    assert machine.summary("collect")["commits"] == {"tables": first, "lines": text}
+    assert machine.summary("ingest")["commits"] == {"tables": first, "lines": text}
     asked = [one for one in hub.requests if "/me/" in one.path]
     assert {one.token for one in asked} == {TOKEN}
     assert {one.token for one in hub.requests if one.apart} == {None}
@@ -182,9 +182,9 @@ def test_a_new_commit_is_read_when_that_is_asked_for(hub, machine):
     hub.requests.clear()
     assert machine.collect(source).returncode == 0
     assert not hub.requests
-    assert machine.summary("collect")["commits"] == {"tables": first}
-    assert machine.collect(source, "--force", "collect").returncode == 0
-    assert machine.summary("collect")["commits"] == {"tables": second}
+    assert machine.summary("ingest")["commits"] == {"tables": first}
+    assert machine.collect(source, "--force", "ingest").returncode == 0
+    assert machine.summary("ingest")["commits"] == {"tables": second}
     assert machine.collected()[0]["text"] == "text 0 of new"
     assert machine.collect(f"[{{dataset: me/moving, config: tables, split: dev, revision: {first}}}]").returncode == 0
     assert machine.collected()[0]["text"] == "text 0 of dev"
@@ -205,7 +205,7 @@ def test_a_hub_that_fails_amid_a_dataset_loses_nothing_and_mixes_no_commits(hub,
     assert not any(fault.times for fault in hub.faults)
     texts = [row["text"] for row in machine.collected()]
     assert texts == [row["text"] for n in range(3) for row in documents(f"file {n} anew")]
-    summary = machine.summary("collect")
+    summary = machine.summary("ingest")
     assert not summary["removed"] and summary["commits"] == {"tables": commit}
 
 

@@ -20,10 +20,9 @@ from affinage.checkpoint import CheckpointStore
 from affinage.cli.program import main
 from affinage.data.chat import encode_prompt
 from affinage.errors import UserError
-from affinage.hub.architectures import architecture_of
 from affinage.hub.card import CardFacts
 from affinage.hub.export import export
-from affinage.hub.families import family_of
+from affinage.hub.families import FAMILIES, architecture_of, family_of
 from affinage.hub.read import CONFIG, read_hub_folder
 from affinage.hub.verify import verify
 from affinage.model import init_params, parse
@@ -31,9 +30,9 @@ from affinage.model.parameter import map_parameters
 from affinage.pipeline.imports import import_model, system_prompt_of
 from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.names import locate_model
-from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, tiny_llama, with_template
+from tiny_models import CONTEXT, LLAMA, ZEPHYR, full_logits, fused_experts, tiny_llama, with_template
 
-FACTS = CardFacts(licence="apache-2.0")
+FACTS = CardFacts(license="apache-2.0")
 _LLAMA_3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
 GRAPHS = {
     "llama": tiny_graphs.llama(
@@ -82,18 +81,24 @@ def test_an_import_exported_again_is_the_same_bytes(exported, imported, tmp_path
 def test_every_family_comes_back_bit_by_bit(name, tmp_path):
     graph, draw = parse(GRAPHS[name]), np.random.default_rng(0)
     params = map_parameters(lambda _, one: draw.normal(size=one.shape).astype(np.float32), graph.parameters)
-    config, tensors = family_of(graph).hf_config(graph, context=64), family_of(graph).to_hf(params, graph)
+    family = family_of(graph)
+    config, tensors = family.to_config(graph, context=64), family.to_tensors(params, graph)
+    assert family.unknown(config) == ()
     (tmp_path / CONFIG).write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     read = read_hub_folder(tmp_path)
-    family = family_of(read.graph)
-    assert family.hf_config(read.graph, context=read.architecture.context) == config
-    again = family.to_hf(jax.device_get(read.params), read.graph)
+    assert family.to_config(read.graph, context=read.architecture.context) == config
+    again = family.to_tensors(jax.device_get(read.params), read.graph)
     assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in tensors.items()}
     for name, shape in zip(tensors, itertools.cycle([(), (0,), (7,), (2, 3, 5)])):
         save_file({**tensors, name: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
-        with pytest.raises(UserError, match="shape"):
+        with pytest.raises(UserError, match="shape") as caught:
             read_hub_folder(tmp_path)
+        assert name in caught.value.what
+    turned = next(name for name, array in tensors.items() if array.ndim == 2 and len(set(array.shape)) == 2)
+    save_file({**tensors, turned: np.ascontiguousarray(tensors[turned].T)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="shape"):  # as many elements
+        read_hub_folder(tmp_path)
 
 
 def test_a_hugging_face_folder_is_a_model_as_it_is(exported, imported, tmp_path):
@@ -123,7 +128,7 @@ def test_any_kept_step_of_a_run_is_exported(imported, tmp_path):
         np.testing.assert_array_equal(written, sign * first.params["norm"]["scale"])
 
 
-FAMILIES = [
+WRITTEN = [
     "llama",
     "mixtral",
     "gpt2",
@@ -131,7 +136,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WRITTEN)
 def test_what_transformers_writes_is_read(family, tmp_path):
     """Logits of a model that transformers made, saved as transformers does, equal ours."""
     import torch
@@ -161,17 +166,94 @@ def test_what_transformers_writes_is_read(family, tmp_path):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta: 5.0 and 10000.0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
-        ({"residual_multiplier": 0.2}, "residual_multiplier"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "contradict"),
+        ({"mlp_bias": True}, "mlp_bias: True"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "code of its own"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(change, named):
     graph = tiny_llama().graph
     with pytest.raises(UserError) as caught:
-        architecture_of(family_of(graph).hf_config(graph, context=64) | change, "config.json")
+        architecture_of(family_of(graph).to_config(graph, context=64) | change, "config.json")
     assert named in str(caught.value) and "config.json" in caught.value.where
+
+
+# Configurations as published, shortened to what differs from the family's other models.
+PUBLISHED = {
+    "SmolLM2": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
+    | {"pretraining_tp": 1, "rope_theta": 100000, "attention_bias": False, "transformers.js_config": {"dtype": "q4"}},
+    "TinyLlama": {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None, "num_key_value_heads": 2},
+    "Qwen2.5": {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072}
+    | {"max_window_layers": 70, "num_key_value_heads": 2, "rope_theta": 1e6},
+    "unsloth": {"model_type": "llama", "unsloth_version": "2026.1", "unsloth_fixed": True, "mlp_bias": False},
+    "an old dump": {"model_type": "llama", "top_k": 50, "temperature": 1.0, "pruned_heads": {}, "bad_words_ids": None},
+}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 97, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_that_transformers_ignores_are_named_and_ignored(name):
+    found = architecture_of(SIZES | PUBLISHED[name], "config.json")
+    assert parse(found.model).vocabulary == 97
+    strange = {"is_llama_config", "rope_interleaved", "transformers.js_config", "use_mrope", "unsloth_version"}
+    strange |= {"unsloth_fixed", "top_k", "temperature", "pruned_heads"}
+    assert set(found.ignored) == strange & set(PUBLISHED[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_transformers_class_is_known(family):
+    from transformers import AutoConfig
+
+    fields = {k: v for k, v in AutoConfig.for_model(family).to_dict().items() if v is not None}
+    assert FAMILIES[family].unknown(fields) == ()
+
+
+def test_weights_in_other_forms_that_transformers_loads_are_read(tmp_path):
+    for name in ("mixtral", "llama", "gpt2"):
+        graph = parse(GRAPHS[name])
+        params, family = tiny_graphs.random_params(graph), family_of(graph)
+        tensors = family.to_tensors(params, graph)
+        if name == "mixtral":
+            tensors = fused_experts(tensors)
+        elif name == "llama":  # tied
+            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        else:
+            tensors = {name.removeprefix("transformer."): array for name, array in tensors.items()}
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(family.to_config(graph, context=64)))
+        save_file(tensors, folder / "model.safetensors")
+        jax.tree.map(np.testing.assert_array_equal, read_hub_folder(folder).params, params)
+
+
+def test_a_graph_of_no_family_is_refused_by_what_differs():
+    with pytest.raises(UserError, match=r"attention\.softcap: 50"):
+        family_of(parse(tiny_graphs.llama(attention={"softcap": 50.0})))
+
+
+def test_weights_that_are_not_finite_and_two_sets_of_weights_are_refused(tmp_path):
+    model = tiny_llama()
+    params = jax.tree.map(np.array, model.params)
+    export(model, tmp_path / "m", facts=FACTS)
+    assert (tmp_path / "m/model.safetensors").stat().st_mode == (tmp_path / "m/config.json").stat().st_mode
+    for value, dtype in ((1e5, "float16"), (np.nan, "float32")):
+        params["norm"]["scale"][0] = value
+        with pytest.raises(UserError, match=r"model\.norm\.weight"):
+            export(replace(model, params=params), tmp_path / "n", facts=FACTS, dtype=dtype)
+    file = tmp_path / "m/model.safetensors"
+    tensors = dict(load_file(file))
+    save_file(tensors | {"model.norm.weight": params["norm"]["scale"]}, file)
+    with pytest.raises(UserError, match="finite"):
+        read_hub_folder(tmp_path / "m")
+    save_file(tensors, tmp_path / "m/model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="both"):
+        read_hub_folder(tmp_path / "m")
 
 
 def test_tensors_without_a_place_and_missing_ones_are_named(tmp_path):
@@ -217,15 +299,15 @@ def test_a_vocabulary_larger_than_the_tokenizers_stays_or_is_trimmed_if_that_is_
 
 @pytest.mark.full
 def test_a_tokenizer_that_only_the_template_opens_verifies(exported, tmp_path):
-    """As a model comes that was trained in transformers on from ours: without our own tokenizer file."""
+    """As a model comes that was trained on in transformers."""
     source = shutil.copytree(exported, tmp_path / "theirs")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink()
     tokenizer.save_pretrained(source)
     ours, model = open_model(str(exported), tmp_path), open_model(str(source), tmp_path)
     asked = [{"role": "user", "content": "Où ?"}]
-    assert not model.tokenizer.fixed_ids and model.tokenizer.opening == (model.tokenizer.bos,)
+    assert model.tokenizer.fixed_ids and model.tokenizer.opening == (model.tokenizer.bos,)
     assert encode_prompt(asked, model.tokenizer, "") == encode_prompt(asked, ours.tokenizer, "")
     export(model, tmp_path / "m", facts=FACTS, chat=True)
     assert verify(tmp_path / "m", model, ["The capital"])["conversations"] == 3
@@ -233,7 +315,6 @@ def test_a_tokenizer_that_only_the_template_opens_verifies(exported, tmp_path):
 
 def test_tokenizers_that_cannot_be_used_are_refused_with_what_is_needed(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "m")
-    (folder / "tokenizer.model").unlink()
     FastTokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="3 ids, the model 420"):
         import_model(folder, tmp_path / "n", "tiny")

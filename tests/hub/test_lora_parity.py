@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from affinage.config.tuning import LoraSettings, SftSettings
 from affinage.hub.adapter import adapter_tensors, write_adapter
-from affinage.hub.llama import hf_config, to_hf
+from affinage.hub.families import family_of
 from affinage.model import Adapters, Call, apply, decayed, init_params, matrices
 from affinage.training.frozen import frozen_of
 from affinage.training.optimizer import Weights, make_optimizer
@@ -35,8 +35,8 @@ def drawn(adapters):
 
 def in_transformers(ours, params=None):
     """The same weights, or these, in transformers."""
-    tensors = to_hf(jax.device_get(ours.params if params is None else params), ours.graph)
-    told = {**hf_config(ours.graph, context=CONTEXT), "attn_implementation": "eager"}
+    tensors = family_of(ours.graph).to_tensors(jax.device_get(ours.params if params is None else params), ours.graph)
+    told = {**family_of(ours.graph).to_config(ours.graph, context=CONTEXT), "attn_implementation": "eager"}
     if ours is tiny_mixtral():
         theirs, tensors = MixtralForCausalLM(MixtralConfig(**told)), fused_experts(tensors)
     else:

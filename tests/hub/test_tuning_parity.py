@@ -18,7 +18,7 @@ from affinage.config.tuning import DpoSettings, SftSettings
 from affinage.data.conversations import prepare_conversations
 from affinage.data.feed import RowFeed
 from affinage.data.preferences import documents_in_a_row, prepare_preferences
-from affinage.hub.llama import hf_config, to_hf
+from affinage.hub.families import family_of
 from affinage.hub.tokenizer import write_hf_tokenizer
 from affinage.model import Call, apply
 from affinage.model.preferred import preference_graph
@@ -54,8 +54,13 @@ def messages(turns):
 def llama():
     """(our model, the same weights in transformers)."""
     ours = tiny_llama(layers=2)
-    theirs = LlamaForCausalLM(LlamaConfig(**hf_config(ours.graph, context=CONTEXT), attn_implementation="eager"))
-    weights = {name: torch.tensor(array) for name, array in to_hf(jax.device_get(ours.params), ours.graph).items()}
+    theirs = LlamaForCausalLM(
+        LlamaConfig(**family_of(ours.graph).to_config(ours.graph, context=CONTEXT), attn_implementation="eager")
+    )
+    weights = {
+        name: torch.tensor(array)
+        for name, array in family_of(ours.graph).to_tensors(jax.device_get(ours.params), ours.graph).items()
+    }
     theirs.load_state_dict(weights)
     return ours, theirs.float()
 
@@ -89,7 +94,7 @@ def log_probabilities(model, ids, trained):
 
 
 def assert_same_gradients(ours, theirs, graph):
-    ours = to_hf(jax.device_get(ours), graph)
+    ours = family_of(graph).to_tensors(jax.device_get(ours), graph)
     for name, parameter in theirs.named_parameters():
         expected = parameter.grad.numpy()
         np.testing.assert_allclose(ours[name], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(), err_msg=name)
@@ -148,7 +153,9 @@ def test_loss_gradients_and_metrics_are_those_of_trls_trainer(llama, hf_tokenize
     (value, metrics), gradients = jax.jit(jax.value_and_grad(mean, has_aux=True))(ours.params)
 
     before = copy.deepcopy(theirs)
-    before.load_state_dict({n: torch.tensor(a) for n, a in to_hf(jax.device_get(reference), ours.graph).items()})
+    before.load_state_dict(
+        {n: torch.tensor(a) for n, a in family_of(ours.graph).to_tensors(jax.device_get(reference), ours.graph).items()}
+    )
     told = {"loss_type": [loss], "beta": 0.3, "report_to": "none", "use_cpu": True, "bf16": False}
     config = DPOConfig(output_dir=str(tmp_path / "trl"), **told)
     said = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in PAIRS])

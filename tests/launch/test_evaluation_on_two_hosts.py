@@ -72,7 +72,7 @@ def test_the_stages_that_judge_give_what_one_device_gives(
         open_model(model, runs),
         [task, "pocket-world"],
         folder=tmp_path / stage,
-        task_folders={"pocket-world": next((runs / "store").glob("world-*")) / "tasks"},
+        task_folders={"pocket-world": next((runs / "store").glob("synthesize-*")) / "tasks"},
         chat=stage == "evaluate-sft",
         limit=3,
         max_new_tokens=4,

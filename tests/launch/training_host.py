@@ -78,7 +78,7 @@ class Training:
 def ended_alike(one: Path, other: Path, step: int) -> bool:
     """Whether two runs ended with the same state and curve, bit for bit."""
     from affinage.checkpoint import CheckpointStore
-    from affinage.checkpoint.looking import compare
+    from affinage.checkpoint.browse import compare
     from affinage.training.metrics import curve
 
     first, second = ((CheckpointStore(folder / "checkpoints"), step) for folder in (one, other))

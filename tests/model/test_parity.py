@@ -17,10 +17,10 @@ TOLERANCE = 1e-4  # of the largest element
 
 def transformers_model(graph, params, context):
     family = family_of(graph)
-    config = family.hf_config(graph, context=context)
+    config = family.to_config(graph, context=context)
     kind = config.pop("model_type")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="eager")
-    tensors = {name: torch.tensor(array) for name, array in fused_experts(family.to_hf(params, graph)).items()}
+    tensors = {name: torch.tensor(array) for name, array in fused_experts(family.to_tensors(params, graph)).items()}
     missing = model.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= {"lm_head.weight"}
@@ -73,6 +73,6 @@ def test_logits_and_gradients_equal_those_of_transformers(name):
     assert abs(float(value) - output.loss.item()) < TOLERANCE * output.loss.item()
     expected = {parameter: tensor.grad for parameter, tensor in theirs.named_parameters()}
     family = family_of(graph)
-    for parameter, gradient in fused_experts(family.to_hf(gradients, graph)).items():
+    for parameter, gradient in fused_experts(family.to_tensors(gradients, graph)).items():
         assert relative(gradient, expected[parameter]) < TOLERANCE, parameter
-    jax.tree.map(np.testing.assert_array_equal, params, family.from_hf(family.to_hf(params, graph), graph))
+    jax.tree.map(np.testing.assert_array_equal, params, family.from_tensors(family.to_tensors(params, graph), graph))

@@ -33,7 +33,7 @@ SFT += ["sft.validation_fraction=0", "sft.num_epochs=null", "data=null", "pretra
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("init")
-    export(tiny_llama(), folder / "hub", facts=CardFacts(licence="apache-2.0"))
+    export(tiny_llama(), folder / "hub", facts=CardFacts(license="apache-2.0"))
     import_model(folder / "hub", folder / "model", "tiny", origin=str(folder / "hub"))
     return folder / "model"
 

@@ -94,4 +94,4 @@ def test_documents_are_cleared_of_tasks_and_files(load, tmp_path):
     assert all(step.complete for step in runner().plan())
     write_items(tmp_path, [ITEM | {"question": "Another question"}])
     reasons = {step.name: step.reason for step in runner().plan()}
-    assert reasons["deduplicate"] == "complete" and "items.jsonl" in reasons["decontaminate"]
+    assert reasons["dedup"] == "complete" and "items.jsonl" in reasons["decontaminate"]

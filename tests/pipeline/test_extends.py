@@ -51,7 +51,7 @@ def test_an_extension_goes_on_and_the_run_it_extends_stays(runs: Path, monkeypat
     assert summary["steps"] == 14 and summary["resumed_at"] == [10]
     lines = [json.loads(line) for line in (runs / "longer" / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 14]
-    assert (runs / "longer" / "rows").resolve() == (runs / "short" / "rows").resolve()
+    assert (runs / "longer" / "tokenize").resolve() == (runs / "short" / "tokenize").resolve()
 
 
 def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
@@ -66,7 +66,7 @@ def test_code_of_ones_own_that_has_changed_is_refused_by_its_name(
     changed = _longer(f"plugins=['{plugin}']")
     _train(*changed, status=2)
     told = " ".join(capsys.readouterr().err.split())
-    assert str(plugin) in told and "runtime.checkpoint.accept_changes=[code" in told
+    assert str(plugin) in told and "runtime.checkpoint.allow_changes=[code" in told
 
 
 def test_the_key_of_an_extension_has_the_checkpoint_and_not_where_it_is(runs: Path, monkeypatch: pytest.MonkeyPatch):

@@ -135,12 +135,12 @@ def holds(run: Path, training: TrainingRows, span: dict, row: dict) -> bool:
 
 def test_a_text_that_was_removed_is_last_seen_where_it_still_was(run: Path, capsys):
     found = said(capsys, "data", "search", str(run), "nobody ever wrote this")
-    assert found["documents"] == [] and found["earlier"] == {"collect": 0, "clean": 0}
-    assert said(capsys, "data", "search", str(run), "ZQ")["earlier"] == {"collect": 2, "clean": 0}
+    assert found["documents"] == [] and found["earlier"] == {"ingest": 0, "filter": 0}
+    assert said(capsys, "data", "search", str(run), "ZQ")["earlier"] == {"ingest": 2, "filter": 0}
     with pytest.raises(SystemExit):
         main(["data", "search", str(run), "zq"])
     told = capsys.readouterr().out
-    assert "too short (2)" in told and f"affinage data head {run.name}/clean --reason 'too short'" in told
+    assert "too short (2)" in told and f"affinage data head {run.name}/filter --reason 'too short'" in told
 
 
 def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
@@ -149,14 +149,14 @@ def test_show_pages_through_documents_and_what_was_removed(run: Path, capsys):
     assert said(capsys, "data", "head", str(run), "--skip", "3", "--limit", "2") == whole[3:5]
     french = said(capsys, "data", "head", str(run), "--language", "fr", "--part", "train", "--limit", "1000")
     assert french == [each for each in whole if (each["language"], each["part"]) == ("fr", "train")]
-    removed = said(capsys, "data", "head", str(run), "--step", "clean", "--reason", "too short")
+    removed = said(capsys, "data", "head", str(run), "--step", "filter", "--reason", "too short")
     assert {each["id"] for each in removed} == {"short"}
 
 
 def test_stats_agree_with_the_feed(run: Path, capsys):
     facts = said(capsys, "data", "stats", str(run))
     assert sum(group["rows"] for group in facts["groups"].values()) == facts["rows"]["train"]["rows"]
-    assert facts["stages"]["clean"]["removed"] == {"too short": 2}
+    assert facts["stages"]["filter"]["removed"] == {"too short": 2}
     feed = TrainingRows(run, "pretrain").feed
     drawn = Counter(folder for step in range(STEPS) for folder, _ in feed.where(step))
     epochs = {name: count / facts["groups"][name]["rows"] for name, count in drawn.items()}
@@ -170,10 +170,10 @@ def test_stats_agree_with_the_feed(run: Path, capsys):
         (["lineage", "RUN", "--step", "1", "--row", "4"], "row 4"),
         (["lineage", "RUN", "--step", "1", "--training", "sft"], "`sft`"),
         (["lineage", "nobody", "--step", "1"], "`nobody`"),
-        (["head", "RUN", "--step", "rows"], "`rows`"),
-        (["head", "RUN", "--step", "deduplicate"], "collect, clean, split"),
-        (["head", "RUN", "--step", "clean", "--reason", "x"], "'too short' (2)"),
-        (["head", "RUN", "--step", "clean", "--table", "matches"], "`matches`"),
+        (["head", "RUN", "--step", "tokenize"], "`tokenize`"),
+        (["head", "RUN", "--step", "dedup"], "ingest, filter, split"),
+        (["head", "RUN", "--step", "filter", "--reason", "x"], "'too short' (2)"),
+        (["head", "RUN", "--step", "filter", "--table", "matches"], "`matches`"),
         (["search", "RUN", ""], "nothing to look for"),
     ],
 )

@@ -31,7 +31,7 @@ def ahead(tmp_path, monkeypatch):
     (tmp_path / "exam.yaml").write_text(yaml.safe_dump({"task": "bogus"}))
     (tmp_path / "exam.pdf").write_text("no items")
 
-    def ahead(*overrides: str, stages=("collect", "clean", "decontaminate", "rows")) -> UserError:
+    def ahead(*overrides: str, stages=("ingest", "filter", "decontaminate", "tokenize")) -> UserError:
         with pytest.raises(UserError) as caught:
             check(load_recipe("r.yaml", overrides), stages)
         return caught.value
@@ -55,7 +55,7 @@ def ahead(tmp_path, monkeypatch):
     ],
 )
 def test_an_unknown_name_is_refused_with_what_to_do(ahead, override, named):
-    error = ahead(override, stages=("collect", "clean", "decontaminate", "rows", "compare-tokenizers"))
+    error = ahead(override, stages=("ingest", "filter", "decontaminate", "tokenize", "compare-tokenizers"))
     assert named in f"{error.what} {error.fix}" and error.fix and "--set" in error.where
 
 
@@ -72,7 +72,7 @@ def test_so_is_a_name_that_a_tuning_watches(ahead, tuning, watch):
 def test_names_of_any_case_are_languages(ahead):
     data = load_recipe("r.yaml", ["data.languages=[EN, Fr]"]).recipe.data
     assert data.languages == ("en", "fr") and data.sources[0].language == "en"
-    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), ["collect", "clean", "decontaminate", "rows"])
+    check(load_recipe("r.yaml", ["evaluate.tasks=[hellaswag]"]), ["ingest", "filter", "decontaminate", "tokenize"])
 
 
 @pytest.mark.parametrize(

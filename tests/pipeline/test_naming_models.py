@@ -33,8 +33,9 @@ def test_names(runs: Path):
 
 def test_what_a_model_was_made_from(runs: Path):
     folder, _ = locate_model("tiny", runs)
-    assert made_from(folder, "tokenizer") == (runs / "tiny/tokenizer").resolve()
-    assert made_from(folder, "world") == (runs / "tiny/world").resolve() and made_from(folder, "export") is None
+    assert made_from(folder, "train-tokenizer") == (runs / "tiny/train-tokenizer").resolve()
+    assert made_from(folder, "synthesize") == (runs / "tiny/synthesize").resolve()
+    assert made_from(folder, "export") is None
 
 
 def test_a_chat_model_of_a_former_base_is_not_the_model_of_the_run(runs: Path):

@@ -29,7 +29,7 @@ from affinage.training.schedule import SCHEDULES, learning_rate
 
 # of the quickstart: those that read the model
 MODEL_STAGES = {
-    "pretrain", "sft", "reference", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
+    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export",
 }  # fmt: skip
 DOCUMENT = Path(__file__).parents[2] / "docs" / "node_kinds.md"
 

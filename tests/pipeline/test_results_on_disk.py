@@ -17,7 +17,7 @@ from affinage.data import atomic
 from affinage.pipeline.store import Request, Store, link, read_manifest, read_request, write_json
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-REQUEST = Request("clean", 1, {"data": {"clean": {"min_characters": 3}}}, {"collect": "abc"}, {"a.txt": "1"})
+REQUEST = Request("filter", 1, {"data": {"clean": {"min_characters": 3}}}, {"ingest": "abc"}, {"a.txt": "1"})
 
 
 def finish(store: Store, request: Request = REQUEST) -> None:
@@ -39,7 +39,7 @@ def test_a_result_is_there_once_its_manifest_is(tmp_path):
         "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
     }
     assert manifest["summary"] == {"documents": 3}
-    assert manifest["step"] == "clean" and manifest["inputs"] == {"collect": "abc"}
+    assert manifest["step"] == "filter" and manifest["inputs"] == {"ingest": "abc"}
     assert not [name for name in manifest["files"] if name.endswith(".part")]
 
 
@@ -80,7 +80,7 @@ def test_other_bytes_of_the_same_number_are_seen_and_the_same_ones_are_read_once
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": "split"}, {"version": 2}, {"settings": {}}, {"inputs": {"collect": "x"}}, {"sources": {}}]
+    "change", [{"step": "split"}, {"version": 2}, {"settings": {}}, {"inputs": {"ingest": "x"}}, {"sources": {}}]
 )
 def test_the_key_is_of_everything_in_the_request(change):
     assert replace(REQUEST, **change).key != REQUEST.key
@@ -90,9 +90,9 @@ def test_the_key_is_of_everything_in_the_request(change):
 def test_a_link_is_replaced_in_one_step(tmp_path):
     for name in ("one", "two"):
         (tmp_path / "store" / name).mkdir(parents=True)
-        link(tmp_path / "run" / "clean", tmp_path / "store" / name)
-        assert os.readlink(tmp_path / "run" / "clean") == f"../store/{name}"
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["clean"]
+        link(tmp_path / "run" / "filter", tmp_path / "store" / name)
+        assert os.readlink(tmp_path / "run" / "filter") == f"../store/{name}"
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["filter"]
 
 
 WRITER = """
@@ -143,7 +143,7 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_later(tmp_path, mon
     text = random.Random(0).randbytes(100_000).hex()
     (tmp_path / "text.txt").write_text(text)
     monkeypatch.chdir(tmp_path)
-    command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "collect"]
+    command = ["run", str(RECIPES / "tiny.yaml"), "--set", "data.sources=[text.txt]", "--until", "ingest"]
     full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True, timeout=300)
     assert full.returncode == 2, full.stderr
     assert "there is no room" in full.stderr and "Traceback" not in full.stderr

@@ -28,25 +28,25 @@ from affinage.pipeline.store import read_manifest
 
 # step: (version, hash of all that is exact, mean of the numbers that a processor may round in its own way)
 RESULTS: dict[str, tuple[int, str, float]] = {
-    "world": (1, "71be4e4de16b8564", 0.0),
-    "collect": (1, "e1345d45f6ae9cfc", 0.0),
-    "clean": (1, "ad146f3173058fc9", 0.0),
-    "deduplicate": (1, "58b70e616282cb0e", 0.85478),
+    "synthesize": (1, "71be4e4de16b8564", 0.0),
+    "ingest": (1, "e1345d45f6ae9cfc", 0.0),
+    "filter": (1, "ad146f3173058fc9", 0.0),
+    "dedup": (1, "58b70e616282cb0e", 0.85478),
     "decontaminate": (1, "93c6751a7ceafd44", 0.0),
     "split": (1, "93148ce5a33afe57", 0.0),
-    "tokenizer": (1, "ad720836261c37c1", 0.0),
-    "compare-tokenizers": (1, "3d33219495eac79e", 1.615),
-    "rows": (1, "e66b9f3eb21da5af", 0.00024241),
-    "conversations": (1, "92a6d0b41c8d7de0", 0.0),
-    "preferences": (1, "cb10dc21f60cc0cf", 0.0),
-    "pretrain": (1, "e5155ed19f1606aa", 1.4956),
-    "sft": (1, "c6a6ba1e2de529ee", 1.2959),
-    "reference": (1, "b6f5096eb893d0b1", 3.2228),
-    "dpo": (1, "988be8a78fc44133", -0.28828),
+    "train-tokenizer": (2, "0648cdd4b0762a22", 0.0),
+    "compare-tokenizers": (2, "0f74afcee6479bde", 1.615),
+    "tokenize": (1, "e66b9f3eb21da5af", 0.00024241),
+    "sft-data": (1, "92a6d0b41c8d7de0", 0.0),
+    "preference-data": (1, "cb10dc21f60cc0cf", 0.0),
+    "pretrain": (1, "f7e9782d487d4a13", 1.4956),
+    "sft": (1, "1cd3fed684e1494f", 1.2959),
+    "ref-logprobs": (1, "c6fa14c17e57eb47", 3.2228),
+    "dpo": (1, "89e7fc2c5e00f988", -0.28828),
     "evaluate-base": (1, "31e29cfe5c6f3156", 0.44356),
     "evaluate-sft": (1, "8d780a2a2df1aba2", 0.39316),
     "evaluate-dpo": (1, "5da5c296028df5a3", 0.39317),
-    "export": (1, "cbeddf97765b17bd", 0.94481),
+    "export": (2, "1d9dce12f21a5b77", 0.94481),
     "report": (1, "38d53b15f6f54500", 0.0),
     "arrays": (1, "dbab3ed092fad9f3", 0.26308),
     "probe": (1, "7a68cc622bf3927d", 0.43505),
@@ -125,14 +125,14 @@ def test_every_step_of_a_run_from_text_makes_what_its_version_stands_for(tiny_ru
 
 
 def test_so_do_those_that_few_recipes_have(own_runs: Path, tmp_path: Path):
-    [documents] = (own_runs / "tiny/deduplicate").glob("*.parquet")
+    [documents] = (own_runs / "tiny/dedup").glob("*.parquet")
     text = pq.read_table(documents, columns=["text"])["text"][0].as_py()
     (tmp_path / "items.txt").write_text(" ".join(text.split()[3:15]) + "\n")
     items = tmp_path / "items.txt"
     words = [
         "name=more",
         f"data.decontaminate={{benchmark_files: ['{items}'], benchmarks: false, min_words: 5, n_grams: 5}}",
-        f"tokenizer.compare=['{own_runs / 'tiny/tokenizer/tokenizer.model'}']",
+        f"tokenizer.compare=['{own_runs / 'tiny/train-tokenizer'}']",
     ]
     words = [part for word in words for part in ("--set", word)]
     until = ["--until", "decontaminate", "--until", "compare-tokenizers"]

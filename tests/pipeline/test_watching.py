@@ -319,7 +319,7 @@ def test_fine_tuning_ends_where_a_benchmark_falls_with_the_model_of_the_last_goo
 def test_a_look_that_was_stopped_is_gone_on_with(habit: SimpleNamespace, tmp_path: Path):
     """Given up after its first batch, and made again: the decision is the same."""
     loaded = load_recipe(TINY, [*habit.settings, "sft.monitor.batch_size=1"])
-    context = StepContext(loaded, tmp_path, {"tokenizer": habit.runs / "habit/tokenizer"}, tmp_path)
+    context = StepContext(loaded, tmp_path, {"train-tokenizer": habit.runs / "habit/train-tokenizer"}, tmp_path)
     model, settings = open_model("habit/sft@40", habit.runs), loaded.recipe.sft
     assert settings is not None
     shutil.copy(habit.sft / LOOKS, tmp_path)

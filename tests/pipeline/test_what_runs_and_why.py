@@ -24,7 +24,7 @@ evaluate: {tasks: [pocket-world]}
 export: {}
 """
 ROAD = [
-    "world", "collect", "clean", "deduplicate", "split", "tokenizer", "rows", "conversations", "pretrain", "sft",
+    "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "pretrain", "sft",
     "evaluate-base", "evaluate-sft", "export", "report",
 ]  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_a_training_goes_on_where_it_was_only_if_it_has_a_checkpoint(load, tmp_p
     save = tmp_path / "runs/small/train/checkpoints/20"
     save.mkdir(parents=True)  # one that was cut off
     assert runner.plan()[0].reason == "not finished; without a checkpoint to resume from"
-    (save / "SHA256SUMS").touch()
+    (save / "commit_success.txt").touch()
     assert runner.plan()[0].reason == "not finished; resumes"
 
 
@@ -182,17 +182,17 @@ def changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "first", "untouched"),
     [
-        ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "conversations"]),
-        ("sft.system_prompt=x", "conversations", ["pretrain", "evaluate-base"]),
-        ("pretrain.steps=21", "pretrain", ["rows", "conversations"]),
-        ("packing.seq_len=64", "rows", ["tokenizer"]),
-        ("tokenizer.vocab_size=400", "tokenizer", ["split"]),
-        ("data.clean.min_characters=4", "clean", ["collect", "world"]),
-        ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "world", []),
-        ("evaluate.limit=3", "evaluate-base", ["sft", "conversations"]),
+        ("sft.steps=6", "sft", ["evaluate-base", "pretrain", "sft-data"]),
+        ("sft.system_prompt=x", "sft-data", ["pretrain", "evaluate-base"]),
+        ("pretrain.steps=21", "pretrain", ["tokenize", "sft-data"]),
+        ("packing.seq_len=64", "tokenize", ["train-tokenizer"]),
+        ("tokenizer.vocab_size=400", "train-tokenizer", ["split"]),
+        ("data.clean.min_characters=4", "filter", ["ingest", "synthesize"]),
+        ("data.sources=[{path: pocket-world, max_bytes: 1MB}, texts]", "synthesize", []),
+        ("evaluate.limit=3", "evaluate-base", ["sft", "sft-data"]),
         ("export.dtype=bfloat16", "export", ["sft", "evaluate-sft"]),
         ("report.language=fr", "report", ROAD[:-1]),
-        ("seed=1", "world", []),
+        ("seed=1", "synthesize", []),
     ],
 )
 def test_a_setting_changes_the_stages_that_read_it_and_those_after(load, override, first, untouched):
@@ -220,9 +220,9 @@ def test_changed_user_files_are_noticed(load, tmp_path):
     before = keys(load())
     (tmp_path / "texts/b.txt").write_text("b")
     after = keys(load())
-    assert changed(before, after)[0] == "collect"
+    assert changed(before, after)[0] == "ingest"
     (tmp_path / "chat.jsonl").write_text("{} ")
-    assert changed(after, keys(load()))[0] == "conversations"
+    assert changed(after, keys(load()))[0] == "sft-data"
 
 
 def test_tokenizers_to_compare_with_are_in_the_key_of_the_comparison_alone(load, tmp_path):
@@ -237,6 +237,6 @@ def test_sections_left_out_have_no_stages(load):
     names = [
         stage.name for stage in build_steps(load("sft=null", "evaluate=null", "export=null", "data.sources=[texts]"))
     ]
-    assert names == ["collect", "clean", "deduplicate", "split", "tokenizer", "rows", "pretrain"]
-    assert "deduplicate" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
+    assert names == ["ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "pretrain"]
+    assert "dedup" not in [stage.name for stage in build_steps(load("data.dedup=null"))]
     assert build_steps(load("data=null"), write_text) == []

@@ -21,8 +21,8 @@ from affinage.pipeline.models import is_chat, open_model
 from affinage.pipeline.store import Store, read_manifest, read_request
 
 STEPS = [
-    "world", "collect", "clean", "deduplicate", "split", "tokenizer", "rows", "conversations", "preferences",
-    "pretrain", "sft", "reference", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
+    "synthesize", "ingest", "filter", "dedup", "split", "train-tokenizer", "tokenize", "sft-data", "preference-data",
+    "pretrain", "sft", "ref-logprobs", "dpo", "evaluate-base", "evaluate-sft", "evaluate-dpo", "export", "report",
 ]  # fmt: skip
 
 
@@ -66,15 +66,15 @@ def test_a_finished_run_has_nothing_to_do(own_runs: Path, capsys: pytest.Capture
 
 
 def test_documents_are_counted_through_the_data_steps(tiny_runs: Path):
-    data = {step: summary(tiny_runs, step) for step in ("collect", "clean", "deduplicate", "split", "rows")}
-    for before, step in itertools.pairwise(("collect", "clean", "deduplicate", "split")):
+    data = {step: summary(tiny_runs, step) for step in ("ingest", "filter", "dedup", "split", "tokenize")}
+    for before, step in itertools.pairwise(("ingest", "filter", "dedup", "split")):
         assert data[step]["documents_in"] == data[before]["documents_out"]
         held_out = data[step].get("validation_documents", 0)
         removed = sum(data[step]["removed"].values())
         assert data[step]["documents_in"] == data[step]["documents_out"] + removed + held_out
-    assert data["clean"]["removed"] and data["deduplicate"]["removed"]
-    assert data["rows"]["train"]["documents"] == data["split"]["documents_out"]
-    tokenizer = summary(tiny_runs, "tokenizer")
+    assert data["filter"]["removed"] and data["dedup"]["removed"]
+    assert data["tokenize"]["train"]["documents"] == data["split"]["documents_out"]
+    tokenizer = summary(tiny_runs, "train-tokenizer")
     assert tokenizer["vocabulary"] == 512 and tokenizer["round_trip"]["exact"] == tokenizer["round_trip"]["documents"]
 
 
@@ -141,10 +141,10 @@ def alone(model: LoadedModel, tokens: np.ndarray, trained: np.ndarray) -> float:
 
 
 def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Path):
-    model, rows = open_model("tiny/sft", tiny_runs), tiny_runs / "tiny/preferences/train/pocket-world"
-    told = np.load(tiny_runs / "tiny/reference/train/pocket-world.npy")
+    model, rows = open_model("tiny/sft", tiny_runs), tiny_runs / "tiny/preference-data/train/pocket-world"
+    told = np.load(tiny_runs / "tiny/ref-logprobs/train/pocket-world.npy")
     tokens, mask = np.load(rows / "rows-00000-of-00001.npy"), np.load(rows / "mask-00000-of-00001.npy")
-    assert told.shape == (len(tokens), documents_in_a_row(tiny_runs / "tiny/preferences"))
+    assert told.shape == (len(tokens), documents_in_a_row(tiny_runs / "tiny/preference-data"))
     batch = make_batch(tokens[-1:].astype(np.int32), mask[-1:], np.zeros(1))
     for number in range(2):
         inside = (batch["segment_ids"][0] == 1 + number) & (tokens[-1] != 0)
@@ -153,8 +153,8 @@ def test_the_reference_is_what_the_model_says_of_each_answer_alone(tiny_runs: Pa
 
 
 def test_a_batch_of_preferences_depends_on_its_step_alone(tiny_runs: Path):
-    rows = RowFeed(tiny_runs / "tiny/preferences/train", seed=0, batch=8)
-    feed = PreferenceFeed(rows, read_reference(tiny_runs / "tiny/reference/train"))
+    rows = RowFeed(tiny_runs / "tiny/preference-data/train", seed=0, batch=8)
+    feed = PreferenceFeed(rows, read_reference(tiny_runs / "tiny/ref-logprobs/train"))
     third, again = next(itertools.islice(feed.iterate(0), 3, None)), next(feed.iterate(3))
     assert third.keys() == again.keys() >= {REFERENCE}
     for name in third:
@@ -165,7 +165,7 @@ def test_a_batch_of_preferences_depends_on_its_step_alone(tiny_runs: Path):
 def test_a_held_reference_gives_what_a_written_one_gives(own_runs: Path):
     words = [*tiny_run.WORDS, "--set", "name=held", "--set", "dpo.precompute_ref_log_probs=false"]
     affinage("run", *words, "--runs", str(own_runs), "--until", "dpo")
-    assert not (own_runs / "held" / "reference").exists()
+    assert not (own_runs / "held" / "ref-logprobs").exists()
     for one, other in zip(metrics(own_runs, "dpo", name="held"), metrics(own_runs, "dpo"), strict=True):
         for name in ("loss", "rewards/margins", "logps/chosen"):
             assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name

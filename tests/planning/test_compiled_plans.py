@@ -8,7 +8,7 @@ from small_plans import SMALL, plan_of, told
 
 from affinage.errors import UserError
 from affinage.hardware.slices import find_slice
-from affinage.planning.compiled import collectives_in, compile_on, compile_step, loops_of, out_of_memory
+from affinage.planning.compiled import attention_in, collectives_in, compile_on, compile_step, loops_of, out_of_memory
 from affinage.planning.plan import NOTHING_COUNTED
 
 SIX = "model.nodes.blocks.repeat=6"
@@ -77,10 +77,32 @@ def test_a_collective_in_a_loop_is_told_from_one_behind_it():
     assert collectives_in(loops_of(program)) == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize(("name", "named"), [("v3-8", "its compiler"), ("h100x8", "8 H100")])
-def test_what_cannot_be_compiled_here_is_refused(name, named):
-    with pytest.raises(UserError, match=f"{name} needs {named}"):
-        compile_on(SMALL, [], find_slice(name))
+def test_a_compiler_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, fix in (("v3-8", "leave out --compile"), ("v4-8", "affinage[tpu]"), ("h100x8", "affinage[gpu-plan]")):
+        with pytest.raises(UserError) as refused:
+            compile_on(SMALL, [], find_slice(name))
+        assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("program", "kernels"),
+    [
+        ('%a = bf16[2] custom-call(%b), custom_call_target="__cudnn$fmhaSoftmax"\n', {"fmhaSoftmax": 1}),
+        ("  %splash_mha_fwd.1 = (f32[2], bf16[4]) custom-call(%a, %b)\n", {"splash_mha_fwd": 1}),
+        ('%a = f32[2] custom-call(%b), custom_call_target="__cublas$gemm"\n', {}),
+    ],
+)
+def test_the_kernels_of_attention_are_found_in_a_program(program, kernels):
+    assert attention_in(program) == kernels
+
+
+@pytest.mark.full
+def test_a_step_is_compiled_for_gpus_that_are_not_here():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs `pip install affinage[gpu-plan]`")
+    verdict = compile_on(SMALL, [SIX], find_slice("h100x4"))
+    assert verdict.fits and verdict.collectives
+    assert plan_of(SMALL, "h100x4", SIX).memory.total == pytest.approx(verdict.peak_bytes, rel=0.15)
 
 
 @pytest.mark.full
@@ -112,7 +134,7 @@ def test_what_is_compiled_is_the_model_that_was_estimated(tmp_path, capsys):
     (tmp_path / "cubes.py").write_text(
         "from affinage.model.kinds.ffn import activation\n\n\n@activation('cubes')\ndef cubes(x):\n    return x**3\n"
     )
-    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "tokenizer"
+    recipe, tokenizer = tmp_path / "own.yaml", tmp_path / "runs" / "own" / "train-tokenizer"
     blocks = {"repeat": 1, "ffn": {"kind": "cubes", "width": 32}}
     given = {
         "base": SMALL,

@@ -45,7 +45,7 @@ def build_run(folder: Path, *, steps: int = STEPS["pretrain"], name: str = "synt
             write_json(run / stage / "model.json", {"graph": told["recipe"]["model"], "context": 128})
         if stage.startswith("evaluate"):
             write_json(run / stage / "results.json", told["results"][stage.removeprefix("evaluate-")])
-        if stage == "deduplicate":
+        if stage == "dedup":
             write_duplicates(run)
         sums = {f"{stage}.bin": (123_456, "0" * 64), "summary.json": (812, "1" * 64)}
         manifest = {
@@ -75,7 +75,7 @@ def write_duplicates(run: Path) -> None:
         "exact": [False, False, True, False],
         "jaccard": [1.0, 0.86, 1.0, 0.81],
     }
-    for file, columns in (("clean/documents-0", documents), ("deduplicate/clusters/clusters", clusters)):
+    for file, columns in (("filter/documents-0", documents), ("dedup/clusters/clusters", clusters)):
         path = run / f"{file}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), path)

@@ -24,7 +24,7 @@ SUMMARY_KEYS = (
     "validation parameters tokens seconds devices resumed_at predicted tasks bits_per_byte generation flops_per_step "
     "validation_documents saves"
 ).split()
-STAGES = "collect clean deduplicate decontaminate tokenizer rows pretrain evaluate-base conversations".split()
+STAGES = "ingest filter dedup decontaminate train-tokenizer tokenize pretrain evaluate-base sft-data".split()
 
 
 def plain(text: str) -> str:
@@ -38,7 +38,7 @@ def of_one_stage(folder: Path, stage: str, summary: dict, recipe: dict | None = 
 
 
 def test_a_whole_run_is_read(facts):
-    assert [flow.stage for flow in facts.flows] == ["collect", "clean", "deduplicate", "decontaminate", "split"]
+    assert [flow.stage for flow in facts.flows] == ["ingest", "filter", "dedup", "decontaminate", "split"]
     assert facts.flows[1].removals[0].reason == "too short" and facts.flows[1].removals[0].count == 412
     assert [pair.similarity for pair in facts.near_duplicates] == [0.81, 0.86]
     assert facts.near_duplicates[1].kept_text.startswith("Japan is")
@@ -100,11 +100,11 @@ def test_the_time_in_which_a_training_stood_still_is_told_apart(run: Path, facts
 def test_any_stage_may_be_absent(run: Path, facts):
     write_json(run / "report" / "manifest.json", {"step": "report", "seconds": 3.0, "started": 1})
     assert collect_facts(run) == facts, "a run takes as long before as after its report"
-    absent = "evaluate-sft sft conversations evaluate-base pretrain rows tokenizer deduplicate".split()
+    absent = "evaluate-sft sft sft-data evaluate-base pretrain tokenize train-tokenizer dedup".split()
     for stage in absent:
         (run / stage / "manifest.json").unlink()  # as if the stage had not finished
         assert stage not in {one.name for one in collect_facts(run).stages}
-        assert stage not in ("evaluate-base", "deduplicate") or render(collect_facts(run))
+        assert stage not in ("evaluate-base", "dedup") or render(collect_facts(run))
     assert "<h1>" in render(collect_facts(run / "nothing-here"))
 
 

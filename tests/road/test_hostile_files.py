@@ -16,11 +16,9 @@ from affinage.config.load import load_recipe
 from affinage.config.sources import default_name, safe_name
 from affinage.config.yaml import parse
 from affinage.data.arrays import prepare_arrays
-from affinage.data.hub_tokenizer import HubTokenizer, template_in
-from affinage.data.tokenizer import Tokenizer
+from affinage.data.tokenizer import Tokenizer, template_in
 from affinage.errors import UserError
-from affinage.hub.read import read_hub_folder
-from affinage.hub.weights import INDEX, HubWeights
+from affinage.hub.read import INDEX, HubWeights, read_hub_folder
 from affinage.pipeline.imports import fitting_tokenizer, system_prompt_of
 from affinage.pipeline.models import made_from
 from affinage.pipeline.store import read_request
@@ -161,13 +159,17 @@ def test_weights_that_are_pickles_are_not_read(tmp_path: Path):
 def test_what_a_result_says_that_it_was_made_from_leads_nowhere_else(tmp_path: Path, key: object):
     folder = tmp_path / "runs" / "store" / "pretrain-0123456789ab"
     folder.mkdir(parents=True)
-    (tmp_path / "runs" / "store" / "tokenizer-0123456789ab").mkdir()
+    (tmp_path / "runs" / "store" / "train-tokenizer-0123456789ab").mkdir()
     request = {"step": "pretrain", "version": 1, "settings": {}, "sources": {}, "key": "0123456789ab"}
-    for inputs in ({"tokenizer": key}, {f"../{key}": "0123456789ab"}, {"tokenizer": "0123456789ab", "rows": key}):
+    for inputs in (
+        {"train-tokenizer": key},
+        {f"../{key}": "0123456789ab"},
+        {"train-tokenizer": "0123456789ab", "tokenize": key},
+    ):
         (folder / "request.json").write_text(json.dumps(request | {"inputs": inputs}))
-        assert read_request(folder) is None and made_from(folder, "tokenizer") is None
-    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"tokenizer": "0123456789ab"}}))
-    assert made_from(folder, "tokenizer") == folder.with_name("tokenizer-0123456789ab")
+        assert read_request(folder) is None and made_from(folder, "train-tokenizer") is None
+    (folder / "request.json").write_text(json.dumps(request | {"inputs": {"train-tokenizer": "0123456789ab"}}))
+    assert made_from(folder, "train-tokenizer") == folder.with_name("train-tokenizer-0123456789ab")
 
 
 # ---- datasets
@@ -225,23 +227,12 @@ def test_the_configuration_of_a_tokenizer_is_read_or_ends_in_a_message(tmp_path:
     asked: list[Callable[[], object]] = [
         lambda: template_in(tmp_path),
         lambda: system_prompt_of(tmp_path),
-        lambda: HubTokenizer(tmp_path).special_tokens,
-        lambda: HubTokenizer(tmp_path).stops,
-        lambda: HubTokenizer(tmp_path).opening,
+        lambda: Tokenizer(tmp_path).special_tokens,
+        lambda: Tokenizer(tmp_path).stops,
+        lambda: Tokenizer(tmp_path).opening,
     ]
     for ask in asked:
         try:
             ask()
         except UserError as error:
             assert "tokenizer" in str(error)
-
-
-@pytest.mark.parametrize("contents", [b"", b"no model", b"\x0a\xff\xff\xff\xff\x7f", b"\x80" * 99])
-def test_a_sentencepiece_model_that_is_none_ends_in_a_message(tmp_path: Path, contents: bytes):
-    (tmp_path / "tokenizer.model").write_bytes(contents)
-    with pytest.raises(UserError):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.model").unlink()
-    (tmp_path / "characters.json").write_text(DEEP)
-    with pytest.raises(UserError):
-        Tokenizer.load(tmp_path)

@@ -19,7 +19,7 @@ def in_phase(
     import jax
     from tiny import RandomFeed
 
-    from affinage.checkpoint import CheckpointStore, store
+    from affinage.checkpoint import CheckpointStore
     from affinage.hardware.devices import Present
     from affinage.training import examination
     from affinage.training.program import Program
@@ -34,7 +34,7 @@ def in_phase(
         "step": (Reporter, "training"),
         "evaluation": (examination, "validate"),
         "save": (CheckpointStore, "save"),
-        "writing": (store, "seal"),  # of a save, beside the steps or after the last one
+        "writing": (CheckpointStore, "wait"),  # for a save
         "going back": (CheckpointStore, "forget_after"),
     }[phase]
     function, begun, left = getattr(place, name), threading.Event(), [passes]

@@ -28,8 +28,6 @@ class InMemory:
     def steps(self) -> list[int]:
         return sorted(self.kept)
 
-    def prepare(self, state: Mapping[str, Any]) -> None: ...
-
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         self.kept[step] = jax.tree.map(np.array, dict(state)), dict(meta)
 

@@ -90,7 +90,7 @@ def test_a_second_signal_while_the_last_save_is_written_changes_nothing(tmp_path
         assert run.wait() == EXIT_PREEMPTED, run.said()
         assert run.said().index("signal in step") < run.said().index("signal in writing")
         assert newest(folder) == run.steps()[-1] > begun
-        assert not CheckpointStore(folder / "checkpoints").damage(newest(folder))
+        assert not CheckpointStore(folder / "checkpoints").verify(newest(folder))
     assert_ends_as(undisturbed, folder, starter)
 
 

@@ -164,7 +164,7 @@ def head(
 ) -> None:
     """Show the first documents that a step passed on, or those it removed.
 
-    Example: affinage data head quickstart/clean --reason "too short"
+    Example: affinage data head quickstart/filter --reason "too short"
     """
     folder, named = _run_and_step(run, runs)
     from affinage.pipeline.looking import documents, removed, table_beside

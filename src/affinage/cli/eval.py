@@ -155,7 +155,7 @@ def _evaluate_model(name: str, opening: OpenOptions, options: dict[str, Any]) ->
     tasks = settings.pop("tasks", [])
     if not tasks:
         raise UserError("no task was named", where=name, fix="For example: --tasks julian, or --task my_task.yaml")
-    world = made_from(target.path, "world")
+    world = made_from(target.path, "synthesize")
     worlds = {POCKET_WORLD: world / "tasks"} if world else {}
     check_names(tasks, worlds, settings.get("data_dir"), where="--tasks")
     folder, lines = results_folder(name, runs), list[str]()

@@ -156,7 +156,7 @@ def _vocabulary(recipe: "Recipe", run: Path) -> int:
 
     if recipe.tokenizer.kind == "bpe":
         return recipe.tokenizer.vocab_size
-    trained = (read_manifest(run / "tokenizer") or {}).get("summary", {}).get("vocabulary")
+    trained = (read_manifest(run / "train-tokenizer") or {}).get("summary", {}).get("vocabulary")
     if trained is None:
         warn(f"`vocab: auto` is shown as {_UNKNOWN_CHARACTERS} until `affinage data` has counted the characters")
     return trained or _UNKNOWN_CHARACTERS

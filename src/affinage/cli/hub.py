@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from affinage.hub.card import CardFacts
     from affinage.pipeline.names import ModelState, Target
 
+_LINES = 1000  # of validation text that llama.cpp encodes, too
 _PROBES = ("The capital of France is Paris.", "Où est la clé ? Ici, déjà !", "1 + 1 = 2\n\n\tfin 🧀")
 _DTYPE, _LICENSE, _SHARD_BYTES = "float32", "apache-2.0", 5_000_000_000
 
@@ -56,6 +58,9 @@ def import_(
         at = from_home(source)
         origin = os.path.abspath(at) if at.is_dir() else source
         found = import_model(local_copy(source), folder, name, chat_tokens=chat_tokens, origin=origin)
+    if found["ignored"]:
+        keys = ", ".join(found["ignored"])
+        typer.echo(f"Warning: config.json has keys without a meaning for a {found['family']}: {keys}", err=True)
     typer.echo(
         f"A {found['family']} of {found['parameters']:,} parameters, {found['vocabulary']:,} token ids and "
         f"{found['context']:,} positions is in {folder}, with a recipe: {folder}/recipe.yaml"
@@ -79,6 +84,7 @@ def export(
         str | None, opt("With --adapter: where PEFT finds the model that it belongs on.", metavar="FOLDER_OR_HUB_ID")
     ] = None,
     check: Annotated[bool, opt("Compare with what transformers computes from it.", "--verify")] = False,
+    check_gguf: Annotated[bool, opt("Convert with llama.cpp and compare with it.", "--verify-gguf")] = False,
     push: Annotated[
         str | None, opt("Then upload it to the Hugging Face Hub; needs HF_TOKEN.", metavar="REPO_ID")
     ] = None,
@@ -95,7 +101,7 @@ def export(
     affinage export quickstart/sft --adapter --to my_adapter
     """
     if adapter:
-        if to is None or check or push is not None or overrides or force:
+        if to is None or check or check_gguf or push is not None or overrides or force:
             fix = "affinage export MODEL --adapter --to FOLDER; its base is exported as any other model is."
             raise UserError("--adapter goes with a MODEL and --to alone", where=model, fix=fix)
         _write_adapter(model, runs, to, base)
@@ -120,6 +126,8 @@ def export(
         _write(model, runs, to, {key: value for key, (value, _) in settings.items()})
     if check:
         _verify(model, runs, folder)
+    if check_gguf:
+        _verify_gguf(model, runs, folder)
     typer.echo(f"The model is in {folder}.")
     if push is not None:
         if not offline:
@@ -212,6 +220,26 @@ def _verify(name: str, runs: Path, folder: Path) -> None:
         typer.echo(
             verified_in_words(verify(folder, open_target(model_of(name, runs, announce=False)[0], runs), _PROBES))
         )
+
+
+def _verify_gguf(name: str, runs: Path, folder: Path) -> None:
+    from affinage.data.documents import read_documents
+    from affinage.hub.gguf import verify_gguf
+    from affinage.hub.verify import TRICKY_TEXTS
+    from affinage.pipeline.models import open_target
+
+    target, _ = model_of(name, runs, announce=False)
+    lines = [*_PROBES, *TRICKY_TEXTS]
+    validation = target.run / "split" / "validation" if target.run is not None else None
+    if validation is not None and validation.is_dir():
+        documents = (str(text) for batch in read_documents(validation) for text in batch.column("text").to_pylist())
+        lines += islice((line for text in documents for line in text.splitlines()), _LINES)
+    with Working("comparing with llama.cpp"):
+        found = verify_gguf(folder, open_target(target, runs), lines)
+    apart = f"{found['largest_logit_difference']:.1e}"
+    typer.echo(
+        f"llama.cpp computes the same: ids of {found['texts']:,} lines, logits at most {apart} of the largest apart"
+    )
 
 
 def _must_be_new(folder: Path) -> None:

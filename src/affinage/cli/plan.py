@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from affinage.planning.compiled import Verdict
     from affinage.planning.plan import Counted, Training
 
-_DATA = {"pretrain": "rows", "sft": "conversations", "dpo": "preferences"}  # the steps that prepare a training's data
+_DATA = {
+    "pretrain": "tokenize",
+    "sft": "sft-data",
+    "dpo": "preference-data",
+}  # prepare a training's data
 
 
 def add_to(app: typer.Typer) -> None:
@@ -166,7 +170,7 @@ def _planned(name: str, overrides: list[str], training: "Training | None", runs:
     packed = summary(_DATA[section])
     characters = loaded.recipe.tokenizer.kind == "char"
     documents = documents_in_a_row(run / _DATA[section]) if section == "dpo" and packed else None
-    counted = Counted(summary("tokenizer").get("vocabulary") if characters else None, documents)
+    counted = Counted(summary("train-tokenizer").get("vocabulary") if characters else None, documents)
     data = packed.get("train", {})
     graph = planned_graph(loaded, counted)
     return _Planned(name, file, overrides, loaded, section, graph, counted, data.get("tokens"), data.get("rows"))

@@ -145,6 +145,9 @@ def _verdict_lines(made: "Plan", verdict: "Verdict") -> "Iterator[str]":
     off = f"the estimate is {made.memory.total / verdict.peak_bytes - 1:+.1%} off"
     yield f"compiler: fits, {memory_text(verdict.peak_bytes)} after {verdict.seconds:.0f} s; {off}"
     yield f"  collectives in the program (a loop's count once): {counts}"
+    if verdict.attention is not None and made.where.platform != "cpu":
+        kernels = ", ".join(f"{count} {name}" for name, count in verdict.attention.items())
+        yield f"  attention in the program: {kernels or 'matrix products over all pairs, without a kernel'}"
 
 
 def _time_table(made: "Plan") -> Table:

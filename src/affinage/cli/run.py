@@ -15,7 +15,7 @@ from affinage.errors import UserError
 if TYPE_CHECKING:
     from affinage.config.load import LoadedRecipe
 
-DATA = ("rows", "compare-tokenizers", "conversations", "preferences")  # the last of the data steps
+DATA = ("tokenize", "compare-tokenizers", "sft-data", "preference-data")  # the last of the data steps
 SampleOption = Annotated[float | None, opt("Use a share of each source only, e.g. 0.001.", "--sample", metavar="SHARE")]
 ShowOption = Annotated[
     int | None, opt("Only prepare the data, and show N examples of it.", "--show", min=1, metavar="N")
@@ -52,7 +52,7 @@ def sft(recipe: RecipeArgument, show: ShowOption = None, sample: SampleOption = 
 
     Example: affinage sft quickstart --show 3
     """
-    _tune(recipe, sampled(how, "sft", sample), "sft", "conversations", show)
+    _tune(recipe, sampled(how, "sft", sample), "sft", "sft-data", show)
 
 
 @with_options(how=PipelineOptions)
@@ -61,7 +61,7 @@ def dpo(recipe: RecipeArgument, show: ShowOption = None, *, how: PipelineOptions
 
     Example: affinage dpo quickstart --set dpo.beta=0.3
     """
-    _tune(recipe, how, "dpo", "preferences", show, documents=2)
+    _tune(recipe, how, "dpo", "preference-data", show, documents=2)
 
 
 def _tune(recipe: str, how: PipelineOptions, training: str, data: str, show: int | None, documents: int = 1) -> None:
@@ -76,7 +76,7 @@ def _show_examples(rows: Path, count: int, documents: int) -> None:
     from affinage.data.tokenizer import Tokenizer
     from affinage.pipeline.models import made_from
 
-    tokenizer = made_from(rows.resolve(), "tokenizer")
+    tokenizer = made_from(rows.resolve(), "train-tokenizer")
     if tokenizer is None:
         raise UserError("the tokenizer of this data is gone", where=str(rows), fix="Run the recipe again.")
     for name, example in show_examples(rows, Tokenizer.load(tokenizer), count, documents=documents):

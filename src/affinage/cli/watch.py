@@ -131,7 +131,7 @@ def places(runner: "PipelineRunner", names: Sequence[str]) -> Iterator[tuple[str
     if "export" in names:
         yield "model", f"{folder}/export/model"
     training = next((name for name in TRAININGS if name in names), None)
-    if training is None or (training == "pretrain" and "tokenizer" not in names):  # of images
+    if training is None or (training == "pretrain" and "train-tokenizer" not in names):  # of images
         return
     model = folder if Path(recipe.name).exists() else recipe.name  # a folder here of the same name is another model
     model += "" if training == [*recipe.trainings][-1] else f"/{training}"
@@ -206,8 +206,9 @@ def verified_in_words(facts: Mapping[str, Any]) -> str:
     """What `hub.verify` compared, and how well it agreed."""
     return (
         f"transformers computes the same: logits of {counted(facts['tokens'], 'token')} in "
-        f"{counted(facts['texts'], 'text')} at most {facts['largest_logit_difference']:.1e} apart, the same ids of "
-        f"{counted(facts['token_sequences'], 'text')} and {counted(facts['conversations'], 'conversation')}"
+        f"{counted(facts['texts'], 'text')} at most {facts['largest_logit_difference']:.1e} of the largest apart, "
+        f"the same ids of {counted(facts['token_sequences'], 'text')} "
+        f"and {counted(facts['conversations'], 'conversation')}"
     )
 
 
@@ -243,8 +244,6 @@ def _odd(summary: Mapping[str, Any]) -> Iterator[str]:
     if missed := summary.get("without_validation"):
         groups = _escaped(listed(missed, 3))
         yield f"[yellow]none held out of {groups}: too few documents[/yellow] (data.split.by=tail cuts ends)"
-    if repeated := (summary.get("repeated_ids") or {}).get("documents"):
-        yield f"{counted(repeated, 'document')} had the id of one before, and got a number"
     if left_out := summary.get("not_sampled"):
         yield f"{left_out:,} not in the sample"
 

@@ -18,7 +18,7 @@ class CheckpointSettings(Settings):
     """How many of the newest checkpoints stay; that of the last step always does."""
     keep_every: int | None = Field(default=None, ge=1)
     """Also keep the checkpoints whose step is a multiple of this."""
-    accept_changes: tuple[str, ...] = ()
+    allow_changes: tuple[str, ...] = ()
     """Facts, such as `data` or `optimizer.b1`, that may differ from the checkpoint's when a training resumes."""
 
 

@@ -1,4 +1,4 @@
-"""Stage `clean`: texts are repaired, and documents that break a rule of the recipe are removed and counted."""
+"""Step `filter`: texts are repaired, and documents that break a rule of the recipe are removed and counted."""
 
 import time
 from collections import Counter
@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 from affinage.config.data import CleanSettings
 from affinage.data import code_rules
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, part_id, row_groups, text_bytes
-from affinage.data.engine import LOCAL, Engine, Progress
-from affinage.data.finished import Finished
+from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.funnel import Funnel
 from affinage.data.language import known_languages, language_among
 from affinage.data.mask import mask
@@ -77,7 +76,7 @@ def clean(
     settings: CleanSettings,
     languages: Sequence[str],
     *,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Repair and filter the documents of one folder into another and return the stage's summary.
@@ -102,9 +101,9 @@ def clean(
     _check(tasks, settings, languages)
     stored = sum(path.stat().st_size for path in paths)
     total = _Result()
-    for result in engine.map(_clean_file, tasks, bytes=2 * stored, progress=progress):
-        total.merge(result)
-    Finished(folder).clear()
+    for result in executor.map(_clean_file, tasks, folder, bytes=2 * stored, progress=progress):
+        total.merge(_Result.from_json(result))
+    clear_completions(folder)
     if total.funnel.documents_in and not total.funnel.documents_out:
         _refuse_nothing_left(total.funnel)
     return total.funnel.summary(time.perf_counter() - start) | {
@@ -137,11 +136,8 @@ def _check(tasks: Sequence[_Task], settings: CleanSettings, languages: Sequence[
             )
 
 
-def _clean_file(task: _Task) -> _Result:
-    finished, stem = Finished(task.folder), task.path.stem
-    before = finished.get(stem)
-    if before is not None:
-        return _Result.from_json(before)
+def _clean_file(task: _Task) -> dict[str, Any]:
+    stem = task.path.stem
     clear_documents(task.folder, stem)
     result = _Result()
     with DocumentWriter(task.folder, stem, observe=result.funnel.leave) as writer:
@@ -149,8 +145,7 @@ def _clean_file(task: _Task) -> _Result:
             batch = group.read()
             result.funnel.enter(batch.num_rows, text_bytes(batch))
             writer.write(_clean_batch(batch, task, result))
-    finished.put(stem, result.to_json())
-    return result
+    return result.to_json()
 
 
 def _clean_batch(batch: pa.RecordBatch, task: _Task, result: _Result) -> pa.RecordBatch:

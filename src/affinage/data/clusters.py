@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from affinage.data.duplicates import Duplicates
-from affinage.data.engine import Engine
 from affinage.data.exchange import read_part, write_parts
+from affinage.data.executor import Executor
 from affinage.data.funnel import SAMPLES_PER_REASON
 from affinage.data.signatures import CHUNK, Corpus
 
@@ -45,7 +45,7 @@ class _Task:
     bounds: np.ndarray  # where the parts of the file begin and end, as numbers of kept documents
 
 
-def write_clusters(folder: Path, found: Duplicates, engine: Engine) -> dict[str, Any]:
+def write_clusters(folder: Path, found: Duplicates, executor: Executor) -> dict[str, Any]:
     """Write `clusters.parquet` into `folder`, the kept document first in each cluster; the number and the largest.
 
     Clusters of up to 200,000 documents together are sorted by name; more, in the order of the documents that stay.
@@ -55,9 +55,9 @@ def write_clusters(folder: Path, found: Duplicates, engine: Engine) -> dict[str,
         kept = np.asarray(found.kept[start : start + CHUNK])
         np.add.at(copies, kept[kept != np.arange(start, start + kept.size)], 1)
     bounds = _bounds(corpus, copies)
-    engine.map(_spread, [_Task(corpus, k, bounds) for k in range(len(corpus.shards))], releases_gil=True)
+    executor.map(_spread, [_Task(corpus, k, bounds) for k in range(len(corpus.shards))], threads=True)
     tasks = [_Task(corpus, part, bounds) for part in range(bounds.size - 1)]
-    parts = engine.map(_write_part, tasks, releases_gil=True)
+    parts = executor.map(_write_part, tasks, threads=True)
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{CLUSTERS}.part"
     with pq.ParquetWriter(unfinished, CLUSTER_SCHEMA, compression="zstd") as writer:

@@ -1,4 +1,4 @@
-"""Stage `collect`: every source of the recipe becomes documents of one form, with what is known about each.
+"""Step `ingest`: every source of the recipe becomes documents of one form, with what is known about each.
 
 The work is divided into parts that do not depend on the number of workers; each leaves a note when it is done, so that
 a stage that was killed goes on with the parts that are missing.
@@ -6,25 +6,22 @@ a stage that was killed goes on with the parts that are missing.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from affinage.config.data import DataSettings, SourceSettings
 from affinage.config.sources import safe_name
 from affinage.data.documents import DocumentWriter, clear_documents
-from affinage.data.engine import LOCAL, POOL_BYTES, Engine, Progress
+from affinage.data.executor import LOCAL, POOL_BYTES, Executor, Progress, clear_completions
 from affinage.data.file_kinds import compression_of, kind_of
-from affinage.data.finished import Finished
 from affinage.data.funnel import Funnel
-from affinage.data.hub_datasets import DatasetPart, Stream
+from affinage.data.hub_datasets import DatasetPart, stream
 from affinage.data.opening import SourceFile
 from affinage.data.order import shuffle_keys
 from affinage.data.places import is_on_hub, is_remote
-from affinage.data.progressed import Progressed, fingerprint
 from affinage.data.readers import as_kind, read_records
 from affinage.data.records import BROKEN, BadRecord, DamagedFile, Record
-from affinage.data.repeated_ids import rename_repeated
 from affinage.data.sources import ResolvedSource, resolve
 from affinage.data.special_tokens import CODE_LANGUAGE
 from affinage.errors import UserError
@@ -48,11 +45,14 @@ class Task:
     sample: float
     limit: int | None  # bytes of text
 
-    @property
-    def done(self) -> Progressed:
-        """How far it is."""
-        how = (self.settings, self.parts, self.skip_damaged, self.stop_broken, self.sample, self.limit)
-        return Progressed.read(self.folder, self.stem, fingerprint(self.name, *how))
+
+@dataclass
+class _Read:
+    """What a task has read."""
+
+    funnel: Funnel
+    not_sampled: int = 0
+    files: list[str] = field(default_factory=list)
 
 
 def collect(
@@ -60,7 +60,7 @@ def collect(
     folder: Path,
     world_folder: Path | None = None,
     *,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Read all sources into Parquet files of `documents.SCHEMA` in `folder` and return the stage's summary.
@@ -68,19 +68,20 @@ def collect(
     Documents keep the order of the recipe's sources, then of the sorted file names, then of the file. A record that
     cannot be used is counted by reason; a source of which nothing can be used, and a damaged file (unless
     `on_error` is `skip`), is a UserError. What an interrupted call left in `folder` is kept if it is finished.
-    The summary also counts `not_sampled` documents, and `repeated_ids`, of which all but the first got a number, and
-    has the `commits` at which datasets of the Hub were read.
+    The summary also counts `not_sampled` documents, and has the `commits` at which datasets of the Hub were read.
     """
     start = time.perf_counter()
     folder = Path(folder)
     sources = resolve(settings, world_folder)
     tasks = divide(sources, folder, settings)
-    kept = {name for task in tasks for name in task.done.files}
-    clear_documents(folder, kept=kept)
+    folder.mkdir(parents=True, exist_ok=True)
     stored = sum(part.bytes for task in tasks for part in task.parts if isinstance(part, SourceFile))
     if any(is_remote(source.settings) for source in sources) and not settings.mirror:
         stored = max(stored, POOL_BYTES)
-    results = engine.map(run, tasks, bytes=stored, progress=progress)
+    results = [_Read(**each) for each in executor.map(run, tasks, folder, bytes=stored, progress=progress)]
+    for each in results:
+        each.funnel = Funnel.from_json(each.funnel)  # type: ignore[arg-type]
+    clear_documents(folder, kept={name for each in results for name in each.files})
 
     total, not_sampled = Funnel(), 0
     for place, source in enumerate(sources):
@@ -98,10 +99,9 @@ def collect(
         not_sampled += left_out
     if not total.documents_out:
         raise UserError(f"the sample holds none of {not_sampled} documents", where="data.sample", fix="Take more.")
-    repeated = rename_repeated(folder)
-    Finished(folder).clear()
+    clear_completions(folder)
     commits = {one.name: one.settings.revision for one in sources if is_on_hub(one.settings, settings.mirror)}
-    told = {"not_sampled": not_sampled, "repeated_ids": repeated} | ({"commits": commits} if commits else {})
+    told = {"not_sampled": not_sampled} | ({"commits": commits} if commits else {})
     return total.summary(time.perf_counter() - start) | told
 
 
@@ -175,21 +175,16 @@ def _limits(groups: list[list[SourceFile | DatasetPart]], settings: SourceSettin
     return [max(1, round(limit * size / total)) for size in sizes]
 
 
-def run(task: Task) -> Progressed:
-    """Read the parts of one task into document files, from where a note says that an earlier attempt got."""
-    done = task.done
-    if done.complete:
-        return done
-    resumable = task.settings.kind != "gutenberg"  # of which one record of the stream gives many
-    funnel = done.funnel
-    with DocumentWriter(task.folder, task.stem, observe=funnel.leave) as writer:
-        writer.files.extend(task.folder / name for name in done.files)
-        taken = done.taken
-        for record, stream in _usable(task, done):
+def run(task: Task) -> dict[str, Any]:
+    """Read the parts of one task into document files; returns the statistics."""
+    clear_documents(task.folder, task.stem)
+    read, taken = _Read(Funnel()), 0
+    with DocumentWriter(task.folder, task.stem, observe=read.funnel.leave) as writer:
+        for record in _usable(task, read):
             taken += len(record.text.encode())
             if task.limit is not None and taken > task.limit and taken > len(record.text.encode()):
                 break
-            funnel.enter(1, len(record.text.encode()))
+            read.funnel.enter(1, len(record.text.encode()))
             writer.add(
                 id=record.id,
                 source=task.name if task.settings.name or not record.source else safe_name(record.source),
@@ -198,12 +193,11 @@ def run(task: Task) -> Progressed:
                 licence=record.licence or task.settings.license,
                 text=record.text,
             )
-            if resumable and stream is not None and len(writer.files) > len(done.files):
-                done.files, done.taken, done.state = [path.name for path in writer.files], taken, stream.state()
-                done.write(task.folder, task.stem)
-    done.files, done.complete, done.state = [path.name for path in writer.files], True, None
-    done.write(task.folder, task.stem)
-    return done
+    return {
+        "funnel": read.funnel.to_json(),
+        "not_sampled": read.not_sampled,
+        "files": [path.name for path in writer.files],
+    }
 
 
 def _language(record: Record, settings: SourceSettings) -> str:
@@ -213,17 +207,16 @@ def _language(record: Record, settings: SourceSettings) -> str:
     return settings.language or (claimed and f"{claimed}?")
 
 
-def _usable(task: Task, done: Progressed) -> Iterator[tuple[Record, Stream | None]]:
+def _usable(task: Task, read: _Read) -> Iterator[Record]:
     """The usable records of the task that are in the sample; the others are counted, with where they are."""
 
     def skip(id: str, reason: str, detail: str, text: str = "") -> None:
-        done.funnel.enter(1, len(text.encode(errors="replace")))
-        done.funnel.remove(reason, id=id, source=task.name, text=text, detail=detail)
+        read.funnel.enter(1, len(text.encode(errors="replace")))
+        read.funnel.remove(reason, id=id, source=task.name, text=text, detail=detail)
 
     for part in task.parts:
-        stream = Stream(part, task.settings, done.state) if isinstance(part, DatasetPart) else None
         try:
-            for record in _records(part, stream, task.settings):
+            for record in _records(part, task.settings):
                 if isinstance(record, BadRecord):
                     if task.stop_broken and record.reason in BROKEN:
                         raise UserError(
@@ -233,9 +226,9 @@ def _usable(task: Task, done: Progressed) -> Iterator[tuple[Record, Stream | Non
                         )
                     skip(record.id, record.reason, record.detail, record.text)
                 elif _in_sample(task, record):
-                    yield record, stream
+                    yield record
                 else:
-                    done.not_sampled += 1
+                    read.not_sampled += 1
         except DamagedFile as damage:
             if not task.skip_damaged:
                 raise UserError(
@@ -246,13 +239,10 @@ def _usable(task: Task, done: Progressed) -> Iterator[tuple[Record, Stream | Non
             skip(part.name, "damaged file", str(damage))
 
 
-def _records(
-    part: SourceFile | DatasetPart, stream: Stream | None, settings: SourceSettings
-) -> Iterator[Record | BadRecord]:
+def _records(part: SourceFile | DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
     if isinstance(part, SourceFile):
         return read_records(part, settings)
-    assert stream is not None
-    return as_kind(iter(stream), settings)
+    return as_kind(stream(part, settings), settings)
 
 
 def _in_sample(task: Task, record: Record) -> bool:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from affinage.data.chat import check_messages
-from affinage.data.chat_template import REASONING, Message
+from affinage.data.chat import REASONING, Message, check_messages
 from affinage.data.records import encodable
 from affinage.errors import UserError
 

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 from affinage.config.data import DecontaminateSettings
 from affinage.data.benchmark_items import BenchmarkItem
 from affinage.data.documents import DocumentWriter, clear_documents, document_files, row_groups, text_bytes
-from affinage.data.engine import LOCAL, Engine, Progress
-from affinage.data.finished import Finished
+from affinage.data.executor import LOCAL, Executor, Progress, clear_completions
 from affinage.data.funnel import SAMPLE_CHARACTERS, Funnel
 from affinage.data.overlap import Hits, Items, Scanner, index_items
 
@@ -59,7 +58,7 @@ def decontaminate(
     settings: DecontaminateSettings,
     items: Iterable[BenchmarkItem],
     *,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Copy the documents that hold no item to `folder`, write `matches/matches.parquet`, and return the summary.
@@ -77,13 +76,14 @@ def decontaminate(
     folder = Path(folder)
     clear_documents(folder)
     index = index_items(items, ngram=settings.n_grams, min_words=settings.min_words, boilerplate=settings.boilerplate)
-    scanner, finished = Scanner(index), Finished(folder)
+    scanner = Scanner(index)
     paths = document_files(documents_folder)
 
-    def scan(path: Path) -> _Found:
-        return _scan_file(path, scanner, finished)
+    def scan(path: Path) -> dict[str, Any]:
+        return _scan_file(path, scanner)
 
-    found = engine.map(scan, paths, releases_gil=True, progress=progress)
+    scanned = executor.map(scan, paths, folder, threads=True, progress=progress)
+    found = [_Found(Hits(*np.array(one["hits"], np.int64).reshape(5, -1)), one["documents"]) for one in scanned]
     common = _in_many_documents(found, index, settings.boilerplate)
     work = [(path, _without(one.hits, common)) for path, one in zip(paths, found)]
 
@@ -91,12 +91,12 @@ def decontaminate(
         return _copy(*task, folder, index, cut=settings.action == "cut")
 
     total = _Cut()
-    for part in engine.map(cut, work, releases_gil=True):
+    for part in executor.map(cut, work, threads=True):
         total.funnel.merge(part.funnel)
         total.matches += part.matches
         total.cut += part.cut
     _write_matches(folder / "matches", total.matches)
-    finished.clear()
+    clear_completions(folder)
     return total.funnel.summary(time.perf_counter() - start) | {
         "benchmarks": _by_benchmark(index, total.matches),
         "matches": total.matches[:EXAMPLES],
@@ -105,18 +105,14 @@ def decontaminate(
     }
 
 
-def _scan_file(path: Path, scanner: Scanner, finished: Finished) -> _Found:
-    before = finished.get(path.stem)
-    if before is None:
-        columns, rows = [], 0
-        for group in row_groups(path):
-            hits = scanner.scan(group.read(["text"]).column("text"))
-            columns.append(np.stack([hits.text + rows, hits.key, hits.word, hits.start, hits.stop]))
-            rows += group.rows
-        hits_of_file = np.concatenate([np.empty((5, 0), np.int64), *columns], axis=1)
-        before = {"hits": hits_of_file.tolist(), "documents": rows}
-        finished.put(path.stem, before)
-    return _Found(Hits(*np.array(before["hits"], np.int64).reshape(5, -1)), before["documents"])
+def _scan_file(path: Path, scanner: Scanner) -> dict[str, Any]:
+    columns, rows = [], 0
+    for group in row_groups(path):
+        hits = scanner.scan(group.read(["text"]).column("text"))
+        columns.append(np.stack([hits.text + rows, hits.key, hits.word, hits.start, hits.stop]))
+        rows += group.rows
+    hits_of_file = np.concatenate([np.empty((5, 0), np.int64), *columns], axis=1)
+    return {"hits": hits_of_file.tolist(), "documents": rows}
 
 
 def _in_many_documents(found: Sequence[_Found], index: Items, most: int) -> np.ndarray:

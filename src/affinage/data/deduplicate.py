@@ -1,4 +1,4 @@
-"""Stage `deduplicate`: one of several copies stays, and the clusters can be looked at."""
+"""Step `dedup`: one of several copies stays, and the clusters can be looked at."""
 
 import shutil
 import time
@@ -20,7 +20,7 @@ from affinage.data.documents import (
     text_bytes,
 )
 from affinage.data.duplicates import MEMORY, find_duplicates
-from affinage.data.engine import LOCAL, Engine, Progress
+from affinage.data.executor import LOCAL, Executor, Progress
 from affinage.data.funnel import SAMPLE_CHARACTERS, SAMPLES_PER_REASON, Funnel
 from affinage.data.signatures import NAMES, Corpus
 
@@ -54,12 +54,12 @@ def deduplicate(
     settings: DedupSettings,
     *,
     memory: int = MEMORY,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Copy the documents without duplicates to `folder`, write `clusters/clusters.parquet`, and return the summary.
 
-    Which of several copies stays, and why the result depends on neither the engine, `memory` (bytes) nor file order,
+    Which of several copies stays, and why the result depends on neither the executor, `memory` (bytes) nor file order,
     is told at `duplicates.find_duplicates`. Removed documents are counted as `exact duplicate` or `near duplicate`,
     the samples say of what and how near; the summary also has `clusters`: how many, the largest, and `candidates`,
     `compared`, `capped` (see `duplicates.Duplicates`).
@@ -74,12 +74,12 @@ def deduplicate(
         StoredDocuments(path, sum(group.rows for group in row_groups(path)))
         for path in document_files(documents_folder)
     ]
-    found = find_duplicates(shards, settings, scratch, memory=memory, engine=engine, progress=progress)
+    found = find_duplicates(shards, settings, scratch, memory=memory, executor=executor, progress=progress)
     tasks = [_Task(found.corpus, number, shard.path, folder) for number, shard in enumerate(shards)]
     total = Funnel()
-    for funnel in engine.map(_copy_kept, tasks, releases_gil=True):
+    for funnel in executor.map(_copy_kept, tasks, threads=True):
         total.merge(funnel)
-    clusters = write_clusters(folder / "clusters", found, engine)
+    clusters = write_clusters(folder / "clusters", found, executor)
     shutil.rmtree(scratch)
     return total.summary(time.perf_counter() - start) | {
         "clusters": clusters,

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from affinage.config.data import DedupSettings
-from affinage.data.engine import LOCAL, Engine, Progress
 from affinage.data.exchange import read_part, write_parts
+from affinage.data.executor import LOCAL, Executor, Progress
 from affinage.data.near_duplicates import find_near_duplicates
 from affinage.data.signatures import (
     BYTES,
@@ -77,7 +77,7 @@ def find_duplicates(
     scratch: Path,
     *,
     memory: int = MEMORY,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> Duplicates:
     """Find the exact and near duplicates among the texts of all shards, with at most `memory` bytes for comparing.
@@ -87,18 +87,18 @@ def find_duplicates(
     that was kept is removed, any other is kept. So every removed text has a kept one this near, and no two kept ones
     are known to be this near. A union of all near pairs would not say so much: along a chain of small changes it
     removes texts unlike all that stay.
-    The result depends neither on the engine nor on `memory`; with the texts in another order it is the same texts.
+    The result depends neither on the executor nor on `memory`; with the texts in another order it is the same texts.
     `scratch`, an empty folder that all workers see, is the caller's to remove.
     """
     share = None if progress is None else (lambda done: progress(0.5 * done))
-    corpus = sign_corpus(shards, settings, scratch, engine, share)
+    corpus = sign_corpus(shards, settings, scratch, executor, share)
     kept = corpus.per_document("kept", np.int64)
     exact = corpus.per_document("exact", np.bool_, 0)
     similarity = corpus.per_document("similarity", np.float64, 1)
-    _remove_exact(corpus, kept, exact, memory, engine)
+    _remove_exact(corpus, kept, exact, memory, executor)
     if progress is not None:
         progress(0.6)
-    near = find_near_duplicates(corpus, settings, memory, engine)
+    near = find_near_duplicates(corpus, settings, memory, executor)
     if progress is not None:
         progress(0.9)
     for path in near.found:
@@ -112,13 +112,13 @@ def find_duplicates(
     return Duplicates(corpus, kept, similarity, exact, near.candidates, near.compared, near.capped)
 
 
-def _remove_exact(corpus: Corpus, kept: np.ndarray, exact: np.ndarray, memory: int, engine: Engine) -> None:
+def _remove_exact(corpus: Corpus, kept: np.ndarray, exact: np.ndarray, memory: int, executor: Executor) -> None:
     """Note for every text with the same content as a better one which that is."""
-    count = ranges(corpus.size, memory, engine.workers)
+    count = ranges(corpus.size, memory, executor.workers)
     tasks = [_Range(corpus, part, count) for part in range(count)]
-    engine.map(_group_by_content, tasks, releases_gil=True)
-    engine.map(_name_members, [_Members(corpus, k, count) for k in range(len(corpus.shards))], releases_gil=True)
-    engine.map(_best_of_groups, tasks, releases_gil=True)
+    executor.map(_group_by_content, tasks, threads=True)
+    executor.map(_name_members, [_Members(corpus, k, count) for k in range(len(corpus.shards))], threads=True)
+    executor.map(_best_of_groups, tasks, threads=True)
     for task in tasks:
         removed, keepers = np.load(_removed(corpus, task.part))
         kept[removed], exact[removed] = keepers, True

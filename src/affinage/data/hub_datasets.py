@@ -16,7 +16,7 @@ from affinage.data.places import is_folder
 from affinage.data.records import BadRecord, DamagedFile, Record, needed_columns, record_of
 from affinage.errors import UserError, first_line, of_the_machine
 
-MAX_PARTS = 64  # that a dataset is read in, side by side; each asks the Hub anew
+MAX_PARTS = 64  # of a dataset that was saved as one table
 _SECONDS = 15.0  # that the Hub may take to answer
 _RETRIES, _RETRY_SECONDS = 5, 3  # of a read that fails while streaming
 
@@ -57,7 +57,7 @@ def at_commit(place: str, settings: SourceSettings, where: str, *, patience: flo
 
 
 def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool = True) -> list[DatasetPart]:
-    """A dataset in as many parts as it has files, up to `MAX_PARTS`. Raises UserError if it cannot be opened.
+    """A dataset in as many parts as it has files. Raises UserError if it cannot be opened.
 
     Args:
         place: its name on the Hub, or its folder.
@@ -69,12 +69,11 @@ def parts_of(place: str, settings: SourceSettings, where: str, *, of_text: bool 
         raise UserError(f"there is no folder {place!r}", where=where, fix="A dataset of the Hub is OWNER/NAME.")
     try:
         dataset = _open(place, settings) if of_text else _opened(place, settings.model_dump_json())
-        shards = dataset.num_shards
+        parts = max(1, dataset.num_shards)
     except Exception as error:
         if is_of_the_network(error):
             raise refusal(error, "dataset", place, revision=settings.revision, where=where) from None
         raise UserError(f"cannot open the dataset {place!r}: {first_line(error)}", where=where) from None
-    parts = max(1, min(shards, MAX_PARTS))
     return [DatasetPart(place, index, parts) for index in range(parts)]
 
 
@@ -86,33 +85,18 @@ def _own(dataset: Any) -> Any:
     return copy.deepcopy(dataset)
 
 
-class Stream:
-    """The records of one part of a dataset, with its position after the one given last."""
-
-    def __init__(self, part: DatasetPart, settings: SourceSettings, state: dict[str, Any] | None = None) -> None:
-        """Go on where `state` was taken, or begin."""
-        self._part, self._settings = part, settings
-        self._dataset = _own(_open(part.place, settings))  # it holds its position, and is opened once
-        if part.parts > 1:
-            self._dataset = self._dataset.shard(num_shards=part.parts, index=part.index)
-        self._given = 0
-        if state is not None:
-            self._given = state["given"]
-            self._dataset.load_state_dict(state["dataset"])
-
-    def state(self) -> dict[str, Any]:
-        """A JSON-able position, from which another stream gives the records that this one has not given yet."""
-        return {"given": self._given, "dataset": self._dataset.state_dict()}
-
-    def __iter__(self) -> Iterator[Record | BadRecord]:
-        try:
-            for row in self._dataset:
-                self._given += 1
-                yield record_of(row, f"{self._part.name}#{self._given}", self._settings)
-        except (UserError, DamagedFile):
-            raise
-        except Exception as error:  # of `datasets`, pyarrow, the network
-            raise _unread(error, self._part, self._settings) from None
+def stream(part: DatasetPart, settings: SourceSettings) -> Iterator[Record | BadRecord]:
+    """The records of one part of a dataset. Raises DamagedFile where it cannot be read."""
+    dataset = _own(_open(part.place, settings))  # it is opened once, and holds a position
+    if part.parts > 1:
+        dataset = dataset.shard(num_shards=part.parts, index=part.index)
+    try:
+        for number, row in enumerate(dataset, 1):
+            yield record_of(row, f"{part.name}#{number}", settings)
+    except (UserError, DamagedFile):
+        raise
+    except Exception as error:  # of `datasets`, pyarrow, the network
+        raise _unread(error, part, settings) from None
 
 
 def rows_of(part: DatasetPart, settings: SourceSettings) -> Iterator[dict[str, Any]]:

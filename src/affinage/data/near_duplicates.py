@@ -10,8 +10,8 @@ import pyarrow as pa
 from affinage.config.data import DedupSettings
 from affinage.data.comparison import COPIES_IN_MEMORY, Batch, candidates_path, compare
 from affinage.data.compiled import kernel
-from affinage.data.engine import Engine
 from affinage.data.exchange import write_parts
+from affinage.data.executor import Executor
 from affinage.data.minhash import write_shingle_sets
 from affinage.data.signatures import BYTES, CHUNK, CONTENT, FIRST_BAND, SHINGLES, Corpus, in_range, ranges
 
@@ -50,26 +50,26 @@ class _Spread:
     settings: DedupSettings
 
 
-def find_near_duplicates(corpus: Corpus, settings: DedupSettings, memory: int, engine: Engine) -> NearDuplicates:
+def find_near_duplicates(corpus: Corpus, settings: DedupSettings, memory: int, executor: Executor) -> NearDuplicates:
     """Compare all texts that share a band, but for those noted in the array `exact` of the corpus.
 
     Only texts of one component of the graph "shares a band with" are ever compared, so components are independent.
     """
-    count = ranges(corpus.size, memory, engine.workers)
+    count = ranges(corpus.size, memory, executor.workers)
     bands = [_Band(corpus, band, part, count) for band in range(settings.num_buckets) for part in range(count)]
-    engine.map(_link_band, bands, releases_gil=True)
+    executor.map(_link_band, bands, threads=True)
     parent = corpus.per_document("parent", np.int64)
     for band in bands:
         for pairs in _in_chunks(np.load(band.path, mmap_mode="r")):
             _unite(parent, pairs)
         band.path.unlink()
-    room = max(1, memory // (8 * COPIES_IN_MEMORY * engine.workers))
+    room = max(1, memory // (8 * COPIES_IN_MEMORY * executor.workers))
     candidates, batches = _assign_batches(corpus, parent, room)
     if not batches:
         return NearDuplicates([], 0, 0, 0)
-    engine.map(_spread, [_Spread(corpus, k, batches, settings) for k in range(len(corpus.shards))], releases_gil=True)
+    executor.map(_spread, [_Spread(corpus, k, batches, settings) for k in range(len(corpus.shards))], threads=True)
     tasks = [Batch(corpus, batch, settings.threshold, room) for batch in range(batches)]
-    counts = engine.map(compare, tasks, releases_gil=True)
+    counts = executor.map(compare, tasks, threads=True)
     compared, capped = (sum(column) for column in zip(*counts))
     return NearDuplicates([task.path for task in tasks], candidates, compared, capped)
 

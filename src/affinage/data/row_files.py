@@ -131,7 +131,7 @@ def _remote(facts: dict[str, Any]) -> list[RemoteShard]:
             raise UserError(
                 f"{name} has {sizes[name]} bytes instead of {counted['bytes']}" if name in sizes else f"{name} is gone",
                 where=facts["url"],
-                fix="make the rows anew: --force rows",
+                fix="make the rows anew: --force tokenize",
             )
     return [
         RemoteShard(filesystem, f"{path}/{name}", (each["rows"], facts["context"]), facts["dtype"], each["bytes"])

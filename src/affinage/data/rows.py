@@ -21,7 +21,7 @@ from affinage.config.data import PackingSettings
 from affinage.data.atomic import write_array, write_json
 from affinage.data.documents import document_files
 from affinage.data.encoded import EncodeTask, encode_file, encoded_groups, group_tokens, read_group
-from affinage.data.engine import LOCAL, Engine
+from affinage.data.executor import LOCAL, Executor
 from affinage.data.lineage import DOCUMENTS, spans, write_lineage
 from affinage.data.packing import Layout, end_to_end, whole_where_they_fit
 from affinage.data.row_files import FACTS, shard_name, told_marks, write_facts
@@ -41,7 +41,7 @@ def pack_rows(
     settings: PackingSettings,
     seed: int,
     *,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write `train/<source>.<language>/` and `validation/<source>.<language>/` folders of rows into `folder`.
@@ -60,7 +60,7 @@ def pack_rows(
         summary: dict[str, Any] = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))
         return summary
     writer = _Writer(folder, settings, tokenizer, progress)
-    encode = functools.partial(_encode, split_folder, tokenizer, scratch, seed, engine=engine, progress=progress)
+    encode = functools.partial(_encode, split_folder, tokenizer, scratch, seed, executor=executor, progress=progress)
     train = writer.write("train", encode("train"))
     if not train:
         raise UserError("there is no text to train on", where=str(split_folder / "train"))
@@ -106,7 +106,7 @@ def _encode(
     seed: int,
     part: str,
     *,
-    engine: Engine,
+    executor: Executor,
     progress: Callable[[str], None],
 ) -> list[Path]:
     """Encode one part of the split; gives the folders that hold it."""
@@ -120,7 +120,7 @@ def _encode(
     paths = document_files(split_folder / part)
     tasks = [EncodeTask(path, model, folder, seed, byte_lengths=part == "validation") for path in paths]
     stored = sum(path.stat().st_size for path in paths)
-    engine.map(encode_file, tasks, bytes=2 * stored, progress=lambda share: progress(f"encoding {share:.0%}"))
+    executor.map(encode_file, tasks, bytes=2 * stored, progress=lambda share: progress(f"encoding {share:.0%}"))
     return [folder / path.stem for path in paths]
 
 

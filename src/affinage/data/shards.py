@@ -167,7 +167,7 @@ class RemoteShard:
             raise UserError(
                 f"bytes {begin} to {end} were asked for, {len(content)} came",
                 where=self._path,
-                fix="The file was changed after it was written; make the rows anew with --force rows.",
+                fix="The file was changed after it was written; make the rows anew with --force tokenize.",
             )
         return np.frombuffer(content, self.dtype).reshape(-1, self.shape[1])
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from affinage.config.data import DedupSettings
 from affinage.data.code_points import text_buffers
-from affinage.data.engine import Engine, Progress
+from affinage.data.executor import Executor, Progress
 from affinage.data.minhash import sign
 
 NAMES = ("id", "source")  # what ranks texts of equal length, in this order
@@ -80,13 +80,13 @@ class Corpus:
 
 
 def sign_corpus(
-    shards: Sequence[Shard], settings: DedupSettings, folder: Path, engine: Engine, progress: Progress | None
+    shards: Sequence[Shard], settings: DedupSettings, folder: Path, executor: Executor, progress: Progress | None
 ) -> Corpus:
     """Write the signatures of all shards into `folder`."""
     starts = np.concatenate([[0], np.cumsum([shard.rows for shard in shards], dtype=np.int64)]).astype(np.int64)
     corpus = Corpus(tuple(shards), starts, folder)
     tasks = [_Task(shard, corpus.path(number), settings) for number, shard in enumerate(shards)]
-    engine.map(_sign_shard, tasks, releases_gil=True, progress=progress)
+    executor.map(_sign_shard, tasks, threads=True, progress=progress)
     return corpus
 
 

@@ -22,7 +22,7 @@ from affinage.data.documents import (
     text_bytes,
     whole_id,
 )
-from affinage.data.engine import LOCAL, Engine, Progress
+from affinage.data.executor import LOCAL, Executor, Progress
 from affinage.data.funnel import Funnel
 from affinage.data.order import document_keys
 from affinage.errors import UserError
@@ -39,7 +39,7 @@ def split(
     settings: SplitSettings,
     seed: int,
     *,
-    engine: Engine = LOCAL,
+    executor: Executor = LOCAL,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Divide documents into `folder/train` and `folder/validation` and return the stage's summary.
@@ -66,13 +66,13 @@ def split(
         divide: Divide = partial(_by_tail, settings.validation_fraction)
     else:
         held_out = _held_out(groups, settings, seed)
-        divide = partial(_by_document, held_out, _known_copies(held_out, settings.max_similarity, engine))
+        divide = partial(_by_document, held_out, _known_copies(held_out, settings.max_similarity, executor))
 
     def write(path: Path) -> tuple[Funnel, Funnel]:
         return _write(path.stem, [group for group in groups if group.path == path], folder, divide)
 
     train, validation = Funnel(), Funnel()
-    for train_part, validation_part in engine.map(write, paths, releases_gil=True, progress=progress):
+    for train_part, validation_part in executor.map(write, paths, threads=True, progress=progress):
         train.merge(train_part)
         validation.merge(validation_part)
     if train.documents_in and not train.documents_out:
@@ -134,7 +134,7 @@ class _Copies:
     names: pa.Table  # their ids and sources
 
 
-def _known_copies(held_out: dict[RowGroup, np.ndarray], threshold: float, engine: Engine) -> _Copies | None:
+def _known_copies(held_out: dict[RowGroup, np.ndarray], threshold: float, executor: Executor) -> _Copies | None:
     chosen = [(group, rows) for group, rows in held_out.items() if rows.any()]
     if threshold == 0 or not chosen:
         return None
@@ -143,7 +143,7 @@ def _known_copies(held_out: dict[RowGroup, np.ndarray], threshold: float, engine
         batch = task[0].read(["id", "source", "text"]).filter(pa.array(task[1]))
         return shingle_sets(batch.column("text")), batch.select(["id", "source"])
 
-    sets, names = zip(*engine.map(read, chosen, releases_gil=True))
+    sets, names = zip(*executor.map(read, chosen, threads=True))
     return _Copies(NearCopies(joined(list(sets)), threshold), pa.Table.from_batches(names))
 
 

@@ -12,8 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from affinage.data.chat import chat_template, with_system_prompt
-from affinage.data.chat_template import ChatTemplate, shield, unshielded
+from affinage.data.chat import ChatTemplate, chat_template, guarded, with_system_prompt
 from affinage.evaluation.batch_size import shorter_rows_that_fit
 from affinage.evaluation.ledger import Ledger
 from affinage.evaluation.scoring import Scorer
@@ -105,7 +104,7 @@ class JaxLM(TemplateLM):
         self._in_chat_template = True
         own = self.model.tokenizer.template is not None
         told = with_system_prompt(chat_history, self.model.system_prompt) if own else chat_history
-        messages = shield(told, self.model.tokenizer)
+        messages = guarded(told, self.model.tokenizer)
         text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         if not add_generation_prompt:
             last = messages[-1]["content"]
@@ -213,7 +212,7 @@ class JaxLM(TemplateLM):
             prompts = [ids[-room:] for ids in prompts]
             for index, generation in zip(indices, self._generated(prompts, wanted), strict=True):
                 texts[index] = generation.text
-                self.answers.append(Answer(unshielded(requests[index].args[0], self.model.tokenizer), generation))
+                self.answers.append(Answer(self.model.tokenizer.unguard(requests[index].args[0]), generation))
                 self.cache_hook.add_partial("generate_until", requests[index].args, generation.text)
             self.requests += len(indices)
             self._progress(f"generated {len(self.answers):,} texts")

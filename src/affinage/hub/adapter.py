@@ -10,9 +10,8 @@ from safetensors.numpy import save_file
 
 from affinage.data.atomic import write_json
 from affinage.errors import UserError
-from affinage.hub import llama
-from affinage.hub.decoder import Decoder
-from affinage.hub.families import family_of
+from affinage.hub.families import FAMILIES, family_of
+from affinage.hub.family_spec import Decoder
 from affinage.model import Adapters
 from affinage.model.adapters import LORA_A, LORA_B
 from affinage.model.parameter import Tree
@@ -35,15 +34,16 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         {file: bytes}.
 
     Raises:
-        UserError: for a model that is not of the Llama family (GPT-2 has one matrix for what are three here).
+        UserError: a GPT-2, which has one matrix for what are three here.
     """
-    if family_of(adapters.graph) is not llama:
+    family = family_of(adapters.graph)
+    if family is FAMILIES["gpt2"]:
         fix = "Leave out --adapter: the exported weights have the adapters in them."
-        raise UserError("only adapters of models of the Llama family have a form that PEFT reads", fix=fix)
+        raise UserError("GPT-2 stores query, key and value as one matrix, which PEFT adapts as one", fix=fix)
     tensors = adapter_tensors(adapters, params)
-    modules = {_their_name(path).rpartition(".")[2] for path in adapters.targets if path not in adapters.of_experts}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = {
+        _module(adapters, path).rpartition(".")[2] for path in adapters.targets if path not in adapters.of_experts
+    }
     settings = adapters.settings
     config = {
         "peft_type": "LORA",
@@ -58,7 +58,10 @@ def write_adapter(folder: Path, adapters: Adapters, params: Tree, *, base: str =
         "inference_mode": True,
     }
     config |= _config_of_experts(adapters)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "adapter_config.json", config)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod((folder / "adapter_config.json").stat().st_mode)
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
 
 
@@ -71,7 +74,7 @@ def adapter_tensors(adapters: Adapters, params: Tree) -> dict[str, NDArray[Any]]
             if path in adapters.of_experts:
                 of_layers.setdefault(layer, {})[path[-1]] = a, b
             else:
-                place, rank = f"{_PREFIX}model.layers.{layer}.{_their_name(path)}", adapters.settings.r
+                place, rank = _PREFIX + _module(adapters, path).format(layer=layer), adapters.settings.r
                 tensors[f"{place}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
                 tensors[f"{place}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
     for layer, experts in of_layers.items():
@@ -91,8 +94,10 @@ def _of_layers(adapters: Adapters, params: Tree, path: tuple[str, ...]) -> list[
     return list(zip(a, b, strict=True)) if Decoder.of(adapters.graph).repeated else [(a, b)]
 
 
-def _their_name(path: tuple[str, ...]) -> str:
-    return llama.LAYER_NAMES[(*path[1:], "kernel")].removesuffix(".weight")
+def _module(adapters: Adapters, path: tuple[str, ...]) -> str:
+    """The module of transformers that holds a matrix of the blocks, with {layer} in its name."""
+    tensors = family_of(adapters.graph).tensors
+    return tensors[".".join(("blocks", *path[1:], "kernel"))].name.removesuffix(".weight")
 
 
 def _gate_over_up(
@@ -117,16 +122,16 @@ def _as_of_a_parameter(place: str, a: NDArray[Any], b: NDArray[Any]) -> dict[str
 
 
 def _config_of_experts(adapters: Adapters) -> dict[str, Any]:
-    """Which parameters of experts have adapters, as PEFT is told; that of a gate and up has the ranks of both."""
+    """PEFT's settings for parameters of experts; that of gate and up has the ranks of both."""
     names = {path[-1] for path in adapters.of_experts}
     if not names:
         return {}
     fused, settings = f"{_EXPERTS}.{_GATE_UP}", adapters.settings
     parameters = [fused] * bool(names & {"gate", "up"}) + [f"{_EXPERTS}.{_DOWN}"] * ("down" in names)
-    told: dict[str, Any] = {"target_parameters": parameters}
+    config: dict[str, Any] = {"target_parameters": parameters}
     if names >= {"gate", "up"}:
-        told |= {"rank_pattern": {fused: 2 * settings.r}, "alpha_pattern": {fused: 2 * settings.alpha}}
-    return told
+        config |= {"rank_pattern": {fused: 2 * settings.r}, "alpha_pattern": {fused: 2 * settings.alpha}}
+    return config
 
 
 def _at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from affinage.data.atomic import write_atomically, write_json
+from affinage.errors import UserError
 from affinage.generation.model import LoadedModel
 from affinage.hub.card import CardFacts, model_card
 from affinage.hub.families import family_of
@@ -44,7 +45,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     family = family_of(model.graph)
-    config = family.hf_config(model.graph, context=model.context)
+    config = family.to_config(model.graph, context=model.context)
     tokenizer = model.tokenizer
     ids = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
     # Both "dtype" (transformers 5) and "torch_dtype" (4) are read.
@@ -53,8 +54,8 @@ def export(
     )
     write_json(partial / "generation_config.json", ids | {"eos_token_id": list(tokenizer.stops), "do_sample": False})
     tensors = {
-        name: np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
-        for name, tensor in family.to_hf(jax.device_get(model.params), model.graph).items()
+        name: _converted(name, tensor, dtype)
+        for name, tensor in family.to_tensors(jax.device_get(model.params), model.graph).items()
     }
     _write_weights(tensors, partial, max_shard_size)
     write_hf_tokenizer(
@@ -69,6 +70,19 @@ def export(
     return {"dtype": dtype, "parameters": parameters, "files": {path.name: path.stat().st_size for path in files}}
 
 
+def _converted(name: str, tensor: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The tensor in the exported dtype. Raises UserError where it holds no finite numbers, before or after."""
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(tensor.astype(DTYPES[dtype]))
+    if not np.isfinite(converted).all():
+        if np.isfinite(tensor).all():
+            fix = "Export it as bfloat16 or float32."
+            raise UserError(f"the tensor {name} has values that {dtype} cannot hold", where="export.dtype", fix=fix)
+        fix = "Export an earlier checkpoint: MODEL@STEP."
+        raise UserError(f"the tensor {name} holds values that are not finite: the training diverged", fix=fix)
+    return converted
+
+
 def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_size: int) -> None:
     """One file, or numbered ones with an index, as transformers' save_pretrained would lay them out."""
     split = split_state_dict_into_shards_factory(
@@ -79,6 +93,7 @@ def _write_weights(tensors: dict[str, NDArray[Any]], folder: Path, max_shard_siz
     )
     for filename, names in split.filename_to_tensors.items():
         save_file({name: tensors[name] for name in names}, folder / filename, metadata={"format": "pt"})
+        (folder / filename).chmod((folder / "config.json").stat().st_mode)  # safetensors makes files of its owner alone
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_json(folder / "model.safetensors.index.json", index)

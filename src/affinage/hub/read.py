@@ -1,76 +1,160 @@
 """A Hugging Face folder as a graph with its weights. Only JSON and safetensors are read: nothing in it can run."""
 
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from affinage.data.foreign_json import read_object
 from affinage.errors import UserError
-from affinage.hub.architectures import Architecture, architecture_of
-from affinage.hub.decoder import Decoder
-from affinage.hub.families import family_of
-from affinage.hub.weights import HubWeights
+from affinage.hub.families import FAMILIES, Architecture, architecture_of
 from affinage.model.graph import Graph, parse
-from affinage.model.parameter import Parameter, Tree, map_parameters
+from affinage.model.parameter import Tree
 
 CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+_DTYPES = ("F16", "BF16", "F32", "F64")  # others belong to quantized weights, or are no weights
+_UNREADABLE = (SafetensorError, TypeError, ValueError, AttributeError, OverflowError)  # all but the first are NumPy's
+# Buffers that old files hold and that follow from the configuration: GPT-2's masks, Llama's frequencies.
+_BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """What a folder of the hub holds, tokenizer aside."""
+    """What a folder of the hub holds, except the tokenizer."""
 
     architecture: Architecture
     graph: Graph
     params: Tree  # float32, which holds every dtype of the hub exactly
-    digest: str  # SHA-256 of the weight files
+    weights: "HubWeights"
+
+    def digest(self) -> str:
+        """SHA-256 of the weight files, hexadecimal; reads them once more."""
+        return self.weights.digest()
 
 
 def read_hub_folder(folder: Path) -> HubModel:
     """Read config.json and the weights, in one file or in several with an index.
 
     Raises:
-        UserError: for a family, a configuration value or a tensor that has no place in a graph; it is named.
+        UserError: a family, a configuration value or a tensor that has no place in a graph; it is named.
     """
     config = folder / CONFIG
     if not config.is_file():
         fix = "A model of Hugging Face is a folder with config.json, safetensors and tokenizer.json."
         raise UserError(f"this is no model: there is no {CONFIG}", where=str(folder), fix=fix)
-    values = read_object(config)
     try:
-        architecture = architecture_of(values, str(config))
+        architecture = architecture_of(read_object(config), str(config))
         graph = parse(architecture.model)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"a value in it is not what it should be: {error}", where=str(config)) from error
+        fix = "Compare it with the config.json of the original model."
+        raise UserError(f"a value in it is not what it should be: {error}", where=str(config), fix=fix) from error
     weights = HubWeights(folder)
     try:
-        params = family_of(graph).from_hf(weights, graph)
-    except (ValueError, IndexError) as error:  # NumPy's: a tensor cannot be divided, or stacked with its like
-        raise UserError(f"a tensor has not the shape that {CONFIG} says: {error}", where=str(folder)) from error
-    _check_all_read(weights, graph, params, folder)
-
-    def fitted(path: tuple[str, ...], parameter: Parameter) -> np.ndarray:
-        value = params
-        for name in path:
-            value = value[name]
-        array = np.asarray(value)
-        if array.shape != parameter.shape:
-            raise UserError(
-                f"{'.'.join(path)} has the shape {array.shape}, {CONFIG} says {parameter.shape}", where=str(folder)
-            )
-        return array.astype(np.float32)
-
-    return HubModel(architecture, graph, map_parameters(fitted, graph.parameters), weights.digest())
+        params = FAMILIES[architecture.family].from_tensors(weights, graph)
+        _check_all_read(weights, params, graph)
+    except UserError as error:
+        raise UserError(error.what, where=error.where or str(folder), fix=error.fix) from error
+    return HubModel(architecture, graph, params, weights)
 
 
-def _check_all_read(weights: HubWeights, graph: Graph, params: Tree, folder: Path) -> None:
-    left = weights.left()
-    decoder = Decoder.of(graph)
-    if decoder.tied and "lm_head.weight" in left:
-        if not np.array_equal(weights["lm_head.weight"], params[decoder.embed_name]["embedding"]):
-            raise UserError(f"{CONFIG} ties the unembedding, but lm_head.weight is another matrix", where=str(folder))
-        left.remove("lm_head.weight")
-    if left:
-        listed = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        raise UserError(f"the architecture has no place for the tensors {listed}", where=str(folder))
+def _check_all_read(weights: "HubWeights", params: Tree, graph: Graph) -> None:
+    unread = [name for name in weights if name not in weights.names_read and not _BUFFERS.fullmatch(name)]
+    shared = graph[graph.logits].kind.shares
+    if shared is not None and "lm_head.weight" in unread:
+        if not np.array_equal(weights["lm_head.weight"], params[shared]["embedding"]):
+            fix = "Set `tie_word_embeddings` to false if the model was trained that way."
+            raise UserError(f"{CONFIG} ties the unembedding, but lm_head.weight is another matrix", fix=fix)
+        unread.remove("lm_head.weight")
+    if unread:
+        listed = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
+        fix = "Take config.json and the weights from the same model; adapters are merged before an import."
+        raise UserError(f"the architecture has no place for the tensors {listed}", fix=fix)
+
+
+class HubWeights(Mapping[str, NDArray[Any]]):
+    """The tensors of a folder by name, read one by one in the dtype of the file; every one must be finite."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _files_by_tensor(folder)
+        self._last: tuple[str, NDArray[Any]] | None = None  # tensors that hold several parameters are read in a row
+        self.names_read: set[str] = set()
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if self._last is None or self._last[0] != name:
+            self._last = name, self._read(name)
+        self.names_read.add(name)
+        return self._last[1]
+
+    def _read(self, name: str) -> NDArray[Any]:
+        path = self._folder / self._files[name]
+        with _opened(path) as file:
+            try:
+                dtype = file.get_slice(name).get_dtype()
+                tensor: NDArray[Any] | None = file.get_tensor(name) if dtype in _DTYPES else None
+                finite = tensor is None or bool(np.isfinite(tensor).all())
+            except _UNREADABLE as error:  # such as an index that names another file, or a shape of 65 axes
+                fix = "Download the file again."
+                raise UserError(f"the tensor {name!r} cannot be read: {error}", where=str(path), fix=fix) from error
+        if tensor is None:
+            fix = "Take a version of the model in float16, bfloat16, float32 or float64."
+            raise UserError(f"the tensor {name!r} has the dtype {dtype}", where=str(path), fix=fix)
+        if not finite:
+            fix = "The weights are damaged, or the training diverged: take an earlier version of the model."
+            raise UserError(f"the tensor {name!r} holds values that are not finite", where=str(path), fix=fix)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def digest(self) -> str:
+        """SHA-256 of the files, hexadecimal."""
+        digest = hashlib.sha256()
+        for name in sorted(set(self._files.values())):
+            with open(self._folder / name, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+
+def _files_by_tensor(folder: Path) -> dict[str, str]:
+    if (folder / INDEX).is_file():
+        listed = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+            fix = "Download the index again."
+            raise UserError("it does not say in which file each tensor is", where=str(folder / INDEX), fix=fix)
+        files = set(listed.values())
+        for file in sorted(files):
+            if Path(file).name != file or not (folder / file).is_file():
+                fix = "Download the whole model."
+                raise UserError(f"the index names `{file}`, which is not there", where=str(folder / INDEX), fix=fix)
+        if (folder / WHOLE).is_file() and WHOLE not in files:  # transformers would read that one
+            fix = "Remove the one that does not belong to the model."
+            raise UserError(f"there are both {WHOLE} and an index of other files", where=str(folder), fix=fix)
+        return listed
+    if not (folder / WHOLE).is_file():
+        fix = "Only safetensors are read: other files of weights can run code when they are loaded."
+        raise UserError(f"there is neither {WHOLE} nor {INDEX}", where=str(folder), fix=fix)
+    with _opened(folder / WHOLE) as file:
+        return dict.fromkeys(file.keys(), WHOLE)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        fix = "Download the file again."
+        raise UserError(f"this is not a whole safetensors file: {error}", where=str(path), fix=fix) from error

@@ -17,6 +17,7 @@ from affinage.paths import from_home
 
 # All that an import reads. Files that can run code (*.py, *.bin, *.pt) never reach the machine.
 _PATTERNS = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer*.json", "*.model"]
+_PATTERNS += ["generation_config.json", "special_tokens_map.json"]
 _PATTERNS += ["characters.json", "chat_template.jinja", "README.md"]
 _TO_COMMIT = 1800.0  # seconds that a Hub may take to answer what it was given, which it must look through
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")

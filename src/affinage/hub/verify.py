@@ -1,4 +1,4 @@
-"""Is the exported folder the model? Asked of transformers itself."""
+"""Is the exported folder the model? transformers itself is compared."""
 
 import json
 from collections.abc import Sequence
@@ -18,8 +18,9 @@ from affinage.generation.model import LoadedModel, logits_of
 from affinage.hub.export import DTYPES
 from affinage.model.graph import Graph
 from affinage.model.parameter import Tree
+from affinage.parallel import MeshLayout
 
-TOLERANCE = 1e-4  # largest difference between two logits, in float32
+TOLERANCE = 1e-4  # largest difference between two logits, as a share of the largest logit
 _TOKENS_COMPARED = 512  # of every text, at most: enough to see a wrong rotation or mask
 
 TRICKY_TEXTS = (
@@ -38,10 +39,10 @@ TRICKY_TEXTS = (
 def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, Any]:
     """Load `folder` with transformers and compare it with `model`.
 
-    Compared are the logits of `texts` (float32, at most 1e-4 apart; weights rounded to the exported dtype on both
-    sides), the token ids of `texts` and of texts that are hard to tokenise, the ids of the control tokens, and, if the
-    folder has a chat template, the ids of conversations. Returns what was compared and the largest difference.
-    Raises UserError at the first disagreement, or if torch or transformers are missing.
+    Compared are the names of the tensors, the logits of `texts` (float32, weights rounded to the exported dtype on both
+    sides), the token ids of `texts` and of texts that are hard to tokenize, the ids of the control tokens, and, if the
+    folder has a chat template, the ids of conversations. Returns what was compared and the largest difference as a
+    share of the largest logit. Raises UserError at the first disagreement, or if torch or transformers are missing.
     """
     try:
         import torch  # heavy, and only here
@@ -55,19 +56,25 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     theirs_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     compared = _compare_tokens(folder, theirs_tokenizer, model, [*texts, *TRICKY_TEXTS])
     conversations = _compare_conversations(folder, theirs_tokenizer, model)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    theirs, loading = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, loading[what])):
+            raise _disagreement(folder, f"transformers has {what.replace('_', ' ')}: {', '.join(names[:5])}")
     largest, tokens = 0.0, 0
     params = _rounded(model.params, json.loads((folder / "config.json").read_text())["dtype"])
     for text in texts:
         ids = [*model.tokenizer.opening, *model.tokenizer.encode(text)][: min(model.context, _TOKENS_COMPARED)]
         tokens += len(ids)
         with torch.no_grad():
-            their_logits = theirs(torch.tensor([ids])).logits[0].numpy()
-        ours = _our_logits(model, params, ids)[:, : their_logits.shape[1]]  # an export may leave out unused ids
-        difference = float(np.abs(ours - their_logits).max())
+            expected = theirs.eval()(torch.tensor([ids])).logits[0].numpy()
+        found = logits_at_highest_precision(model, params, ids)[:, : expected.shape[1]]  # some ids may be left out
+        difference = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
         largest = max(largest, difference)
         if not difference <= TOLERANCE:  # not ">": it must also catch NaN
-            raise _disagreement(folder, f"the logits of {text[:60]!r} differ by {difference:.2e}, not {TOLERANCE:.0e}")
+            what = f"the logits of {text[:60]!r} differ by {difference:.2e} of the largest, not {TOLERANCE:.0e}"
+            raise _disagreement(folder, what)
     return {
         "texts": len(texts),
         "tokens": tokens,
@@ -77,22 +84,24 @@ def verify(folder: Path, model: LoadedModel, texts: Sequence[str]) -> dict[str, 
     }
 
 
-def _our_logits(model: LoadedModel, params: Tree, ids: Sequence[int]) -> Float[np.ndarray, "S V"]:
-    row = np.zeros((1, min(model.context, _TOKENS_COMPARED)), np.int32)  # one shape, so that it compiles once
-    row[0, : len(ids)] = ids
-    logits: np.ndarray = np.asarray(_logits(model.graph, params, row))[0, : len(ids)]
-    return logits
+def logits_at_highest_precision(model: LoadedModel, params: Tree, ids: Sequence[int]) -> Float[np.ndarray, "S V"]:
+    """float32 logits of a text on the model's mesh; without TF32 or bf16 passes, which GPUs and TPUs use by default."""
+    rows = np.zeros((model.row_multiple, min(model.context, _TOKENS_COMPARED)), np.int32)  # one shape for all texts
+    rows[:, : len(ids)] = ids
+    with jax.default_matmul_precision("highest"):
+        logits = _logits(model.graph, params, model.place(rows), model.layout)
+    return model.on_host(logits)[0, : len(ids)]
 
 
-@partial(jax.jit, static_argnames="graph")
-def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"]) -> Float[Array, "B S V"]:
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return logits_of(graph, params, tokens, positions, "float32", attention="xla")[0].array()
+@partial(jax.jit, static_argnames=("graph", "layout"))
+def _logits(graph: Graph, params: Tree, tokens: Int[Array, "B S"], layout: MeshLayout | None) -> Float[Array, "B S V"]:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return logits_of(graph, params, tokens, positions, "float32", attention="xla", layout=layout)[0].array()
 
 
 def _rounded(params: Tree, dtype: str) -> Tree:
-    """The weights as the export holds them, in float32."""
-    rounded: Tree = jax.tree.map(lambda leaf: np.asarray(leaf).astype(DTYPES[dtype]).astype(np.float32), params)
+    """The weights as the export holds them, in float32, where they are."""
+    rounded: Tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(DTYPES[dtype]).astype(jnp.float32), params)
     return rounded
 
 

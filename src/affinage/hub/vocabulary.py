@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from affinage.generation.model import LoadedModel
-from affinage.hub.decoder import Decoder
+from affinage.hub.family_spec import Decoder
 from affinage.model.graph import Graph, parse
 from affinage.model.parameter import Tree
 
@@ -50,7 +50,7 @@ def with_ids(graph: Graph, params: Tree, ids: Sequence[int]) -> tuple[Graph, Tre
 def _resized(graph: Graph, params: Tree, size: int, change: Callable[[Rows], Rows]) -> tuple[Graph, Tree]:
     """Another vocabulary, with every matrix of a row for each id changed."""
     decoder, written, changed = Decoder.of(graph), graph.to_dict(), dict(params)
-    for name in (decoder.embed_name, decoder.unembed_name):
+    for name in (decoder.nodes["embed"].name, decoder.nodes["logits"].name):
         settings: dict[str, Any] = written["nodes"][name]
         settings |= {"vocab": size} if "vocab" in settings else {}
         if name in params:

@@ -18,7 +18,6 @@ from affinage.launch.gang import Ending
 from affinage.launch.process import Say, of_cpu, status_of_shell
 from affinage.launch.ray_agent import Agent, Job
 from affinage.launch.remains import Remains
-from affinage.signing import handed_on
 
 _PLACES = 120.0  # seconds until the cluster must have room for all hosts
 _SETTLES = 10.0  # seconds for what is ending on the machines
@@ -249,7 +248,7 @@ class RayGang:
         try:
             coordinator = ray.get(self._agents[0].coordinator.remote(), timeout=self._seconds)
             self._where = ray.get([agent.where.remote() for agent in self._agents], timeout=self._seconds)
-            place = {COORDINATOR: coordinator, HOSTS: str(len(self._agents)), **handed_on()}
+            place = {COORDINATOR: coordinator, HOSTS: str(len(self._agents))}
             start = secrets.token_hex(8)
             starts = [agent.start.remote(start, job, place) for agent in self._agents]
             ray.get(starts, timeout=self._seconds + Remains.PATIENCE)

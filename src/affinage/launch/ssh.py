@@ -15,7 +15,6 @@ from affinage.launch.gang import Ending
 from affinage.launch.local import Watch
 from affinage.launch.process import HostProcess, Say, of_cpu, start_all, status_of_shell
 from affinage.launch.told import interruptible
-from affinage.signing import handed_on
 
 PORT = 8476  # where host 0 listens; JAX's own default on pods of TPUs
 _LOST = 255  # exit status of ssh itself
@@ -89,7 +88,7 @@ class SshLauncher:
         self._files, self._say, self._ssh = dict(files or {}), say, [*ssh, *_OPTIONS]
         address = coordinator or addresses[0].rpartition("@")[2]
         place = {COORDINATOR: f"{address}:{port}", HOSTS: str(self.hosts)}
-        self._place = {**place, "TERM": "dumb", "NO_COLOR": "1", **of_cpu(devices), **handed_on()}
+        self._place = {**place, "TERM": "dumb", "NO_COLOR": "1", **of_cpu(devices)}
         self._prepared = False
 
     def start(self, command: Sequence[str]) -> "SshGang":

@@ -182,7 +182,8 @@ def apply_part(
         if node.name not in names:
             continue
         at = call.at if node.name == narrowing else None
-        result = _apply_node(node, params, values, batch, replace(call, at=at))
+        with jax.named_scope(node.name):  # by which profiles and plans know what a program's operations are for
+            result = _apply_node(node, params, values, batch, replace(call, at=at))
         values[node.name] = result.value
         losses += [total / jnp.maximum(count, 1.0) for total, count in result.losses.values()]
         for name, (total, count) in result.metrics.items():

@@ -66,30 +66,32 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
     data, steps = recipe.data, []
     if uses_pocket_world(recipe):
         size = {"data": {"sources": {"max_bytes": texts.pocket_bytes(recipe)}}}
-        steps.append(Step("world", texts.world, {**_part(recipe, "seed"), **size}))
+        steps.append(Step("synthesize", texts.world, {**_part(recipe, "seed"), **size}))
     if data is None:  # an imported model is only fine-tuned
-        return [*steps, Step("tokenizer", texts.given_tokenizer, {}, sources=begun)]
+        return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun, version=2)]
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
-    world = _if(POCKET_WORLD in [source.path for source in data.sources], "world")
-    steps.append(Step("collect", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
-    steps.append(Step("clean", texts.clean, {"data": _json(data, "clean", "languages")}, ("collect",), resumable=True))
+    world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
+    steps.append(Step("ingest", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
+    steps.append(Step("filter", texts.clean, {"data": _json(data, "clean", "languages")}, ("ingest",), resumable=True))
     if data.dedup is not None:
-        steps.append(Step("deduplicate", texts.deduplicate, {"data": _json(data, "dedup")}, ("clean",)))
+        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",)))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
     steps.append(Step("split", texts.split, config, (steps[-1].name,)))
     if begun:
-        steps.append(Step("tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun))
+        steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
         settings = recipe.tokenizer.model_dump(mode="json", exclude={"compare"})
         config = {"data": _json(data, "languages"), "tokenizer": settings, **_part(recipe, "seed")}
-        steps.append(Step("tokenizer", texts.tokenizer, config, ("split",)))
+        steps.append(Step("train-tokenizer", texts.tokenizer, config, ("split",), version=2))
     if recipe.tokenizer.compare:
         config, files = {"tokenizer": _json(recipe.tokenizer, "compare")}, recipe.tokenizer.compare
-        inputs = ("split", "tokenizer")
-        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files))
-    steps.append(Step("rows", texts.rows, _part(recipe, "packing", "seed"), ("split", "tokenizer"), resumable=True))
+        inputs = ("split", "train-tokenizer")
+        steps.append(Step("compare-tokenizers", texts.compare_tokenizers, config, inputs, files=files, version=2))
+    steps.append(
+        Step("tokenize", texts.rows, _part(recipe, "packing", "seed"), ("split", "train-tokenizer"), resumable=True)
+    )
     return steps
 
 
@@ -114,9 +116,9 @@ def _tuning_data_steps(loaded: LoadedRecipe) -> list[Step]:
     """They come before the long pretraining, so that a mistake in the conversations is found in time."""
     recipe, steps = loaded.recipe, []
     if recipe.sft is not None:
-        steps.append(_tuning_data_step(loaded, "conversations", texts.conversations, "sft", recipe.sft))
+        steps.append(_tuning_data_step(loaded, "sft-data", texts.conversations, "sft", recipe.sft))
     if recipe.dpo is not None:
-        step = _tuning_data_step(loaded, "preferences", preferences.preferences, "dpo", recipe.dpo)
+        step = _tuning_data_step(loaded, "preference-data", preferences.preferences, "dpo", recipe.dpo)
         step.config["dpo"]["system_prompt"] = recipe.chat_system_prompt
         steps.append(step)
     return steps
@@ -135,7 +137,7 @@ def _tuning_data_step(
         config["packing"] = _json(recipe.packing, "seq_len")
     sources = [(source.as_source(), tuning.mirror) for source in tuning.sources]
     files = [location(each, tuning.root, mirror) for each, mirror in sources if not is_on_hub(each, mirror)]
-    return Step(name, fn, config, ("tokenizer", *_if(tuning.from_world, "world")), files=tuple(files))
+    return Step(name, fn, config, ("train-tokenizer", *_if(tuning.from_world, "synthesize")), files=tuple(files))
 
 
 def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
@@ -145,20 +147,20 @@ def _training_steps(loaded: LoadedRecipe, begun: dict[str, str]) -> list[Step]:
     if recipe.data is not None and recipe.pretrain is not None:
         config = {**model, "pretrain": recipe.pretrain.deciding()}
         sources, base = begun | extension_fingerprint(loaded, "pretrain"), ("pretrain",)
-        steps.append(_training_step("pretrain", trainings.pretrain, config, ("rows", "tokenizer"), sources))
+        steps.append(_training_step("pretrain", trainings.pretrain, config, ("tokenize", "train-tokenizer"), sources))
     if recipe.sft is not None:
         config = {**model, "sft": recipe.sft.deciding()}
         world, files = _read_by_monitor(recipe.sft)
-        inputs, sources = (*base, "conversations", "tokenizer", *world), {} if base else begun
+        inputs, sources = (*base, "sft-data", "train-tokenizer", *world), {} if base else begun
         sources = sources | extension_fingerprint(loaded, "sft")
         steps.append(_training_step("sft", trainings.sft, config, inputs, sources, files))
         base = ("sft",)
     if recipe.dpo is not None:
-        inputs, sources = (*base, "preferences", "tokenizer"), {} if base else begun
-        precomputed = _if(recipe.dpo.precompute_ref_log_probs, "reference")
+        inputs, sources = (*base, "preference-data", "train-tokenizer"), {} if base else begun
+        precomputed = _if(recipe.dpo.precompute_ref_log_probs, "ref-logprobs")
         if precomputed:
             config = {**_part(recipe, "model"), "dpo": _json(recipe.dpo, "precision", "from_step")}
-            steps.append(Step("reference", preferences.reference, config, inputs, sources=sources, distributed=True))
+            steps.append(Step("ref-logprobs", preferences.reference, config, inputs, sources=sources, distributed=True))
         config = {**model, "dpo": recipe.dpo.deciding() | {"system_prompt": recipe.chat_system_prompt}}
         world, files = _read_by_monitor(recipe.dpo)
         inputs, sources = (*precomputed, *inputs, *world), sources | extension_fingerprint(loaded, "dpo")
@@ -194,16 +196,16 @@ def _read_by_monitor(tuning: TuningSettings) -> tuple[tuple[str, ...], list[str]
     if monitor is None:
         return (), []
     own = [task for task in monitor.tasks if not of_pocket_world(task) and _is_task_file(task)]
-    return _if(any(map(of_pocket_world, monitor.tasks)), "world"), [*task_files(own), *_item_files(monitor)]
+    return _if(any(map(of_pocket_world, monitor.tasks)), "synthesize"), [*task_files(own), *_item_files(monitor)]
 
 
 def _result_steps(recipe: Recipe) -> list[Step]:
     trained = [name for name in recipe.trainings if recipe.data is not None or name != "pretrain"]
     steps = _evaluation_steps(recipe, trained)
     if recipe.export is not None:
-        inputs = (*_if(recipe.data is not None, "split"), "tokenizer", *trained)
+        inputs = (*_if(recipe.data is not None, "split"), "train-tokenizer", *trained)
         inputs += tuple(step.name for step in steps)  # the card has their scores
-        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs))
+        steps.append(Step("export", results.export, _part(recipe, "name", "description", "export"), inputs, version=2))
     return steps
 
 
@@ -215,8 +217,8 @@ def _evaluation_steps(recipe: Recipe, trained: list[str]) -> list[Step]:
     if evaluate.contamination and decontaminate is not None and not contamination_targets(recipe):
         # How items are found in the text; otherwise the same settings have decided over the text itself.
         settings["data"] = {"decontaminate": _json(decontaminate, "n_grams", "min_words", "boilerplate")}
-    world = _if(POCKET_WORLD in _tasks(recipe), "world")
-    read = ("tokenizer", *world, *_if(evaluate.compressors and recipe.data is not None, "split"))
+    world = _if(POCKET_WORLD in _tasks(recipe), "synthesize")
+    read = ("train-tokenizer", *world, *_if(evaluate.compressors and recipe.data is not None, "split"))
     files = (*task_files(local_tasks(recipe)), *_item_files(evaluate))
     return [
         Step(

@@ -14,7 +14,7 @@ def data_facts(run: Path) -> dict[str, Any]:
     """Counts of a run's data stages: {stages, rows, validation, tokenizer, training}; those that are there."""
     summaries = {
         stage: manifest["summary"]
-        for stage in (*DOCUMENT_STAGES, "tokenizer", "rows")
+        for stage in (*DOCUMENT_STAGES, "train-tokenizer", "tokenize")
         if (manifest := read_manifest(run / stage)) is not None
     }
     facts: dict[str, Any] = {
@@ -26,11 +26,11 @@ def data_facts(run: Path) -> dict[str, Any]:
     }
     if "split" in summaries:
         facts["held_out"] = summaries["split"]["validation"]
-    if "tokenizer" in summaries:
-        keys = ("vocabulary", "languages", "sources")
-        facts["tokenizer"] = {key: summaries["tokenizer"][key] for key in keys if key in summaries["tokenizer"]}
-    if "rows" in summaries:
-        rows = summaries["rows"]
+    if "train-tokenizer" in summaries:
+        made = summaries["train-tokenizer"]
+        facts["tokenizer"] = {key: made[key] for key in ("vocabulary", "languages", "sources") if key in made}
+    if "tokenize" in summaries:
+        rows = summaries["tokenize"]
         facts["rows"] = {key: value for key, value in rows.items() if key not in ("seconds", "groups")}
         facts["groups"] = rows["groups"]
         facts["training"] = _epochs(run)

@@ -67,7 +67,6 @@ def import_model(
     """
     import jax
 
-    from affinage.data.hub_tokenizer import HubTokenizer
     from affinage.hub.read import read_hub_folder
     from affinage.hub.vocabulary import with_ids
 
@@ -76,8 +75,9 @@ def import_model(
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TOKENIZER).mkdir(parents=True)
     tokenizer = fitting_tokenizer(source, model.graph.vocabulary)
+    digest = model.digest()
     added: tuple[int, ...] = ()
-    if chat_tokens and isinstance(tokenizer, HubTokenizer):
+    if chat_tokens and not tokenizer.fixed_ids:
         added = tokenizer.add_chat_tokens()
         graph, params = with_ids(model.graph, model.params, added)
         model = replace(model, graph=graph, params=params)
@@ -89,7 +89,7 @@ def import_model(
         "system_prompt": system_prompt or "",
         "precision": {},
         "imported": {
-            "sha256": {"weights": model.digest, "tokenizer": _digest(partial / TOKENIZER)},
+            "sha256": {"weights": digest, "tokenizer": _digest(partial / TOKENIZER)},
             "chat": system_prompt is not None or template is not None,
             **({"from": origin} if origin and not added else {}),
         },
@@ -98,7 +98,7 @@ def import_model(
         facts["chat_template"] = template
     write_json(partial / MODEL, facts)
     _write_recipe(partial / RECIPE, folder / RECIPE, name, model, system_prompt or "")
-    _write_weights(partial, model)
+    _write_weights(partial, model, digest)
     partial.rename(folder)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
@@ -106,6 +106,7 @@ def import_model(
         "context": model.architecture.context,
         "vocabulary": model.graph.vocabulary,
         "tokenizer": tokenizer.kind,
+        "ignored": model.architecture.ignored,
     }
 
 
@@ -131,14 +132,14 @@ def fitting_tokenizer(source: Path, vocabulary: int) -> "Tokenizer":
     return tokenizer
 
 
-def _write_weights(folder: Path, model: "HubModel") -> None:
+def _write_weights(folder: Path, model: "HubModel", digest: str) -> None:
     import jax
     import jax.numpy as jnp
 
     from affinage.checkpoint import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints")
-    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": model.digest})
+    store.save(0, {"params": jax.tree.map(jnp.asarray, model.params)}, {"imported": digest})
     store.wait()
 
 
@@ -150,7 +151,7 @@ def _digest(folder: Path) -> str:
 def system_prompt_of(source: Path) -> str | None:
     """What a chat model of ours is told by default; None of any other model."""
     from affinage.data.chat import system_prompt_in
-    from affinage.data.hub_tokenizer import template_in
+    from affinage.data.tokenizer import template_in
 
     template = template_in(source)
     return None if template is None else system_prompt_in(template)
@@ -158,7 +159,7 @@ def system_prompt_of(source: Path) -> str | None:
 
 def own_template_of(source: Path) -> str | None:
     """The chat template of a model that is none of ours, but talks."""
-    from affinage.data.hub_tokenizer import template_in
+    from affinage.data.tokenizer import template_in
 
     return template_in(source) if system_prompt_of(source) is None else None
 

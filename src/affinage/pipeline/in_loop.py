@@ -29,7 +29,7 @@ class InLoop:
         self.say: Callable[[str], None] = print
         self._context, self._settings, self._asked = context, settings, settings.monitor
         self._graph, self._length, self._held_out = graph, length, held_out
-        self._world = made_from(context.inputs["rows"], "world")
+        self._world = made_from(context.inputs["tokenize"], "synthesize")
 
     def due(self, step: int) -> bool:
         """Every so many steps, at the beginning and at the end."""

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from affinage.data.tokenizer import Tokenizer
 
 _ROWS = {
-    "pretrain": "rows",
-    "sft": "conversations",
-    "dpo": "preferences",
+    "pretrain": "tokenize",
+    "sft": "sft-data",
+    "dpo": "preference-data",
 }  # the stage that makes the rows of a training
-DOCUMENT_STAGES = ("collect", "clean", "deduplicate", "decontaminate", "split")  # in their order
+DOCUMENT_STAGES = ("ingest", "filter", "dedup", "decontaminate", "split")  # in their order
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TrainingRows:
         """The tokenizer of the rows."""
         from affinage.data.tokenizer import Tokenizer
 
-        return Tokenizer.load(self.made_from("tokenizer"))
+        return Tokenizer.load(self.made_from("train-tokenizer"))
 
     @cached_property
     def folders(self) -> dict[str, Path]:

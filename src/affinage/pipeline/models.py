@@ -51,7 +51,7 @@ def open_target(target: Target, runs: Path, *, mesh: "Sizes | None" = None) -> "
     folder, step = locate(target, runs)
     if is_hub_folder(folder):
         return _load_hub_folder(folder, name=target.name, mesh=mesh)
-    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "tokenizer")
+    tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else made_from(folder, "train-tokenizer")
     if tokenizer is None and target.run is not None:  # another version made it
         tokenizer = target.run / TOKENIZER if (target.run / TOKENIZER).is_dir() else None
     if tokenizer is None:

@@ -29,7 +29,7 @@ def preferences(context: StepContext) -> Summary:
         context=recipe.dpo.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
         system_prompt=recipe.chat_system_prompt,
-        world_folder=context.inputs.get("world"),
+        world_folder=context.inputs.get("synthesize"),
         progress=context.progress,
     )
     tell_dropped_reasoning(summary, "pairs")
@@ -42,7 +42,7 @@ def reference(context: StepContext) -> Summary:
     from affinage.parallel import make_mesh
     from affinage.training.program import Program
 
-    settings, rows = _settings(context).model_copy(update={"lora": None}), context.inputs["preferences"]
+    settings, rows = _settings(context).model_copy(update={"lora": None}), context.inputs["preference-data"]
     graph = _graph(context, settings)
     feed, _ = token_rows(context, settings, rows)
     job = _job(context, graph, settings, feed)
@@ -86,7 +86,7 @@ def dpo(context: StepContext) -> Summary:
     from affinage.data.preference_feed import PreferenceFeed, PreferenceRows, read_reference
 
     asked, inputs = _settings(context), context.inputs
-    rows, told = inputs["preferences"], inputs.get("reference")
+    rows, told = inputs["preference-data"], inputs.get("ref-logprobs")
     feed, held_out = token_rows(context, asked, rows)
     settings = within_epochs(asked, feed, "dpo")
     train, validation, data = None, {}, {"rows": content_hash(rows, "train")}
@@ -138,11 +138,11 @@ def _settings(context: StepContext) -> DpoSettings:
 def _base_graph(context: StepContext) -> "Graph":
     from affinage.data.tokenizer import Tokenizer
 
-    return graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
+    return graph_of(context, Tokenizer.load(context.inputs["train-tokenizer"]))
 
 
 def _graph(context: StepContext, settings: DpoSettings) -> "Graph":
     from affinage.data.preferences import documents_in_a_row
     from affinage.model.preferred import preference_graph
 
-    return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preferences"]))
+    return preference_graph(_base_graph(context), settings, documents_in_a_row(context.inputs["preference-data"]))

@@ -17,7 +17,6 @@ from affinage.pipeline.build import local_tasks
 from affinage.pipeline.check_names import check_against, check_languages, check_tasks, check_tasks_in_loop
 from affinage.pipeline.trainings import with_vocabulary
 from affinage.plugins import load_plugins
-from affinage.signing import signing_key
 from affinage.tracking.choice import check_trackers
 
 _VERIFY = ("transformers", "torch")  # packages
@@ -34,16 +33,16 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
     arrays = recipe.data.arrays if recipe.data is not None else None
     if arrays is not None and arrays.path != DIGITS and "arrays" in stages:
         _exists(loaded, arrays.path, ("data", "arrays"))
-    if "collect" in stages:
+    if "ingest" in stages:
         check_sources(loaded)
-    if recipe.sft is not None and "conversations" in stages:
+    if recipe.sft is not None and "sft-data" in stages:
         _check_tuning_sources(loaded, recipe.sft, "sft")
-    if recipe.dpo is not None and "preferences" in stages:
+    if recipe.dpo is not None and "preference-data" in stages:
         _check_tuning_sources(loaded, recipe.dpo, "dpo")
-    if {"conversations", "preferences"} & set(stages):
+    if {"sft-data", "preference-data"} & set(stages):
         begun = initial_folder(loaded)
         chat_template_of(loaded, None if begun is None else begun / TOKENIZER)
-    if "clean" in stages:
+    if "filter" in stages:
         check_languages(loaded)
     if "decontaminate" in stages:
         check_against(loaded)
@@ -63,26 +62,25 @@ def check(loaded: LoadedRecipe, stages: Collection[str]) -> None:
                 raise UserError(f"verifying needs the package `{package}`", where=where, fix=fix)
     if recipe.export is not None and "export" in stages:
         _check_export(loaded)
-    if recipe.packing.output_path and "rows" in stages:
+    if recipe.packing.output_path and "tokenize" in stages:
         from affinage.data.shards import check_url
 
         with _written(loaded, "packing", "output_path"):
             check_url(recipe.packing.output_path)
     if {"pretrain", "sft", "dpo"} & set(stages):
-        signing_key()
         with _written(loaded, "trackers"):
             check_trackers(recipe.runtime.trackers)
     if recipe.pretrain is not None and "pretrain" in stages:
         check_tasks_in_loop(loaded, "pretrain")
         _check_training(loaded, recipe.pretrain, "pretrain")
         _check_first_of_tunings(loaded, recipe.pretrain)
-    if "rows" in stages:  # those that are packed tell by themselves what they are of
+    if "tokenize" in stages:  # those that are packed tell by themselves what they are of
         _check_mixture(loaded)
     if recipe.sft is not None and "sft" in stages:
         check_tasks_in_loop(loaded, "sft")
         _check_training(loaded, recipe.sft, "sft")
         _check_base_of_dpo(loaded, recipe.sft)
-    if recipe.dpo is not None and {"reference", "dpo"} & set(stages):
+    if recipe.dpo is not None and {"ref-logprobs", "dpo"} & set(stages):
         check_tasks_in_loop(loaded, "dpo")
         _check_training(loaded, recipe.dpo, "dpo")
 
@@ -146,7 +144,7 @@ def _check_export(loaded: LoadedRecipe) -> None:
     recipe = loaded.recipe
     graph = parse(with_vocabulary(recipe.model, recipe.tokenizer.vocab_size), loaded.locate)
     try:
-        family_of(graph).hf_config(graph, context=recipe.packing.seq_len)
+        family_of(graph)
     except UserError as error:
         fix = "Set `export: null`: everything else works with it, as a MODEL too."
         raise UserError(error.what, where=loaded.locate(("export",)), fix=fix) from error
@@ -256,7 +254,7 @@ def _check_training(loaded: LoadedRecipe, settings: TrainSettings, name: str) ->
 
 def _check_first_of_tunings(loaded: LoadedRecipe, pretrain: TrainSettings) -> None:
     """What follows a pretraining that is still to be made begins with a step that this will save and keep."""
-    from affinage.checkpoint.steps import kept_steps
+    from affinage.checkpoint.store import kept_steps
 
     tunings = [name for name in loaded.recipe.trainings if name != "pretrain"]
     step = getattr(loaded.recipe, tunings[0]).from_step if tunings else None

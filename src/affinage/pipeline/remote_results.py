@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from affinage.checkpoint.remote import RemoteError, RemoteFolder, is_inside, reached
-from affinage.checkpoint.remote_steps import CHECKPOINTS
-from affinage.checkpoint.seal import is_what_was_sealed
+from affinage.checkpoint.uploader import CHECKPOINTS, has_hash
 from affinage.errors import UserError
 from affinage.hardware.movement import waits_for_others
 from affinage.pipeline.store import MANIFEST, Request, Store, read_manifest
 
 # What only the next stage reads whole; of these others want to know what they were made from, and how much there was.
-_LARGE = frozenset({"collect", "clean", "deduplicate", "decontaminate", "rows"})
+_LARGE = frozenset({"ingest", "filter", "dedup", "decontaminate", "tokenize"})
 _SMALL_FILE = 1_000_000  # bytes
 _STUCK = 600.0  # seconds without a file that came to its end, after which a copy is no longer waited for
 _FIX = "`--set runtime.remote=null` does without the copy."
@@ -82,9 +81,9 @@ class RemoteResults:
             say(f"copying {name} from {self._remote.url}: {sum(f['bytes'] for f in files.values()) / 1e6:,.1f} MB")
         part = self._store.folder / f".{name}.part"
         for file, facts in files.items():
-            if not is_what_was_sealed(part / file, facts["sha256"]):
+            if not has_hash(part / file, facts["sha256"]):
                 self._remote.get(f"{name}/{file}", part / file)
-            if not is_what_was_sealed(part / file, facts["sha256"]):
+            if not has_hash(part / file, facts["sha256"]):
                 shutil.rmtree(part)
                 raise UserError(
                     f"{file} is not what was copied there",

@@ -35,7 +35,7 @@ def evaluate(context: StepContext, training: str) -> Summary:
         settings.tasks,
         folder=context.folder if Hosts.current.first else None,
         keep=context.folder / _ANSWERS,
-        task_folders={POCKET_WORLD: inputs["world"] / "tasks"} if "world" in inputs else {},
+        task_folders={POCKET_WORLD: inputs["synthesize"] / "tasks"} if "synthesize" in inputs else {},
         data_dir=settings.data_dir,
         chat=chat,
         limit=settings.limit,
@@ -94,7 +94,9 @@ def _trained(context: StepContext, training: str, name: str) -> "LoadedModel":
     sizes: dict[str, int | str] = {str(axis): size for axis, size in recipe.mesh.items()}
     # The mesh is of the devices of all hosts: one that is at this alone has copies on its own.
     mesh = sizes if Hosts.current.together else None
-    return load_trained(inputs[training], inputs["tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding)
+    return load_trained(
+        inputs[training], inputs["train-tokenizer"], name=name, mesh=mesh, sharding=recipe.parallel.sharding
+    )
 
 
 def _validation_texts(split: Path | None, most: int | None = None) -> dict[str, list[str]]:

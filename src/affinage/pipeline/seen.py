@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from affinage.data.overlap import Items
     from affinage.evaluation.run import Seen
 
-_TUNED_ON = ("conversations", "preferences")  # stages whose rows a tuning reads
+_TUNED_ON = ("sft-data", "preference-data")  # stages whose rows a tuning reads
 _VERSION = 1  # of the code that looks
 _COUNTS = "texts_with_run.npy"
 _Looking = Callable[["Items"], "Occurrences"]
@@ -33,7 +33,7 @@ def seen_by(training: Path, settings: DecontaminateSettings | None = None) -> "S
 
     `settings` say what is a match; by default it is what decontamination takes for one.
     """
-    split, tokenizer = made_from(training, "split"), made_from(training, "tokenizer")
+    split, tokenizer = made_from(training, "split"), made_from(training, "train-tokenizer")
     rows = [folder for stage in _TUNED_ON if (folder := made_from(training, stage)) is not None]
     if split is None and not (rows and tokenizer):
         return None

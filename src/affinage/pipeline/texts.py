@@ -25,26 +25,28 @@ def world(context: StepContext) -> Summary:
 def collect(context: StepContext) -> Summary:
     """Read every source into one form."""
     from affinage.data.collect import collect
-    from affinage.data.engine import open_engine
+    from affinage.data.executor import open_executor
 
     settings = _data(context)
-    with open_engine(settings) as engine:
-        return collect(settings, context.folder, context.inputs.get("world"), engine=engine, progress=_share(context))
+    with open_executor(settings) as executor:
+        return collect(
+            settings, context.folder, context.inputs.get("synthesize"), executor=executor, progress=_share(context)
+        )
 
 
 def clean(context: StepContext) -> Summary:
     """Remove what is no document in one of the recipe's languages."""
     from affinage.data.clean import clean
-    from affinage.data.engine import open_engine
+    from affinage.data.executor import open_executor
 
     settings = _data(context)
-    with open_engine(settings) as engine:
+    with open_executor(settings) as executor:
         return clean(
-            context.inputs["collect"],
+            context.inputs["ingest"],
             context.folder,
             settings.clean,
             settings.languages,
-            engine=engine,
+            executor=executor,
             progress=_share(context),
         )
 
@@ -52,17 +54,17 @@ def clean(context: StepContext) -> Summary:
 def deduplicate(context: StepContext) -> Summary:
     """Keep one of each group of equal or nearly equal documents."""
     from affinage.data.deduplicate import deduplicate
-    from affinage.data.engine import open_engine
+    from affinage.data.executor import open_executor
 
     settings = _data(context)
     assert settings.dedup is not None
-    with open_engine(settings) as engine:
+    with open_executor(settings) as executor:
         return deduplicate(
-            context.inputs["clean"],
+            context.inputs["filter"],
             context.folder,
             settings.dedup,
             memory=settings.memory_bytes,
-            engine=engine,
+            executor=executor,
             progress=_share(context),
         )
 
@@ -71,7 +73,7 @@ def decontaminate(context: StepContext) -> Summary:
     """Remove documents that hold an item of a benchmark."""
     from affinage.data.benchmark_items import read_items
     from affinage.data.decontaminate import decontaminate
-    from affinage.data.engine import open_engine
+    from affinage.data.executor import open_executor
     from affinage.evaluation.benchmarks import of_pocket_world
     from affinage.evaluation.items import benchmark_items
 
@@ -84,21 +86,21 @@ def decontaminate(context: StepContext) -> Summary:
     items = list(benchmark_items(tasks, evaluated.data_dir if evaluated else None)) if tasks else []
     for path in settings.benchmark_files:
         items += read_items(path) if path not in tasks else ()
-    documents = context.inputs.get("deduplicate") or context.inputs["clean"]
-    with open_engine(data) as engine:
-        return decontaminate(documents, context.folder, settings, items, engine=engine, progress=_share(context))
+    documents = context.inputs.get("dedup") or context.inputs["filter"]
+    with open_executor(data) as executor:
+        return decontaminate(documents, context.folder, settings, items, executor=executor, progress=_share(context))
 
 
 def split(context: StepContext) -> Summary:
     """Set aside the documents that are never trained on."""
-    from affinage.data.engine import open_engine
+    from affinage.data.executor import open_executor
     from affinage.data.split import split
 
     inputs = context.inputs
-    documents = inputs.get("decontaminate") or inputs.get("deduplicate") or inputs["clean"]
+    documents = inputs.get("decontaminate") or inputs.get("dedup") or inputs["filter"]
     settings = _data(context)
-    with open_engine(settings) as engine:
-        return split(documents, context.folder, settings.split, context.recipe.seed, engine=engine)
+    with open_executor(settings) as executor:
+        return split(documents, context.folder, settings.split, context.recipe.seed, executor=executor)
 
 
 def tokenizer(context: StepContext) -> Summary:
@@ -128,20 +130,22 @@ def compare_tokenizers(context: StepContext) -> Summary:
     from affinage.data.fertility import compare
     from affinage.data.tokenizer import Tokenizer
 
-    ours = Tokenizer.load(context.inputs["tokenizer"])
+    ours = Tokenizer.load(context.inputs["train-tokenizer"])
     return compare(ours, context.recipe.tokenizer.compare, context.inputs["split"], context.progress)
 
 
 def rows(context: StepContext) -> Summary:
     """Pack the documents' tokens into rows."""
-    from affinage.data.engine import open_engine
+    from affinage.data.executor import open_executor
     from affinage.data.rows import pack_rows
     from affinage.data.tokenizer import Tokenizer
 
     recipe, progress = context.recipe, context.progress
-    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["tokenizer"])
-    with open_engine(_data(context)) as engine:
-        return pack_rows(split, trained, context.folder, recipe.packing, recipe.seed, engine=engine, progress=progress)
+    split, trained = context.inputs["split"], Tokenizer.load(context.inputs["train-tokenizer"])
+    with open_executor(_data(context)) as executor:
+        return pack_rows(
+            split, trained, context.folder, recipe.packing, recipe.seed, executor=executor, progress=progress
+        )
 
 
 def conversations(context: StepContext) -> Summary:
@@ -156,7 +160,7 @@ def conversations(context: StepContext) -> Summary:
         context.folder,
         context=recipe.sft.seq_len or recipe.packing.seq_len,
         seed=recipe.seed,
-        world_folder=context.inputs.get("world"),
+        world_folder=context.inputs.get("synthesize"),
         progress=context.progress,
     )
     if unrolled := summary.get("unrolled"):
@@ -178,8 +182,8 @@ def chat_tokenizer(context: StepContext) -> "Tokenizer":
     """The stage's tokenizer, that writes conversations in the recipe's template."""
     from affinage.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
-    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["tokenizer"]))
+    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
+    tokenizer.use_template(chat_template_of(context.loaded, context.inputs["train-tokenizer"]))
     return tokenizer
 
 

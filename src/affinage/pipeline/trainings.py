@@ -47,16 +47,16 @@ def pretrain(context: StepContext) -> Summary:
 
     settings = context.recipe.pretrain
     assert settings is not None
-    graph = graph_of(context, Tokenizer.load(context.inputs["tokenizer"]))
-    feed, validation = token_rows(context, settings, context.inputs["rows"])
+    graph = graph_of(context, Tokenizer.load(context.inputs["train-tokenizer"]))
+    feed, validation = token_rows(context, settings, context.inputs["tokenize"])
     summary = _train(
         context,
         graph,
         settings,
         feed,
         validation,
-        data={"rows": content_hash(context.inputs["rows"], "train")},
-        documents=partial(documents_of, feed, context.inputs["rows"] / "train"),
+        data={"rows": content_hash(context.inputs["tokenize"], "train")},
+        documents=partial(documents_of, feed, context.inputs["tokenize"] / "train"),
         facts={"context": feed.context, "system_prompt": ""},
         initial_params=_imported(context, graph),
         benchmarks=InLoop(context, settings, graph, feed.context, validation) if settings.monitor else None,
@@ -91,13 +91,13 @@ def sft(context: StepContext) -> Summary:
 
     asked = context.recipe.sft
     assert asked is not None
-    tokenizer = Tokenizer.load(context.inputs["tokenizer"])
+    tokenizer = Tokenizer.load(context.inputs["train-tokenizer"])
     graph = graph_of(context, tokenizer)
     if Hosts.current.first:
         rich.print("sft: an example; what is trained on stands between ⟦ and ⟧")
-        for _, example in show_examples(context.inputs["conversations"], tokenizer, 1):
+        for _, example in show_examples(context.inputs["sft-data"], tokenizer, 1):
             rich.get_console().print(example, markup=False, highlight=False)
-    feed, validation = token_rows(context, asked, context.inputs["conversations"])
+    feed, validation = token_rows(context, asked, context.inputs["sft-data"])
     settings = within_epochs(asked, feed, "sft")
     return _train(
         context,
@@ -105,8 +105,8 @@ def sft(context: StepContext) -> Summary:
         settings,
         feed,
         validation,
-        data={"rows": content_hash(context.inputs["conversations"], "train")},
-        documents=partial(documents_of, feed, context.inputs["conversations"] / "train"),
+        data={"rows": content_hash(context.inputs["sft-data"], "train")},
+        documents=partial(documents_of, feed, context.inputs["sft-data"] / "train"),
         facts={"context": feed.context, "system_prompt": settings.system_prompt, **chat_facts(context)},
         initial_params=begin_with(context, graph, ("pretrain",), settings.from_step),
         judge=judge_of(context, settings, asked.steps, graph, feed, settings.system_prompt),
@@ -115,7 +115,7 @@ def sft(context: StepContext) -> Summary:
 
 def chat_facts(context: StepContext) -> dict[str, str]:
     """The chat template, for whoever talks with the model; nothing for ChatML."""
-    source = chat_template_of(context.loaded, context.inputs["tokenizer"])
+    source = chat_template_of(context.loaded, context.inputs["train-tokenizer"])
     return {} if source is None else {"chat_template": source}
 
 
@@ -307,21 +307,20 @@ def bring_from_remote(context: StepContext, *, forced: bool) -> None:
     """
     url = remote_of(context)
     if url is not None:
-        from affinage.checkpoint.mirror import bring_newest, forget
+        from affinage.checkpoint.uploader import download_newest, forget
 
         if forced:
             forget(url)
             return
         name = context.folder.name.rpartition("-")[0]
         tell = partial(rich.get_console().print, markup=False, highlight=False, soft_wrap=True)
-        bring_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
+        download_newest(url, context.folder, lambda line: tell(f"{name}: {line}"))
 
 
 def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts: dict[str, Any]) -> Summary:
     """Train in the stage's folder; `graph` and `facts` are what one must know, beside precision, to use the model."""
-    from affinage.checkpoint.mirror import Mirror
-    from affinage.checkpoint.remote_steps import CHECKPOINTS
-    from affinage.checkpoint.steps import drop_remains
+    from affinage.checkpoint.store import remove_incomplete
+    from affinage.checkpoint.uploader import CHECKPOINTS, Uploader
     from affinage.tracking import trackers_of
     from affinage.training import train
     from affinage.training.job import Extension
@@ -331,8 +330,8 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
     extension = extended(context.loaded, job.name)
     keep, url = context.recipe.runtime.checkpoint, remote_of(context)
     if url is not None:
-        mirror = Mirror(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        job = replace(job, mirror=mirror)
+        uploader = Uploader(url, context.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        job = replace(job, uploader=uploader)
     begun = None if extension is None else Extension(*extension)
     job = replace(job, runtime=context.recipe.runtime, trackers=makers, extends=begun, measured=context.on_metrics)
     lora = job.settings.lora if isinstance(job.settings, TuningSettings) else None
@@ -342,5 +341,5 @@ def run_training(context: StepContext, job: "TrainJob", *, graph: "Graph", facts
         write_json(context.folder / MODEL, told | {"precision": job.settings.precision.model_dump(mode="json")})
     summary = train(job)
     if Hosts.current.first:
-        drop_remains(context.folder / CHECKPOINTS)  # they are no part of the result
+        remove_incomplete(context.folder / CHECKPOINTS)  # they are no part of the result
     return summary

@@ -229,7 +229,7 @@ def _answers(
     def answered(task: str, line: dict[str, Any]) -> None:
         lines.setdefault(task, []).append(line)
 
-    world = context.inputs.get("world")
+    world = context.inputs.get("synthesize")
     if evaluated(context, watch, setting, model, state, stop, world=world, answered=answered) is None:
         return None
     if not lines:

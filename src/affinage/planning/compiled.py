@@ -1,12 +1,10 @@
-"""The compiler's own word on a training step: the real step, compiled for a slice that is only described.
+"""The real training step, compiled for hardware that need not be here: it fits or not, and what the program does.
 
-A TPU's compiler comes with libtpu and runs on any machine; those of processors and GPUs are the local ones. It runs in
-a process of its own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes, and cannot
-be unloaded.
+The compilers of TPUs (libtpu) and of GPUs (JAX's CUDA plug-in) run on any Linux machine. Each compilation is a process
+of its own (`python -m affinage.planning.compiled`): libtpu writes to standard error as it likes and cannot be unloaded.
 """
 
 import collections
-import importlib.util
 import json
 import os
 import re
@@ -21,12 +19,13 @@ from typing import Any
 
 from affinage.config.load import load_recipe
 from affinage.errors import UserError
-from affinage.hardware.described import NOT_NEEDED, Described
+from affinage.hardware.described import NO_AUTOTUNING, Described, check_compiler
 from affinage.hardware.slices import Slice, find_slice
 from affinage.planning.plan import NOTHING_COUNTED, Counted, make_plan, planned_graph, training_settings
 from affinage.plugins import load_plugins
 
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$(fmha\w*)"|%(splash_\w+)\S* = [^\n]* custom-call\(')
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(")
 _BODY = re.compile(r" body=%?([\w.\-]+)")
 _CALLED = re.compile(r"(?:body|calls|to_apply)=%?([\w.\-]+)")
@@ -48,6 +47,7 @@ class Verdict:
         host_bytes: offloaded to the host's memory.
         collectives: names and how often they stand in the program, those of a loop once; None where it is not known.
         looped: of these, the ones that stand in a loop, over layers or micro-batches.
+        attention: kernels of attention in the program and how often they stand in it; empty where it has none.
         seconds: the compilation took.
         message: of the compiler, where it refused.
     """
@@ -59,6 +59,7 @@ class Verdict:
     host_bytes: int = 0
     collectives: dict[str, int] | None = None
     looped: dict[str, int] | None = None
+    attention: dict[str, int] | None = None
     seconds: float = 0.0
     message: str = ""
 
@@ -69,12 +70,7 @@ def compile_on(recipe: str, overrides: Sequence[str], where: Slice, counted: Cou
     Raises:
         UserError: where there is no compiler for the slice here, or the step cannot be laid out.
     """
-    if where.platform == "tpu" and not where.topology:
-        why = "its compiler, which libtpu no longer brings"
-        raise UserError(f"compiling for {where.name} needs {why}", where="--compile", fix=NOT_NEEDED)
-    if where.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        fix = "Install it: pip install 'affinage[tpu]' (Linux on x86; it needs no TPU)"
-        raise UserError("compiling for a TPU needs the package `libtpu`", where="--compile", fix=fix)
+    check_compiler(where)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         asked = json.dumps([recipe, list(overrides), where.name, asdict(counted)])
@@ -98,10 +94,10 @@ def _environment(where: Slice) -> dict[str, str]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "GRPC_VERBOSITY": "NONE",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # of a GPU that something else may train on
     }
-    platforms = "cuda,cpu" if where.platform == "gpu" else "cpu"
-    return os.environ | quiet | {"JAX_PLATFORMS": platforms, "PYTHONPATH": path}
+    if where.platform == "gpu":
+        quiet["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
+    return os.environ | quiet | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
 def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: Counted) -> Verdict:
@@ -134,6 +130,7 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
         host_bytes=memory.host_temp_size_in_bytes,
         collectives=None if text is None else collectives_in(text),
         looped=None if text is None else collectives_in(loops_of(text)),
+        attention=None if text is None else attention_in(text),
         seconds=time.monotonic() - start,
     )
 
@@ -141,6 +138,11 @@ def compile_step(recipe: str, overrides: Sequence[str], where: Slice, counted: C
 def collectives_in(text: str) -> dict[str, int]:
     """Names of the collectives that stand in a compiled program, or in a part of one, and how many."""
     return dict(collections.Counter(_COLLECTIVE.findall(text)))
+
+
+def attention_in(text: str) -> dict[str, int]:
+    """Names of the attention kernels that stand in a compiled program, and how many."""
+    return dict(collections.Counter(cudnn or splash for cudnn, splash in _ATTENTION.findall(text)))
 
 
 def loops_of(text: str) -> str:

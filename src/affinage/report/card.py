@@ -19,7 +19,7 @@ _CODE = re.compile("[a-z]{2,3}")  # of a language; source code and languages tha
 _LEAST = 0.01  # share of the bytes: less of a language may be mistakes of language id
 
 
-def card_facts(facts: Facts, licence: str) -> CardFacts:
+def card_facts(facts: Facts, license: str) -> CardFacts:
     """What the card of a run's last model says beside what the model itself tells, in the language of the report.
 
     Nothing in it tells the time: the same model has the same card.
@@ -27,7 +27,7 @@ def card_facts(facts: Facts, licence: str) -> CardFacts:
     language = spoken(facts.language)
     words, data = strings(language), mapping(facts.recipe.get("data"))
     return CardFacts(
-        licence=licence,
+        license=license,
         language=language,
         summary=verdict(facts, language, timed=False) if facts.trainings else "",
         description=string(facts.recipe.get("description")),

@@ -70,7 +70,7 @@ class Contamination:
 
 
 def read_thresholds(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Thresholds | None:
-    """What stage `clean` says of thresholds; None if language id was off or nothing depended on it."""
+    """What step `filter` records about thresholds; None if language id was off or nothing depended on it."""
     found = mapping(summary.get("thresholds"))
     grid = tuple(value for value in map(number, listing(found.get("grid"))) if value is not None)
     asked = mapping(mapping(settings.get("data")).get("clean"))

@@ -75,7 +75,11 @@ class Comparison:
                     **{name: values[place] for name, values in self.quantities.items()},
                     "bits_per_byte": bits_per_byte(one.facts),
                     "scores": {
-                        task: {s.metric: {"value": s.value, "stderr": s.stderr} for s in one.evaluation.scores}
+                        task: {
+                            s.metric: {"value": s.value, "stderr": s.stderr}
+                            for s in one.evaluation.scores
+                            if s.task == task
+                        }
                         for task in dict.fromkeys(s.task for s in one.evaluation.scores)
                     }
                     if one.evaluation

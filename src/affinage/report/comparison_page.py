@@ -1,4 +1,4 @@
-"""The page that compares runs: the report's parts, with a column or a colour for each of them."""
+"""The page that compares runs: the report's parts, with a column or a color for each of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,11 +10,23 @@ from markupsafe import Markup
 from affinage.config.yaml import brief
 from affinage.evaluation.compare import Difference, Unlike
 from affinage.evaluation.item_lines import BITS_PER_BYTE, LOG_LIKELIHOOD
-from affinage.report.charts import WIDE, Axis, Interval, Row, Series, interval_chart, line_chart, responsive
+from affinage.report.charts import (
+    LOG_RANGE,
+    WIDE,
+    Axis,
+    Interval,
+    Point,
+    Row,
+    Series,
+    interval_chart,
+    line_chart,
+    responsive,
+    smoothed,
+    thinned,
+)
 from affinage.report.comparison import Comparison, Entrant, Paired, Setting, bits_per_byte
-from affinage.report.curves import Point, smoothed, thinned
 from affinage.report.evaluations import is_share
-from affinage.report.figures import WIDE_RANGE, Figure, Key, values_of
+from affinage.report.figures import Figure, Key, values_of
 from affinage.report.page import environment, shell
 from affinage.report.quantities import ABSENT, Quantities
 from affinage.report.strings import spoken, strings
@@ -113,16 +125,16 @@ def _losses(found: Comparison, name: str, words: dict[str, str], quantities: Qua
     if not series:
         return None
     values = [y for one in series for _, y in one.points if y > 0]
-    log = max(values, default=1.0) > WIDE_RANGE * min(values, default=1.0)
+    log = max(values, default=1.0) > LOG_RANGE * min(values, default=1.0)
     kind = trained[0][2].loss_kind
-    x = Axis(words["tokens_axis"] if in_tokens else words["step"], quantities.ticks)
-    y = Axis(words[f"{kind}_log_axis" if log else f"{kind}_axis"], quantities.ticks, log)
+    x = Axis(words["tokens_axis"] if in_tokens else words["step"])
+    y = Axis(words[f"{kind}_log_axis" if log else f"{kind}_axis"], "~g", log)
     title = words[f"losses_{name}"]
 
     def draw(width: float) -> Markup:
-        return line_chart(series, x, y, title, width, 340.0 if width == WIDE else 260.0)
+        return line_chart(series, x, y, title, width, 340.0 if width == WIDE else 260.0, quantities.language)
 
-    legend = tuple(Key(one.label, one.colour, one.style) for one in series)
+    legend = tuple(Key(one.label, one.color, one.style) for one in series)
     return Figure(title, "", responsive(draw), legend, values_of(x.label, series))
 
 
@@ -134,29 +146,22 @@ def _mean_validation(training: Training) -> list[Point]:
 
 
 def _scores(found: Comparison, words: dict[str, str], quantities: Quantities) -> Figure | None:
-    """The headline metric of every task, a colour for each entrant."""
+    """The headline metric of every task, a color for each entrant."""
     judged = [(place, one) for place, one in enumerate(found.entrants) if one.evaluation]
     rows = []
     for task in dict.fromkeys(s.task for _, one in judged for s in _shares(one)):
         known = [(place, one, s) for place, one in judged for s in _shares(one) if s.task == task]
-        intervals = [
-            Interval(
-                s.value,
-                s.stderr or 0.0,
-                place,
-                f"{one.name} {s.metric} {quantities.with_error(s.value, s.stderr, as_percent=True)}",
-            )
-            for place, one, s in known
-        ]
+        intervals = [Interval(s.value, s.stderr or 0.0, place) for place, _, s in known]
         chance = next((s.chance for _, _, s in known if s.chance is not None), None)
-        rows.append(Row(task, intervals, chance, f"{words['chance']} {quantities.percent(chance, 0)}"))
+        rows.append(Row(task, intervals, chance))
     if not rows:
         return None
-    axis = Axis(words["scores_axis"], quantities.percent_ticks)
+    axis = Axis(words["scores_axis"], ".0%")
     legend = [Key(one.name, place, "points") for place, one in judged]
     if any(row.chance is not None for row in rows):
         legend.append(Key(words["chance"], 0, "chance"))
-    picture = responsive(lambda width: interval_chart(rows, axis, words["scores_label"], width, hollow=False))
+    label, language = words["scores_label"], quantities.language
+    picture = responsive(lambda width: interval_chart(rows, axis, label, width, language, hollow=False))
     return Figure(words["judged"], "", picture, tuple(legend))
 
 

@@ -15,20 +15,20 @@ from affinage.report.probes import Probe, read_probe
 from affinage.report.reading import json_file, listing, mapping, mappings, number, string, whole
 from affinage.report.trainings import Training, read_accounts, read_training, worked
 
-FLOW = ("collect", "clean", "deduplicate", "decontaminate", "split")
+FLOW = ("ingest", "filter", "dedup", "decontaminate", "split")
 ORDER = (
-    "world",
+    "synthesize",
     *FLOW,
-    "tokenizer",
+    "train-tokenizer",
     "compare-tokenizers",
-    "rows",
+    "tokenize",
     "arrays",
     "pretrain",
     "probe",
-    "conversations",
-    "preferences",
+    "sft-data",
+    "preference-data",
     "sft",
-    "reference",
+    "ref-logprobs",
     "dpo",
     "evaluate-base",
     "evaluate-sft",
@@ -224,19 +224,21 @@ def collect_facts(run_folder: Path, results: Mapping[str, Path] | None = None) -
         or shlex.join(["affinage", "run", run_folder.name]),
         stages=tuple(stages),
         flows=tuple(_flow(by_name[name]) for name in FLOW if name in by_name),
-        thresholds=read_thresholds(by_name["clean"].summary, by_name["clean"].settings) if "clean" in by_name else None,
+        thresholds=read_thresholds(by_name["filter"].summary, by_name["filter"].settings)
+        if "filter" in by_name
+        else None,
         contamination=read_contamination(by_name["decontaminate"].summary, by_name["decontaminate"].settings)
         if "decontaminate" in by_name
         else None,
-        near_duplicates=near_duplicates(folders["deduplicate"], folders.get("clean", run_folder / "clean"))
-        if "deduplicate" in by_name
+        near_duplicates=near_duplicates(folders["dedup"], folders.get("filter", run_folder / "filter"))
+        if "dedup" in by_name
         else (),
-        tokenizer=_tokenizer(by_name["tokenizer"].summary) if "tokenizer" in by_name else None,
+        tokenizer=_tokenizer(by_name["train-tokenizer"].summary) if "train-tokenizer" in by_name else None,
         compared_tokenizers=tuple(
             _tokenizer(entry) for entry in mappings(_summary(by_name, "compare-tokenizers").get("tokenizers"))[1:]
         ),
-        rows=_rows(by_name["rows"].summary) if "rows" in by_name else None,
-        conversations=_conversations(by_name["conversations"].summary) if "conversations" in by_name else None,
+        rows=_rows(by_name["tokenize"].summary) if "tokenize" in by_name else None,
+        conversations=_conversations(by_name["sft-data"].summary) if "sft-data" in by_name else None,
         trainings=tuple(
             read_training(name, folders[name], by_name[name].summary, recipe)
             for name in ("pretrain", "sft", "dpo")

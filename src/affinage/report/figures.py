@@ -9,20 +9,24 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from affinage.report.charts import (
+    COLORS,
     HALF,
+    LOG_RANGE,
     THIRD,
     WIDE,
     Axis,
     Interval,
+    Point,
     Row,
     Series,
     bar_chart,
     interval_chart,
     line_chart,
     responsive,
+    smoothed,
+    thinned,
 )
-from affinage.report.curves import Point, smoothed, thinned
-from affinage.report.evaluations import IN_CHAT, Evaluation, Score, marked, marked_of
+from affinage.report.evaluations import IN_CHAT, Evaluation, marked_of
 from affinage.report.probes import Probe
 from affinage.report.quantities import Quantities
 from affinage.report.sections import labels_in_words
@@ -33,15 +37,13 @@ SMALL = (  # the small charts beside the loss
     *("expert_load_max", "dropped_share"),
 )
 SHARES = ("mfu", "dropped_share")  # of them, those in percent
-_COLOURS = 6  # that tell curves apart
-WIDE_RANGE = 3.0  # a loss that falls by more than this factor is drawn on a logarithmic axis, to see its end
 
 
 class Key(NamedTuple):
     """One entry of a legend."""
 
     label: str
-    colour: int
+    color: int
     style: str  # faint, line, points, dots, hollow, bar or chance
 
 
@@ -63,6 +65,11 @@ class Artist:
     words: dict[str, str]
     quantities: Quantities
 
+    @property
+    def language(self) -> str:
+        """The language of the numbers, "en" or "fr"."""
+        return self.quantities.language
+
     def loss(self, training: Training) -> Figure | None:
         """Training loss, raw and smoothed, with the loss on each validation set."""
         raw = training.curves.get("loss", [])
@@ -73,9 +80,9 @@ class Artist:
         if not raw and not training.validation:
             return None
         values = [y for one in series for _, y in one.points if y > 0]
-        log = max(values, default=1.0) > WIDE_RANGE * min(values, default=1.0)
+        log = max(values, default=1.0) > LOG_RANGE * min(values, default=1.0)
         kind = training.loss_kind
-        axis = Axis(self.words[f"{kind}_log_axis" if log else f"{kind}_axis"], self.quantities.ticks, log)
+        axis = Axis(self.words[f"{kind}_log_axis" if log else f"{kind}_axis"], "~g", log)
         label = self.words["loss_label"]
         return self._curves(self.words["loss"], series, axis, label, WIDE, 340.0, training.resumed_at)
 
@@ -88,13 +95,13 @@ class Artist:
             known = [(float(step), value, error or 0.0) for step, (value, error, _) in found if value is not None]
             points, errors = [(x, y) for x, y, _ in known], [error for _, _, error in known]
             ringed = [worse for _, (value, _, worse) in found if value is not None]
-            scored.append(Series(task, points, i % _COLOURS, "points", errors, ringed))
+            scored.append(Series(task, points, i % COLORS, "points", errors, ringed))
         bits = [Series(name, points, i, "points") for i, (name, points) in enumerate(training.bits_per_byte.items())]
-        axis = Axis(self.words["looks_axis"], self.quantities.percent_ticks)
-        groups = [scored[first : first + _COLOURS] for first in range(0, len(scored), _COLOURS)]
+        axis = Axis(self.words["looks_axis"], ".0%")
+        groups = [scored[first : first + COLORS] for first in range(0, len(scored), COLORS)]
         of_several = [f" ({number})" for number in range(1, len(groups) + 1)] if len(groups) > 1 else [""]
         drawn = [(self.words["looks"] + which, group, axis) for which, group in zip(of_several, groups)]
-        drawn.append((self.words["bits_per_byte"], bits, Axis(self.words["bits_per_byte_axis"], self.quantities.ticks)))
+        drawn.append((self.words["bits_per_byte"], bits, Axis(self.words["bits_per_byte_axis"], "~g")))
         drawn = [each for each in drawn if any(len(one.points) > 1 for one in each[1])]
         wide = WIDE if len(drawn) == 1 else HALF  # one alone stands under the loss step by step
         pictures = [
@@ -148,8 +155,8 @@ class Artist:
             series = [Series(title, thinned(points), 0, "line")]
         else:
             series = self._smoothed(points, "raw", "smoothed")
-        write = self.quantities.percent_ticks if metric in SHARES else self.quantities.ticks
-        axis = Axis(self.words[f"{metric}_axis"], write)
+        form = "~%" if metric in SHARES else "~e" if metric == "learning_rate" else "~s"
+        axis = Axis(self.words[f"{metric}_axis"], form)
         return self._curves(title, series, axis, title, wide, 200.0, training.resumed_at)
 
     def _curves(
@@ -162,13 +169,14 @@ class Artist:
         height: float,
         marks: Sequence[int],
     ) -> Figure:
-        x = Axis(self.words["step"], self.quantities.ticks)
+        x = Axis(self.words["step"])
 
         def draw(width: float) -> Markup:
-            return line_chart(series, x, y, label, width, min(height, 260.0) if width < wide else height, marks)
+            tall = min(height, 260.0) if width < wide else height
+            return line_chart(series, x, y, label, width, tall, self.language, marks)
 
         told = len(series) > 1 or series[0].label != title
-        legend = tuple(Key(one.label, one.colour, one.style) for one in series) if told else ()
+        legend = tuple(Key(one.label, one.color, one.style) for one in series) if told else ()
         note = self.words["resumed"].format(steps=self.quantities.listed(marks)) if marks and wide == WIDE else ""
         return Figure(title, note, responsive(draw, wide), legend, values_of(x.label, series))
 
@@ -177,13 +185,13 @@ class Artist:
         rows = []
         for task in dict.fromkeys(s.task for e in evaluations for s in e.scores if s.headline and s.is_share):
             found = [(i, e, s) for i, e in enumerate(evaluations) for s in e.scores if s.task == task and s.headline]
-            intervals = [Interval(s.value, s.stderr or 0.0, i, self._score_title(e, s)) for i, e, s in found]
+            intervals = [Interval(s.value, s.stderr or 0.0, i) for i, _, s in found]
             chance = next((s.chance for _, _, s in found if s.chance is not None), None)
             label = marked_of(task, [(self.model_name(e.model), s.chat_template) for _, e, s in found])
-            rows.append(Row(label, intervals, chance, f"{self.words['chance']} {self.quantities.percent(chance, 0)}"))
+            rows.append(Row(label, intervals, chance))
         if not rows:
             return None
-        axis = Axis(self.words["scores_axis"], self.quantities.percent_ticks)
+        axis = Axis(self.words["scores_axis"], ".0%")
         several = len(evaluations) > 1
         legend = [
             Key(self.model_name(e.model), i, "hollow" if several and i == 0 else "points")
@@ -192,36 +200,25 @@ class Artist:
         if any(row.chance is not None for row in rows):
             legend.append(Key(self.words["chance"], 0, "chance"))
         picture = responsive(
-            lambda width: interval_chart(rows, axis, self.words["scores_label"], width, hollow=several)
+            lambda width: interval_chart(rows, axis, self.words["scores_label"], width, self.language, hollow=several)
         )
         in_chat = any(IN_CHAT in row.label for row in rows)
         return Figure(self.words["scores"], self.words["in_chat_note"] if in_chat else "", picture, tuple(legend))
-
-    def _score_title(self, evaluation: Evaluation, score: Score) -> str:
-        value = self.quantities.with_error(score.value, score.stderr, as_percent=True)
-        return marked(f"{self.model_name(evaluation.model)} {score.metric} {value}", score.chat_template)
 
     def probe(self, probe: Probe) -> Figure:
         """Accuracy with every number of labels, of trained and untrained features and of the pixels side by side."""
         rows = []
         for one in probe.compared:
             label = labels_in_words(one.labels_per_class, self.words, self.quantities)
-            written = [self.quantities.with_error(s.accuracy, s.error, as_percent=True) for s in one.scores]
-            rows.append(
-                Row(
-                    label,
-                    [
-                        Interval(score.accuracy, score.error or 0.0, i, f"{self.feature_name(score.features)} {value}")
-                        for i, (score, value) in enumerate(zip(one.scores, written, strict=True))
-                    ],
-                )
-            )
+            rows.append(Row(label, [Interval(s.accuracy, s.error or 0.0, i) for i, s in enumerate(one.scores)]))
         lowest = min(one.value - one.error for row in rows for one in row.intervals)
         legend = [Key(self.feature_name(name), i, "points") for i, name in enumerate(probe.features)]
-        axis = Axis(self.words["probe_axis"], self.quantities.percent_ticks)
+        axis = Axis(self.words["probe_axis"], ".0%")
         low = max(0.0, math.floor(lowest * 10) / 10)
         picture = responsive(
-            lambda width: interval_chart(rows, axis, self.words["probe_label"], width, low=low, hollow=False)
+            lambda width: interval_chart(
+                rows, axis, self.words["probe_label"], width, self.language, low=low, hollow=False
+            )
         )
         return Figure(self.words["probe"], "", picture, tuple(legend))
 
@@ -260,16 +257,15 @@ class Artist:
             )
             for text, values in bits.items()
         ]
-        axis = Axis(self.words["compression_axis"], self.quantities.ticks)
         label = self.words["compression_label"]
-        picture = responsive(lambda width: bar_chart(rows, axis, label, width))
+        picture = responsive(lambda width: bar_chart(rows, label, self.words["compression_axis"], width, self.language))
         return Figure(label, "", picture, tuple(Key(name, i, "bar") for i, name in enumerate(names)))
 
 
 def values_of(x_label: str, series: Sequence[Series]) -> str:
     """What a reader can point at, as JSON."""
     listed = [
-        {"label": one.label, "colour": one.colour, "points": [[x, float(f"{y:.5g}")] for x, y in one.points]}
+        {"label": one.label, "color": one.color, "points": [[x, float(f"{y:.5g}")] for x, y in one.points]}
         for one in series
         if one.style != "faint"
     ]

@@ -31,7 +31,7 @@ def predicted(name: str, folder: Path, summary: Mapping[str, Any], recipe: Mappi
         if settings is None:
             return {}
         if name == "dpo":  # what is written is the model as it is used
-            graph = preferring(graph, settings, context, _documents(folder.parent / "preferences"))
+            graph = preferring(graph, settings, context, _documents(folder.parent / "preference-data"))
     except (ValidationError, UserError):  # written by another version
         return {}
     found = forecast(

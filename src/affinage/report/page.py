@@ -28,7 +28,6 @@ from affinage.report.quantities import ABSENT, Quantities
 from affinage.report.reading import string
 from affinage.report.reasons import detail_in, ending_in, reason_name
 from affinage.report.strings import spoken, strings
-from affinage.report.svg import marker
 from affinage.report.trainings import Training
 
 _TOLD = 0.05  # seconds that went to no step, below which they are not worth a line
@@ -127,7 +126,6 @@ def shell(language: str) -> dict[str, Any]:
         "style": Markup(_packaged("style.css")),
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "marker": marker,
     }
 
 

@@ -98,7 +98,7 @@ def _bars(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], ar
             name = f"{model.name} ({words['published_mark']})"
             rows.append(Row(name, [Interval(model.scores[task], 0.0, 1, write(model.scores[task]))]))
     title = f"{task} {headline_metrics()[task]}"
-    picture = responsive(lambda width: bar_chart(rows, Axis("", artist.quantities.percent_ticks), title, width))
+    picture = responsive(lambda width: bar_chart(rows, title, "", width, artist.language))
     keys = (Key(words["this_model"], 0, "bar"), Key(words["published_mark"], 1, "bar"))
     return Figure(title, _note(ours, [task], artist), picture, keys)
 
@@ -116,12 +116,12 @@ def _curve(task: str, ours: Sequence[_Ours], others: Sequence[PublishedModel], a
         points = sorted((float(m.tokens), m.scores[task]) for m in others if m.family == family and task in m.scores)
         if points:
             series.append(Series(f"{family} ({words['published_mark']})", points, number, "dots"))
-    x = Axis(words["training_tokens"], artist.quantities.decades, log=True)
-    y = Axis(words["scores_axis"], artist.quantities.percent_ticks)
+    x = Axis(words["training_tokens"], log=True)
+    y = Axis(words["scores_axis"], ".0%")
     title = f"{task} {headline_metrics()[task]}"
-    picture = responsive(lambda width: line_chart(series, x, y, title, width, 260.0))
+    picture = responsive(lambda width: line_chart(series, x, y, title, width, 260.0, artist.language))
     return Figure(
-        title, _note(ours, [task], artist), picture, tuple(Key(one.label, one.colour, one.style) for one in series)
+        title, _note(ours, [task], artist), picture, tuple(Key(one.label, one.color, one.style) for one in series)
     )
 
 
@@ -158,9 +158,6 @@ def _steps(title: str, models: Sequence[_Made], names_of: Mapping[str, str], art
         if known:
             series.append(Series(called, known, number, "points", errors))
 
-    def names(values: Sequence[float]) -> list[str]:
-        return [models[int(value)][0] if value in range(len(models)) else "" for value in values]
-
-    x, y = Axis("", names), Axis(artist.words["scores_axis"], artist.quantities.percent_ticks)
-    picture = responsive(lambda width: line_chart(series, x, y, title, width, 300.0), HALF)
-    return Figure(title, note, picture, tuple(Key(one.label, one.colour, one.style) for one in series))
+    x, y = Axis("", names=[name for name, _, _ in models]), Axis(artist.words["scores_axis"], ".0%")
+    picture = responsive(lambda width: line_chart(series, x, y, title, width, 300.0, artist.language), HALF)
+    return Figure(title, note, picture, tuple(Key(one.label, one.color, one.style) for one in series))

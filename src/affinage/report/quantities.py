@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from affinage.durations import duration
 
@@ -18,11 +17,6 @@ _LARGE = {
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTE = {"en": "B", "fr": "o"}
 _DAY = {"en": "d", "fr": "j"}
-
-
-def _ends(value: float, places: int) -> bool:
-    """Whether a number has no more than `places` decimals."""
-    return abs(value - round(value, places)) < 1e-6 * max(abs(value), 1e-300)
 
 
 def _finite(value: float | None) -> bool:
@@ -106,29 +100,6 @@ class Quantities:
             return ABSENT
         text = duration(seconds).replace("d", _DAY[self.language])
         return self._localised(re.sub(r"(?<=\d) ", _NARROW, text).replace(" ", "\u00a0"))
-
-    def ticks(self, values: Sequence[float]) -> list[str]:
-        """Labels of an axis: the same unit and the same decimals on each, and no more of them than the steps need."""
-        largest = max((abs(value) for value in values), default=0.0)
-        steps = sorted(abs(b - a) for a, b in pairwise(values)) or [largest]
-        if 0 < largest < 1e-2:
-            power = math.floor(math.log10(largest))
-            unit = f"{_NARROW}×{_NARROW}10{str(power).translate(_SUPERSCRIPTS)}"
-            size = 10.0**power
-        else:
-            size, unit = next(((s, u) for s, u in _LARGE[self.language] if largest >= 10 * s), (1.0, ""))
-            unit = _NARROW + unit if unit and self.language == "fr" else unit
-        places = next((p for p in range(7) if _ends(steps[0] / size, p)), 7)
-        return ["0" if value == 0 else self._localised(f"{value / size:,.{places}f}") + unit for value in values]
-
-    def decades(self, values: Sequence[float]) -> list[str]:
-        """Labels of a logarithmic axis over many powers of ten: each in its own unit."""
-        return [self.short(value, 1) if value >= 1 else self.number(value, 1) for value in values]
-
-    def percent_ticks(self, values: Sequence[float]) -> list[str]:
-        """Labels of an axis of shares."""
-        places = 0 if all(_ends(100 * value, 0) for value in values) else 1
-        return [self.percent(value, places) for value in values]
 
     def percent(self, share: float | None, places: int = 1) -> str:
         """A share between 0 and 1 as a percentage."""

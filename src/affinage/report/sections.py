@@ -241,10 +241,10 @@ class StripPart:
 
 _GROUPS = {
     "pretrain": "training",
-    "conversations": "training",
+    "sft-data": "training",
     "sft": "training",
-    "preferences": "training",
-    "reference": "training",
+    "preference-data": "training",
+    "ref-logprobs": "training",
     "dpo": "training",
     "probe": "evaluation",
     "evaluate-base": "evaluation",

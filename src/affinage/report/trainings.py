@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from affinage.report.charts import Point
 from affinage.report.costs import Node, node_costs
-from affinage.report.curves import Point
 from affinage.report.evaluations import headline
 from affinage.report.forecasts import predicted
 from affinage.report.reading import json_file, json_lines, listing, mapping, mappings, number, string, whole

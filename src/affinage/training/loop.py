@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 
 from affinage.checkpoint import CheckpointStore, CheckpointWarning
-from affinage.checkpoint.facts import refuse_changes
-from affinage.checkpoint.mirror import Mirror
+from affinage.checkpoint.compatibility import check_compatible
 from affinage.checkpoint.store import seconds_at_most
+from affinage.checkpoint.uploader import Uploader
 from affinage.errors import Preempted, UserError
 from affinage.hardware.allocator import close_holes, give_back_freed_memory
 from affinage.hardware.collector import what_lives_is_left_alone
@@ -82,11 +82,11 @@ def train(job: TrainJob) -> dict[str, Any]:
             hosts.meet("the end of the compilation", seconds=_COMPILATION)
 
         # ---- where it begins: the newest checkpoint, or step 0 ----
-        keep, mirror = job.runtime.checkpoint, job.mirror if hosts.first else None
-        if mirror is not None:
-            cleanup.enter_context(mirror)  # says where nobody can be reached
+        keep, uploader = job.runtime.checkpoint, job.uploader if hosts.first else None
+        if uploader is not None:
+            cleanup.enter_context(uploader)  # says where nobody can be reached
         store = job.store or CheckpointStore(
-            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every, copies=mirror
+            job.folder / "checkpoints", keep_last=keep.keep_last, keep_every=keep.keep_every, uploader=uploader
         )
         cleanup.callback(store.wait)  # an error in the loop does not take the save in flight with it
         goes_on, one_pass = store.steps() or job.extends, seconds_at_most(program.abstract)
@@ -95,17 +95,14 @@ def train(job: TrainJob) -> dict[str, Any]:
         watchdog.begins("the restore" if goes_on else "the first weights", may_take=to_restore)
         with ledger.account("restore" if goes_on else "compile"):  # random weights are a program, too
             start, state, meta = _resume_or_begin(program, store)
-        watchdog.begins("what a save needs", may_take=_COMPILATION)
-        with ledger.account("compile"):
-            store.prepare(state.named())
         ledger.carry(meta.get("seconds", {}), meta.get("stalls", []))
         life.book(ledger, meta.get("clock"))
         resumed_at = [*meta.get("resumed_at", []), *([start] if start else [])]
         metrics = MetricsLog(written and written / "metrics.jsonl", start)
         cleanup.callback(metrics.close)
         display = cleanup.enter_context(StepDisplay(job.name, steps, start, shown=hosts.first))
-        if mirror is not None:
-            mirror.say = display.say
+        if uploader is not None:
+            uploader.say = display.say
         if job.judge is not None:
             job.judge.say = display.say
         if job.benchmarks is not None:
@@ -216,8 +213,8 @@ def train(job: TrainJob) -> dict[str, Any]:
                     store.wait()
                     hosts.meet("the last save", seconds=one_pass)  # the first seals it
                 display.say(f"{stop.signal_name}: saved at step {step:,}; start it again to go on")
-                if job.mirror is not None:
-                    display.say(_copied(job.mirror, watchdog, stop))
+                if job.uploader is not None:
+                    display.say(_copied(job.uploader, watchdog, stop))
                 raise Preempted(f"{job.name} stopped by {stop.signal_name} at step {step}")
 
         # ---- the end ----
@@ -232,14 +229,14 @@ def train(job: TrainJob) -> dict[str, Any]:
             part = written / "summary.json.part"
             part.write_text(json.dumps(summary, indent=1))
             part.replace(written / "summary.json")
-        if job.mirror is not None:
-            display.say(_copied(job.mirror, watchdog, stop))
+        if job.uploader is not None:
+            display.say(_copied(job.uploader, watchdog, stop))
         if stop.agreed():
             raise Preempted(f"{job.name} stopped by {stop.signal_name} when it was done")
     return summary
 
 
-def _copied(mirror: Mirror, watchdog: Watchdog, stop: StopRequest) -> str:
+def _copied(uploader: Uploader, watchdog: Watchdog, stop: StopRequest) -> str:
     """Wait until the last save is copied; in words what became of it.
 
     The first host copies; the others wait for it, as long as it shows that it is alive.
@@ -252,12 +249,12 @@ def _copied(mirror: Mirror, watchdog: Watchdog, stop: StopRequest) -> str:
         return None if left is None else left - _TO_LEAVE
 
     with waits_for_others():  # the copy knows by itself when it is stuck
-        missing = mirror.settle(seconds_left) if hosts.first else ""
-    newest = mirror.newest
-    said = f"copied to {mirror.url}"
+        missing = uploader.settle(seconds_left) if hosts.first else ""
+    newest = uploader.newest
+    said = f"copied to {uploader.url}"
     if missing:
         there = "no checkpoint is there" if newest is None else f"the newest checkpoint there is of step {newest:,}"
-        said = f"NOT all was copied to {mirror.url}: {missing}; {there}"
+        said = f"NOT all was copied to {uploader.url}: {missing}; {there}"
     return str(hosts.share("the copy of the last save", said, seconds=None))
 
 
@@ -279,9 +276,8 @@ def _resume_or_begin(program: Program, store: Checkpoints, at_most: int | None =
 
     def accept(meta: Mapping[str, Any]) -> None:
         check_carried(meta)
-        setting = "runtime.checkpoint.accept_changes"
-        accepted, where = job.runtime.checkpoint.accept_changes, str(job.folder / "checkpoints")
-        for change in refuse_changes(meta, identity(program), accepted, where=where, setting=setting):
+        allowed, where = job.runtime.checkpoint.allow_changes, str(job.folder / "checkpoints")
+        for change in check_compatible(meta, identity(program), allowed, where=where):
             warnings.warn(f"{job.name} goes on with another {change}", CheckpointWarning, stacklevel=2)
 
     newest = store.restore_newest(program.abstract.named(), accept, at_most)

@@ -1,0 +1,228 @@
+"""Run the tasks of a data step on the cores of this machine or on Ray. No result depends on which, or on how many.
+
+Tasks read and write files that all workers see; what travels is small and picklable. A task that is complete leaves
+`completions/<number>.json` with its statistics in the step's folder, so that a step that was killed runs again without
+the tasks that are complete.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from affinage.config.data import DataSettings
+from affinage.data.atomic import write_json
+from affinage.errors import TransientError, UserError, first_line, is_transient
+from affinage.hardware.movement import waits_for_others
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Progress = Callable[[float], None]  # called with the share of the step that is done, 0 to 1
+
+POOL_BYTES = 48_000_000  # of text: below, starting processes (about a second) costs more than they gain
+PAUSES = (1.0, 4.0, 16.0)  # seconds before a task that met a passing error of the network is tried again
+_QUEUED = 8  # tasks per worker that Ray receives in advance
+_COMPLETIONS = "completions"
+
+
+class Executor:
+    """Runs one function over many tasks, on the cores of this machine: in threads where they suffice, or processes."""
+
+    def __init__(self, workers: int | None = None) -> None:
+        """`workers`: tasks at the same time; None for one a core, where the work is worth starting processes."""
+        self._requested = workers
+
+    @property
+    def workers(self) -> int:
+        """The number of tasks that run at the same time."""
+        return self._requested or cores()
+
+    def map(
+        self,
+        fn: Callable[[Task], Result],
+        tasks: Sequence[Task],
+        out: Path | None = None,
+        *,
+        bytes: int = POOL_BYTES,
+        threads: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Result]:
+        """Return `[fn(task) for task in tasks]`, in this order.
+
+        Args:
+            fn: importable by name, unless `threads`.
+            tasks: what `fn` takes, one by one.
+            out: a folder for the completions of tasks, which are skipped the next time; the results must be JSON.
+            bytes: of text in all tasks; no processes are started for a little.
+            threads: the work is in kernels and Parquet, which run side by side in one process.
+            progress: called after every task.
+
+        Raises:
+            TransientError: a task met an error of the network that did not pass.
+        """
+        completions = [None if out is None else out / _COMPLETIONS / f"{k:05d}.json" for k in range(len(tasks))]
+        done = {k: found[0] for k, task in enumerate(tasks) if (found := _read_completion(completions[k], task))}
+        missing = [k for k in range(len(tasks)) if k not in done]
+        todo = [(tasks[k], completions[k]) for k in missing]
+        worth = threads or bytes >= POOL_BYTES
+        with contextlib.closing(self._results(partial(_run, fn), todo, worth=worth, threads=threads)) as results:
+            for k, result in zip(missing, results):
+                done[k] = result
+                if progress is not None:
+                    progress(len(done) / len(tasks))
+        return [done[k] for k in range(len(tasks))]
+
+    def _results(self, run: Callable[[Any], Any], todo: list[Any], *, worth: bool, threads: bool) -> Generator[Any]:
+        """The results in the order of the tasks."""
+        workers = min(self._requested or (cores() if worth else 1), len(todo))
+        if workers <= 1:
+            yield from map(run, todo)
+        elif threads:
+            with ThreadPoolExecutor(workers) as pool:
+                try:
+                    yield from pool.map(run, todo)
+                finally:
+                    pool.shutdown(cancel_futures=True)
+        else:
+            # Spawned, not forked: JAX's threads do not survive a fork.
+            with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
+                try:
+                    yield from processes.map(run, todo)
+                except BrokenProcessPool:
+                    raise UserError(
+                        "a worker process of the data step ended without a result",
+                        fix="The usual cause is too little memory; run again with fewer: --set data.workers=1.",
+                    ) from None
+                finally:
+                    processes.shutdown(cancel_futures=True)
+
+
+class RayExecutor(Executor):
+    """The same on Ray's workers. On several machines the folder of runs must be one that all of them see."""
+
+    def __init__(self, ray: Any, workers: int | None = None) -> None:
+        """`ray`: the module, connected."""
+        super().__init__(workers)
+        self._ray = ray
+
+    @property
+    def workers(self) -> int:
+        """The number of tasks that run at the same time."""
+        return self._requested or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def _results(self, run: Callable[[Any], Any], todo: list[Any], *, worth: bool, threads: bool) -> Generator[Any]:
+        # As an object and not as a function, for which Ray has a limit of size: closures hold indexes and tables, which
+        # the workers of a machine then share.
+        shared = self._ray.put(run)
+        remote = self._ray.remote(num_cpus=1, max_retries=3)(_call)
+        ahead = _QUEUED * self.workers
+        waiting = [remote.remote(shared, task) for task in todo[:ahead]]
+        for position in range(len(todo)):
+            try:
+                with waits_for_others():  # Ray reports a worker that is gone
+                    result = self._ray.get(waiting[position])
+            except self._ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, UserError):
+                    raise error.cause from None
+                raise
+            waiting[position] = None  # lets Ray forget the result
+            if position + ahead < len(todo):
+                waiting.append(remote.remote(shared, todo[position + ahead]))
+            yield result
+
+
+LOCAL = Executor()
+
+
+@contextlib.contextmanager
+def open_executor(settings: DataSettings, temporary: Path | None = None) -> Iterator[Executor]:
+    """The executor of a recipe (`data.executor`, `data.workers`), shut down afterwards.
+
+    `temporary` is where a Ray of this run keeps its sockets and logs; its path must be short.
+    """
+    workers = None if settings.workers == "auto" else settings.workers
+    if settings.executor == "local":
+        yield Executor(workers)
+        return
+    from affinage.hardware.ray_cluster import connect  # Ray is an extra
+
+    ours = "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+    ray = connect(
+        settings.ray_address,
+        workers,
+        asked_by="data.executor",
+        address_by="data.ray_address",
+        open_by="data.ray_open_cluster: true",
+        may_be_open=settings.ray_open_cluster,
+        temporary=temporary,
+    )
+    try:
+        yield RayExecutor(ray, workers)
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def clear_completions(out: Path) -> None:
+    """Remove the completions of a step that is complete: they are no part of its result."""
+    shutil.rmtree(out / _COMPLETIONS, ignore_errors=True)
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _call(run: Callable[[Any], Any], task: Any) -> Any:
+    return run(task)
+
+
+def _run(fn: Callable[[Any], Any], work: tuple[Any, Path | None]) -> Any:
+    """Run one task, again where the network fails for a while, and write its completion."""
+    task, completion = work
+    result = _with_retries(fn, task)
+    if completion is not None:
+        completion.parent.mkdir(parents=True, exist_ok=True)
+        write_json(completion, {"task": _fingerprint(task), "stats": result})
+    return result
+
+
+def _with_retries(fn: Callable[[Any], Any], task: Any) -> Any:
+    for pause in (*PAUSES, None):
+        try:
+            return fn(task)
+        except Exception as error:
+            if isinstance(error, UserError) or not is_transient(error):
+                raise
+            if pause is None:
+                raise TransientError(
+                    f"the network failed {len(PAUSES) + 1} times: {first_line(error)}",
+                    fix="Run the same command again: what is complete is kept.",
+                ) from error
+            time.sleep(pause)
+
+
+def _read_completion(path: Path | None, task: Any) -> tuple[Any] | None:
+    """The statistics of a task that is complete, if this is the same task; None otherwise."""
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return (found["stats"],) if found["task"] == _fingerprint(task) else None
+
+
+def _fingerprint(task: Any) -> str:
+    """Equal for equal tasks: dataclasses, paths, strings and numbers."""
+    return hashlib.blake2b(repr(task).encode(errors="backslashreplace"), digest_size=16).hexdigest()

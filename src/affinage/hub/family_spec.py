@@ -1,0 +1,409 @@
+"""What a family of transformers is: how its config.json and tensors correspond to a graph, in both directions.
+
+A `FamilySpec` is data. Its keys say which key of config.json is which setting of the graph, its constants what the
+graph has without a key, its `fixed` which values the graph computes with, and its tensors where each parameter is
+stored. A graph belongs to a family when the config.json written for it describes the same graph again.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from affinage.errors import UserError
+from affinage.model.graph import Graph, parse
+from affinage.model.kinds.block import TransformerBlock
+from affinage.model.kinds.dropout import Dropout
+from affinage.model.kinds.embedding import Embedding, LearnedPositions
+from affinage.model.kinds.head import Unembed
+from affinage.model.kinds.norm import LayerNorm, RmsNorm
+from affinage.model.node import Node
+from affinage.model.parameter import Parameter, Tree
+
+Tensors = Mapping[str, NDArray[Any]]
+Settings = dict[str, Any]  # of a graph, by dotted path: {"embed.width": 32, "blocks.attention.heads": 4, ...}
+
+# The nodes of a decoder in the order of the chain, by their role. Positions and dropout may be missing.
+_ROLES: dict[str, tuple[type, ...]] = {
+    "embed": (Embedding,),
+    "positions": (LearnedPositions,),
+    "drop": (Dropout,),
+    "blocks": (TransformerBlock,),
+    "norm": (RmsNorm, LayerNorm),
+    "logits": (Unembed,),
+}
+_OPTIONAL = ("positions", "drop")
+_ROPE = "blocks.attention.rope"
+# Settings that only training uses, so that a graph may differ in them from what its config.json says.
+_TRAINING_ONLY = re.compile(
+    r"drop\..*|context|logits\.vocab|.*\.(dropout|init_std|load_balance_weight|z_loss_weight|capacity_factor|balance_over)"
+)
+REQUIRED = object()
+# Keys that change neither logits nor gradients: names, versions, ids for tokenizers, how transformers computes, what
+# configurations of other tasks leave behind, and a window that `use_sliding_window: false` switches off.
+_INERT = frozenset(
+    """_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id
+    eos_token_id pad_token_id _attn_implementation name_or_path task_specific_params chunk_size_feed_forward
+    output_attentions output_hidden_states return_dict id2label label2id problem_type is_encoder_decoder auto_map
+    quantization_config summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels
+    sliding_window max_window_layers output_router_logits""".split()
+)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The nodes of a decoder-only language model by role: embed, (positions), (drop), blocks, norm, logits."""
+
+    nodes: Mapping[str, Node]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """The roles of a graph's nodes. Raises UserError for a graph that is not such a chain."""
+        nodes: dict[str, Node] = {}
+        chain = _chain(graph)
+        order = iter(_ROLES.items())
+        for node in chain:
+            role = next((role for role, kinds in order if isinstance(node.kind, kinds)), None)
+            if role is None:
+                break
+            nodes[role] = node
+        if len(nodes) != len(chain) or any(role not in nodes for role in _ROLES if role not in _OPTIONAL):
+            listed = ", ".join(f"{node.name} ({node.kind.kind_name})" for node in chain)
+            raise UserError(
+                f"the model cannot be written for transformers: its nodes are {listed}",
+                fix="A chain of embedding, one repeated transformer_block, norm and unembed can be written.",
+            )
+        return cls(nodes)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the parameters of the blocks have the layers as their first axis."""
+        return self.nodes["blocks"].repeat is not None
+
+    @property
+    def tied(self) -> bool:
+        """Whether the logits use the embedding's vectors."""
+        return self.nodes["logits"].kind.shares is not None
+
+    def settings(self) -> Settings:
+        """All settings, with the defaults that depend on others filled in."""
+        tree = {role: node.kind.model_dump(mode="json") for role, node in self.nodes.items()}
+        blocks, norm = tree["blocks"], self.nodes["norm"].kind
+        kind = self.nodes["blocks"].kind
+        assert isinstance(kind, TransformerBlock)
+        blocks["repeat"] = self.nodes["blocks"].layers
+        blocks["attention"]["kv_heads"] = kind.attention.groups_of
+        blocks["attention"]["head_dim"] = kind.attention.head_width(tree["embed"]["width"])
+        if kind.norm.kind == "rms":
+            blocks["norm"].pop("bias", None)  # an RMS norm has none, whatever is set
+        tree["norm"]["kind"] = norm.kind_name
+        tree["logits"]["tied"] = self.tied
+        return dict(_flat(tree))
+
+
+def _chain(graph: Graph) -> list[Node]:
+    """Nodes from the tokens to the logits, each found by the first input of the next."""
+    found, name = [], graph.logits
+    while name in graph:
+        found.append(graph[name])
+        name = graph[name].inputs[0]
+    return found[::-1]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        path = prefix + name
+        if isinstance(value, Mapping) and path != _ROPE:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+class Key:
+    """A key of config.json and the settings of the graph that it gives.
+
+    `default` is what transformers takes where the key is absent or null; without one, the key must be there. With
+    `nullable`, null is a value of its own.
+    """
+
+    def __init__(self, name: str, *paths: str, default: Any = REQUIRED, nullable: bool = False) -> None:
+        self.name, self.paths, self.default, self.nullable = name, paths, default, nullable
+
+    def read(self, values: Mapping[str, Any], where: str) -> Any:
+        """The value in a config.json, or the default."""
+        value = values.get(self.name)
+        if value is None and not (self.nullable and self.name in values):
+            if self.default is REQUIRED:
+                raise UserError(f"`{self.name}` is missing", where=where, fix="Add it, or export the model again.")
+            return self.default
+        return value
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Where one parameter is stored.
+
+    `name` may hold {layer} and {expert}. `inputs` is the number of leading axes of a matrix that become its first
+    stored axis; 0 stands for a vector. nn.Linear stores [outputs, inputs], which is `transposed`. `part` is the place
+    among three that are stored side by side along the last axis, as GPT-2's query, key and value.
+    """
+
+    name: str
+    inputs: int = 0
+    transposed: bool = False
+    part: int | None = None
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The stored shape of a parameter, of a whole tensor where the parameter is a part of one."""
+        shape = (prod(ours[: self.inputs]), prod(ours[self.inputs :])) if self.inputs else (prod(ours),)
+        shape = shape[::-1] if self.transposed else shape
+        return shape if self.part is None else (*shape[:-1], 3 * shape[-1])
+
+    def store(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The parameter as it is stored."""
+        if not self.inputs:
+            return array.reshape(-1)
+        matrix = array.reshape(prod(array.shape[: self.inputs]), -1)
+        return np.ascontiguousarray(matrix.T) if self.transposed else matrix
+
+    def load(self, stored: NDArray[Any], ours: tuple[int, ...], name: str) -> NDArray[Any]:
+        """The parameter of our shape. Raises UserError where the stored tensor has another shape than it must have."""
+        if stored.shape != (shape := self.shape(ours)):
+            raise UserError(
+                f"the tensor {name!r} has the shape {list(stored.shape)}, config.json says {list(shape)}",
+                fix="Take config.json and the weights from the same model.",
+            )
+        if self.part is not None:
+            stored = np.split(stored, 3, axis=-1)[self.part]
+        return (stored.T if self.transposed else stored).reshape(ours)
+
+
+@dataclass(frozen=True, eq=False)
+class FamilySpec:
+    """One family of transformers; see the module's docstring."""
+
+    model_type: str
+    architecture: str  # the class in transformers
+    keys: tuple[Key, ...]
+    constants: Settings
+    tensors: Mapping[str, TensorSpec]  # by the dotted path of the parameter
+    fixed: Mapping[str, tuple[Any, ...]]  # key of config.json -> values that compute the same as the graph
+    rope_theta: float | None = 1e4  # where config.json has none; None: the family has no rotary positions
+
+    # ---- config.json ----
+
+    def to_config(self, graph: Graph, *, context: int | None = None) -> dict[str, Any]:
+        """What config.json says of a graph of this family; `context` is the longest input in tokens."""
+        return self._values(Decoder.of(graph).settings() | {"context": context})
+
+    def _values(self, settings: Settings) -> dict[str, Any]:
+        values: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        values |= {key.name: settings.get(key.paths[0]) for key in self.keys}
+        values = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
+        if self.rope_theta is not None:
+            values |= _rope_to_config(settings.get(_ROPE))
+        return values | {name: allowed[0] for name, allowed in self.fixed.items() if allowed[0] is not None}
+
+    def from_config(self, values: Mapping[str, Any], where: str) -> tuple[int, dict[str, Any]]:
+        """The context and the `model:` of a recipe. Raises UserError for a value that the graph cannot compute with."""
+        for name, allowed in self.fixed.items():
+            if name in values and values[name] not in (*allowed, None):
+                raise _refused(name, values[name], where)
+        settings = dict(self.constants)
+        for key in self.keys:
+            settings |= dict.fromkeys(key.paths, key.read(values, where))
+        if self.rope_theta is not None:
+            settings[_ROPE] = _rope_from_config(values, self.rope_theta, where)
+        context = settings.pop("context")
+        if settings["blocks.ffn.width"] is None:  # GPT-2's default
+            settings["blocks.ffn.width"] = 4 * settings["embed.width"]
+        window = "sliding_attention" if settings.get("blocks.attention.window") else "full_attention"
+        if set(values.get("layer_types") or {window}) != {window}:
+            raise _refused("layer_types", values["layer_types"], where)
+        if values.get("n_ctx") not in (None, context):
+            raise _refused("n_ctx", values["n_ctx"], where)
+        return context, _model(settings)
+
+    def unknown(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys with a value that neither the graph uses nor transformers' class of this family knows."""
+        known = {key.name for key in self.keys} | set(self.fixed) | _INERT
+        known |= {"layer_types", "n_ctx"} | (set(_ROPE_KEYS) if self.rope_theta is not None else set())
+        return tuple(name for name, value in values.items() if value is not None and name not in known)
+
+    def differences(self, settings: Settings) -> dict[str, tuple[Any, Any]]:
+        """The settings in which a graph differs from what its config.json would say: {path: (its, the family's)}."""
+        values = self._values({"context": 1, **settings})
+        values = {key.name: 1 for key in self.keys if key.default is REQUIRED} | values
+        try:
+            theirs = Decoder.of(parse(self.from_config(values, "")[1])).settings()
+        except UserError as error:
+            return {"": (error.what, None)}
+        paths = [path for path in settings | theirs if not _TRAINING_ONLY.fullmatch(path)]
+        pairs = {path: (settings.get(path), theirs.get(path)) for path in paths}
+        return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+
+    # ---- tensors ----
+
+    def to_tensors(self, params: Tree, graph: Graph) -> dict[str, NDArray[Any]]:
+        """The parameters under transformers' names, in their own dtype."""
+        tensors: dict[str, NDArray[Any]] = {}
+        parts: dict[str, dict[int, NDArray[Any]]] = {}
+        for role, path, _, spec in self._stored(graph):
+            array = params[Decoder.of(graph).nodes[role].name]
+            for name in path:
+                array = array[name]
+            for name, index in _places(spec, np.shape(array), role == "blocks" and Decoder.of(graph).repeated):
+                stored = spec.store(np.asarray(array)[index])
+                if spec.part is None:
+                    tensors[name] = stored
+                else:
+                    parts.setdefault(name, {})[spec.part] = stored
+        return tensors | {name: np.concatenate([some[i] for i in range(3)], axis=-1) for name, some in parts.items()}
+
+    def from_tensors(self, tensors: Tensors, graph: Graph) -> Tree:
+        """The graph's parameters in float32. Raises UserError for a tensor that is missing or of another shape."""
+        decoder = Decoder.of(graph)
+        params: Tree = {}
+        for role, path, declared, spec in self._stored(graph):
+            whole = np.empty(declared.shape, np.float32)
+            for name, index in _places(spec, declared.shape, role == "blocks" and decoder.repeated):
+                whole[index] = spec.load(self._find(tensors, name, decoder.tied), whole[index].shape, name)
+            leaf = params.setdefault(decoder.nodes[role].name, {})
+            for name in path[:-1]:
+                leaf = leaf.setdefault(name, {})
+            leaf[path[-1]] = whole
+        return params
+
+    def _stored(self, graph: Graph) -> Iterator[tuple[str, tuple[str, ...], Parameter, TensorSpec]]:
+        """Every parameter of a graph: the role of its node, its path in it, its declaration and where it is stored."""
+        for role, node in Decoder.of(graph).nodes.items():
+            for path, declared in _leaves(graph.parameters.get(node.name, {})):
+                yield role, path, declared, self.tensors[".".join((role, *path))]
+
+    def _find(self, tensors: Tensors, name: str, tied: bool) -> NDArray[Any]:
+        """A tensor by its name, or in one of the other forms that transformers loads."""
+        without_prefix = name.partition(".")[2]
+        for candidate in (name, without_prefix):
+            if candidate in tensors:
+                return np.asarray(tensors[candidate])
+        if tied and name == self.tensors["embed.embedding"].name and "lm_head.weight" in tensors:
+            return np.asarray(tensors["lm_head.weight"])
+        expert = re.fullmatch(r"(.*)\.block_sparse_moe\.(gate\.weight|experts\.(\d+)\.(w[123])\.weight)", name)
+        if expert:
+            layer, _, index, matrix = expert.groups()
+            fused = {None: "gate.weight", "w2": "experts.down_proj"}.get(matrix, "experts.gate_up_proj")
+            if (fused := f"{layer}.mlp.{fused}") in tensors:  # transformers 5's own names of the same weights
+                whole = np.asarray(tensors[fused])
+                if matrix in (None, "w2"):
+                    return whole if index is None else whole[int(index)]
+                return np.split(whole[int(index)], 2)[0 if matrix == "w1" else 1]
+        raise UserError(f"the weights have no tensor {name!r}", fix="Download the whole model again.")
+
+
+def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Parameter]]:
+    for name, child in tree.items():
+        if isinstance(child, Parameter):
+            yield (*path, name), child
+        else:
+            yield from _leaves(child, (*path, name))
+
+
+def _places(spec: TensorSpec, shape: tuple[int, ...], repeated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name of every tensor of a parameter and its index in the parameter's array."""
+    for layer in range(shape[0] if repeated else 1):
+        index = (layer,) if repeated else ()
+        if "{expert}" not in spec.name:
+            yield spec.name.format(layer=layer), index
+            continue
+        for expert in range(shape[len(index)]):
+            yield spec.name.format(layer=layer, expert=expert), (*index, expert)
+
+
+def _model(settings: Settings) -> dict[str, Any]:
+    """The `model:` of a recipe from settings by path."""
+    nodes: dict[str, dict[str, Any]] = {role: {} for role in _ROLES}
+    for path, value in settings.items():
+        *parents, last = path.split(".")
+        tree = nodes
+        for name in parents:
+            tree = tree.setdefault(name, {})
+        tree[last] = value
+    kinds = {"embed": "embedding", "positions": "learned_positions", "drop": "dropout"}
+    kinds |= {"blocks": "transformer_block", "logits": "unembed"}
+    before, chain = "tokens", {}
+    for role, written in nodes.items():
+        if role in _OPTIONAL and not any(written.values()):
+            continue
+        chain[role] = {"kind": kinds.get(role), "in": before, **written}
+        before = role
+    chain["loss"] = {"kind": "next_token_loss", "in": ["logits", "tokens"]}
+    return {"inputs": ["tokens"], "nodes": chain}
+
+
+def _refused(name: str, value: Any, where: str) -> UserError:
+    return UserError(
+        f"`{name}: {value}` cannot be honored, so this model is not imported",
+        where=where,
+        fix="Models of this family with the usual value can be imported.",
+    )
+
+
+# ---- rotary positions ----
+
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
+_SCALINGS: dict[str, dict[str, str]] = {  # setting of the graph -> key of transformers
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+}
+
+
+def _rope_to_config(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """transformers 4 reads rope_theta and rope_scaling, transformers 5 rope_parameters."""
+    rope = rope or {"theta": 1e4}
+    scaling = rope.get("scaling")
+    parameters: dict[str, Any] = {"rope_type": scaling["kind"] if scaling else "default"}
+    if scaling:
+        parameters |= {theirs: scaling[ours] for ours, theirs in _SCALINGS[scaling["kind"]].items()}
+    config = {"rope_theta": rope["theta"], "rope_parameters": parameters | {"rope_theta": rope["theta"]}}
+    return config | {"rope_scaling": parameters} if scaling else config
+
+
+def _rope_from_config(values: Mapping[str, Any], theta: float, where: str) -> dict[str, Any]:
+    """The graph's settings from either form, or from both where they agree; `theta` holds where neither has one."""
+    forms = []
+    thetas = [values.get("rope_theta")]
+    for name in ("rope_parameters", "rope_scaling"):
+        if values.get(name):
+            form = {key: value for key, value in values[name].items() if value is not None}
+            thetas.append(form.pop("rope_theta", None))
+            form["rope_type"] = form.pop("rope_type", None) or form.get("type") or "default"
+            form.pop("type", None)
+            if form.pop("partial_rotary_factor", 1.0) != 1.0:
+                raise _refused("partial_rotary_factor", values[name]["partial_rotary_factor"], where)
+            forms.append(form)
+    given = sorted({float(one) for one in thetas if one is not None})
+    if len(given) > 1:
+        raise _refused("rope_theta", " and ".join(map(str, given)), where)
+    if len(forms) == 2 and forms[0] != forms[1]:
+        raise UserError(
+            f"`rope_parameters: {forms[0]}` and `rope_scaling: {forms[1]}` contradict each other",
+            where=where,
+            fix="Remove the one that the model was not trained with.",
+        )
+    form = dict(forms[0]) if forms else {"rope_type": "default"}
+    if (kind := form.pop("rope_type")) not in _SCALINGS:
+        raise _refused("rope_type", kind, where)
+    if set(form) != set(_SCALINGS[kind].values()):
+        raise _refused("rope_parameters", form, where)
+    scaling = {ours: form[theirs] for ours, theirs in _SCALINGS[kind].items()}
+    return {"theta": given[0] if given else theta} | ({"scaling": {"kind": kind, **scaling}} if scaling else {})

@@ -1,0 +1,132 @@
+"""Whoever runs the tasks, the results are the same, in order, and a user's mistake stays one message."""
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from planted_copies import lexicon, near_copy, random_text, written
+
+from affinage.config.data import CleanSettings, DataSettings, DecontaminateSettings, DedupSettings, SplitSettings
+from affinage.data import executor as executors
+from affinage.data.benchmark_items import BenchmarkItem
+from affinage.data.clean import clean
+from affinage.data.collect import collect
+from affinage.data.decontaminate import decontaminate
+from affinage.data.deduplicate import deduplicate
+from affinage.data.executor import Executor, open_executor
+from affinage.data.split import split
+from affinage.errors import TransientError, UserError
+from source_forms import rows_of, write_lines
+
+
+def squared(number: int) -> int:
+    if number < 0:
+        raise UserError("a negative number", where="here", fix="leave it")
+    return number * number
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def executor(request):
+    if request.param == "local":
+        yield Executor(2)
+        return
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
+    with (
+        tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as temporary,  # sockets need a short path
+        open_executor(DataSettings(sources=["x"], executor="ray", workers=2), Path(temporary)) as executor,
+    ):
+        yield executor
+
+
+def test_results_come_in_order_and_mistakes_as_they_are(executor):
+    assert executor.workers == 2
+    for each in (executor, Executor(1)):
+        told = []
+        assert each.map(squared, range(7), progress=told.append) == [0, 1, 4, 9, 16, 25, 36]
+        assert told == [pytest.approx(k / 7) for k in range(1, 8)]
+        shift = np.arange(3)  # a closure, as some tasks are
+        moved = each.map(lambda k, by=shift: by + k, [1, 2], threads=True)
+        assert [result.tolist() for result in moved] == [[1, 2, 3], [2, 3, 4]]
+        with pytest.raises(UserError) as refused:
+            each.map(squared, [1, -1])
+        assert (refused.value.where, refused.value.fix) == ("here", "leave it")
+
+
+def test_complete_tasks_are_skipped_and_those_that_changed_are_not(tmp_path):
+    with pytest.raises(UserError):
+        Executor(1).map(squared, [2, 3, -1, 4], tmp_path)
+    assert len(list(tmp_path.glob("completions/*.json"))) == 2
+    seen = []
+
+    def cubed(number: int) -> int:
+        seen.append(number)
+        return number**3
+
+    assert Executor(1).map(cubed, [2, 5, 6], tmp_path) == [4, 125, 216] and seen == [5, 6]
+
+
+def test_a_passing_error_of_the_network_is_tried_again_and_then_transient(monkeypatch):
+    monkeypatch.setattr(executors, "PAUSES", (0.0, 0.0))
+    failures = [ConnectionResetError("gone"), TimeoutError("slow")]
+
+    def fetch(times: int) -> int:
+        if failures and times:
+            raise failures.pop()
+        return 1
+
+    assert Executor(1).map(fetch, [1]) == [1]
+    failures[:] = [ConnectionResetError("gone")] * 3
+    with pytest.raises(TransientError, match="failed 3 times"):
+        Executor(1).map(fetch, [1])
+    with pytest.raises(ZeroDivisionError):
+        Executor(1).map(lambda k: 1 // k, [0])
+
+
+def chain(lines: Path, folder: Path, items: list[BenchmarkItem], executor: Executor) -> list:
+    """The documents, the clusters and the summaries of all stages."""
+    source = {"path": str(lines), "language": "en", "name": "s"}
+    steps = ("collected", "clean", "unique", "clear", "split")
+    collected, cleaned, unique, clear, out = (folder / step for step in steps)
+    summaries = [
+        collect(DataSettings(sources=[source]), collected, executor=executor),
+        clean(collected, cleaned, CleanSettings(), ("en",), executor=executor),
+        deduplicate(cleaned, unique, DedupSettings(threshold=0.9), memory=50_000, executor=executor),
+        decontaminate(unique, clear, DecontaminateSettings(), items, executor=executor),
+        split(clear, out, SplitSettings(validation_fraction=0.1), 0, executor=executor),
+    ]
+    clusters = pq.read_table(unique / "clusters" / "clusters.parquet").to_pylist()
+    documents = [rows_of(out / part) for part in ("train", "validation")]
+    return [documents, clusters, *(summary | {"seconds": 0} for summary in summaries)]
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory) -> tuple:
+    """A corpus, items that some of its documents have, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("by-one")
+    rng = random.Random(0)
+    words = lexicon(800, rng)
+    originals = [random_text(words, rng.randint(60, 200), rng) for _ in range(100)]
+    copies = [near_copy(text, rng.uniform(0.7, 1), words, rng) for text in originals]
+    texts = [written(text) for text in [*originals, *copies, *originals[:20]]] + ["short"]
+    for file in range(3):
+        numbers = range(file, len(texts), 3)
+        write_lines(folder / "lines" / f"{file}.jsonl", [{"id": f"{i:03d}", "text": texts[i]} for i in numbers])
+    items = [BenchmarkItem("quiz", str(k), (written(originals[k][20:40]),)) for k in range(10)]
+    return folder / "lines", items, chain(folder / "lines", folder, items, Executor(1))
+
+
+@pytest.mark.parametrize("executor", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
+def test_every_stage_gives_what_one_process_gives(executor, by_one, tmp_path, monkeypatch):
+    monkeypatch.setattr("affinage.data.collect.TASK_BYTES", 10_000)
+    lines, items, expected = by_one
+    documents, clusters, *summaries = chain(lines, tmp_path, items, executor)
+    assert [documents, clusters, *summaries] == expected
+    _, cleaned, unique, clear, halves = summaries
+    assert cleaned["removed"] == {"too short": 1} and unique["removed"]["near duplicate"] > 10
+    assert clear["removed"]["in a benchmark"] >= 10 and halves["removed"]["near copy of a validation document"] > 3
