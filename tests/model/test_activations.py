@@ -10,6 +10,7 @@ import tiny_graphs
 from affinage.config.parallel import RematSettings
 from affinage.model import Call, abstract_averages, abstract_params, apply, parse
 from affinage.model.activations import activations
+from affinage.model.remat import with_remat
 
 ROWS, CONTEXT = 2, 16
 CUTTING = ("split", "squeeze", "slice")  # a layer's weights from those of all layers
@@ -69,7 +70,7 @@ MODELS = {
 # A recipe's setting, and what JAX is given for it.
 REMATS = {
     "none": ("none", {}),
-    "dots": ("dots", {"remat": policies.dots_with_no_batch_dims_saveable}),
+    "dots": ("dots", {"remat": with_remat(Call(), "dots").remat}),
     "full": ("full", {"remat": policies.nothing_saveable, "remat_nodes": True}),
     "kept": (
         RematSettings(keep=("attended", "ffn_up")),

@@ -53,9 +53,7 @@ def same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
-@pytest.mark.parametrize(
-    ("length", "settings"), [(7, {}), (602, {"in_blocks": True}), (7, {"softcap": 2.0})], ids=str
-)
+@pytest.mark.parametrize(("length", "settings"), [(7, {}), (602, {"in_blocks": True}), (7, {"softcap": 2.0})], ids=str)
 def test_plain_products_and_their_gradient_by_hand_are_the_formula(length, settings):
     segments = jnp.repeat(jnp.array([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]), length // 7, axis=1)
     arrays = heads(2, length=length)

@@ -20,6 +20,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from affinage.model.scans import parts_of_scan
 
@@ -304,7 +305,8 @@ def trace(function: Callable[..., Any], weights: Any, *others: Any, axes: Sequen
     `axes` are names and sizes of those that its collectives speak of.
     """
     traced, made = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(weights, *others)
-    return Traced(traced.jaxpr, len(jax.tree.leaves(weights)), made)
+    jaxpr, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+    return Traced(jaxpr, len(jax.tree.leaves(weights)), made)
 
 
 def measure(traced: Traced, shares: Shares, platform: str, vocabularies: Collection[int] = ()) -> Peak:
