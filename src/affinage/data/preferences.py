@@ -19,7 +19,7 @@ from affinage.data.chat import (
 )
 from affinage.data.conversation_files import read_lines
 from affinage.data.conversation_shapes import asked, text_message, turns
-from affinage.data.records import encodable
+from affinage.data.foreign_json import encodable
 from affinage.data.row_files import find_row_folders, open_rows
 from affinage.data.tokenizer import Tokenizer
 from affinage.data.tuning_rows import Example, Job, Lines, write_tuning_rows

@@ -71,14 +71,16 @@ def _data_steps(recipe: Recipe, begun: dict[str, str]) -> list[Step]:
         return [*steps, Step("train-tokenizer", texts.given_tokenizer, {}, sources=begun, version=2)]
     files = tuple(location(each, data.root, data.mirror) for each in data.sources if not is_on_hub(each, data.mirror))
     world = _if(POCKET_WORLD in [source.path for source in data.sources], "synthesize")
-    steps.append(Step("ingest", texts.collect, {"data": _ingested(data)}, world, files=files, resumable=True))
-    steps.append(Step("filter", texts.clean, {"data": _json(data, "clean", "languages")}, ("ingest",), resumable=True))
+    config = {"data": _ingested(data)}
+    steps.append(Step("ingest", texts.ingest, config, world, version=2, files=files, resumable=True))
+    config = {"data": _json(data, "clean", "languages")}
+    steps.append(Step("filter", texts.clean, config, ("ingest",), version=2, resumable=True))
     if data.dedup is not None:
-        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",)))
+        steps.append(Step("dedup", texts.deduplicate, {"data": _json(data, "dedup")}, ("filter",), version=2))
     if targets := contamination_targets(recipe):
         steps.append(_decontamination(recipe, data, targets, steps[-1].name))
     config = {"data": _json(data, "split"), **_part(recipe, "seed")}
-    steps.append(Step("split", texts.split, config, (steps[-1].name,)))
+    steps.append(Step("split", texts.split, config, (steps[-1].name,), version=2))
     if begun:
         steps.append(Step("train-tokenizer", texts.given_tokenizer, {}, ("split",), sources=begun, version=2))
     else:
@@ -102,7 +104,7 @@ def _decontamination(recipe: Recipe, data: DataSettings, targets: list[str], las
     if data.decontaminate.benchmarks:
         config["evaluate"] = {"tasks": [task for task in _tasks(recipe) if task != POCKET_WORLD]}
         files += _item_files(recipe.evaluate)
-    return Step("decontaminate", texts.decontaminate, config, (last,), files=tuple(files), resumable=True)
+    return Step("decontaminate", texts.decontaminate, config, (last,), version=2, files=tuple(files), resumable=True)
 
 
 def _ingested(data: DataSettings) -> dict[str, Any]:
