@@ -238,7 +238,7 @@ def _cause(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
 
 class LocalLauncher:
-    """Processes of this machine, which listen on the loopback address alone.
+    """Processes of this machine, whose coordinator listens on the loopback address.
 
     Args:
         workers: how many.
