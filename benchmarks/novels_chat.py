@@ -13,7 +13,7 @@ from pathlib import Path
 
 from run_scores import MODELS, cells, evaluations, pairs, result, seconds, watched
 
-from affinage.evaluation.benchmarks import FRENCH
+from affinage.evaluation.benchmarks import GROUPS
 from affinage.evaluation.published import headline_metrics
 from affinage.evaluation.run import drawn_places
 
@@ -25,7 +25,7 @@ PERPLEXITY = (
 
 def scores(run: Path) -> list[dict]:
     """A line for every headline metric, LAMBADA's perplexity, French benchmark that was there, and model."""
-    metrics = [*headline_metrics().items(), *((task, "acc") for task in FRENCH)]
+    metrics = [*headline_metrics().items(), *((task, "acc") for task in GROUPS["french"])]
     metrics.insert(metrics.index(("lambada_openai", "acc")) + 1, PERPLEXITY)
     found = {model: results["tasks"] for model, results in evaluations(run).items()}
     return [

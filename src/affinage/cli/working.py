@@ -30,12 +30,13 @@ class Working:
         self._told = ""
         self._shown: Any = None
         self._left = Left()
+        self._stream = sys.stderr  # a library that is silenced meanwhile does not silence this
 
     def __enter__(self) -> "Working":
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        console = self._console or Console(stderr=True)
+        console = self._console or Console(file=sys.stderr)
         if console.is_terminal:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
             self._shown = Progress(*columns, console=console, transient=True)
@@ -58,7 +59,7 @@ class Working:
             self._shown.update(self._task, description=told)
         elif self._lines and (words := _NUMBER.sub("", what)) != self._told:
             self._told = words
-            print(f"{self._name}: {what}", file=sys.stderr, flush=True)
+            print(f"{self._name}: {what}", file=self._stream, flush=True)
 
 
 class Left:
